@@ -1,0 +1,56 @@
+# Every target works from a bare Python 3.11 or newer; `make setup` comes by itself.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test verify check smoke-install clean
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+# The meta package last: its pins are met by the five before it, in the same pip call.
+PACKAGES := dtensor rng plans pipeline checkpoint vescale
+EXTRAS_dtensor := [testing]
+EXTRAS_vescale := [demo]
+BUILD_TOOLS := editables hatchling
+TOOLS := asv hypothesis numpy nvidia-ml-py pytest pytest-benchmark rich ruff safetensors
+
+STAMP := $(VENV)/.installed
+STAMP_INPUTS := Makefile constraints.txt $(wildcard packages/*/pyproject.toml packages/*/src/*/_version.py)
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
+
+setup: $(STAMP) ## make .venv with every package editable, and the tools
+	@echo "setup: ready, in $(VENV)"
+
+demo: $(STAMP) ## train a GPT and a Llama on one process, then on four, and compare
+	@$(RUN) examples/demo.py
+
+test: $(STAMP) ## run every test: bazel test //..., or the same targets under pytest
+	@$(RUN) tools/run_tests.py
+
+verify: $(STAMP) ## run every "What it must show" check in full, and write results/ (ONLY=2.6 for some)
+	@$(RUN) tools/verify.py $(ONLY)
+
+check: $(STAMP) ## ruff, and the layering of the packages
+	@$(RUN) -m ruff check .
+	@$(RUN) tools/check_layers.py
+
+smoke-install: $(STAMP) ## install each package from the network into an empty environment, and use it
+	@$(RUN) tools/fresh_install.py
+
+clean: ## remove .venv; the next target makes it again
+	@rm -rf $(VENV)
+
+$(STAMP): $(STAMP_INPUTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "setup: Python 3.11 or newer is needed, and $(PYTHON) is not; name one: make setup PYTHON=python3.12" >&2; \
+	    exit 1; }
+	@$(RUN) -c '' 2>/dev/null || { \
+	    echo "setup: creating $(VENV)"; \
+	    $(PYTHON) -m venv --clear $(VENV); }
+	@echo "setup: installing the build tools"
+	@$(RUN) -m pip install -q -c constraints.txt $(BUILD_TOOLS)
+	@echo "setup: installing torch, the tools and the six packages (some minutes the first time)"
+	@$(RUN) -m pip install -q -c constraints.txt --no-build-isolation torch $(TOOLS) \
+	    $(foreach package,$(PACKAGES),-e ./packages/$(package)$(EXTRAS_$(package)))
+	@touch $@

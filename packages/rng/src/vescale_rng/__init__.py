@@ -1,0 +1,3 @@
+"""Random numbers on sharded tensors. Today this package holds only its version: see its README."""
+
+from ._version import __version__ as __version__
