@@ -1,1 +1,37 @@
+"""vescale_dtensor: tensors sharded over a device mesh, programmed as if on one device."""
+
+from . import _dispatch as _dispatch
+from ._construct import arange as arange
+from ._construct import distribute_tensor as distribute_tensor
+from ._construct import empty as empty
+from ._construct import from_local as from_local
+from ._construct import full as full
+from ._construct import ones as ones
+from ._construct import rand as rand
+from ._construct import randn as randn
+from ._construct import redistribute as redistribute
+from ._construct import zeros as zeros
+from ._errors import CommunicationError as CommunicationError
+from ._errors import GradientError as GradientError
+from ._errors import ImplicitCommunicationError as ImplicitCommunicationError
+from ._errors import InternalError as InternalError
+from ._errors import MeshError as MeshError
+from ._errors import OperatorError as OperatorError
+from ._errors import PlacementError as PlacementError
+from ._errors import PlainTensorError as PlainTensorError
+from ._errors import ShapeError as ShapeError
+from ._errors import VescaleError as VescaleError
+from ._errors import ViewError as ViewError
+from ._fallback import FallbackWarning as FallbackWarning
+from ._layout import Layout as Layout
+from ._rules import families as _families
+from ._tensor import DTensor as DTensor
 from ._version import __version__ as __version__
+from .placement import InterleavedShard as InterleavedShard
+from .placement import Partial as Partial
+from .placement import Placement as Placement
+from .placement import RaggedShard as RaggedShard
+from .placement import Replicate as Replicate
+from .placement import Shard as Shard
+
+del _families

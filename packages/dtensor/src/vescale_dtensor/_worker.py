@@ -80,9 +80,9 @@ def _travels_by_value(module: types.ModuleType) -> bool:
     name, file = module.__name__, getattr(module, "__file__", None)
     if name == "__main__" or name.rpartition(".")[2].startswith(("test_", "conftest")):
         return True
-    if file is None:  # built-in
-        return False
     top = name.partition(".")[0]
+    if file is None or top in sys.stdlib_module_names:
+        return False
     for finder in sys.meta_path:
         spec = finder.find_spec(top, None) if hasattr(finder, "find_spec") else None
         if spec is not None:
@@ -100,7 +100,7 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType | type):
             name = obj.__module__
-            if name is not None and name not in _by_value and name in sys.modules:
+            if isinstance(name, str) and name not in _by_value and name in sys.modules:
                 _by_value[name] = _travels_by_value(sys.modules[name])
                 if _by_value[name]:
                     cloudpickle.register_pickle_by_value(sys.modules[name])
@@ -254,9 +254,7 @@ def _die_with_parent() -> None:
 in_worker = False
 
 
-def _work(
-    rank: int, size: int, control: socket.socket, stack_fd: int, port: int, store_fd: int | None
-) -> None:
+def _work(rank: int, size: int, control: socket.socket, stack_fd: int, port: int, store_fd: int | None) -> None:
     """Main of a rank: join the world, then answer calls until the caller is gone."""
     global in_worker
     in_worker = True
@@ -313,6 +311,8 @@ def _answer(rank: int, request: bytes) -> Answer:
         except BaseException as error:
             error.add_note(f"the result, a {type(value).__name__}, cannot be pickled")
             answer = _raised(rank, error, ())
+    sys.stdout.flush()  # so that pytest shows it with the test that it belongs to
+    sys.stderr.flush()
     return replace(answer, usable=dist.is_initialized())
 
 

@@ -1,6 +1,7 @@
 """Run a function on several ranks, from a test, in milliseconds.
 
-    from vescale_dtensor.testing import assert_ranks_agree, mesh_of, run_ranks
+    import torch
+    from vescale_dtensor.testing import mesh_of, run_ranks
 
     def test_sum_over_one_axis():
         def total(value):
@@ -21,7 +22,9 @@ how.  What a test may rely on, and what not:
   modules stays, in that rank.
 - Before every call each rank has the same seed in torch, random and numpy,
   gradients enabled, and float32 as the default dtype.
-- ``os.environ`` and ``sys.path`` of the workers are those at the first call.
+- ``os.environ``, ``sys.path`` and the working directory of the workers are
+  those at the first call; what a test patches in its own process is not
+  patched on the ranks.  What ranks print goes to the output of this process.
 - A process group made by the function lives as long as the worker.  Use
   ``mesh_of``, which makes each mesh once.
 
@@ -191,8 +194,7 @@ def raises_on_all(
         )
     if match is not None and not re.search(match, messages[0]):
         raise AssertionError(
-            f"{_name_of(function)}: the message does not match\n"
-            f"  pattern  {match}\n  message  {messages[0]}"
+            f"{_name_of(function)}: the message does not match\n  pattern  {match}\n  message  {messages[0]}"
         )
     return messages[0]
 
@@ -203,9 +205,10 @@ def warm_up(*modules: str) -> None:
     For a conftest: the import then runs beside the collection of tests.
 
     Arguments:
-        modules: names of more modules that all workers are to have imported.
-            One worth naming is ``torch._dynamo``, which any optimizer imports
-            when it is made: about a second in each worker otherwise.
+        modules: names of more modules that all workers are to have imported;
+            without effect once the workers' fork server runs.  One worth
+            naming is ``torch._dynamo``, which any optimizer imports when it is
+            made: about a second in each worker otherwise.
     """
     pool.server(modules)
 
@@ -236,7 +239,7 @@ def mesh_of(*sizes: int, names: Sequence[str] | None = None) -> DeviceMesh:
 
     Example:
         >>> run_ranks(4, lambda: mesh_of(2, 2, names=("dp", "tp")).get_coordinate())
-        [[0, 0], [0, 1], [1, 0], [1, 1]]
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     global _meshes_world
     world = dist.group.WORLD
@@ -269,6 +272,7 @@ def fake_world(size: int) -> Iterator[None]:
     try:
         yield
     finally:
+        _meshes.clear()
         dist.destroy_process_group()
 
 

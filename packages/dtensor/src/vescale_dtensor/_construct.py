@@ -1,0 +1,234 @@
+"""Making DTensors: from a whole tensor, from shards, from a factory; and moving them.
+
+A replicated DTensor made here is in state R: it may be a parameter, and what ranks
+do with it may differ, so its gradient is pending until it is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._collectives import convert_local, gather_objects
+from ._convert import convert, from_plain
+from ._errors import PlacementError, ShapeError
+from ._layout import Layout, canonical_states, layout_of
+from ._mesh import Mesh, mesh_of
+from ._state import INVARIANT, PENDING, VARYING
+from ._tensor import DTensor, local_only, stamp
+from .placement import Partial, Placement, Replicate
+
+
+def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The DTensor of a whole tensor that every rank holds alike.
+
+    A leaf stays a leaf: the result is a fresh leaf with the same `requires_grad`.
+    A `Partial` axis keeps the value on its first rank and zeros elsewhere. No
+    communication. Raises MeshError or PlacementError for what does not fit.
+    """
+    layout = _layout("distribute_tensor", tensor.shape, device_mesh, placements)
+    with torch.no_grad(), local_only():
+        local = convert_local(tensor.detach(), layout.invariant, layout)
+        if local.data_ptr() == tensor.data_ptr() or local.numel() == 0:
+            local = local.clone()
+    return stamp(local, layout).requires_grad_(tensor.requires_grad)
+
+
+def from_local(
+    local: Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+) -> DTensor:
+    """The DTensor whose shard on this rank is `local`; shares its storage, differentiable.
+
+    With `shape=` (the global shape) nothing is exchanged, and `local` must have the
+    size that the placements give it. Without it the ranks exchange their local
+    shapes, from which the global one follows. `stride` is accepted for torch's
+    signature; a DTensor's strides follow its shard's.
+
+    `Partial("avg")` is scaled to a sum; max, min and product are reduced at once (an
+    all-gather). Raises ShapeError, on every rank alike, when shapes do not fit.
+    """
+    del stride
+    mesh = mesh_of(device_mesh)
+    placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    states = canonical_states("from_local", placements, mesh, local.shape)
+    if shape is None:
+        shape = _agreed_shape(local, mesh, states)
+    layout = layout_of(mesh, canonical_states("from_local", placements, mesh, shape), shape)
+    if tuple(local.shape) != layout.local_shape:
+        error = ShapeError(
+            "from_local",
+            f"the placements give shards that torch.chunk would, and the local shape is another "
+            f"(global shape {list(layout.shape)})",
+            [f"expected  {layout!r}"],
+            [
+                ("RaggedShard((dim,), local_units)", "for contiguous parts of your own sizes"),
+                ("shape=(...)", "the global shape, when it is not the sum of the shards"),
+            ],
+        )
+        error.add_note(f"rank at {mesh.coordinate}: local {list(local.shape)}, expected {list(layout.local_shape)}")
+        raise error
+    result = from_plain(local, layout)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            result = _reduced(result, axis, placement.reduce_op)
+    return result
+
+
+def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """See `DTensor.redistribute`. A `Replicate` axis keeps its state if it is replicated already, is I after a
+    sum (whose backward is then free) and R after a gather (whose backward is then a reduce-scatter)."""
+    layout = tensor._layout.base
+    placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            raise PlacementError(
+                "redistribute",
+                f"Partial({placement.reduce_op!r}) on axis {axis} cannot be made from a value",
+                [repr(layout)],
+                [("Partial()", "a pending sum"), ("Replicate()", "the value itself")],
+            )
+    wanted = canonical_states("redistribute", placements, layout.mesh, layout.shape)
+    states = [_replicated(now) if goal is VARYING else goal for now, goal in zip(layout.states, wanted)]
+    return convert(tensor, layout.with_states(states), "redistribute")
+
+
+def _replicated(now):
+    if now.is_replicated:
+        return now
+    return INVARIANT if now is PENDING else VARYING
+
+
+# --- factories --------------------------------------------------------------------
+
+
+def zeros(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
+    """`torch.zeros` of global `size`, allocating only the shard."""
+    return full(*size, fill_value=0.0, device_mesh=device_mesh, placements=placements, **options)
+
+
+def ones(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
+    """`torch.ones` of global `size`, allocating only the shard."""
+    return full(*size, fill_value=1.0, device_mesh=device_mesh, placements=placements, **options)
+
+
+def full(
+    *size, fill_value=None, device_mesh: DeviceMesh, placements: Sequence[Placement], requires_grad=False, **options
+) -> DTensor:
+    """`torch.full(size, fill_value)`; on a Partial axis the first rank holds the value, the others zero."""
+    if fill_value is None:
+        *size, fill_value = size
+    size = _size(size)
+    layout = _layout("full", size, device_mesh, placements)
+    holds = all(layout.mesh.coordinate[a] == 0 for a, s in enumerate(layout.states) if s is PENDING)
+    options.setdefault("dtype", torch.get_default_dtype() if isinstance(fill_value, float) else None)
+    local = torch.full(
+        layout.local_shape, fill_value if holds else 0, device=options.pop("device", layout.mesh.device_type), **options
+    )
+    return stamp(local, layout).requires_grad_(requires_grad)
+
+
+def empty(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], requires_grad=False, **options) -> DTensor:
+    """`torch.empty` of global `size`, allocating only the shard."""
+    layout = _layout("empty", _size(size), device_mesh, placements)
+    local = torch.empty(layout.local_shape, device=options.pop("device", layout.mesh.device_type), **options)
+    return stamp(local, layout).requires_grad_(requires_grad)
+
+
+def rand(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
+    """`torch.rand` of global `size`: every rank draws the whole tensor, as one device would, and keeps its part."""
+    return _sliced("rand", torch.rand, _size(size), device_mesh, placements, options)
+
+
+def randn(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
+    """`torch.randn` of global `size`: every rank draws the whole tensor, as one device would, and keeps its part."""
+    return _sliced("randn", torch.randn, _size(size), device_mesh, placements, options)
+
+
+def arange(*bounds, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
+    """`torch.arange(*bounds)`: made whole on every rank, then sliced."""
+    options.setdefault("device", mesh_of(device_mesh).device_type)
+    requires_grad = options.pop("requires_grad", False)
+    return distribute_tensor(torch.arange(*bounds, **options), device_mesh, placements).requires_grad_(requires_grad)
+
+
+def _sliced(name, function, size, device_mesh, placements, options) -> DTensor:
+    _layout(name, size, device_mesh, placements)  # complains before anything is drawn
+    options.setdefault("device", mesh_of(device_mesh).device_type)
+    requires_grad = options.pop("requires_grad", False)
+    return distribute_tensor(function(size, **options), device_mesh, placements).requires_grad_(requires_grad)
+
+
+def _size(size) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
+
+
+def _layout(operation: str, shape, device_mesh, placements) -> Layout:
+    placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    for placement in placements:
+        if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
+            raise PlacementError(
+                operation,
+                f"Partial({placement.reduce_op!r}) cannot be made from a whole tensor",
+                [f"placements  {placements}"],
+                [("Partial()", "a pending sum: the first rank holds the value"), ("Replicate()", "the value itself")],
+            )
+    placements = tuple(Partial() if isinstance(p, Partial) else p for p in placements)
+    mesh = mesh_of(device_mesh)
+    return layout_of(mesh, canonical_states(operation, placements, mesh, shape), tuple(shape))
+
+
+# --- what ranks tell each other ---------------------------------------------------
+
+
+def _agreed_shape(local: Tensor, mesh: Mesh, states) -> tuple[int, ...]:
+    """The global shape from every rank's local shape; raises alike on every rank when they do not fit together."""
+    shapes = [tuple(shape) for shape in gather_objects(tuple(local.shape), mesh)]
+
+    def fail(rule: str):
+        raise ShapeError(
+            "from_local",
+            rule,
+            [f"rank {i} of {mesh}  local {list(shape)}" for i, shape in enumerate(shapes)],
+            [("give every rank a shard of the same global tensor, or pass shape=(...)", "")],
+        )
+
+    if len({len(shape) for shape in shapes}) > 1:
+        fail("ranks disagree on the number of dims of their local tensors")
+    strides = [prod(mesh.sizes[axis + 1 :]) for axis in range(mesh.ndim)]
+    shape = list(shapes[0])
+    for dim in range(len(shape)):
+        axes = [axis for axis, state in enumerate(states) if state.kind == "S" and state.dim == dim]
+        sizes: dict[tuple[int, ...], int] = {}
+        for rank, other in enumerate(shapes):
+            coordinate = tuple(rank // strides[axis] % mesh.sizes[axis] for axis in axes)
+            if sizes.setdefault(coordinate, other[dim]) != other[dim]:
+                fail(f"ranks disagree on the size of dim {dim}, which only {[mesh.names[a] for a in axes]} shard")
+        shape[dim] = sum(sizes.values())
+    return tuple(shape)
+
+
+def _reduced(tensor: DTensor, axis: int, operation: str) -> DTensor:
+    """A Partial of another kind than sum, made a sum (avg) or reduced (max, min, product)."""
+    from ._collectives import all_gather
+
+    layout = tensor._layout.base
+    with local_only():
+        if operation == "avg":
+            local = tensor / layout.mesh.sizes[axis]
+            return stamp(local, layout)
+        gathered = all_gather(tensor.detach(), layout.mesh, (axis,))
+        reduce = {"max": torch.amax, "min": torch.amin, "product": torch.prod}.get(operation)
+        if reduce is None:
+            raise PlacementError("from_local", f"unknown Partial reduce_op {operation!r}", [repr(layout)])
+        local = reduce(gathered, 0)
+    states = layout.states[:axis] + (INVARIANT,) + layout.states[axis + 1 :]
+    return stamp(local, layout.with_states(states))

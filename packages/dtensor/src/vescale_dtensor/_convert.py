@@ -1,0 +1,143 @@
+"""Differentiable conversions: the forward moves the value, the backward moves the gradient back.
+
+`convert` is what dispatch, `redistribute` and every rule use. The backward of a
+conversion a -> b is the conversion g(b) -> g(a), made by the same Function, so that
+it is itself differentiable.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd import Function
+
+from . import _events
+from ._collectives import convert_local
+from ._conversion import communicates, is_alias, plan
+from ._errors import ImplicitCommunicationError
+from ._layout import Layout, layout_of
+from ._memo import recall, remember
+from ._mesh import Mesh
+from ._state import INVARIANT
+from ._tensor import DTensor, local_only, stamp
+
+
+class Convert(Function):
+    """Local tensor under `source` -> local tensor under `target`."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor, source: Layout, target: Layout) -> Tensor:
+        ctx.source, ctx.target, ctx.cause = source, target, _events.current()
+        with local_only():
+            out = convert_local(local, source, target)
+            return out.detach() if out is local else out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        _events.restore_cause(ctx.cause, "backward")
+        source, target = ctx.target.gradient, ctx.source.gradient
+        if is_grad_enabled():
+            return Convert.apply(grad, source, target), None, None
+        return convert_local(grad, source, target), None, None
+
+
+class Alias(Function):
+    """The same local values in another tensor object: the border between plain tensors and DTensors."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor) -> Tensor:
+        with local_only():
+            return local.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """A plain tensor that shares storage, version and autograd history with `tensor`."""
+    with local_only():
+        if is_grad_enabled() and tensor.requires_grad:
+            return Alias.apply(tensor)
+        return tensor.detach()
+
+
+def to_plain(tensor: DTensor) -> Tensor:
+    """The local shard as a plain tensor, differentiable."""
+    return alias(tensor)
+
+
+def from_plain(local: Tensor, layout: Layout) -> DTensor:
+    """A DTensor over the storage of `local`, differentiable."""
+    return stamp(alias(local), layout)
+
+
+def convert(tensor: DTensor, target: Layout, cause: object = "redistribute") -> DTensor:
+    """`tensor` under the layout `target`; the tensor itself when it is there already."""
+    source = tensor._layout.base
+    if source is target:
+        return tensor
+    _events.set_cause(cause)
+    return _converted(tensor, source, target, fresh=True)
+
+
+def convert_plain(local: Tensor, mesh: Mesh, target: Layout, cause: object) -> DTensor:
+    """A plain tensor, taken as alike on all ranks (I), under the layout `target`."""
+    _events.set_cause(cause)
+    return _converted(local, layout_of(mesh, (INVARIANT,) * mesh.ndim, target.shape), target, fresh=True)
+
+
+def convert_operand(tensor: Tensor, source: Layout, target: Layout, function: object) -> Tensor:
+    """What dispatch calls for an input whose layout does not fit.
+
+    The result is only read: where values stay and no gradient flows it is
+    `tensor` itself. Under `strict()` a conversion that communicates raises.
+    """
+    if _events.strict_depth and communicates(source, target):
+        raise_implicit(tensor, source, target, function)
+    _events.set_cause(function)
+    return _converted(tensor, source, target, fresh=False)
+
+
+def _converted(tensor: Tensor, source: Layout, target: Layout, fresh: bool) -> Tensor:
+    with local_only():
+        known = recall(tensor, target)
+        if known is not None:
+            return known
+        if is_grad_enabled() and tensor.requires_grad:
+            out = Convert.apply(tensor, source, target)
+        else:
+            if not fresh and is_alias(source, target):
+                return tensor
+            out = convert_local(tensor, source, target)
+            if out is tensor:
+                out = tensor.detach()
+        out = stamp(out, target)
+        remember(tensor, target, out)
+        return out
+
+
+def raise_implicit(tensor: Tensor, source: Layout, target: Layout, function: object) -> None:
+    steps = ", ".join(f"{s.kind} on {source.mesh.names[s.axis]!r}" for s in plan(source, target) if s.kind != "nothing")
+    raise ImplicitCommunicationError(
+        _events.function_name(function),
+        f"needs an implicit conversion under strict(): {steps}",
+        [describe("from", tensor, source), describe("to", tensor, target)],
+        [(f"tensor.redistribute({target.placements!r})", f"the same {steps}, asked for")],
+    )
+
+
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def describe(name: str, tensor: Tensor, layout: Layout) -> str:
+    """`lhs  f32[8, 16]  R, S(1)  on (dp=2, tp=4)`: an operand in an error message."""
+    with local_only():
+        dtype = tensor.dtype
+    shape = ", ".join(map(str, layout.shape))
+    states = ", ".join(map(repr, layout.states))
+    return f"{name}  {_SHORT.get(dtype, str(dtype))}[{shape}]  {states}  on {layout.mesh}"

@@ -1,0 +1,105 @@
+"""Who communicated, and why: the hook that `comm_trace` and `strict` hang on.
+
+Free when nobody listens: a collective tests one list for emptiness. The cause is a
+pair of module globals that dispatch sets before it converts, so that a failing
+collective can say who asked for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_INTERNAL = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What asked for a conversion: a function, in which module, at which line of the user's code."""
+
+    function: str
+    module: str = ""
+    line: str = ""
+    direction: str = "forward"
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        line = f" at {self.line}" if self.line else ""
+        return f"{self.function}{where}{line} ({self.direction})"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective: its kind, the axes, bytes received by this rank, and the cause.
+
+    `count` is 0 for the second half of a reduction that a backend needs two calls
+    for: it is the same collective, and its bytes are its own.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    received: int
+    cause: Cause
+    count: int = 1
+
+
+listeners: list[Callable[[Event], None]] = []
+module_path: Callable[[], str] = lambda: ""  # noqa: E731  set by debug while somebody traces
+strict_depth = 0
+_current: Cause | str = "a conversion"
+
+
+def set_cause(function: object) -> None:
+    """Notes what the next conversions are for. Looks for the source line only while somebody listens."""
+    global _current
+    if listeners:
+        _current = Cause(function_name(function), module_path(), user_line())
+    else:
+        _current = function if isinstance(function, (str, Cause)) else function_name(function)
+
+
+def cause() -> Cause:
+    return _current if isinstance(_current, Cause) else Cause(_current)
+
+
+def restore_cause(saved: Cause | str, direction: str) -> None:
+    """In a backward: the cause of the forward conversion, marked as backward."""
+    global _current
+    saved = saved if isinstance(saved, Cause) else Cause(saved)
+    _current = Cause(saved.function, saved.module, saved.line, direction)
+
+
+def current() -> Cause | str:
+    """The cause in its cheap form, for a Function to keep until its backward."""
+    return _current
+
+
+def announce(kind: str, axes: tuple[str, ...], received: int, count: int = 1) -> None:
+    event = Event(kind, axes, received, cause(), count)
+    for listener in listeners:
+        listener(event)
+
+
+def function_name(function: object) -> str:
+    """`matmul`, `Tensor.view`, `Tensor.shape`: how a person would write the function."""
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__name__", None) or repr(function)
+    if name in ("__get__", "__set__"):  # a property's accessor: the descriptor knows the name
+        return getattr(function.__self__, "__name__", name)
+    return name
+
+
+def user_line() -> str:
+    """`file.py:12` of the innermost frame outside torch and this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_INTERNAL) and not path.startswith("<"):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

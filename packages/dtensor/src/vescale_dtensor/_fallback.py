@@ -1,0 +1,117 @@
+"""A function without a rule: gather, run whole, and put back what was written.
+
+Inputs are made I (whole and alike on every rank), the function runs on full tensors
+as on one device, its results are I. Slow and right. What the function wrote in place
+(its first argument, `out=`, or anything whose version it bumped) is sliced back to
+the shards it came from. Reported once per function, with its cost.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from . import _events
+from ._convert import alias, convert_operand
+from ._layout import Layout, layout_of
+from ._mesh import Mesh
+from ._state import INVARIANT
+from ._tensor import DTensor, local_only, stamp
+
+
+class FallbackWarning(UserWarning):
+    """A function ran on gathered tensors because it has no rule; silence it with a rule."""
+
+
+_reported: set[Any] = set()
+
+
+def gathered(function: Callable) -> Callable:
+    """`function` on whole tensors: takes and returns DTensors."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from ._dispatch import substitute
+
+        wholes: list[tuple[DTensor, Tensor, int]] = []
+        plains: list[Tensor] = []
+        mesh: list[Mesh] = []
+
+        def whole(tensor: Tensor) -> Tensor:
+            if type(tensor) is not DTensor:
+                plains.append(tensor)
+                return tensor
+            for source, full, _ in wholes:
+                if source is tensor:  # the same object twice stays the same object
+                    return full
+            layout = tensor._layout.base
+            mesh.append(layout.mesh)
+            full = alias(convert_operand(tensor, layout, layout.invariant, function))
+            wholes.append((tensor, full, _version(full)))
+            return full
+
+        full_args, full_kwargs = substitute(args, whole), substitute(kwargs, whole)
+        _report(function, wholes)
+        with local_only():
+            out = function(*full_args, **full_kwargs)
+            written = {id(full): source for source, full, version in wholes if _version(full) != version}
+            for source, full, _ in wholes:
+                if id(full) in written:
+                    _write_back(source, full)
+        return _stamped(out, mesh[0], written, plains)
+
+    return run
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _write_back(target: DTensor, full: Tensor) -> None:
+    """The shard of `full` into `target`, differentiable."""
+    layout = target._layout.base
+    if tuple(full.shape) != layout.shape:  # resize_, out= of another size
+        fresh = layout_of(layout.mesh, (INVARIANT,) * layout.mesh.ndim, tuple(full.shape))
+        target.set_(full.detach())
+        target._layout = fresh
+        return
+    if full.data_ptr() == target.data_ptr() and layout.is_replicated and not full.requires_grad:
+        return
+    source = stamp(full.detach() if not full.requires_grad else alias(full), layout.invariant)
+    target.copy_(convert_operand(source, layout.invariant, layout, "write-back"))
+
+
+def _stamped(out: Any, mesh: Mesh, written: dict[int, DTensor], plains: list[Tensor]) -> Any:
+    if isinstance(out, Tensor):
+        if id(out) in written:
+            return written[id(out)]
+        if any(out is plain for plain in plains):
+            return out
+        if type(out) is not Tensor:
+            out = alias(out)
+        return stamp(out, layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(out.shape)))
+    if isinstance(out, (tuple, list)):
+        items = [_stamped(item, mesh, written, plains) for item in out]
+        if type(out) in (tuple, list):
+            return type(out)(items)
+        return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
+    if isinstance(out, dict):
+        return {name: _stamped(item, mesh, written, plains) for name, item in out.items()}
+    return out
+
+
+def _report(function: Callable, wholes: list) -> None:
+    if function in _reported:
+        return
+    _reported.add(function)
+    moved = sum(layout.numel for layout in (s._layout for s, _, _ in wholes) if not layout.is_replicated)
+    if moved:
+        warnings.warn(
+            f"{_events.function_name(function)} has no rule: its sharded inputs are gathered "
+            f"({moved} elements in this call). register_rule({_events.function_name(function)}) tells how it shards.",
+            FallbackWarning,
+            stacklevel=4,
+        )

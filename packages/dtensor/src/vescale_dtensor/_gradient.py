@@ -1,0 +1,147 @@
+"""Gradients at the border: what a user assigns, passes to backward, or sees in a hook.
+
+The gradient of a DTensor of layout L has the layout `L.gradient` (design section 3,
+contract 2). Whatever comes in is converted to it; whatever goes out is stamped with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._convert import alias, convert, convert_plain, describe
+from ._errors import GradientError
+from ._state import INVARIANT, VARYING
+from ._tensor import DTensor, local_only, requires_grad, stamp
+
+
+def as_gradient_of(tensor: DTensor, value: Tensor, operation: str) -> DTensor:
+    """`value` in the gradient layout of `tensor`; a plain value counts as the whole gradient, alike on all ranks.
+
+    Raises GradientError when the global shapes differ.
+    """
+    layout = tensor._layout.base
+    if tuple(value.shape) != layout.shape:
+        raise GradientError(
+            operation,
+            f"a gradient of shape {list(value.shape)} for a tensor of shape {list(layout.shape)}",
+            [describe("tensor", tensor, layout)],
+            [("give a gradient of the tensor's global shape", "")],
+        )
+    if type(value) is DTensor:
+        return convert(value, layout.gradient, operation)
+    return convert_plain(value, layout.mesh, layout.gradient, operation)
+
+
+def root_of(tensor: Tensor, operation: str) -> Tensor:
+    """What backward starts from: a plain tensor, so that dispatch stays on while the graph runs.
+
+    A replicated loss (R) becomes I first: otherwise every rank would count it.
+    """
+    if type(tensor) is not DTensor:
+        return tensor
+    layout = tensor._layout.base
+    states = tuple(INVARIANT if state is VARYING else state for state in layout.states)
+    return alias(convert(tensor, layout.with_states(states), operation))
+
+
+def seed_of(tensor: Tensor, gradient: Tensor | None, operation: str) -> Tensor | None:
+    """The plain local seed for `root_of(tensor)`."""
+    if type(tensor) is not DTensor:
+        return gradient
+    layout = tensor._layout.base
+    if gradient is None:
+        with local_only():
+            return torch.ones_like(tensor) if layout.numel == 1 and tensor.numel() == 1 else None
+    states = tuple(INVARIANT if state is VARYING else state for state in layout.states)
+    target = layout.with_states(states).gradient
+    if tuple(gradient.shape) != layout.shape:
+        as_gradient_of(tensor, gradient, operation)  # raises, with the numbers
+    if type(gradient) is DTensor:
+        return alias(convert(gradient, target, operation))
+    return alias(convert_plain(gradient, layout.mesh, target, operation))
+
+
+def backward(function: Any, args: tuple, kwargs: dict) -> None:
+    """`Tensor.backward` and `torch.autograd.backward`."""
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    if function is Tensor.backward:
+        names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
+    given = dict(zip(names, args))
+    given.update({{"self": "tensors", "gradient": "grad_tensors"}.get(k, k): v for k, v in kwargs.items()})
+    tensors = given.pop("tensors")
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    seeds = given.pop("grad_tensors", None)
+    seeds = (None,) * len(tensors) if seeds is None else (seeds,) if isinstance(seeds, Tensor) else tuple(seeds)
+    roots = [root_of(t, "backward") for t in tensors]
+    starts = [seed_of(t, s, "backward") for t, s in zip(tensors, seeds)]
+    _check_scalar(tensors, starts, "backward")
+    torch.autograd.backward(roots, starts, **given)
+
+
+def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad`: gradients come back as DTensors in their layouts."""
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    given = dict(zip(names, args)) | kwargs
+    outputs, inputs, seeds = given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs", None)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    seeds = (None,) * len(outputs) if seeds is None else (seeds,) if isinstance(seeds, Tensor) else tuple(seeds)
+    roots = [root_of(t, "autograd.grad") for t in outputs]
+    starts = [seed_of(t, s, "autograd.grad") for t, s in zip(outputs, seeds)]
+    _check_scalar(outputs, starts, "autograd.grad")
+    # Inputs stay the DTensor objects (autograd knows the nodes by them), dispatch off only for the outer call's
+    # own check: the graph itself runs on plain tensors.
+    found = _engine_grad(roots, inputs, starts, given)
+    return tuple(
+        stamp(g if type(g) is Tensor else alias(g), i._layout.gradient) if type(i) is DTensor and g is not None else g
+        for i, g in zip(inputs, found)
+    )
+
+
+def _engine_grad(roots, inputs, starts, options):
+    """autograd.grad with inputs that are DTensors: they are named by their edges, which are not tensors."""
+    edges = []
+    for tensor in inputs:
+        if type(tensor) is DTensor:
+            with local_only():
+                edges.append(torch.autograd.graph.get_gradient_edge(tensor))
+        else:
+            edges.append(tensor)
+    return torch.autograd.grad(roots, edges, starts, **options)
+
+
+def _check_scalar(tensors, starts, operation: str) -> None:
+    for tensor, start in zip(tensors, starts):
+        if type(tensor) is DTensor and start is None:
+            raise GradientError(
+                operation,
+                f"grad can be created only for a tensor of one element, not of shape {list(tensor.shape)}",
+                [describe("tensor", tensor, tensor._layout)],
+                [("reduce it first: tensor.sum()", ""), ("pass gradient=", "")],
+            )
+
+
+def register_hook(function: Any, args: tuple, kwargs: dict) -> Any:
+    """`Tensor.register_hook`: the hook sees, and may return, a DTensor in the gradient's layout."""
+    tensor, hook = args
+    layout = tensor._layout.gradient
+
+    def wrapped(gradient: Tensor) -> Tensor | None:
+        seen = stamp(alias(gradient), layout)
+        answer = hook(seen)
+        if answer is None:
+            return None
+        return alias(as_gradient_of(tensor, answer, "register_hook"))
+
+    with local_only():
+        return function(tensor, wrapped)
+
+
+def accumulate_hook(function: Any, args: tuple, kwargs: dict) -> Any:
+    """`Tensor.register_post_accumulate_grad_hook`: the hook gets the tensor itself."""
+    tensor, hook = args
+    with local_only():
+        return function(tensor, hook)

@@ -1,0 +1,260 @@
+"""Layout: how one global tensor lies on a mesh. Immutable, interned, compared by identity.
+
+A layout is a mesh, one state per mesh axis, and the global shape. The same dim
+may be sharded by several axes: the cuts nest, the leftmost axis outermost.
+Because layouts are interned, a tuple of them is a cheap dictionary key, which is
+what dispatch looks decisions up with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ._errors import MeshError, PlacementError
+from ._mesh import Mesh, mesh_of
+from ._region import Ranges, cut, cut_sizes, divides
+from ._state import INVARIANT, PENDING, VARYING, State, sharded
+from .placement import InterleavedShard, Partial, Placement, RaggedShard, Replicate, Shard
+
+
+class Layout:
+    """Mesh, state per mesh axis, global shape. Make one with `layout_of`.
+
+    Every layout has an `untracked` twin, with which tensors made under no_grad
+    are stamped: should such a tensor turn up with a grad_fn, somebody's autograd
+    Function attached it and our conversions inside left no trace (design section
+    3, contract 3). `base` is the ordinary one of the two.
+    """
+
+    __slots__ = (
+        "mesh",
+        "states",
+        "shape",
+        "ndim",
+        "base",
+        "untracked",
+        "local_shape",
+        "_gradient",
+        "_invariant",
+        "__weakref__",
+    )
+
+    mesh: Mesh
+    states: tuple[State, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def is_untracked(self) -> bool:
+        return self.base is not self
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The public placement of each mesh axis."""
+        return tuple(state.placement for state in self.states)
+
+    @property
+    def device_mesh(self):
+        return self.mesh.device_mesh
+
+    @property
+    def gradient(self) -> Layout:
+        """The layout of the gradient of a tensor of this layout."""
+        if self._gradient is None:
+            self._gradient = layout_of(self.mesh, tuple(s.gradient for s in self.states), self.shape)
+        return self._gradient
+
+    @property
+    def invariant(self) -> Layout:
+        """The same tensor, whole and alike on every rank."""
+        if self._invariant is None:
+            self._invariant = layout_of(self.mesh, (INVARIANT,) * self.mesh.ndim, self.shape)
+        return self._invariant
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(state.is_replicated for state in self.states)
+
+    @property
+    def is_pending(self) -> bool:
+        return any(state is PENDING for state in self.states)
+
+    def axes_of(self, dim: int) -> tuple[int, ...]:
+        """The mesh axes that shard tensor dim `dim`, outermost first."""
+        return tuple(axis for axis, state in enumerate(self.states) if state.kind == "S" and state.dim == dim)
+
+    def with_states(self, states: Sequence[State]) -> Layout:
+        return layout_of(self.mesh, tuple(states), self.shape)
+
+    def with_shape(self, shape: Sequence[int]) -> Layout:
+        return layout_of(self.mesh, self.states, tuple(shape))
+
+    def size_at(self, axis: int, dim: int, coordinate: tuple[int, ...] | None = None) -> int:
+        """Size of `dim` as axis `axis` finds it: cut by the axes before it only."""
+        coordinate = self.mesh.coordinate if coordinate is None else coordinate
+        size = self.shape[dim]
+        for before in range(axis):
+            state = self.states[before]
+            if state.kind == "S" and state.dim == dim:
+                size = cut_sizes(state, size, self.mesh.sizes[before])[coordinate[before]]
+        return size
+
+    def shape_at(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the shard at a mesh coordinate."""
+        shape = list(self.shape)
+        for axis, state in enumerate(self.states):
+            if state.kind == "S":
+                shape[state.dim] = cut_sizes(state, shape[state.dim], self.mesh.sizes[axis])[coordinate[axis]]
+        return tuple(shape)
+
+    def region_at(self, coordinate: tuple[int, ...]) -> tuple[Ranges, ...]:
+        """Per dim, the global index ranges that the shard at `coordinate` holds, in local order."""
+        regions: list[Ranges] = [((0, size),) for size in self.shape]
+        for axis, state in enumerate(self.states):
+            if state.kind == "S":
+                outer = regions[state.dim]
+                size = sum(stop - start for start, stop in outer)
+                inner = cut(state, size, self.mesh.sizes[axis])[coordinate[axis]]
+                regions[state.dim] = _compose(outer, inner)
+        return tuple(regions)
+
+    def __repr__(self) -> str:
+        states = ", ".join(map(repr, self.states))
+        return f"[{', '.join(map(str, self.shape))}] {states} on {self.mesh}"
+
+    def __reduce__(self):
+        raise PlacementError(
+            "pickle",
+            "a layout names process groups of this process and cannot travel to another",
+            [repr(self)],
+            [("send tensor.full_tensor(), or tensor.to_local() with tensor.placements", "")],
+        )
+
+
+_interned: dict[tuple, Layout] = {}
+
+
+def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layout:
+    """The interned layout. `states` and `shape` are taken as they are: strictness is `canonical_states`' work."""
+    states, shape = tuple(states), tuple(shape)
+    key = (mesh, states, shape)
+    layout = _interned.get(key)
+    if layout is None:
+        plain = tuple(_plain_cut(mesh, axis, states, shape) for axis in range(len(states)))
+        if plain != states:
+            layout = layout_of(mesh, plain, shape)
+        else:
+            layout, twin = Layout.__new__(Layout), Layout.__new__(Layout)
+            for one in (layout, twin):
+                one.mesh, one.states, one.shape, one.ndim = mesh, states, shape, len(shape)
+                one.base, one.untracked = layout, twin
+                one._gradient = one._invariant = None
+                one.local_shape = one.shape_at(mesh.coordinate)
+        _interned[key] = layout
+    return layout
+
+
+def _plain_cut(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, ...]) -> State:
+    """A ragged or grouped cut that equals the plain one is written as the plain one."""
+    state = states[axis]
+    if state.kind != "S" or (state.units is None and state.groups == 1):
+        return state
+    nested = any(s.kind == "S" and s.dim == state.dim for s in states[:axis])
+    plain = sharded(state.dim)
+    count, size = mesh.sizes[axis], shape[state.dim]
+    return plain if not nested and cut(state, size, count) == cut(plain, size, count) else state
+
+
+def canonical_states(
+    operation: str, placements: Sequence[Placement], device_mesh, shape: Sequence[int], replicated: State = VARYING
+) -> tuple[State, ...]:
+    """User placements made strict: the one place where loose placements become states.
+
+    `replicated` is the state that `Replicate()` means. Raises MeshError and
+    PlacementError with the numbers.
+    """
+    mesh = mesh_of(device_mesh)
+    described = f"tensor  [{', '.join(map(str, shape))}] on {mesh}"
+    if isinstance(placements, Placement):
+        placements = (placements,)
+    placements = tuple(placements)
+    if len(placements) != mesh.ndim:
+        raise MeshError(
+            operation,
+            f"{len(placements)} placements for a mesh of {mesh.ndim} axes: one per axis is needed",
+            [described, f"placements  {placements}"],
+            [("give one placement per axis, Replicate() where the axis does not matter", "")],
+        )
+    states = []
+    for axis, placement in enumerate(placements):
+        name, count = mesh.names[axis], mesh.sizes[axis]
+        if isinstance(placement, Replicate):
+            states.append(replicated)
+            continue
+        if isinstance(placement, Partial):
+            states.append(PENDING)
+            continue
+        if isinstance(placement, RaggedShard):
+            if len(placement.dims) != 1:
+                raise PlacementError(
+                    operation,
+                    f"RaggedShard over {len(placement.dims)} dims on axis {name!r}: one dim is what this version holds",
+                    [described],
+                    [("flatten the dims first: tensor.flatten(), then RaggedShard((0,), units)", "")],
+                )
+            dim, groups, units = placement.dims[0], 1, placement.local_units
+            if len(units) != count or min(units) < 0:
+                raise PlacementError(
+                    operation,
+                    f"RaggedShard has {len(units)} units {units} for the {count} ranks of axis {name!r}",
+                    [described],
+                    [(f"give {count} units, none negative", "")],
+                )
+        elif isinstance(placement, InterleavedShard):
+            dim, groups, units = placement.dim, placement.groups, None
+        elif isinstance(placement, Shard):
+            dim, groups, units = placement.dim, 1, None
+        else:
+            raise PlacementError(
+                operation,
+                f"{placement!r} on axis {name!r} is not a placement",
+                [described],
+                [("use Shard, Replicate, Partial, InterleavedShard or RaggedShard", "")],
+            )
+        if not -len(shape) <= dim < len(shape):
+            raise PlacementError(
+                operation,
+                f"{placement!r} on axis {name!r} names dim {dim} of a tensor with {len(shape)} dims",
+                [described],
+                [(f"use a dim in 0..{len(shape) - 1}", "") if shape else ("use Replicate()", "")],
+            )
+        state = sharded(dim % len(shape), groups, units)
+        probe = layout_of(mesh, (*states, *[VARYING] * (mesh.ndim - axis)), shape)
+        size = probe.size_at(axis, state.dim)
+        if not divides(state, size):
+            whole = f"{groups} groups" if units is None else f"units {units}"
+            raise PlacementError(
+                operation,
+                f"dim {state.dim} of size {size} does not divide into {whole} on axis {name!r} ({count})",
+                [described],
+                [(f"use Shard({state.dim})", "uneven sizes are allowed there")],
+            )
+        states.append(state)
+    return tuple(states)
+
+
+def _compose(outer: Ranges, inner: Ranges) -> Ranges:
+    """Ranges `inner`, which index into the concatenation of `outer`, as global ranges."""
+    found = []
+    for low, high in inner:
+        at = 0
+        for start, stop in outer:
+            first, last = max(low, at), min(high, at + stop - start)
+            if first < last:
+                found.append((start + first - at, start + last - at))
+            at += stop - start
+    return tuple(found)

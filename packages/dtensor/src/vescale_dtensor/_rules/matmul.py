@@ -1,0 +1,161 @@
+"""Products that contract a dim: linear, matmul and its relatives, einsum.
+
+    contracted dim sharded on both      -> P (a bias then enters on the first rank only)
+    batch, row or column dim sharded    stays sharded; the other operand whole
+    one operand pending                 -> P, the other whole
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._errors import ShapeError
+from .._signature import Signature
+from .registry import Call, Operand, rule
+
+
+def _check(call: Call, left: Operand, right: Operand, a: int, b: int) -> None:
+    if a != b:
+        raise ShapeError(
+            call.name,
+            f"the contracted dims differ: {a} and {b}",
+            [f"lhs  {left.layout!r}", f"rhs  {right.layout!r}"],
+            [("the product contracts the last dim of lhs with the matching dim of rhs", "")],
+        )
+
+
+def _batch(*shapes) -> tuple[list[tuple], tuple, tuple]:
+    """Batch dims under broadcasting: labels per operand, labels and sizes of the result."""
+    ndim = max(map(len, shapes))
+    sizes = [1] * ndim
+    for shape in shapes:
+        for d, size in enumerate(shape, ndim - len(shape)):
+            sizes[d] = size if size != 1 else sizes[d]
+    labels = [
+        tuple(("b", d) if size == sizes[d] else None for d, size in enumerate(shape, ndim - len(shape)))
+        for shape in shapes
+    ]
+    return labels, tuple(("b", d) for d in range(ndim)), tuple(sizes)
+
+
+@rule(F.linear)
+def linear(call: Call):
+    """x [..., k], weight [n, k], bias [n] -> [..., n]."""
+    x, weight = call.operands[:2]
+    if weight.ndim != 2:
+        return None
+    _check(call, x, weight, x.shape[-1], weight.shape[1])
+    batch = tuple(("b", d) for d in range(x.ndim - 1))
+    inputs = [(*batch, "k"), ("n", "k")]
+    addends = ()
+    if len(call.operands) == 3:
+        inputs.append(("n",))
+        addends = (2,)
+    return Signature(
+        inputs, [(*batch, "n")], summed={"k"}, linear=[(0,), (1,)], addends=addends,
+        shapes=[(*x.shape[:-1], weight.shape[0])],
+    )  # fmt: skip
+
+
+@rule(
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm,
+    torch.mv, Tensor.mv, torch.dot, Tensor.dot, torch.inner_ if hasattr(torch, "inner_") else None,
+)  # fmt: skip
+def matmul(call: Call):
+    left, right = call.operands
+    if call.name == "__rmatmul__":
+        left, right = right, left
+    if not left.ndim or not right.ndim:
+        return None
+    _check(call, left, right, left.shape[-1], right.shape[-2] if right.ndim > 1 else right.shape[0])
+    (lb, rb), batch, sizes = _batch(left.shape[:-2], right.shape[:-2])
+    rows = ("m",) if left.ndim > 1 else ()
+    columns = ("n",) if right.ndim > 1 else ()
+    labels = {left: (*lb, *rows, "k"), right: (*rb, "k", *columns)}
+    shape = (*sizes, *left.shape[-2:-1], *(right.shape[-1:] if columns else ()))
+    return Signature(
+        [labels[operand] for operand in call.operands], [(*batch, *rows, *columns)],
+        summed={"k"}, linear=[(0,), (1,)], shapes=[shape],
+    )  # fmt: skip
+
+
+@rule(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addbmm, Tensor.addbmm, torch.addmv, Tensor.addmv)
+def add_product(call: Call):
+    """beta * input + alpha * (a @ b); addbmm also sums over the batch."""
+    if len(call.operands) != 3:
+        return None
+    added, left, right = call.operands
+    _check(call, left, right, left.shape[-1], right.shape[-2] if right.ndim > 1 else right.shape[0])
+    batch = (("b", 0),) if left.ndim == 3 else ()
+    summed = {"k"}
+    columns = ("n",) if right.ndim > 1 else ()
+    output = (*batch, "m", *columns)
+    shape = (*left.shape[:-1], *(right.shape[-1:] if columns else ()))
+    if call.name == "addbmm":
+        summed.add(("b", 0))
+        output, shape = output[1:], shape[1:]
+    offset = len(shape) - added.ndim
+    labels = tuple(output[offset + d] if size == shape[offset + d] else None for d, size in enumerate(added.shape))
+    return Signature(
+        [labels, (*batch, "m", "k"), (*batch, "k", *columns)], [output],
+        summed=summed, linear=[(1,), (2,)], addends=(0,), shapes=[shape],
+    )  # fmt: skip
+
+
+@rule(torch.outer, Tensor.outer, torch.ger, Tensor.ger)
+def outer(call: Call):
+    return Signature([("m",), ("n",)], [("m", "n")], linear=[(0,), (1,)])
+
+
+@rule(torch.einsum)
+def einsum(call: Call):
+    """Any equation in letters; the sum of a sharded letter is pending."""
+    equation = call.args[0]
+    if not isinstance(equation, str):
+        return None
+    equation = equation.replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(call.operands):
+        return None
+    inputs = [_expanded(term, operand) for term, operand in zip(terms, call.operands)]
+    if any(labels is None for labels in inputs):
+        return None
+    if arrow:
+        dots = max((labels for labels in inputs), key=lambda ls: sum(isinstance(x, tuple) for x in ls))
+        ellipsis = tuple(label for label in dots if isinstance(label, tuple))
+        output = tuple(_replace_dots(right, ellipsis))
+    else:
+        letters = sorted(x for x in set(left) if x.isalpha() and left.count(x) == 1)
+        dots = max(inputs, key=lambda ls: sum(isinstance(x, tuple) for x in ls))
+        output = (*[x for x in dots if isinstance(x, tuple)], *letters)
+    extents: dict = {}
+    for labels, operand in zip(inputs, call.operands):
+        for label, size in zip(labels, operand.shape):
+            extents[label] = max(extents.get(label, 1), size)
+    inputs = [
+        tuple(label if extents[label] == size else None for label, size in zip(labels, operand.shape))
+        for labels, operand in zip(inputs, call.operands)
+    ]
+    if any(len(set(labels)) != len(labels) for labels in [*inputs, output]):
+        return None  # a diagonal: the fallback runs it whole
+    summed = set(extents) - set(output)
+    return Signature(
+        inputs, [output], summed=summed, linear=[(i,) for i in range(len(inputs))],
+        shapes=[tuple(extents[label] for label in output)],
+    )  # fmt: skip
+
+
+def _expanded(term: str, operand: Operand) -> tuple | None:
+    letters = term.replace("...", "")
+    dots = operand.ndim - len(letters)
+    if dots < 0 or (dots and "..." not in term):
+        return None
+    return tuple(_replace_dots(term, tuple((".", d - dots) for d in range(dots))))
+
+
+def _replace_dots(term: str, ellipsis: tuple):
+    before, dots, after = term.partition("...")
+    return [*before, *(ellipsis if dots else ()), *after]

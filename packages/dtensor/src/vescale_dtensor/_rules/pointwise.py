@@ -1,0 +1,196 @@
+"""Elementwise functions, with broadcasting.
+
+    sharded inputs      stay sharded, the others are sliced or used whole
+    pending inputs      P + P -> P; linear in one P (the others R) -> P; anything else reduces first
+    in place            self keeps its layout, the others are converted to it
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._signature import Signature
+from .registry import Call, Operand, both, rule
+
+# f(x) with f not linear: a pending input is reduced first.
+NONLINEAR = """abs absolute acos acosh arccos arccosh angle arcsin arcsinh arctan arctanh asin asinh atan atanh atan2
+    arctan2 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil clamp
+    clamp_max clamp_min clip copysign cos cosh digamma eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide
+    fmax fmin fmod frac ge greater greater_equal gt heaviside hypot i0 igamma igammac isclose isfinite isinf isnan
+    isneginf isposinf isreal ldexp le less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
+    logical_not logical_or logical_xor logit lt maximum minimum mvlgamma nan_to_num ne nextafter not_equal
+    polygamma pow reciprocal relu remainder round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh
+    trunc xlogy addcdiv gcd lcm sinc special_zeta threshold celu selu rrelu_""".split()
+# f(x) linear in x: pending stays pending.
+LINEAR = "neg negative positive conj conj_physical resolve_conj resolve_neg deg2rad rad2deg real imag view_as_real_".split()
+_DUNDER = {
+    "nonlinear": "and or xor lshift rshift floordiv mod pow rpow rfloordiv rmod eq ne lt le gt ge invert abs "
+    "iand ior ixor ilshift irshift ifloordiv imod ipow rand ror rxor rlshift rrshift".split(),
+    "add": "add radd iadd sub rsub isub".split(),
+    "mul": "mul rmul imul".split(),
+    "div": "truediv rtruediv itruediv div rdiv idiv".split(),
+}
+_FUNCTIONAL = """relu relu_ relu6 elu elu_ selu selu_ celu celu_ gelu silu mish sigmoid logsigmoid hardswish hardsigmoid
+    hardtanh hardtanh_ leaky_relu leaky_relu_ softplus softsign softshrink hardshrink tanh tanhshrink threshold
+    threshold_""".split()
+
+
+def broadcast(operands: list[Operand]) -> tuple[list[tuple], tuple, tuple[int, ...]] | None:
+    """Labels of each operand and of the result under broadcasting, and the result's shape.
+
+    Labels count dims from the right; a dim of size 1 that is stretched has none.
+    None when the shapes do not broadcast.
+    """
+    ndim = max((operand.ndim for operand in operands), default=0)
+    shape = [1] * ndim
+    for operand in operands:
+        for d, size in enumerate(operand.shape):
+            at = ndim - operand.ndim + d
+            if size != 1:
+                if shape[at] not in (1, size):
+                    return None
+                shape[at] = size
+    return (
+        [labels_for(operand, shape) for operand in operands],
+        tuple(range(-ndim, 0)),
+        tuple(shape),
+    )
+
+
+def labels_for(operand: Operand, shape) -> tuple:
+    """The operand's dims in a broadcast result of `shape`."""
+    offset = len(shape) - operand.ndim
+    return tuple(
+        d - operand.ndim if size == shape[offset + d] else None for d, size in enumerate(operand.shape)
+    )
+
+
+def elementwise(call: Call, linear=(), addends=()) -> Signature | None:
+    found = broadcast(call.operands)
+    if found is None:
+        return None
+    inputs, output, shape = found
+    return Signature(inputs, [output], linear=linear, addends=addends, shapes=[shape])
+
+
+def _methods(*names: str) -> list:
+    return [getattr(Tensor, f"__{name}__") for name in names if hasattr(Tensor, f"__{name}__")]
+
+
+def _namespace(owner, *names: str) -> list:
+    return [getattr(owner, name) for name in names if hasattr(owner, name)]
+
+
+@rule(both(*NONLINEAR), _methods(*_DUNDER["nonlinear"]), _namespace(F, *_FUNCTIONAL))
+def nonlinear(call: Call):
+    return elementwise(call)
+
+
+@rule(
+    both(*LINEAR), _methods("neg", "pos"), Tensor.real.__get__, Tensor.imag.__get__,
+    Tensor.clone, torch.clone,
+)  # fmt: skip
+def linear(call: Call):
+    return elementwise(call, linear=[(0,)])
+
+
+@rule(both("add", "sub", "subtract", "rsub"), _methods(*_DUNDER["add"]))
+def add(call: Call):
+    """P + P -> P, and a replicated addend enters on the first rank; a number added to P is not linear."""
+    return elementwise(call, linear=[(0, 1)] if len(call.operands) == 2 else ())
+
+
+@rule(both("mul", "multiply"), _methods(*_DUNDER["mul"]))
+def mul(call: Call):
+    return elementwise(call, linear=[(i,) for i in range(len(call.operands))])
+
+
+@rule(both("div", "divide", "true_divide"), _methods(*_DUNDER["div"]))
+def div(call: Call):
+    """Linear in the numerator, without rounding."""
+    if call.kwargs.get("rounding_mode") is not None or call.name in ("__rtruediv__", "__rdiv__"):
+        return elementwise(call)
+    first_is_tensor = isinstance(call.get(0, "input"), Operand)
+    return elementwise(call, linear=[(0,)] if first_is_tensor else ())
+
+
+@rule(both("addcmul"))
+def addcmul(call: Call):
+    """input + value * a * b."""
+    return elementwise(call, linear=[(0, 1), (0, 2)])
+
+
+@rule(both("lerp"))
+def lerp(call: Call):
+    return elementwise(call, linear=[(0, 1)])
+
+
+@rule(torch.where, Tensor.where)
+def where(call: Call):
+    """Linear in the two branches together, when both are tensors."""
+    if len(call.operands) < 3:
+        return elementwise(call) if len(call.args) == 3 else None
+    first = 0 if call.function is torch.where else 1
+    condition = {0: 0, 1: 1}[first]
+    return elementwise(call, linear=[tuple(i for i in range(3) if i != condition)])
+
+
+@rule(both("masked_fill"))
+def masked_fill(call: Call):
+    """The mask is any, the fill a number or 0-dim tensor."""
+    return elementwise(call)
+
+
+_CASTS = "float double half bfloat16 cfloat cdouble".split()
+_ROUNDING_CASTS = "int long short char byte bool".split()
+
+
+@rule([getattr(Tensor, name) for name in _CASTS])
+def cast(call: Call):
+    return elementwise(call, linear=[(0,)])
+
+
+@rule([getattr(Tensor, name) for name in _ROUNDING_CASTS])
+def rounding_cast(call: Call):
+    """To an integer or bool: not linear, a pending input reduces first."""
+    return elementwise(call)
+
+
+@rule(Tensor.to, Tensor.type_as, Tensor.cpu, Tensor.cuda, Tensor.contiguous, Tensor.type)
+def to(call: Call):
+    dtypes = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.dtype)]
+    floating = all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+    if call.function is Tensor.type:
+        if len(call.args) + len(call.kwargs) == 1:
+            return None
+        floating = floating and bool(dtypes)
+    if len(call.operands) == 2:  # .to(other), .type_as(other): only the other's dtype and device count
+        own = call.operands[0]
+        return Signature(
+            [tuple(range(own.ndim)), (None,) * call.operands[1].ndim], [tuple(range(own.ndim))], shapes=[own.shape]
+        )
+    return elementwise(call, linear=[(0,)] if floating else ())
+
+
+@rule(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
+def filled_like(call: Call):
+    """Like the input's layout; a fill has no gradient, so a pending input gives a whole result."""
+    return elementwise(call)
+
+
+@rule(Tensor.zero_)
+def zero_(call: Call):
+    """Zero is zero in any layout, pending included."""
+    return elementwise(call, linear=[(0,)])
+
+
+@rule(Tensor.fill_, torch.fill, torch.fill_)
+def fill(call: Call):
+    return elementwise(call)
+
+
+@rule(Tensor.copy_)
+def copy_(call: Call):
+    return elementwise(call, linear=[(0, 1)])

@@ -1,0 +1,205 @@
+"""DTensor: a torch.Tensor whose storage is this rank's shard, with a layout.
+
+There is no wrapper. The object's sizes and storage are local, which is what C++
+and third-party kernels see; Python sees the global tensor, because every function
+on a DTensor comes to `__torch_function__` (`_dispatch`), and the metadata that is
+read all the time has properties here that skip even that. Inside the engine, with
+torch-function dispatch disabled, the same properties answer for the local shard,
+so that torch's own Python functions run on it unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as local_only
+from torch._C import _is_torch_function_enabled as is_global
+
+from ._layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .placement import Placement
+
+_shape = Tensor.shape.__get__
+_grad = Tensor.grad.__get__
+_set_grad = Tensor.grad.__set__
+_plain_size = Tensor.size
+_plain_dim = Tensor.dim
+_plain_numel = Tensor.numel
+
+
+class DTensor(Tensor):
+    """A tensor sharded over a device mesh; used and debugged as if it were on one device.
+
+    Made by `distribute_tensor`, `DTensor.from_local`, the factories, or
+    `vescale.parallelize`; never by its constructor. `shape`, `size()` and all other
+    metadata are the global tensor's; `to_local()` gives the shard.
+    """
+
+    _layout: Layout
+
+    def __new__(cls, *args, **kwargs):
+        from ._errors import PlacementError
+
+        raise PlacementError(
+            "DTensor",
+            "a DTensor is not made by its constructor",
+            (),
+            [
+                ("distribute_tensor(tensor, mesh, placements)", "every rank holds the whole tensor: local slice"),
+                ("DTensor.from_local(local, mesh, placements)", "every rank holds its shard: no copy"),
+            ],
+        )
+
+    # --- layout -------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Mesh, state per axis, global shape. (torch's own `Tensor.layout` is always strided here.)"""
+        return self._layout.base
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement of each mesh axis."""
+        return self._layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh, as given."""
+        return self._layout.mesh.device_mesh
+
+    # --- metadata that is read all the time: no dispatch ----------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return torch.Size(self._layout.shape) if is_global() else _shape(self)
+
+    @property
+    def ndim(self) -> int:
+        return self._layout.ndim if is_global() else _plain_dim(self)
+
+    def dim(self) -> int:
+        return self._layout.ndim if is_global() else _plain_dim(self)
+
+    def size(self, dim: int | None = None):
+        """The global shape, or one dim of it."""
+        if not is_global():
+            return _plain_size(self) if dim is None else _plain_size(self, dim)
+        return torch.Size(self._layout.shape) if dim is None else self._layout.shape[dim]
+
+    def numel(self) -> int:
+        return self._layout.numel if is_global() else _plain_numel(self)
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        shape = self.shape
+        if not shape:
+            raise TypeError("len() of a 0-d tensor")
+        return shape[0]
+
+    # --- gradient -------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, a DTensor in the gradient's layout (pending where the tensor is a replicated parameter)."""
+        with local_only():
+            grad = _grad(self)
+        if grad is not None and type(grad) is not DTensor:
+            stamp(grad, self._layout.gradient)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        from ._gradient import as_gradient_of
+
+        value = None if value is None else as_gradient_of(self, value, "grad")
+        with local_only():
+            _set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with local_only():
+            _set_grad(self, None)
+
+    # --- moving ---------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local: Tensor,
+        device_mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        *,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> DTensor:
+        """See `vescale_dtensor.from_local`."""
+        from ._construct import from_local
+
+        return from_local(local, device_mesh, placements, shape=shape, stride=stride)
+
+    def to_local(self) -> Tensor:
+        """This rank's shard as a plain tensor; no copy, no communication, differentiable.
+
+        The gradient that arrives must be the shard of this tensor's gradient:
+        whole for a Partial tensor, this rank's contribution for a replicated one.
+        """
+        from ._convert import to_plain
+
+        return to_plain(self)
+
+    def redistribute(self, placements: Sequence[Placement]) -> DTensor:
+        """The same global tensor under other placements. Differentiable.
+
+        Cost: the cheapest conversion of design section 3 (a slice is free, an
+        all-gather receives the rest of the tensor, and so on). Raises
+        PlacementError for a placement that does not fit.
+        """
+        from ._construct import redistribute
+
+        return redistribute(self, placements)
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, plain, the same on every rank. Differentiable. Cost: an all-gather or all-reduce."""
+        from ._convert import convert, to_plain
+
+        return to_plain(convert(self, self._layout.base.invariant, "full_tensor"))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        # Never communicates: a debugger calls this on one rank.
+        with local_only():
+            local = Tensor.__repr__(self.detach())
+        states = ", ".join(map(repr, self._layout.states))
+        shape = ", ".join(map(str, self._layout.shape))
+        parameter = "Parameter, " if getattr(self, "_is_param", False) else ""
+        return f"DTensor({parameter}[{shape}] {states} on {self._layout.mesh}, local={local})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self._layout.shape == () and spec:
+            return format(self.item(), spec)
+        return repr(self) if self._layout.shape else str(self.item())
+
+
+# The class is what `stamp` gives to a fresh local result, whatever the layout.
+def stamp(local: Tensor, layout: Layout) -> DTensor:
+    """Makes a fresh plain tensor the DTensor of `layout`. Adds no autograd node and copies nothing.
+
+    Never call it on a tensor that somebody else holds: it changes the object.
+    """
+    local.__class__ = DTensor
+    local._layout = layout
+    return local
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    with local_only():
+        return tensor.requires_grad

@@ -1,0 +1,75 @@
+"""Placements: how a tensor lies along one mesh axis, as users write it.
+
+`Shard`, `Replicate` and `Partial` are torch's own classes, so that a layout
+written for torch's DTensor reads the same here. Two are ours:
+
+- `InterleavedShard(dim, groups)`: the dim is `groups` equal groups one after the
+  other (a merged QKV is 3, a merged gate-up 2), and every group is sharded alike.
+- `RaggedShard(dims, local_units)`: contiguous parts of unequal size, in the
+  proportions of `local_units`, zero allowed.
+
+Uneven sizes follow `torch.chunk` wherever nothing else is said.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Partial as Partial
+from torch.distributed.tensor import Replicate as Replicate
+from torch.distributed.tensor import Shard as Shard
+from torch.distributed.tensor.placement_types import Placement as Placement
+
+
+class InterleavedShard(Placement):
+    """Shard `dim`, which consists of `groups` equal groups, so that every rank holds its part of each.
+
+    The local tensor is the concatenation, along `dim`, of this rank's chunk of
+    group 0, of group 1, and so on.
+
+    >>> InterleavedShard(0, 3)
+    InterleavedShard(dim=0, groups=3)
+    """
+
+    def __init__(self, dim: int, groups: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.groups = groups
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InterleavedShard) and (self.dim, self.groups) == (other.dim, other.groups)
+
+    def __hash__(self) -> int:
+        return hash((InterleavedShard, self.dim, self.groups))
+
+    def __repr__(self) -> str:
+        return f"InterleavedShard(dim={self.dim}, groups={self.groups})"
+
+    def __reduce__(self):
+        return (InterleavedShard, (self.dim, self.groups))
+
+
+class RaggedShard(Placement):
+    """Shard contiguously in the proportions of `local_units`, one entry per rank of the axis.
+
+    `dims` names one dim for now: a range of dims flattened together belongs to
+    ZeRO's buffers.
+
+    >>> RaggedShard((0,), (3, 2))
+    RaggedShard(dims=(0,), local_units=(3, 2))
+    """
+
+    def __init__(self, dims: tuple[int, ...], local_units: tuple[int, ...]) -> None:
+        super().__init__()
+        self.dims = tuple(dims)
+        self.local_units = tuple(local_units)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and (self.dims, self.local_units) == (other.dims, other.local_units)
+
+    def __hash__(self) -> int:
+        return hash((RaggedShard, self.dims, self.local_units))
+
+    def __repr__(self) -> str:
+        return f"RaggedShard(dims={self.dims}, local_units={self.local_units})"
+
+    def __reduce__(self):
+        return (RaggedShard, (self.dims, self.local_units))
