@@ -1,0 +1,61 @@
+"""The public names of each package are these, and versions agree wherever they are written."""
+
+import importlib
+import types
+from pathlib import Path
+
+import pytest
+from package_tree import read_packages
+from packaging.specifiers import SpecifierSet
+
+TOP = Path(__file__).absolute().parents[3]
+PACKAGES = {package.module: package for package in read_packages(TOP)}
+
+# What a package exports is a promise: a name comes or goes by an edit here, in the same change.
+PUBLIC = {
+    "vescale": set(),
+    "vescale_checkpoint": set(),
+    "vescale_dtensor": set(),
+    "vescale_pipeline": set(),
+    "vescale_plans": set(),
+    "vescale_rng": set(),
+}
+
+
+def public_names(module):
+    """Its names without an underscore; submodules that were imported on the way are not names of its own."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not (isinstance(value, types.ModuleType) and value.__name__ == f"{module.__name__}.{name}")
+    }
+
+
+@pytest.mark.parametrize("module", sorted(PACKAGES))
+def test_public_names(module):
+    assert public_names(importlib.import_module(module)) == PUBLIC[module]
+
+
+@pytest.mark.parametrize("module", sorted(PACKAGES))
+def test_version(module):
+    package = PACKAGES[module]
+    assert importlib.import_module(module).__version__ == package.version
+    changelog = (package.folder / "CHANGELOG.md").read_text()
+    newest = next(line for line in changelog.splitlines() if line.startswith("## "))
+    assert newest == f"## {package.version}"
+
+
+@pytest.mark.parametrize("module", sorted(PACKAGES))
+def test_sibling_ranges_hold_the_siblings(module):
+    siblings = {package.distribution: package for package in PACKAGES.values()}
+    for distribution, versions in PACKAGES[module].requirements.items():
+        if distribution in siblings:
+            assert siblings[distribution].version in SpecifierSet(versions)
+
+
+def test_the_meta_package_pins_exactly():
+    meta = PACKAGES["vescale"]
+    pins = {name: versions for name, versions in meta.requirements.items() if name.startswith("vescale-")}
+    others = [package for package in PACKAGES.values() if package is not meta]
+    assert pins == {package.distribution: f"=={package.version}" for package in others}

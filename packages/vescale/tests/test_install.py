@@ -1,0 +1,45 @@
+"""Each package installs with the siblings it names into an empty environment, offline, and works there."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from fresh_install import InstallError, fresh_install, siblings
+from package_tree import read_packages
+
+TOP = Path(__file__).absolute().parents[3]
+NAMES = [package.name for package in read_packages(TOP)]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """The packages, copied: a build leaves nothing in this tree, and reads files rather than Bazel's links."""
+    top = tmp_path_factory.mktemp("source")
+    caches = shutil.ignore_patterns("__pycache__", ".*")
+    shutil.copytree(TOP / "packages", top / "packages", ignore=caches)
+    return read_packages(top)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_installs_and_works(packages, name, tmp_path):
+    (package,) = (found for found in packages if found.name == name)
+    fresh_install(package, packages, folder=tmp_path, offline=True)
+
+
+def test_an_import_that_is_not_required_is_caught(packages, tmp_path):
+    """The check itself is checked: a package that uses a sibling it does not name does not pass."""
+    sources = tmp_path / "source" / "packages"
+    shutil.copytree(packages[0].folder.parent, sources)
+    changed = read_packages(tmp_path / "source")
+    (pipeline,) = (found for found in changed if found.name == "pipeline")
+    with (pipeline.source / "__init__.py").open("a") as module:
+        module.write("import vescale_rng\n")
+    with pytest.raises(InstallError, match="No module named 'vescale_rng'"):
+        fresh_install(pipeline, changed, folder=tmp_path / "environment", offline=True)
+
+
+def test_the_siblings_are_those_named_and_theirs(packages):
+    named = {package.name: {found.name for found in siblings(package, packages)} for package in packages}
+    assert named["dtensor"] == set()
+    assert named["plans"] >= {"dtensor"}
+    assert named["vescale"] == set(NAMES) - {"vescale"}

@@ -1,0 +1,35 @@
+"""Every Python block of every README runs, in one process and without torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from readme_blocks import readme_program
+
+TOP = Path(__file__).absolute().parents[3]
+READMES = [TOP / "README.md", *sorted(TOP.glob("packages/*/README.md"))]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.relative_to(TOP).as_posix())
+def test_its_blocks_run(readme, tmp_path):
+    program = tmp_path / "readme.py"
+    program.write_text(readme_program(readme))
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    run = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:__main__", program],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, f"{readme.relative_to(TOP)}:\n{run.stdout}{run.stderr}"
+
+
+def test_a_skipped_block_says_why_and_lines_keep_their_numbers(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("Title\n```python\na = 1\n```\n<!-- not run: no reason -->\n```python\nb = 2\n```\n```\nc\n```\n")
+    assert readme_program(readme).splitlines() == ["", "", "a = 1", *[""] * 8]

@@ -1,0 +1,203 @@
+"""Checks the layering of the packages, and the few rules of the tree that no compiler checks: `make check`.
+
+- The siblings that a package imports, those that its pyproject.toml requires and those that its Bazel library depends
+  on are the same set, and lie within its row of the table in docs/design.md. The meta package requires them all.
+- Every third-party import is declared, as a requirement or in an extra.
+- Only the modules of COMMUNICATES import torch.distributed; values that it defines (VALUES) are for all.
+- A module has one noun: at most 700 lines, and a warning from 400 on; none is called utils, common or helpers.
+- Every test file is in exactly one Bazel target, and every package is in the table of the top README.md.
+"""
+
+import argparse
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from build_graph import BuildGraph, read_build_graph
+from package_tree import Package, read_packages
+
+TOP = Path(__file__).absolute().parents[1]
+META = "vescale"
+MOST_LINES, MANY_LINES = 700, 400
+NAMELESS = {"utils.py", "common.py", "helpers.py"}
+PYTHON_FOLDERS = ("packages", "tools", "examples", "benchmarks")
+
+# The modules that communicate, per package; all else is pure, and testable without processes.
+COMMUNICATES = {
+    "dtensor": {
+        "_collectives",  # executes conversions
+        "_mesh",  # looks up the process groups of a mesh
+        "_worker",  # a rank of the test pool
+        "testing",
+    },
+    "plans": {
+        "_data_parallel",  # reduces gradients
+        "_join",  # joins torchrun's process group
+    },
+}
+# What torch.distributed defines that is a value: naming it neither communicates nor needs a process group.
+VALUES = ("torch.distributed.device_mesh.DeviceMesh", "torch.distributed.tensor")
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A tree to check; each part is read once."""
+
+    top: Path
+
+    @cached_property
+    def packages(self) -> list[Package]:
+        return read_packages(self.top)
+
+    @cached_property
+    def graph(self) -> BuildGraph:
+        return read_build_graph(self.top)
+
+    @cached_property
+    def layers(self) -> dict[str, set[str]]:
+        """docs/design.md's table: package -> what it may import, as short names. Parentheses mean: not yet."""
+        text = (self.top / "docs/design.md").read_text()
+        rows = re.findall(r"^\| packages/(\w+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+        layers = {name: set(re.findall(r"\w+", allowed)) for name, allowed in rows}
+        everything = set(layers) | {"torch"}
+        return {name: everything - {name} if allowed == {"all"} else allowed for name, allowed in layers.items()}
+
+    @cached_property
+    def python_files(self) -> list[Path]:
+        files = [path for folder in PYTHON_FOLDERS for path in (self.top / folder).rglob("*.py")]
+        return sorted(path for path in files if not any(part.startswith(".") for part in self.relative(path).parts))
+
+    def relative(self, path: Path) -> Path:
+        return path.relative_to(self.top)
+
+
+def check_table(repository: Repository) -> Iterator[str]:
+    """The table has a row for each package, and no other."""
+    folders = {package.name for package in repository.packages}
+    for name in sorted(folders ^ set(repository.layers)):
+        lacking = "the table of docs/design.md" if name in folders else "packages/"
+        yield f"{lacking} lacks {name}"
+
+
+def check_siblings(repository: Repository) -> Iterator[str]:
+    """Imports = requirements = Bazel dependencies, within the table."""
+    short_names = {package.module: package.name for package in repository.packages}
+    by_distribution = {package.distribution: package.name for package in repository.packages}
+    for package in repository.packages:
+        imported = {short_names[found.top] for found in package.imports if found.top in short_names} - {package.name}
+        required = {by_distribution[name] for name in package.requirements if name in by_distribution}
+        library = repository.graph.targets.get(f"//packages/{package.name}:{package.module}")
+        built = {short_names[dep.partition(":")[2]] for dep in library.deps} if library else set()
+        may_import = repository.layers.get(package.name, set())
+
+        if package.name == META:
+            # It may re-export less than it installs: to bring them all is its purpose.
+            expected, reason = set(short_names.values()) - {META}, "the meta package brings"
+        else:
+            expected, reason = imported, "its sources import"
+        for name in sorted(imported - may_import):
+            yield f"packages/{package.name}: imports {name}, which its row in docs/design.md does not allow"
+        for what, actual in (("pyproject.toml", required), ("BUILD", built)):
+            if actual != expected:
+                yield f"packages/{package.name}/{what}: names {_set(actual)}; {reason} {_set(expected)}"
+
+
+def check_third_party(repository: Repository) -> Iterator[str]:
+    """Every other import is declared; torch is, always."""
+    own = {package.module for package in repository.packages} | set(sys.stdlib_module_names)
+    for package in repository.packages:
+        if package.requirements.get("torch") != ">=2.11":
+            yield f"packages/{package.name}/pyproject.toml: does not require torch>=2.11"
+        declared = {name.lower().replace("-", "_") for name in {*package.requirements, *package.optional}}
+        for found in package.imports:
+            if found.top not in own | declared:
+                yield f"{repository.relative(found.path)}:{found.line}: imports {found.top}, which is not declared"
+
+
+def check_communication(repository: Repository) -> Iterator[str]:
+    """torch.distributed is for the modules that are named to communicate."""
+    for package in repository.packages:
+        allowed = COMMUNICATES.get(package.name, set())
+        for found in package.imports:
+            communicates = found.is_within("torch.distributed") and not any(map(found.is_within, VALUES))
+            if communicates and found.path.stem not in allowed:
+                where = f"{repository.relative(found.path)}:{found.line}"
+                yield f"{where}: uses {found.name}, and is not one of the modules that communicate"
+
+
+def check_modules(repository: Repository) -> Iterator[str]:
+    """Sizes and names of modules."""
+    for path in repository.python_files:
+        if path.name in NAMELESS:
+            yield f"{repository.relative(path)}: name it for what it holds"
+        if (lines := count_lines(path)) > MOST_LINES:
+            yield f"{repository.relative(path)}: {lines} lines, more than {MOST_LINES}; split it by noun"
+
+
+def check_test_targets(repository: Repository) -> Iterator[str]:
+    """Every test file is in exactly one Bazel target."""
+    targets = Counter(source for test in repository.graph.tests() for source in test.sources)
+    for path in repository.python_files:
+        file = repository.relative(path).as_posix()
+        if path.name.startswith("test_") and path.parent.name != "src" and targets[file] != 1:
+            yield f"{file}: is in {targets[file]} Bazel targets, not in one"
+
+
+def check_readmes(repository: Repository) -> Iterator[str]:
+    """Every package has the files of its own, and its README is linked from the top one."""
+    top_readme = (repository.top / "README.md").read_text()
+    for package in repository.packages:
+        for file in ("README.md", "CHANGELOG.md", "BUILD", f"src/{package.module}/py.typed"):
+            if not (package.folder / file).is_file():
+                yield f"packages/{package.name}: has no {file}"
+        if f"(packages/{package.name}/README.md)" not in top_readme:
+            yield f"README.md: does not link packages/{package.name}/README.md"
+
+
+CHECKS: tuple[Callable[[Repository], Iterator[str]], ...] = (
+    check_table,
+    check_siblings,
+    check_third_party,
+    check_communication,
+    check_modules,
+    check_test_targets,
+    check_readmes,
+)
+
+
+def long_modules(repository: Repository) -> Iterator[str]:
+    """Modules that deserve a look: long, but not too long."""
+    for path in repository.python_files:
+        if MANY_LINES < (lines := count_lines(path)) <= MOST_LINES:
+            yield f"{repository.relative(path)}: {lines} lines; does it hold two nouns?"
+
+
+def count_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def _set(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("top", nargs="?", type=Path, default=TOP, help="the tree to check; this one by default")
+    repository = Repository(parser.parse_args().top.absolute())
+
+    for warning in long_modules(repository):
+        print(f"layers: warning: {warning}")
+    findings = [finding for check in CHECKS for finding in check(repository)]
+    for finding in findings:
+        print(f"layers: {finding}")
+    if not findings:
+        print(f"layers: {len(repository.packages)} packages are as docs/design.md says")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Each rule of check_layers is broken in a small tree, and the check says so; this repository breaks none."""
+
+from pathlib import Path
+
+import pytest
+from check_layers import CHECKS, MANY_LINES, MOST_LINES, Repository, long_modules
+
+TOP = Path(__file__).absolute().parents[2]
+
+PYPROJECT = """\
+[project]
+name = "{distribution}"
+dependencies = [{requirements}]
+"""
+LIBRARY = """\
+load("//tools/build_defs:python.bzl", "pytest_suites", "python_library")
+python_library(name = "{module}", srcs = glob(["src/**"]), deps = {deps})
+pytest_suites(name = "core", deps = [":{module}"], suites = {{"values": ["layout"]}})
+"""
+DESIGN = """\
+| folder | distribution / module | holds | may import |
+|---|---|---|---|
+| packages/dtensor | vescale-dtensor / `vescale_dtensor` | tensors | torch |
+| packages/plans | vescale-plans / `vescale_plans` | plans | torch, dtensor |
+| packages/vescale | vescale / `vescale` | the facade | all |
+"""
+IMPORTS = {"dtensor": [], "plans": ["dtensor"], "vescale": ["dtensor", "plans"]}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A small tree that breaks no rule."""
+    for package, siblings in IMPORTS.items():
+        module = "vescale" if package == "vescale" else f"vescale_{package}"
+        requirements = ["torch>=2.11"] + [f"vescale-{sibling}>=0.1,<0.2" for sibling in siblings]
+        files = {
+            "pyproject.toml": PYPROJECT.format(
+                distribution=module.replace("_", "-"),
+                requirements=", ".join(f'"{requirement}"' for requirement in requirements),
+            ),
+            "BUILD": LIBRARY.format(
+                module=module, deps=[f"//packages/{sibling}:vescale_{sibling}" for sibling in siblings]
+            ),
+            "README.md": "",
+            "CHANGELOG.md": "",
+            f"src/{module}/py.typed": "",
+            f"src/{module}/__init__.py": "".join(f"import vescale_{sibling}\n" for sibling in siblings),
+        }
+        for file, text in files.items():
+            write(tmp_path / "packages" / package / file, text)
+    write(tmp_path / "packages/dtensor/tests/test_layout.py", "")
+    write(tmp_path / "packages/dtensor/tests/test_other.py", "")
+    write(tmp_path / "docs/design.md", DESIGN)
+    write(tmp_path / "README.md", "".join(f"[it](packages/{package}/README.md)\n" for package in IMPORTS))
+    write(tmp_path / "tools/build_defs/python.bzl", (TOP / "tools/build_defs/python.bzl").read_text())
+    return tmp_path
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def findings(top):
+    repository = Repository(top)
+    return [finding for check in CHECKS for finding in check(repository)]
+
+
+def test_this_repository_breaks_no_rule():
+    assert findings(TOP) == []
+
+
+def test_the_small_tree_breaks_no_rule(tree):
+    assert findings(tree) == []
+
+
+def test_an_import_against_the_layers(tree):
+    write(tree / "packages/dtensor/src/vescale_dtensor/_a.py", "def late():\n    import vescale_plans.plan\n")
+    assert findings(tree) == [
+        "packages/dtensor: imports plans, which its row in docs/design.md does not allow",
+        "packages/dtensor/pyproject.toml: names none; its sources import plans",
+        "packages/dtensor/BUILD: names none; its sources import plans",
+    ]
+
+
+def test_a_sibling_that_is_required_and_not_imported(tree):
+    write(tree / "packages/plans/src/vescale_plans/__init__.py", "")
+    assert findings(tree) == [
+        "packages/plans/pyproject.toml: names dtensor; its sources import none",
+        "packages/plans/BUILD: names dtensor; its sources import none",
+    ]
+
+
+def test_a_sibling_that_bazel_does_not_know_of(tree):
+    edit(tree / "packages/plans/BUILD", "deps = ['//packages/dtensor:vescale_dtensor']", "deps = []")
+    assert findings(tree) == ["packages/plans/BUILD: names none; its sources import dtensor"]
+
+
+def test_a_meta_package_that_leaves_one_out(tree):
+    edit(tree / "packages/vescale/pyproject.toml", ', "vescale-plans>=0.1,<0.2"', "")
+    assert findings(tree) == ["packages/vescale/pyproject.toml: names dtensor; the meta package brings dtensor, plans"]
+
+
+def test_parentheses_in_the_table_allow_and_do_not_demand(tree):
+    edit(tree / "docs/design.md", "| torch, dtensor |", "| torch, (dtensor) |")
+    assert findings(tree) == []
+
+
+def test_a_package_without_a_row(tree):
+    edit(tree / "docs/design.md", "packages/plans ", "packages/plan ")
+    assert "the table of docs/design.md lacks plans" in findings(tree)
+    assert "packages/ lacks plan" in findings(tree)
+
+
+def test_a_third_party_import_that_is_not_declared(tree):
+    write(tree / "packages/dtensor/src/vescale_dtensor/_a.py", "import json\nimport numpy.linalg\n")
+    assert findings(tree) == ["packages/dtensor/src/vescale_dtensor/_a.py:2: imports numpy, which is not declared"]
+
+
+def test_another_range_of_torch(tree):
+    edit(tree / "packages/dtensor/pyproject.toml", "torch>=2.11", "torch>=2.13")
+    assert findings(tree) == ["packages/dtensor/pyproject.toml: does not require torch>=2.11"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "import torch\ntorch.distributed.barrier()",
+    ],
+)
+def test_communication_in_a_module_that_is_not_named_for_it(tree, source):
+    write(tree / "packages/dtensor/src/vescale_dtensor/_layout.py", source)
+    (finding,) = findings(tree)
+    assert "_layout.py:" in finding and "is not one of the modules that communicate" in finding
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("_collectives", "import torch.distributed as dist"),
+        ("_layout", "from torch.distributed.device_mesh import DeviceMesh"),
+        ("_layout", "from torch.distributed.tensor.placement_types import Placement"),
+    ],
+)
+def test_modules_that_communicate_and_values_that_do_not(tree, module, source):
+    write(tree / f"packages/dtensor/src/vescale_dtensor/{module}.py", source)
+    assert findings(tree) == []
+
+
+def test_a_module_that_is_too_long(tree):
+    module = tree / "packages/dtensor/src/vescale_dtensor/_tensor.py"
+    write(module, "x = 1\n" * (MANY_LINES + 1))
+    assert findings(tree) == []
+    assert len(list(long_modules(Repository(tree)))) == 1
+    write(module, "x = 1\n" * (MOST_LINES + 1))
+    assert findings(tree) == [
+        "packages/dtensor/src/vescale_dtensor/_tensor.py: 701 lines, more than 700; split it by noun"
+    ]
+
+
+def test_a_module_without_a_noun(tree):
+    write(tree / "packages/plans/src/vescale_plans/utils.py", "")
+    assert findings(tree) == ["packages/plans/src/vescale_plans/utils.py: name it for what it holds"]
+
+
+def test_a_test_file_in_no_target(tree):
+    write(tree / "packages/plans/tests/deep/test_plan.py", "")
+    assert findings(tree) == ["packages/plans/tests/deep/test_plan.py: is in 0 Bazel targets, not in one"]
+
+
+def test_a_test_file_in_two_targets(tree):
+    edit(tree / "packages/dtensor/BUILD", '{"values": ["layout"]}', '{"values": ["layout"], "other": ["lay"]}')
+    assert findings(tree) == ["packages/dtensor/tests/test_layout.py: is in 2 Bazel targets, not in one"]
+
+
+def test_a_package_that_the_readme_does_not_show(tree):
+    write(tree / "README.md", "[it](packages/dtensor/README.md) [it](packages/vescale/README.md)")
+    (tree / "packages/plans/CHANGELOG.md").unlink()
+    assert findings(tree) == [
+        "packages/plans: has no CHANGELOG.md",
+        "README.md: does not link packages/plans/README.md",
+    ]

@@ -1,0 +1,174 @@
+"""Runs what the issues list under "What it must show", in full, and writes what came out: `make verify`.
+
+CHECKS is the register. A check is a command; it holds if its exit status is 0, and if its last line is JSON, that is
+kept as its figures. Each run writes results/<date>-<commit>.json, small enough to commit, which closing notes cite.
+
+    make verify                 everything
+    make verify ONLY=2.6        one point; ONLY=2 is an issue, ONLY="2.4 2.6" several
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+TOP = Path(__file__).absolute().parents[1]
+RESULTS = TOP / "results"
+PYTHON = sys.executable
+MINUTES = 60
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that point `point` of issue `issue` must show."""
+
+    issue: int
+    point: int
+    title: str
+    command: Sequence[str]
+    timeout_s: float = 10 * MINUTES
+
+    @property
+    def key(self) -> str:
+        return f"{self.issue}.{self.point}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a check; `status` is None where it ran out of time."""
+
+    check: Check
+    status: int | None
+    seconds: float
+    figures: Any
+    tail: Sequence[str]
+
+    @property
+    def holds(self) -> bool:
+        return self.status == 0
+
+    def as_json(self) -> dict[str, Any]:
+        shown = [Path(part).name if part == PYTHON else part for part in self.check.command]
+        record = {
+            "point": self.check.key,
+            "title": self.check.title,
+            "holds": self.holds,
+            "status": self.status,
+            "seconds": round(self.seconds, 1),
+            "command": " ".join(shown),
+            "figures": self.figures,
+        }
+        return record if self.holds else {**record, "tail": list(self.tail)}
+
+
+def tests(label: str) -> Sequence[str]:
+    """The command that runs the test files of a folder, or one file, with every grid in full."""
+    return (PYTHON, "-m", "pytest", "-q", label)
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(2, 6, "offline install of each package", tests("packages/vescale/tests/test_install.py")),
+    Check(2, 6, "networked install of each package", ("make", "-s", "smoke-install"), 30 * MINUTES),
+    Check(2, 6, "the layers", (PYTHON, "tools/check_layers.py")),
+    Check(2, 6, "bazel test //... on a clean clone", (PYTHON, "tools/clean_clone.py"), 40 * MINUTES),
+)
+
+
+def run_check(check: Check) -> Verdict:
+    """Run it; one that runs out of time takes its processes with it."""
+    started = time.monotonic()
+    command = subprocess.Popen(
+        check.command,
+        cwd=TOP,
+        env={**os.environ, "VESCALE_GRID": "full", "PYTHONPATH": str(TOP / "tools")},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = command.communicate(timeout=check.timeout_s)
+        status = command.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(command.pid, signal.SIGKILL)
+        output, _ = command.communicate()
+        status = None
+    lines = output.decode(errors="replace").splitlines()
+    return Verdict(check, status, time.monotonic() - started, last_json(lines), lines[-20:])
+
+
+def last_json(lines: Sequence[str]) -> Any:
+    """The figures on the last line, if it holds any."""
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, json.JSONDecodeError):
+        return None
+
+
+def describe_tree_and_machine() -> dict[str, Any]:
+    """What the figures belong to."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=TOP, check=True, capture_output=True, text=True).stdout.strip()
+
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+    }
+
+
+def show(verdicts: Sequence[Verdict], console: Console) -> None:
+    table = Table("point", "what it must show", "holds", "seconds", "figures")
+    for verdict in verdicts:
+        holds = "yes" if verdict.holds else "out of time" if verdict.status is None else f"no ({verdict.status})"
+        figures = "" if verdict.figures is None else json.dumps(verdict.figures)
+        table.add_row(verdict.check.key, verdict.check.title, holds, f"{verdict.seconds:.0f}", figures)
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="*", help="points (2.6) or issues (2); all by default")
+    only = set(parser.parse_args().only)
+    chosen = [check for check in CHECKS if not only or only & {check.key, str(check.issue)}]
+    if not chosen:
+        parser.error(f"no check is registered under {', '.join(sorted(only))}")
+
+    console = Console()
+    began = datetime.now(UTC)
+    verdicts = []
+    for check in chosen:
+        console.print(f"{check.key} {check.title} ...", highlight=False)
+        verdicts.append(run_check(check))
+        if not verdicts[-1].holds:
+            console.print("\n".join(verdicts[-1].tail), markup=False, highlight=False)
+    show(verdicts, console)
+
+    tree = describe_tree_and_machine()
+    RESULTS.mkdir(exist_ok=True)
+    written = RESULTS / f"{began:%Y-%m-%dT%H%M%SZ}-{tree['commit'][:8]}.json"
+    record = {"began": f"{began:%Y-%m-%dT%H:%M:%SZ}", **tree, "checks": [verdict.as_json() for verdict in verdicts]}
+    written.write_text(json.dumps(record, indent=2) + "\n")
+    console.print(f"written to {written.relative_to(TOP)}", highlight=False)
+    return 0 if all(verdict.holds for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
