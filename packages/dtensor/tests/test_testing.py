@@ -424,7 +424,7 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
 
 
 def start_script(body: str) -> subprocess.Popen[str]:
-    script = "import os, sys, time\nfrom vescale_dtensor.testing import *\nfrom vescale_dtensor.testing import pool\n"
+    script = "import os, sys, time\nfrom vescale_dtensor.testing import pool, run_ranks, warm_up\n"
     environment = {key: value for key, value in os.environ.items() if key != "HOME"}
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return subprocess.Popen(
@@ -475,8 +475,13 @@ def test_what_ranks_print_is_there_after_the_call() -> None:
         assert parent.communicate(timeout=60) == ("said\n", "")
 
 
-def test_modules_can_be_imported_ahead() -> None:
-    body = "warm_up('colorsys'); print(run_ranks(2, lambda: 'colorsys' in sys.modules), 'colorsys' in sys.modules)"
+def test_modules_can_be_imported_ahead(tmp_path) -> None:
+    (tmp_path / "only_for_ranks.py").write_text("")
+    body = f"""
+        sys.path.append({str(tmp_path)!r})
+        warm_up("only_for_ranks")
+        print(run_ranks(2, lambda: "only_for_ranks" in sys.modules), "only_for_ranks" in sys.modules)
+    """
     with start_script(body) as parent:
         assert parent.communicate(timeout=60) == ("[True, True] False\n", "")
 
