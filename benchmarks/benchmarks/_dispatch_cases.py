@@ -51,10 +51,12 @@ CALL, BACKWARD = 1.35, 1.10
 CASES = (
     Case("torch.add(x, y)", "torch.add(x, y)", CALL),
     Case("x + y", "x + y", CALL),
+    Case("x * 2.0", "x * 2.0", CALL),
     Case("torch.relu(x)", "torch.relu(x)", CALL),
     Case("torch.matmul(x, w)", "torch.matmul(x, w)", CALL),
     Case("F.linear(x, w)", "F.linear(x, w)", CALL),
     Case("x.view", "x.view(n, 2, 2)", None),
+    Case("x.mean(-1, keepdim=True)", "x.mean(-1, keepdim=True)", None),
     Case("x.transpose", "x.transpose(0, 1)", None),
     Case("relu(x @ w).sum(), both ways", "torch.relu(x @ w).sum().backward()", None, PLAIN, True),
     Case("relu(x @ w).sum(), backward", "loss.backward(retain_graph=True)", BACKWARD, PLAIN, True),
