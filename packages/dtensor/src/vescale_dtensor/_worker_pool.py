@@ -36,6 +36,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import selectors
 import signal
 import socket
@@ -53,6 +54,9 @@ GRACE_SECONDS = 5.0  # after the first exception, for the other ranks to answer
 DEATH_GRACE_SECONDS = 1.0  # the same after the death of a rank
 CHECK_SECONDS = 3.0  # barrier on all groups after an exception
 STOP_SECONDS = 5.0  # orderly exit, after which processes are killed
+
+# The frames below the caller's function, at the end of a stack.
+_OWN_FRAMES = re.compile(r'\n  File "[^"\n]*_worker\.py", line \d+ in _answer(\n  File [^\n]*)*')
 
 
 class WorldStartError(RuntimeError):
@@ -192,7 +196,8 @@ class Rank:
             last, size = size, os.fstat(file).st_size
             if before < size == last:
                 break
-        return os.pread(file, size - before, before).decode(errors="replace").rstrip()
+        stacks = os.pread(file, size - before, before).decode(errors="replace").rstrip()
+        return _OWN_FRAMES.sub("", stacks)
 
     def close(self) -> None:
         self.control.close()
