@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 import run_tests
 from build_graph import BuildGraph, Target
 from run_tests import Outcome, read_events, read_report

@@ -5,8 +5,9 @@ import types
 from pathlib import Path
 
 import pytest
-from package_tree import read_packages
 from packaging.specifiers import SpecifierSet
+
+from package_tree import read_packages
 
 TOP = Path(__file__).absolute().parents[3]
 PACKAGES = {package.module: package for package in read_packages(TOP)}
@@ -15,7 +16,48 @@ PACKAGES = {package.module: package for package in read_packages(TOP)}
 PUBLIC = {
     "vescale": set(),
     "vescale_checkpoint": set(),
-    "vescale_dtensor": set(),
+    "vescale_dtensor": {
+        "CommunicationError",
+        "DTensor",
+        "Event",
+        "FallbackWarning",
+        "GradientError",
+        "ImplicitCommunicationError",
+        "InterleavedShard",
+        "InternalError",
+        "Layout",
+        "MeshError",
+        "OperatorError",
+        "Partial",
+        "Placement",
+        "PlacementError",
+        "PlainTensorError",
+        "RaggedShard",
+        "Replicate",
+        "ShapeError",
+        "Shard",
+        "Trace",
+        "VescaleError",
+        "ViewError",
+        "arange",
+        "breakpoint",
+        "comm_trace",
+        "distribute_tensor",
+        "empty",
+        "from_local",
+        "from_torch",
+        "full",
+        "local_map",
+        "ones",
+        "rand",
+        "randn",
+        "redistribute",
+        "register_function",
+        "register_rule",
+        "strict",
+        "to_torch",
+        "zeros",
+    },
     "vescale_pipeline": set(),
     "vescale_plans": set(),
     "vescale_rng": set(),

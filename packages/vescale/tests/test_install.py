@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from fresh_install import InstallError, fresh_install, siblings
 from package_tree import read_packages
 

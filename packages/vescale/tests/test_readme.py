@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from readme_blocks import readme_program
 
 TOP = Path(__file__).absolute().parents[3]
