@@ -106,8 +106,10 @@ def _keyed(value: Any, tensors: list[Tensor], exact: bool) -> Any:
         return (float, value) if exact else float
     if kind is bool:
         return _BOOL[value]
-    if kind is tuple or kind is list:
+    if kind is tuple:
         return tuple([_keyed(item, tensors, exact) for item in value])
+    if kind is list:  # x[[0, 1]] is not x[0, 1]
+        return (list, *[_keyed(item, tensors, exact) for item in value])
     if kind is slice:
         return (
             slice,
@@ -120,8 +122,7 @@ def _keyed(value: Any, tensors: list[Tensor], exact: bool) -> Any:
         return (Tensor, value.shape, value.requires_grad)
     if kind is dict:
         return tuple([(name, _keyed(item, tensors, exact)) for name, item in value.items()])
-    hash(value)
-    return value
+    return (kind, value)  # numpy.True_ == 1: the type is part of it
 
 
 def _collect(value: Any, tensors: list[Tensor]) -> None:

@@ -9,6 +9,7 @@ from . import matmul as matmul
 from . import metadata as metadata
 from . import norm as norm
 from . import optim as optim
+from . import pad as pad
 from . import pointwise as pointwise
 from . import python as python
 from . import random as random
