@@ -3,6 +3,7 @@
 from . import attention as attention
 from . import conv as conv
 from . import embedding as embedding
+from . import extremum as extremum
 from . import index as index
 from . import loss as loss
 from . import matmul as matmul
@@ -14,4 +15,5 @@ from . import pointwise as pointwise
 from . import python as python
 from . import random as random
 from . import reduce as reduce
+from . import softmax as softmax
 from . import view as view
