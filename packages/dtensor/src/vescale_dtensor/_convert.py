@@ -26,19 +26,18 @@ class Convert(Function):
     """Local tensor under `source` -> local tensor under `target`."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, source: Layout, target: Layout) -> Tensor:
+    def forward(ctx, local: Tensor, source: Layout, target: Layout, own: bool = False) -> Tensor:
         ctx.source, ctx.target, ctx.cause = source, target, _events.current()
         with local_only():
-            out = convert_local(local, source, target)
-            return out.detach() if out is local else out
+            return _moved(local, source, target, own)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         _events.restore_cause(ctx.cause, "backward")
         source, target = ctx.target.gradient, ctx.source.gradient
         if is_grad_enabled():
-            return Convert.apply(grad, source, target), None, None
-        return convert_local(grad, source, target), None, None
+            return Convert.apply(grad, source, target), None, None, None
+        return convert_local(grad, source, target), None, None, None
 
 
 class Alias(Function):
@@ -72,13 +71,17 @@ def from_plain(local: Tensor, layout: Layout) -> DTensor:
     return stamp(alias(local), layout)
 
 
-def convert(tensor: DTensor, target: Layout, cause: object = "redistribute") -> DTensor:
-    """`tensor` under the layout `target`; the tensor itself when it is there already."""
+def convert(tensor: DTensor, target: Layout, cause: object = "redistribute", *, own: bool = False) -> DTensor:
+    """`tensor` under the layout `target`; the tensor itself when it is there already.
+
+    own: the result is the caller's to write to: it is shared with no other
+    conversion and is no slice of `tensor`.
+    """
     source = tensor._layout.base
     if source is target:
         return tensor
     _events.set_cause(cause)
-    return _converted(tensor, source, target, fresh=True)
+    return _converted(tensor, source, target, fresh=True, own=own)
 
 
 def convert_plain(local: Tensor, mesh: Mesh, target: Layout, cause: object) -> DTensor:
@@ -87,43 +90,61 @@ def convert_plain(local: Tensor, mesh: Mesh, target: Layout, cause: object) -> D
     return _converted(local, layout_of(mesh, (INVARIANT,) * mesh.ndim, target.shape), target, fresh=True)
 
 
-def convert_operand(tensor: Tensor, source: Layout, target: Layout, function: object) -> Tensor:
+def convert_operand(
+    tensor: Tensor, source: Layout, target: Layout, function: object, explanation: tuple | None = None
+) -> Tensor:
     """What dispatch calls for an input whose layout does not fit.
 
     The result is only read: where values stay and no gradient flows it is
     `tensor` itself. Under `strict()` a conversion that communicates raises.
     """
     if _events.strict_depth and communicates(source, target):
-        raise_implicit(tensor, source, target, function)
+        raise_implicit(tensor, source, target, function, explanation)
     _events.set_cause(function)
     return _converted(tensor, source, target, fresh=False)
 
 
-def _converted(tensor: Tensor, source: Layout, target: Layout, fresh: bool) -> Tensor:
+def _converted(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own: bool = False) -> Tensor:
     with local_only():
-        known = recall(tensor, target)
+        known = None if own else recall(tensor, target)
         if known is not None:
             return known
         if is_grad_enabled() and tensor.requires_grad:
-            out = Convert.apply(tensor, source, target)
+            out = Convert.apply(tensor, source, target, own)
         else:
             if not fresh and is_alias(source, target):
                 return tensor
-            out = convert_local(tensor, source, target)
-            if out is tensor:
-                out = tensor.detach()
+            out = _moved(tensor, source, target, own)
         out = stamp(out, target)
-        remember(tensor, target, out)
+        if not own:
+            remember(tensor, target, out)
         return out
 
 
-def raise_implicit(tensor: Tensor, source: Layout, target: Layout, function: object) -> None:
+def _moved(local: Tensor, source: Layout, target: Layout, own: bool) -> Tensor:
+    """`convert_local`, as another tensor object; with `own`, also over other memory where only a part is left."""
+    out = convert_local(local, source, target)
+    if own and not is_alias(source, target) and shares_storage(out, local):
+        return out.clone()
+    return out.detach() if out is local else out
+
+
+def shares_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two local tensors lie in the same memory. Call with dispatch disabled."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def raise_implicit(
+    tensor: Tensor, source: Layout, target: Layout, function: object, explanation: tuple | None = None
+) -> None:
+    """`explanation` is a rule's own: why the operand must move, and remedies."""
     steps = ", ".join(f"{s.kind} on {source.mesh.names[s.axis]!r}" for s in plan(source, target) if s.kind != "nothing")
+    reason, remedies = explanation or ("", ())
     raise ImplicitCommunicationError(
         _events.function_name(function),
-        f"needs an implicit conversion under strict(): {steps}",
+        f"needs an implicit conversion under strict(): {steps}" + (f"\n  {reason}" if reason else ""),
         [describe("from", tensor, source), describe("to", tensor, target)],
-        [(f"tensor.redistribute({target.placements!r})", f"the same {steps}, asked for")],
+        [*remedies, (f"tensor.redistribute({target.placements!r})", f"the same {steps}, asked for")],
     )
 
 

@@ -21,70 +21,86 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._ops import OpOverload
 
-from . import _events, _fallback
+from . import _events, _fallback, _forms
+from ._conversion import is_alias
 from ._convert import alias, convert_operand, describe
+from ._copies import mark_copy, severed
 from ._errors import GradientError, InternalError, MeshError, PlainTensorError, VescaleError, ViewError
 from ._layout import Layout, layout_of
+from ._memo import forget
 from ._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from ._signature import Signature, solve
 from ._state import INVARIANT
-from ._tensor import DTensor, local_only, stamp
+from ._tensor import DTensor, below_autograd, local_only, stamp, watch_autograd
 
 _ATOMS = frozenset(
     {int, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
+_KEYWORDS = object()  # divides positional from keyword arguments in a key
 _BOOL = {True: "true", False: "false"}  # True == 1 as a key, and x[True] is not x[1]
 
 
 def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
     """`DTensor.__torch_function__`."""
     entry = TABLE.get(function)
-    if entry is not None and not kwargs:
-        key: list = []
-        for argument in args:
-            kind = type(argument)
-            if kind is DTensor:
-                key.append(argument._layout)
-            elif kind in _ATOMS:
-                key.append(argument)
-            else:
-                break
+    if entry is None or entry.handler is not None:
+        return _general(entry, function, args, kwargs or {})
+    key: Any = []
+    for argument in args:
+        kind = type(argument)
+        if kind is DTensor:
+            key.append(argument._layout)
+        elif kind in _ATOMS:
+            key.append(argument)
         else:
-            decision = entry.cache.get(tuple(key))
-            if decision is not None and decision.ready:
-                with local_only():
-                    out = decision.run(*args)
-                layout = decision.out
-                if type(out) is Tensor:
-                    out.__class__ = DTensor
-                    out._layout = layout if is_grad_enabled() else layout.untracked
-                    return out
-                return _finish(out, layout, args, decision)
-    return _general(entry, function, args, kwargs or {})
+            key.append(_keyed(argument, entry.exact))
+    if kwargs:
+        key.append(_KEYWORDS)
+        for name, argument in kwargs.items():
+            key.append(name)
+            key.append(argument if type(argument) in _ATOMS else _keyed(argument, entry.exact))
+    key = tuple(key)
+    try:
+        decision = entry.cache.get(key)
+    except TypeError:  # an argument that cannot be a key: decided anew each time
+        key = decision = None
+    if decision is not None and decision.ready:
+        with local_only():
+            out = decision.run(*args, **kwargs) if kwargs else decision.run(*args)
+        if type(out) is Tensor and not decision.plain:
+            layout = decision.out
+            out.__class__ = DTensor
+            out._layout = layout if is_grad_enabled() else layout.untracked
+            return out
+        return _finish(out, decision.out, args, decision)
+    return _decided(entry, function, args, kwargs or {}, key, decision)
 
 
 def call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """`function` through its rule, for functions that do not come to `__torch_function__` by themselves."""
-    return _general(TABLE.get(function), function, args, kwargs)
+    return dispatch(DTensor, function, (), args, kwargs)
 
 
 def _general(entry: Entry | None, function: Any, args: tuple, kwargs: dict) -> Any:
+    """A call that is not dispatched by a rule, or that does not come from `dispatch`."""
     if entry is None:
         entry = TABLE[function] = Entry(function)
     if entry.handler is not None:
         return entry.handler(function, args, kwargs)
+    return _decided(entry, function, args, kwargs, None, None)
+
+
+def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, decision: Decision | None) -> Any:
+    """Everything that the hot path leaves: a decision to be made, or one that is more than a plain local call."""
+    if isinstance(function, OpOverload) and below_autograd():
+        watch_autograd()
+        with local_only():
+            return function(*args, **kwargs)
     tensors: list[Tensor] = []
-    try:
-        key: Any = (_keyed(args, tensors, entry.exact), tuple((k, _keyed(v, tensors, entry.exact)) for k, v in kwargs.items()))
-        if not kwargs:
-            key = key[0]
-        decision = entry.cache.get(key)
-    except TypeError:  # an argument that cannot be a key: decided anew each time
-        key = decision = None
-        tensors = []
-        _collect(args, tensors)
-        _collect(kwargs, tensors)
+    _collect(args, tensors)
+    _collect(kwargs, tensors)
     if decision is None:
         decision = _decide(entry, function, args, kwargs, tensors)
         if key is not None:
@@ -94,34 +110,30 @@ def _general(entry: Entry | None, function: Any, args: tuple, kwargs: dict) -> A
     return _apply(decision, entry, function, args, kwargs, tensors)
 
 
-def _keyed(value: Any, tensors: list[Tensor], exact: bool) -> Any:
-    """The hashable stand-in of an argument; collects tensors on the way."""
+def _keyed(value: Any, exact: bool) -> Any:
+    """The hashable stand-in of an argument that is neither a DTensor nor an atom by itself."""
     kind = type(value)
-    if kind is DTensor:
-        tensors.append(value)
-        return value._layout
-    if kind in _ATOMS:
-        return value
     if kind is float:
         return (float, value) if exact else float
     if kind is bool:
         return _BOOL[value]
-    if kind is tuple:
-        return tuple([_keyed(item, tensors, exact) for item in value])
-    if kind is list:  # x[[0, 1]] is not x[0, 1]
-        return (list, *[_keyed(item, tensors, exact) for item in value])
+    if kind in _ATOMS:
+        return value
     if kind is slice:
-        return (
-            slice,
-            _keyed(value.start, tensors, exact),
-            _keyed(value.stop, tensors, exact),
-            _keyed(value.step, tensors, exact),
-        )
+        start, stop, step = value.start, value.stop, value.step
+        if type(start) in _ATOMS and type(stop) in _ATOMS and step is None:
+            return (slice, start, stop)
+        return (slice, _keyed(start, exact), _keyed(stop, exact), _keyed(step, exact))
+    if kind is tuple:
+        return tuple([_keyed(item, exact) for item in value])
+    if kind is list:  # x[[0, 1]] is not x[0, 1]
+        return (list, *[_keyed(item, exact) for item in value])
+    if kind is DTensor:
+        return value._layout
     if isinstance(value, Tensor):
-        tensors.append(value)
         return (Tensor, value.shape, value.requires_grad)
     if kind is dict:
-        return tuple([(name, _keyed(item, tensors, exact)) for name, item in value.items()])
+        return tuple([(name, _keyed(item, exact)) for name, item in value.items()])
     return (kind, value)  # numpy.True_ == 1: the type is part of it
 
 
@@ -172,26 +184,38 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     abstract_kwargs = substitute(kwargs, lambda _: next(queue))
     inplace = entry.inplace or abstract_kwargs.get("inplace") is True
     decision = None
-    if entry.rule is not None and "out" not in kwargs and not (inplace and operands[0].plain):
-        answer = entry.rule(Call(function, abstract_args, abstract_kwargs, operands, mesh, inplace))
-        decision = solve(Call(function, abstract_args, abstract_kwargs, operands, mesh, inplace), answer) if isinstance(
-            answer, Signature
-        ) else answer
+    if entry.rule is not None and kwargs.get("out") is not None:
+        return _forms.out_form(function)
+    if entry.rule is not None and not (inplace and operands[0].plain):
+        asked = Call(function, abstract_args, abstract_kwargs, operands, mesh, inplace)
+        decision = entry.rule(asked)
+        if isinstance(decision, Signature):
+            signature = decision
+            decision = solve(asked, signature)
+            if decision is None and inplace:
+                decision = _forms.pending_in_place(asked, signature)
     if decision is None:
         decision = Decision(composite=_fallback.gathered(function))
         return decision
     decision.untracked = tuple(i for i, t in enumerate(tensors) if type(t) is DTensor and t._layout.is_untracked)
     if inplace:
-        decision.mutated = (0,)
+        decision.mutated = decision.mutated or (0,)
     decision.plain = any(type(t) is not DTensor for t in tensors)
+    # A plain tensor without gradient holds the same values whether it is called I or R.
+    decision.targets = tuple(
+        None if target is None or (operand.plain and is_alias(operand.layout, target)) else target
+        for operand, target in zip(operands, decision.targets)
+    )
     if not any(decision.targets):
         decision.targets = ()
     if decision.run is None:
         decision.run = function
-    moved = bool(decision.targets) and entry.view
-    decision.ready = not (
-        decision.targets or decision.composite or decision.untracked or decision.plain or decision.mutated or moved
-    ) and not isinstance(decision.out, (tuple, list))
+    plain = [t for t in tensors if type(t) is not DTensor]
+    seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
+    decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)
+    decision.ready = seen and not isinstance(function, OpOverload) and not (
+        decision.targets or decision.composite or decision.untracked or decision.mutated
+    )
     return decision
 
 
@@ -228,7 +252,7 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
     if decision.composite is not None:
         return decision.composite(*args, **kwargs)
     for index in decision.mutated:
-        _check_writable(function, tensors[index])
+        check_writable(function, tensors[index])
     converted: list[Tensor] = tensors
     if decision.targets:
         converted = list(tensors)
@@ -236,7 +260,7 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
             if target is not None:
                 tensor = tensors[index]
                 source = tensor._layout.base if type(tensor) is DTensor else target.invariant
-                converted[index] = convert_operand(tensor, source, target, function)
+                converted[index] = convert_operand(tensor, source, target, function, decision.explanation)
         queue = iter(converted)
         args = substitute(args, lambda _: next(queue))
         kwargs = substitute(kwargs, lambda _: next(queue))
@@ -250,10 +274,9 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
             if type(tensor) is DTensor:
                 error.add_note(describe(f"operand {index}", tensor, tensor._layout))
         raise
-    out = _finish(out, decision.out, converted, decision, tensors)
-    if entry.view and decision.targets:
-        _guard_copied_view(out, tensors[0])
-    return out
+    if decision.copies:
+        out = _marked_copies(out, tensors[0])
+    return _finish(out, decision.out, converted, decision, tensors)
 
 
 def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: Any = ()) -> Any:
@@ -268,6 +291,9 @@ def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: A
             return stamp(out, layout if is_grad_enabled() else layout.untracked)
         if kind is DTensor:
             if out._layout.base is layout:
+                return out
+            if decision.mutated and out is inputs[0]:  # squeeze_, transpose_: self has another layout now
+                out._layout = layout.untracked if out._layout.is_untracked else layout
                 return out
             return stamp(alias(out), layout if is_grad_enabled() else layout.untracked)
         if isinstance(out, Tensor):
@@ -322,24 +348,44 @@ def _check_tracked(function: Any, tensor: DTensor) -> None:
     )
 
 
-def _guard_copied_view(out: Any, base: Tensor) -> None:
-    for one in out if isinstance(out, (tuple, list)) else (out,):
-        if type(one) is DTensor:
-            one._copied_from = True
-    if type(base) is DTensor:
-        base._copied_to = True
+def _must_copy(entry: Entry, base: Operand, decision: Decision) -> bool:
+    """Whether a view's base moves first, so that the view is a copy."""
+    target = decision.targets[0]
+    return entry.view and target is not None and not is_alias(base.layout, target)
 
 
-def _check_writable(function: Any, tensor: Tensor) -> None:
-    """A view that had to be redistributed is a copy: a write to it, or to its base, would not reach the other."""
-    known = tensor.__dict__ if type(tensor) is DTensor else {}
-    if "_copied_from" in known:
+def _marked_copies(out: Any, base: Tensor) -> Any:
+    if type(out) in (tuple, list):
+        return type(out)([_marked_copies(one, base) for one in out])
+    return mark_copy(out, base) if isinstance(out, Tensor) else out
+
+
+def check_writable(function: Any, tensor: Tensor) -> None:
+    """A view that had to be redistributed is a copy: a write to it, or to its base, would not reach the other.
+
+    Conversions of the tensor that are remembered end here.
+    """
+    if type(tensor) is not DTensor:
+        return
+    forget(tensor)
+    side = severed(tensor)
+    if side:
+        rule, remedy = _SEVERED[side]
         raise ViewError(
-            _events.function_name(function),
-            "in-place write to a view that had to be redistributed, so that it is a copy and not a view",
-            [describe("view", tensor, tensor._layout)],
-            [("write to the base tensor itself, or build the value with torch.where / torch.cat", "")],
+            _events.function_name(function), rule, [describe("tensor", tensor, tensor._layout)], [(remedy, "")]
         )
+
+
+_SEVERED = {
+    "copy": (
+        "in-place write to a view that had to be redistributed, so that it is a copy and not a view",
+        "write to the base tensor itself, or build the value with torch.where / torch.cat",
+    ),
+    "base": (
+        "in-place write to a tensor of which a view had to be redistributed, so that it is a copy and not a view",
+        "write before the view is taken, or to a clone: tensor.clone()",
+    ),
+}
 
 
 DTensor.__torch_function__ = classmethod(dispatch)

@@ -21,7 +21,7 @@ conversions: sharded work stays sharded, and nothing moves that need not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -49,6 +49,7 @@ class Signature:
         shapes: the outputs' shapes; by default each label's extent, and 1 for None.
         single: whether the function returns a bare tensor.
         local: from the solved output layouts, the function to run on local tensors.
+        extra: more choices of an axis that are right, as (input states, output states).
     """
 
     inputs: Sequence[Labels]
@@ -60,6 +61,7 @@ class Signature:
     shapes: Sequence[tuple[int, ...]] | None = None
     single: bool = True
     local: Callable[[tuple[Layout, ...]], Callable] | None = None
+    extra: Callable[[int], Iterable[tuple[tuple[State, ...], tuple[State, ...]]]] | None = None
 
 
 def solve(call: Call, signature: Signature) -> Decision | None:
@@ -89,7 +91,7 @@ def solve(call: Call, signature: Signature) -> Decision | None:
 def _best(signature: Signature, operands: list[Operand], mesh, axis: int, fixed: int | None):
     """The cheapest (input states, output states) of one axis."""
     count = mesh.sizes[axis]
-    numels = [_whole_numel(operand.layout, axis) for operand in operands]
+    numels = [whole_numel(operand.layout, axis) for operand in operands]
     best, best_cost = None, None
     for order, (inputs, outputs) in enumerate(_choices(signature, operands, axis)):
         if fixed is not None and (inputs[fixed] is not operands[fixed].states[axis] or outputs[0] is not inputs[fixed]):
@@ -133,6 +135,8 @@ def _choices(signature: Signature, operands: list[Operand], axis: int):
             ),
             tuple(cut.at(labels.index(label)) if label in labels else PENDING for labels in outputs),
         )  # fmt: skip
+    if signature.extra is not None:
+        yield from signature.extra(axis)
 
 
 def _cuts(signature: Signature, operands: list[Operand], axis: int) -> list[tuple[Label, State]]:
@@ -153,7 +157,8 @@ def _cuts(signature: Signature, operands: list[Operand], axis: int) -> list[tupl
     return found
 
 
-def _whole_numel(layout: Layout, axis: int) -> float:
+def whole_numel(layout: Layout, axis: int) -> float:
+    """Elements of a shard, were `axis` not to cut it: what `axis_cost` counts in."""
     sizes = layout.mesh.sizes
     return layout.numel / prod(sizes[a] for a, s in enumerate(layout.states) if s.kind == "S" and a != axis)
 

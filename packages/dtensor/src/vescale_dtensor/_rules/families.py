@@ -1,10 +1,14 @@
 """Imports every family, which fills the table."""
 
 from . import attention as attention
+from . import classes as classes
 from . import conv as conv
 from . import embedding as embedding
 from . import extremum as extremum
+from . import fresh as fresh
 from . import index as index
+from . import index_tensor as index_tensor
+from . import join as join
 from . import loss as loss
 from . import matmul as matmul
 from . import metadata as metadata
@@ -16,4 +20,5 @@ from . import python as python
 from . import random as random
 from . import reduce as reduce
 from . import softmax as softmax
+from . import shape as shape
 from . import view as view

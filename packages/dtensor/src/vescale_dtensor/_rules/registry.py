@@ -93,7 +93,8 @@ class Decision:
     targets: per operand (in the order of the call), the layout it must have, or
     None for "as it is". out: what to stamp. run: the local function, or None for
     the called one; it gets all arguments, converted. composite: a Python function
-    to run on the DTensors instead, with dispatch on.
+    to run on the DTensors instead, with dispatch on. explanation: for `strict()`, why
+    an operand must move, and remedies (code, cost).
     """
 
     targets: tuple[Layout | None, ...] = ()
@@ -103,6 +104,8 @@ class Decision:
     untracked: tuple[int, ...] = ()
     mutated: tuple[int, ...] = ()
     plain: bool = False
+    copies: bool = False
+    explanation: tuple[str, tuple[tuple[str, str], ...]] | None = None
     ready: bool = field(default=False)
 
 
