@@ -26,10 +26,9 @@ from torch._ops import OpOverload
 from . import _events, _fallback, _forms
 from ._conversion import is_alias
 from ._convert import alias, convert_operand, describe
-from ._copies import mark_copy, severed
-from ._errors import GradientError, InternalError, MeshError, PlainTensorError, VescaleError, ViewError
+from ._copies import check_writable, mark_copy
+from ._errors import GradientError, InternalError, MeshError, PlainTensorError, VescaleError
 from ._layout import Layout, layout_of
-from ._memo import forget
 from ._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from ._signature import Signature, solve
 from ._state import INVARIANT
@@ -358,34 +357,6 @@ def _marked_copies(out: Any, base: Tensor) -> Any:
     if type(out) in (tuple, list):
         return type(out)([_marked_copies(one, base) for one in out])
     return mark_copy(out, base) if isinstance(out, Tensor) else out
-
-
-def check_writable(function: Any, tensor: Tensor) -> None:
-    """A view that had to be redistributed is a copy: a write to it, or to its base, would not reach the other.
-
-    Conversions of the tensor that are remembered end here.
-    """
-    if type(tensor) is not DTensor:
-        return
-    forget(tensor)
-    side = severed(tensor)
-    if side:
-        rule, remedy = _SEVERED[side]
-        raise ViewError(
-            _events.function_name(function), rule, [describe("tensor", tensor, tensor._layout)], [(remedy, "")]
-        )
-
-
-_SEVERED = {
-    "copy": (
-        "in-place write to a view that had to be redistributed, so that it is a copy and not a view",
-        "write to the base tensor itself, or build the value with torch.where / torch.cat",
-    ),
-    "base": (
-        "in-place write to a tensor of which a view had to be redistributed, so that it is a copy and not a view",
-        "write before the view is taken, or to a clone: tensor.clone()",
-    ),
-}
 
 
 DTensor.__torch_function__ = classmethod(dispatch)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._signature import Signature
-from .registry import Call, Operand, both, rule
+from .._state import INVARIANT, PENDING
+from .registry import Call, Decision, Operand, both, rule
 
 # f(x) with f not linear: a pending input is reduced first.
 NONLINEAR = """abs absolute acos acosh arccos arccosh angle arcsin arcsinh arctan arctanh asin asinh atan atanh atan2
@@ -99,7 +100,8 @@ def linear(call: Call):
 @rule(both("add", "sub", "subtract", "rsub"), _methods(*_DUNDER["add"]))
 def add(call: Call):
     """P + P -> P, and a replicated addend enters on the first rank; a number added to P is not linear."""
-    return elementwise(call, linear=[(0, 1)] if len(call.operands) == 2 else ())
+    both_tensors = isinstance(call.get(0, "input"), Operand) and isinstance(call.get(1, "other"), Operand)
+    return elementwise(call, linear=[(0, 1)] if both_tensors else ())
 
 
 @rule(both("mul", "multiply"), _methods(*_DUNDER["mul"]))
@@ -176,8 +178,11 @@ def to(call: Call):
 
 @rule(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
 def filled_like(call: Call):
-    """Like the input's layout; a fill has no gradient, so a pending input gives a whole result."""
-    return elementwise(call)
+    """Like the input's layout; values do not count, so a pending input gives a whole result, and nothing moves."""
+    if len(call.operands) > 1:
+        return elementwise(call)
+    layout = call.operands[0].layout
+    return Decision(out=layout.with_states([INVARIANT if state is PENDING else state for state in layout.states]))
 
 
 @rule(Tensor.zero_)
