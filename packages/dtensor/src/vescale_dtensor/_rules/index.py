@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._copies import mark_copy
 from .._layout import Layout
 from .._region import Ranges
 from .._signature import Signature, solve
@@ -94,6 +95,14 @@ def _item(entry: object, dim: int, size: int) -> Item | None:
         return None
     at %= size
     return Item(dim, range(at, at + 1), True)
+
+
+def is_alias(layout: Layout, index: object) -> bool:
+    """Whether a basic index of a tensor of `layout` gives a view of the shards."""
+    items = parse(index, layout.shape)
+    return items is not None and not any(
+        item.dim is not None and not item.is_full(layout.shape) and layout.axes_of(item.dim) for item in items
+    )
 
 
 def pieces(ranges: Ranges, taken: range) -> list[Piece]:
@@ -168,12 +177,11 @@ def _reader(source: Layout, items: list[Item], parted: list[Item]):
     )  # fmt: skip
 
     def run(x: Tensor, *args, **kwargs) -> Tensor:
+        base = x
         for dim, parts, length in cuts:
             x = owned(x, dim, parts, length)
-        out = x[index]
-        if cuts:  # on one device a view: writing to this copy would not reach x, and raises
-            out._copied_from = True
-        return out
+        # on one device a view: writing to this copy would not reach the base, and raises
+        return mark_copy(x[index], base) if cuts else x[index]
 
     return run
 
@@ -182,7 +190,7 @@ def _reader(source: Layout, items: list[Item], parted: list[Item]):
 def getitem(call: Call):
     """See the table above; no communication but for a long slice of a sharded dim."""
     index = call.args[1]
-    if not is_basic(index) or not isinstance(call.args[0], Operand):
+    if not is_basic(index):
         from .index_tensor import read_tensors
 
         return composite(read_tensors)
@@ -250,10 +258,10 @@ def slice_copy(call: Call):
 def setitem(call: Call):
     """Never communicates for the tensor written to; the value is made to fit it."""
     x, index, value = call.args
-    if not is_basic(index) or not isinstance(x, Operand):
+    if not is_basic(index):
         from .index_tensor import write_tensors
 
-        return composite(write_tensors) if isinstance(x, Operand) else None
+        return composite(write_tensors)
     items = parse(index, x.shape)
     return None if items is None else write(call, items, value)
 
