@@ -1,1 +1,150 @@
-"""(rules of this family follow)"""
+"""Scaled dot-product attention.
+
+    batch or heads sharded     stay sharded, whatever the backend; no communication
+    q's sequence sharded       stays sharded: k and v are whole, and causality is that of the rows held here
+    k's, v's sequence sharded  gathered
+    grouped queries            kv heads sharded like q's where both divide, else whole, each rank taking its own
+    v pending                  the result is linear in it -> P
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._layout import Layout
+from .._signature import Signature, solve
+from .body import body_of
+from .owned import held_ranges, nothing
+from .pointwise import labels_for
+from .registry import Call, Operand, composite, rule
+
+
+@rule(F.scaled_dot_product_attention, exact=True)
+def scaled_dot_product_attention(call: Call):
+    """q [..., H, L, E], k [..., H or fewer, S, E], v [..., as k, S, Ev] -> [..., H, L, Ev].
+
+    Dropout falls back: its mask is drawn for the whole.
+    """
+    query, key, value = call.get(0, "query"), call.get(1, "key"), call.get(2, "value")
+    mask = call.get(3, "attn_mask")
+    causal, grouped = call.get(5, "is_causal", False), call.get(7, "enable_gqa", False)
+    if call.get(4, "dropout_p", 0.0) or min(query.ndim, key.ndim, value.ndim) < 2:
+        return None
+    if grouped and (min(query.ndim, key.ndim, value.ndim) < 3 or key.shape[-3] != value.shape[-3]):
+        return None
+    if not grouped or key.shape[-3] == query.shape[-3]:
+        return _decide(call, query, key, value, mask, causal, "h")
+    if not key.shape[-3] or query.shape[-3] % key.shape[-3]:
+        return None
+    alike = _decide(call, query, key, value, mask, causal, "alike")
+    return _decide(call, query, key, value, mask, causal, "whole") if alike is None else alike
+
+
+def _decide(call: Call, query: Operand, key: Operand, value: Operand, mask, causal: bool, heads: str):
+    """`heads`: "h" where k has as many as q, else whether the fewer kv heads are cut "alike" or stay "whole"."""
+    shape = _batch_shape(query, key, value, grouped=heads != "h")
+    if shape is None or not (mask is None or isinstance(mask, Operand) and mask.ndim <= len(shape) + 2):
+        return None
+    places = tuple(("b", d) for d in range(-len(shape), 0))
+    found = {}
+    for operand, rows, columns in ((query, "l", "e"), (key, "s", "e"), (value, "s", "ev")):
+        batch = _labels(operand.shape[:-2], shape)
+        if operand is not query and heads != "h":
+            batch = (*batch[:-1], places[-1] if heads == "alike" else "kv")
+        found[operand.index] = (*batch, rows, columns)
+    if mask is not None:
+        sizes = (*shape, query.shape[-2], key.shape[-2])
+        names = (*places, "l", "s")
+        found[mask.index] = tuple(None if d is None else names[d] for d in labels_for(mask, sizes))
+    decision = solve(
+        call,
+        Signature(
+            [found[operand.index] for operand in call.operands], [(*places, "l", "ev")],
+            whole={"s", "e", "ev", "kv"}, linear=[(value.index,)],
+            shapes=[(*shape, query.shape[-2], value.shape[-1])],
+        ),
+    )  # fmt: skip
+    if decision is None:
+        return None
+    here = decision.targets[query.index] or query.layout
+    head_axes = here.axes_of(query.ndim - 3) if heads != "h" else ()
+    if heads == "alike" and not _groups_stay(here, head_axes, key):
+        return None
+    rows = causal and bool(here.axes_of(query.ndim - 2))
+    own_heads = heads == "whole" and bool(head_axes)
+    if rows or own_heads or 0 in decision.out.local_shape:
+        decision.run = _local(decision.out, here, key, rows, own_heads)
+    return decision
+
+
+def _batch_shape(query: Operand, key: Operand, value: Operand, grouped: bool) -> tuple[int, ...] | None:
+    """Batch and head sizes of the result under broadcasting; q's heads where queries are grouped."""
+    shapes = [list(operand.shape[:-2]) for operand in (query, key, value)]
+    if grouped:
+        for shape in shapes:
+            shape[-1] = query.shape[-3]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return None
+
+
+def _labels(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple:
+    """Labels of batch dims of `sizes` in the broadcast batch `shape`: ("b", dim from the right), None if stretched."""
+    return tuple(
+        ("b", d) if size == shape[d] else None for d, size in enumerate(sizes, -len(sizes))
+    )
+
+
+def _groups_stay(query: Layout, axes: tuple[int, ...], key: Operand) -> bool:
+    """Whether equal cuts of q's and of k's heads keep every group of queries with its kv head."""
+    states = [query.states[axis] for axis in axes]
+    ranks = prod(query.mesh.sizes[axis] for axis in axes)
+    return key.shape[-3] % ranks == 0 and all(state.groups == 1 and state.units is None for state in states)
+
+
+def _local(out: Layout, query: Layout, key: Operand, rows: bool, heads: bool):
+    """What runs on this rank's shards.
+
+    rows: q's sequence is sharded and causal, so the mask is cut out of the whole triangle.
+    heads: q's heads are sharded and k's are not, so each rank takes the kv heads of its queries.
+    """
+    coordinates = [held_ranges(query, query.ndim - 2), held_ranges(query, query.ndim - 3) if heads else ()]
+    sequence, ratio = key.shape[-2], query.shape[-3] // key.shape[-3] if heads else 1
+    empty = 0 in out.local_shape
+
+    def run(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):  # fmt: skip
+        if empty:
+            return nothing((query, key, value, attn_mask), out.local_shape)
+        if heads:
+            owners = _indices(coordinates[1], query.device) // ratio
+            key, value = key.index_select(-3, owners), value.index_select(-3, owners)
+            enable_gqa = False
+        if rows:
+            if attn_mask is not None:
+                raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
+            held = _indices(coordinates[0], query.device)
+            attn_mask = held.unsqueeze(-1) >= torch.arange(sequence, device=query.device)
+            is_causal = False
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    return run
+
+
+def _indices(ranges, device) -> Tensor:
+    """The global indices of the ranges, in local order."""
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in ranges])
+
+
+@rule(F.multi_head_attention_forward)
+def multi_head_attention_forward(call: Call):
+    """Its Python body on the DTensors: projections, views, products and softmax each by their own rule."""
+    return composite(body_of(F.multi_head_attention_forward))
