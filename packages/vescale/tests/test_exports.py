@@ -14,7 +14,27 @@ PACKAGES = {package.module: package for package in read_packages(TOP)}
 
 # What a package exports is a promise: a name comes or goes by an edit here, in the same change.
 PUBLIC = {
-    "vescale": set(),
+    "vescale": {
+        "Boundary",
+        "DTensor",
+        "InterleavedShard",
+        "Partial",
+        "Plan",
+        "PlanError",
+        "RaggedShard",
+        "Replicate",
+        "Shard",
+        "VescaleError",
+        "breakpoint",
+        "comm_trace",
+        "distribute_tensor",
+        "local_batch",
+        "local_map",
+        "no_sync",
+        "parallelize",
+        "register_rule",
+        "strict",
+    },
     "vescale_checkpoint": set(),
     "vescale_dtensor": {
         "CommunicationError",
@@ -59,7 +79,14 @@ PUBLIC = {
         "zeros",
     },
     "vescale_pipeline": set(),
-    "vescale_plans": set(),
+    "vescale_plans": {
+        "Boundary",
+        "Plan",
+        "PlanError",
+        "local_batch",
+        "no_sync",
+        "parallelize",
+    },
     "vescale_rng": set(),
 }
 
