@@ -27,6 +27,7 @@ from math import prod
 
 from ._conversion import axis_cost
 from ._layout import Layout, layout_of
+from ._region import cut_sizes, divides
 from ._rules.registry import Call, Decision, Operand
 from ._state import INVARIANT, PENDING, VARYING, State, sharded
 
@@ -70,7 +71,7 @@ def solve(call: Call, signature: Signature) -> Decision | None:
     fixed = 0 if call.inplace else None
     columns = []
     for axis in range(call.mesh.ndim):
-        best = _best(signature, operands, call.mesh, axis, fixed)
+        best = _best(signature, operands, call.mesh, axis, fixed, columns)
         if best is None:
             return None
         columns.append(best)
@@ -88,13 +89,15 @@ def solve(call: Call, signature: Signature) -> Decision | None:
     return Decision(targets=tuple(targets), out=outs[0] if signature.single else outs, run=run)
 
 
-def _best(signature: Signature, operands: list[Operand], mesh, axis: int, fixed: int | None):
+def _best(signature: Signature, operands: list[Operand], mesh, axis: int, fixed: int | None, columns: list):
     """The cheapest (input states, output states) of one axis."""
     count = mesh.sizes[axis]
     numels = [whole_numel(operand.layout, axis) for operand in operands]
     best, best_cost = None, None
     for order, (inputs, outputs) in enumerate(_choices(signature, operands, axis)):
         if fixed is not None and (inputs[fixed] is not operands[fixed].states[axis] or outputs[0] is not inputs[fixed]):
+            continue
+        if not _divides(inputs, operands, columns, mesh.sizes):
             continue
         forward = backward = moves = 0.0
         for operand, target, numel in zip(operands, inputs, numels):
@@ -110,6 +113,21 @@ def _best(signature: Signature, operands: list[Operand], mesh, axis: int, fixed:
         if best_cost is None or cost < best_cost:
             best, best_cost = (inputs, outputs), cost
     return best
+
+
+def _divides(inputs, operands: list[Operand], columns: list, sizes: tuple[int, ...]) -> bool:
+    """Whether grouped and ragged cuts divide what the axes before leave of their dim, on every rank."""
+    for i, (state, operand) in enumerate(zip(inputs, operands)):
+        if state.kind != "S" or (state.groups == 1 and state.units is None):
+            continue
+        left = {operand.shape[state.dim]}
+        for before, (states, _) in enumerate(columns):
+            outer = states[i]
+            if outer.kind == "S" and outer.dim == state.dim:
+                left = {size for whole in left for size in cut_sizes(outer, whole, sizes[before])}
+        if not all(divides(state, size) for size in left):
+            return False
+    return True
 
 
 def _choices(signature: Signature, operands: list[Operand], axis: int):
