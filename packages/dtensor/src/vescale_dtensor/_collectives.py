@@ -9,6 +9,7 @@ sum in rank order: cheaper there than gloo's own, and the order of the sum is fi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -61,33 +62,61 @@ def _pad(local: Tensor, step: Step) -> Tensor:
 # --- steps that communicate -------------------------------------------------------
 
 
+class Parts(NamedTuple):
+    """How one axis cuts one dim, as all_gather and reduce_scatter need it."""
+
+    dim: int
+    count: int
+    cuts: tuple[Ranges, ...]
+    sizes: tuple[int, ...]
+    groups: int
+    even: bool
+
+
+@lru_cache(maxsize=65536)
+def _parts(layout: Layout, axis: int) -> Parts:
+    state = layout.states[axis]
+    count = layout.mesh.sizes[axis]
+    cuts = cut(state, layout.size_at(axis, state.dim), count)
+    sizes = tuple(_length(ranges) for ranges in cuts)
+    return Parts(state.dim, count, cuts, sizes, state.groups, min(sizes) == max(sizes) > 0)
+
+
 def _all_gather(local: Tensor, step: Step) -> Tensor:
     layout, axis = step.before, step.axis
-    state = layout.states[axis]
-    dim, count = state.dim, layout.mesh.sizes[axis]
+    dim, count, cuts, sizes, groups, even = _parts(layout, axis)
     if count == 1:
         return local
-    cuts = cut(state, layout.size_at(axis, dim), count)
-    sizes = [_length(ranges) for ranges in cuts]
+    if even:  # [n, .., g * s, ..] -> [.., g * n * s, ..]
+        parts = all_gather(local, layout.mesh, (axis,), step.kind)
+        if dim == 0 and groups == 1:
+            return parts.flatten(0, 1)
+        shape = local.shape
+        if groups == 1:
+            return parts.movedim(0, dim).reshape(*shape[:dim], count * shape[dim], *shape[dim + 1 :])
+        parts = parts.view(count, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
+        return parts.movedim(0, dim + 1).reshape(*shape[:dim], count * shape[dim], *shape[dim + 1 :])
     longest = max(sizes)
     sent = local if sizes[layout.mesh.coordinate[axis]] == longest else _grown(local, dim, longest)
     parts = all_gather(sent, layout.mesh, (axis,), step.kind)
-    if min(sizes) != longest:
-        parts = [part.narrow(dim, 0, size) for part, size in zip(parts, sizes)]
-    elif dim == 0 and state.groups == 1:
-        return parts.flatten(0, 1)
-    return _assemble(parts, dim, cuts)
+    return _assemble([part.narrow(dim, 0, size) for part, size in zip(parts, sizes)], dim, cuts)
 
 
 def _reduce_scatter(local: Tensor, step: Step) -> Tensor:
     layout, axis = step.after, step.axis
-    state = layout.states[axis]
-    dim, count = state.dim, layout.mesh.sizes[axis]
+    dim, count, cuts, _, groups, even = _parts(layout, axis)
     if count == 1:
         return local
-    cuts = cut(state, layout.size_at(axis, dim), count)
-    pieces = [_take(local, dim, ranges) for ranges in cuts]
-    return reduce_scatter(pieces, layout.mesh, (axis,), step.kind)
+    if even:  # [.., g * n * s, ..] -> [n, .., g, s, ..], which is what travels
+        shape = local.shape
+        size = shape[dim] // (groups * count)
+        if groups == 1:
+            pieces = local.reshape(*shape[:dim], count, size, *shape[dim + 1 :]).movedim(dim, 0)
+        else:
+            pieces = local.reshape(*shape[:dim], groups, count, size, *shape[dim + 1 :]).movedim(dim + 1, 0)
+        out = reduce_scatter_even(pieces.contiguous(), layout.mesh, (axis,), step.kind)
+        return out.view(*shape[:dim], groups * size, *shape[dim + 1 :])
+    return reduce_scatter([_take(local, dim, ranges) for ranges in cuts], layout.mesh, (axis,), step.kind)
 
 
 def _all_reduce(local: Tensor, step: Step) -> Tensor:
@@ -169,10 +198,10 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
         return local.clone()
     received = 2 * local.nbytes * (count - 1) // count
     if _engine(group).reduces:
-        out = local.clone(memory_format=torch.contiguous_format)
+        out = local.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.SUM
-        _run(kind, mesh, axes, received, group.allreduce, [out], options)
+        _run(kind, mesh, axes, received, group.allreduce, [_summable(out)], options)
         return out
     flat = local.contiguous().view(-1)
     if flat.numel() < 4096:  # latency-bound: one collective instead of two
@@ -189,6 +218,49 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     return whole[: flat.numel()].view(local.shape)
 
 
+class PendingSum:
+    """An all-reduce in flight over one flat buffer; started at once, waited for in two phases.
+
+    `advance` waits for the first half (on gloo: the all-to-all), sums locally in rank
+    order and starts the second; `finish` waits for that and returns the whole sum. With
+    several in flight, advance all of them before finishing the first.
+    """
+
+    def __init__(self, flat: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "all_reduce") -> None:
+        self._mesh, self._axes, self._kind = mesh, axes, kind
+        self._group = mesh.group(axes)
+        self._count = count = self._group.size()
+        self._size = flat.numel()
+        received = 2 * flat.nbytes * (count - 1) // count
+        if _engine(self._group).reduces:
+            self._buffer, options = flat, AllreduceOptions()
+            options.reduceOp = ReduceOp.SUM
+            self._work = _start(kind, mesh, axes, received, self._group.allreduce, [_summable(flat)], options)
+            return
+        chunk = -(-self._size // count)
+        if chunk * count != self._size:
+            flat = torch.cat([flat, flat.new_zeros(chunk * count - self._size)])
+        self._sent, self._buffer = flat, torch.empty_like(flat)
+        self._work = _start(
+            kind, mesh, axes, received, self._group.alltoall_base, _wire(self._buffer), _wire(flat), [], []
+        )
+
+    def advance(self) -> None:
+        if _engine(self._group).reduces:
+            return
+        _wait(self._work, self._kind, self._mesh, self._axes)
+        self._sent = _ordered_sum(self._buffer.view(self._count, -1))
+        self._work = _start(
+            self._kind, self._mesh, self._axes, 0, self._group._allgather_base, _wire(self._buffer),
+            _wire(self._sent), count=0,
+        )  # fmt: skip
+
+    def finish(self) -> Tensor:
+        """The sum, flat."""
+        _wait(self._work, self._kind, self._mesh, self._axes)
+        return self._buffer[: self._size]
+
+
 def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind: str = "reduce_scatter") -> Tensor:
     """The sum over ranks of the piece meant for this one; `pieces[r]` is this rank's part for rank r."""
     group = mesh.group(axes)
@@ -203,7 +275,7 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
             return mine.clone()
         sent = torch.cat([_flat_padded(piece, longest) for piece in pieces])
         out = sent.new_empty(longest)
-        _run(kind, mesh, axes, received, group._reduce_scatter_base, out, sent)
+        _run(kind, mesh, axes, received, group._reduce_scatter_base, _summable(out), _summable(sent))
         return out[: mine.numel()].view(mine.shape)
     if not sum(sizes):
         return mine.clone()
@@ -213,6 +285,20 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
     splits = [size * width for size in sizes]
     _run(kind, mesh, axes, received, group.alltoall_base, out_wire, sent, [mine.numel() * width] * count, splits)
     return _ordered_sum(out.view(count, mine.numel())).view(mine.shape)
+
+
+def reduce_scatter_even(rows: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "reduce_scatter") -> Tensor:
+    """The sum over ranks of row r, for rank r; `rows` is contiguous, [n, ...]."""
+    group = mesh.group(axes)
+    count = rows.shape[0]
+    received = rows.nbytes // count * (count - 1)
+    if _engine(group).reduces:
+        out = rows.new_empty(rows.shape[1:])
+        _run(kind, mesh, axes, received, group._reduce_scatter_base, out.view(-1), rows.view(-1))
+        return out
+    swapped = torch.empty_like(rows)
+    _run(kind, mesh, axes, received, group.alltoall_base, _wire(swapped), _wire(rows), [], [])
+    return _ordered_sum(swapped)
 
 
 def exchange(
@@ -243,38 +329,66 @@ def gather_objects(value: object, mesh: Mesh) -> list:
 
 
 def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1) -> None:
-    """Makes the collective, waits, and turns a failure into one that names it. `count=0`: part of the one before."""
+    """Makes the collective and waits for it."""
+    _wait(_start(kind, mesh, axes, received, call, *args, count=count), kind, mesh, axes)
+
+
+def _start(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1):
+    """Starts the collective. `count=0`: it is the second half of the one before."""
     if _events.listeners:
         _events.announce(kind, tuple(mesh.names[axis] for axis in axes), received, count)
     try:
-        call(*args).wait()
+        return call(*args)
     except RuntimeError as error:
-        names = ", ".join(repr(mesh.names[axis]) for axis in axes)
-        raise CommunicationError(
-            kind,
-            f"the collective over axis {names} of {mesh} failed, asked for by {_events.cause()}",
-            [str(error).splitlines()[0]],
-            [("look for the rank that failed first: the others see only a broken connection", "")],
-        ) from error
+        raise _failure(error, kind, mesh, axes) from error
+
+
+def _wait(work, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _failure(error, kind, mesh, axes) from error
+
+
+def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> CommunicationError:
+    names = ", ".join(repr(mesh.names[axis]) for axis in axes)
+    return CommunicationError(
+        kind,
+        f"the collective over axis {names} of {mesh} failed, asked for by {_events.cause()}",
+        [str(error).splitlines()[0]],
+        [("look for the rank that failed first: the others see only a broken connection", "")],
+    )
 
 
 def _engine(group) -> _Engine:
     return _ENGINES.get(group.name(), _NATIVE)
 
 
-# What gloo can move as it is; anything else travels as bytes. Reductions sum locally, so they never mind.
+# What a backend can move as it is; anything else travels as bytes. Reductions on gloo sum locally, so they never mind.
 _GLOO_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8})
+_NCCL_DTYPES = _GLOO_DTYPES | {torch.bfloat16, torch.bool}
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """The tensor as the backend can move it: 1-D, and as bytes where gloo does not know the dtype."""
+    """The tensor as the backend can move it: 1-D, and as bytes where the backend does not know the dtype."""
+    if tensor.is_conj() or tensor.is_neg():  # bits that only this rank knows of
+        tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.view(-1)
-    return flat if tensor.device.type != "cpu" or tensor.dtype in _GLOO_DTYPES else flat.view(torch.uint8)
+    return flat if _moves(tensor) else flat.view(torch.uint8)
 
 
 def _width(tensor: Tensor) -> int:
     """Elements on the wire per element of the tensor."""
-    return 1 if tensor.device.type != "cpu" or tensor.dtype in _GLOO_DTYPES else tensor.element_size()
+    return 1 if _moves(tensor) else tensor.element_size()
+
+
+def _moves(tensor: Tensor) -> bool:
+    return tensor.dtype in (_GLOO_DTYPES if tensor.device.type == "cpu" else _NCCL_DTYPES)
+
+
+def _summable(tensor: Tensor) -> Tensor:
+    """The same memory as numbers that a backend's own reduction can add: complex ones as pairs of real ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _ordered_sum(rows: Tensor) -> Tensor:

@@ -6,16 +6,17 @@ do with it may differ, so its gradient is pending until it is reduced.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from math import prod
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._collectives import convert_local, gather_objects
-from ._convert import convert, from_plain
-from ._errors import PlacementError, ShapeError
+from ._convert import convert, from_plain, shares_storage
+from ._errors import GradientError, PlacementError, ShapeError
 from ._layout import Layout, canonical_states, layout_of
 from ._mesh import Mesh, mesh_of
 from ._state import INVARIANT, PENDING, VARYING
@@ -33,7 +34,7 @@ def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Seque
     layout = _layout("distribute_tensor", tensor.shape, device_mesh, placements)
     with torch.no_grad(), local_only():
         local = convert_local(tensor.detach(), layout.invariant, layout)
-        if local.data_ptr() == tensor.data_ptr() or local.numel() == 0:
+        if shares_storage(local, tensor):  # a slice too: a write to it must not reach the caller's tensor
             local = local.clone()
     return stamp(local, layout).requires_grad_(tensor.requires_grad)
 
@@ -49,26 +50,31 @@ def from_local(
     """The DTensor whose shard on this rank is `local`; shares its storage, differentiable.
 
     With `shape=` (the global shape) nothing is exchanged, and `local` must have the
-    size that the placements give it. Without it the ranks exchange their local
-    shapes, from which the global one follows. `stride` is accepted for torch's
+    size that the placements give it: a rank where it has not raises by itself. Without
+    it the ranks exchange their local shapes, from which the global one follows, and all
+    of them raise alike when the shapes do not fit. `stride` is accepted for torch's
     signature; a DTensor's strides follow its shard's.
 
     `Partial("avg")` is scaled to a sum; max, min and product are reduced at once (an
-    all-gather). Raises ShapeError, on every rank alike, when shapes do not fit.
+    all-gather). Raises ShapeError when shapes do not fit.
     """
     del stride
     mesh = mesh_of(device_mesh)
     placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
-    states = canonical_states("from_local", placements, mesh, local.shape)
+    exchanged = [tuple(local.shape)] if shape is not None else gather_objects(tuple(local.shape), mesh)
     if shape is None:
-        shape = _agreed_shape(local, mesh, states)
+        shape = _agreed_shape(exchanged, mesh, placements)
+    shape = tuple(shape)
     layout = layout_of(mesh, canonical_states("from_local", placements, mesh, shape), shape)
-    if tuple(local.shape) != layout.local_shape:
+    expected = [layout.local_shape] if len(exchanged) == 1 else [layout.shape_at(c) for c in _coordinates(mesh)]
+    if exchanged != expected:
+        differ = [i for i, (have, want) in enumerate(zip(exchanged, expected)) if have != want]
         error = ShapeError(
             "from_local",
-            f"the placements give shards that torch.chunk would, and the local shape is another "
-            f"(global shape {list(layout.shape)})",
-            [f"expected  {layout!r}"],
+            "the local shapes are not those of torch.chunk, which the placements mean",
+            [f"global shape  {layout!r}"]
+            + [f"rank {i} of the mesh  local {list(exchanged[i])}, expected {list(expected[i])}" for i in differ]
+            * (len(exchanged) > 1),
             [
                 ("RaggedShard((dim,), local_units)", "for contiguous parts of your own sizes"),
                 ("shape=(...)", "the global shape, when it is not the sum of the shards"),
@@ -86,8 +92,13 @@ def from_local(
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """See `DTensor.redistribute`. A `Replicate` axis keeps its state if it is replicated already, is I after a
     sum (whose backward is then free) and R after a gather (whose backward is then a reduce-scatter)."""
-    layout = tensor._layout.base
     placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    return convert(tensor, _redistributed(tensor._layout.base, placements), "redistribute")
+
+
+@lru_cache(maxsize=4096)
+def _redistributed(layout: Layout, placements: tuple[Placement, ...]) -> Layout:
+    """The layout that `redistribute` aims at."""
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial) and placement.reduce_op != "sum":
             raise PlacementError(
@@ -97,8 +108,7 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
                 [("Partial()", "a pending sum"), ("Replicate()", "the value itself")],
             )
     wanted = canonical_states("redistribute", placements, layout.mesh, layout.shape)
-    states = [_replicated(now) if goal is VARYING else goal for now, goal in zip(layout.states, wanted)]
-    return convert(tensor, layout.with_states(states), "redistribute")
+    return layout.with_states([_replicated(now) if goal is VARYING else goal for now, goal in zip(layout.states, wanted)])
 
 
 def _replicated(now):
@@ -189,9 +199,13 @@ def _layout(operation: str, shape, device_mesh, placements) -> Layout:
 # --- what ranks tell each other ---------------------------------------------------
 
 
-def _agreed_shape(local: Tensor, mesh: Mesh, states) -> tuple[int, ...]:
+def _coordinates(mesh: Mesh):
+    """The mesh coordinates of all ranks, in the mesh's order."""
+    return itertools.product(*map(range, mesh.sizes))
+
+
+def _agreed_shape(shapes: list[tuple[int, ...]], mesh: Mesh, placements) -> tuple[int, ...]:
     """The global shape from every rank's local shape; raises alike on every rank when they do not fit together."""
-    shapes = [tuple(shape) for shape in gather_objects(tuple(local.shape), mesh)]
 
     def fail(rule: str):
         raise ShapeError(
@@ -203,17 +217,25 @@ def _agreed_shape(local: Tensor, mesh: Mesh, states) -> tuple[int, ...]:
 
     if len({len(shape) for shape in shapes}) > 1:
         fail("ranks disagree on the number of dims of their local tensors")
-    strides = [prod(mesh.sizes[axis + 1 :]) for axis in range(mesh.ndim)]
+    states = canonical_states("from_local", placements, mesh, shapes[0], sizes_known=False)
     shape = list(shapes[0])
     for dim in range(len(shape)):
         axes = [axis for axis, state in enumerate(states) if state.kind == "S" and state.dim == dim]
         sizes: dict[tuple[int, ...], int] = {}
-        for rank, other in enumerate(shapes):
-            coordinate = tuple(rank // strides[axis] % mesh.sizes[axis] for axis in axes)
+        for whole, other in zip(_coordinates(mesh), shapes):
+            coordinate = tuple(whole[axis] for axis in axes)
             if sizes.setdefault(coordinate, other[dim]) != other[dim]:
-                fail(f"ranks disagree on the size of dim {dim}, which only {[mesh.names[a] for a in axes]} shard")
+                names = ", ".join(repr(mesh.names[axis]) for axis in axes)
+                fail(f"ranks disagree on the size of dim {dim}, which {f'only {names} shards' if axes else 'no axis shards'}")
         shape[dim] = sum(sizes.values())
     return tuple(shape)
+
+
+_REDUCE = {
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+    "product": lambda rows: rows.prod(0, dtype=rows.dtype),
+}
 
 
 def _reduced(tensor: DTensor, axis: int, operation: str) -> DTensor:
@@ -225,10 +247,21 @@ def _reduced(tensor: DTensor, axis: int, operation: str) -> DTensor:
         if operation == "avg":
             local = tensor / layout.mesh.sizes[axis]
             return stamp(local, layout)
-        gathered = all_gather(tensor.detach(), layout.mesh, (axis,))
-        reduce = {"max": torch.amax, "min": torch.amin, "product": torch.prod}.get(operation)
+        reduce = _REDUCE.get(operation)
         if reduce is None:
-            raise PlacementError("from_local", f"unknown Partial reduce_op {operation!r}", [repr(layout)])
-        local = reduce(gathered, 0)
+            raise PlacementError(
+                "from_local",
+                f"unknown reduce_op {operation!r} in Partial on axis {layout.mesh.names[axis]!r}",
+                [f"tensor  {layout!r}"],
+                [(f"use one of sum, avg, {', '.join(_REDUCE)}", "")],
+            )
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise GradientError(
+                "from_local",
+                f"Partial({operation!r}) is reduced at once and has no gradient, and the local tensor needs one",
+                [f"tensor  {layout!r}"],
+                [("from_local(local.detach(), ...)", "no gradient is wanted"), ("Partial()", "a sum has one")],
+            )
+        local = reduce(all_gather(tensor.detach(), layout.mesh, (axis,)))
     states = layout.states[:axis] + (INVARIANT,) + layout.states[axis + 1 :]
     return stamp(local, layout.with_states(states))

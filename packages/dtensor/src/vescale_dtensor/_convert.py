@@ -33,7 +33,7 @@ class Convert(Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        _events.restore_cause(ctx.cause, "backward")
+        _events.restore_cause(ctx.cause)
         source, target = ctx.target.gradient, ctx.source.gradient
         if is_grad_enabled():
             return Convert.apply(grad, source, target), None, None, None

@@ -17,8 +17,10 @@ from torch import Tensor, is_grad_enabled
 
 from . import _events
 from ._convert import alias, convert_operand
+from ._copies import check_writable
 from ._layout import Layout, layout_of
 from ._mesh import Mesh
+from ._rules.registry import is_inplace
 from ._state import INVARIANT
 from ._tensor import DTensor, local_only, stamp
 
@@ -57,20 +59,34 @@ def gathered(function: Callable) -> Callable:
         _report(function, wholes)
         with local_only():
             out = function(*full_args, **full_kwargs)
-            written = {id(full): source for source, full, version in wholes if _version(full) != version}
+            targets = _written_by_name(function, full_args, full_kwargs)
+            written = {
+                id(full): source
+                for source, full, version in wholes
+                if _version(full) != version or (full.is_inference() and any(full is one for one in targets))
+            }
             for source, full, _ in wholes:
                 if id(full) in written:
-                    _write_back(source, full)
+                    _write_back(function, source, full)
         return _stamped(out, mesh[0], written, plains)
 
     return run
+
+
+def _written_by_name(function: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+    """What a function writes to, by torch's naming: inference tensors have no version that would tell."""
+    out = kwargs.get("out")
+    found = [*out] if isinstance(out, (tuple, list)) else [] if out is None else [out]
+    if is_inplace(function) or kwargs.get("inplace") is True:
+        found.append(args[0] if args else next(iter(kwargs.values())))
+    return found
 
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _write_back(target: DTensor, full: Tensor) -> None:
+def _write_back(function: Callable, target: DTensor, full: Tensor) -> None:
     """The shard of `full` into `target`, differentiable."""
     layout = target._layout.base
     if tuple(full.shape) != layout.shape:  # resize_, out= of another size
@@ -80,6 +96,7 @@ def _write_back(target: DTensor, full: Tensor) -> None:
         return
     if full.data_ptr() == target.data_ptr() and layout.is_replicated and not full.requires_grad:
         return
+    check_writable(function, target)
     source = stamp(full.detach() if not full.requires_grad else alias(full), layout.invariant)
     target.copy_(convert_operand(source, layout.invariant, layout, "write-back"))
 

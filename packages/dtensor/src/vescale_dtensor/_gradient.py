@@ -6,6 +6,8 @@ contract 2). Whatever comes in is converted to it; whatever goes out is stamped 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +15,9 @@ from torch import Tensor
 
 from ._convert import alias, convert, convert_plain, describe
 from ._errors import GradientError
-from ._state import INVARIANT, VARYING
-from ._tensor import DTensor, local_only, requires_grad, stamp
+from ._layout import Layout
+from ._state import INVARIANT, PENDING, VARYING
+from ._tensor import DTensor, local_only, stamp
 
 
 def as_gradient_of(tensor: DTensor, value: Tensor, operation: str) -> DTensor:
@@ -33,6 +36,43 @@ def as_gradient_of(tensor: DTensor, value: Tensor, operation: str) -> DTensor:
     if type(value) is DTensor:
         return convert(value, layout.gradient, operation)
     return convert_plain(value, layout.mesh, layout.gradient, operation)
+
+
+def is_settled(tensor: DTensor, value: Tensor) -> bool:
+    """Whether `value` is a gradient of `tensor` that was reduced already: I where it would be pending."""
+    if type(value) is not DTensor or value._layout.base is tensor._layout.base.gradient:
+        return False
+    return value._layout.base is settled_layout(tensor)
+
+
+def settled_layout(tensor: DTensor) -> Layout:
+    """The layout of `tensor`'s gradient after its reduction over the pending axes."""
+    layout = tensor._layout.base.gradient
+    return layout.with_states([INVARIANT if state is PENDING else state for state in layout.states])
+
+
+def fold(pending: DTensor, settled: DTensor) -> DTensor:
+    """Adds the settled gradient into the pending one, in place: read between two backwards under `no_sync`."""
+    with torch.no_grad():
+        added = convert(settled, pending._layout.base, "grad")
+        with local_only():
+            pending.add_(added)
+    return pending
+
+
+# Methods to call after every backward that started at a DTensor; held weakly, in the order of their coming.
+_after_backward: list[weakref.WeakMethod] = []
+_depth = 0
+
+
+def after_backward(method: Callable[[], None]) -> None:
+    """Calls the bound `method` after every backward that starts at a DTensor, as long as its object lives."""
+    _after_backward.append(weakref.WeakMethod(method, _after_backward.remove))
+
+
+def in_backward() -> bool:
+    """Whether a backward that started at a DTensor is running: `after_backward` will be called."""
+    return _depth > 0
 
 
 def root_of(tensor: Tensor, operation: str) -> Tensor:
@@ -64,6 +104,24 @@ def seed_of(tensor: Tensor, gradient: Tensor | None, operation: str) -> Tensor |
     return alias(convert_plain(gradient, layout.mesh, target, operation))
 
 
+def start_backward(tensor: DTensor, gradient: Tensor | None, retain_graph, create_graph: bool, inputs) -> None:
+    """`DTensor.backward`. A loss of one element that is I or P starts as it is: it is its own plain root.
+
+    For the time of the backward such a loss is a plain tensor, so that autograd takes
+    it without dispatch and without an alias node.
+    """
+    layout = tensor._layout
+    if gradient is not None or inputs is not None or layout.shape or VARYING in layout.states:
+        seeds = None if gradient is None else [gradient]
+        return _run_backward([tensor], seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+    tensor.__class__ = Tensor
+    try:
+        _engine_backward([tensor], [None], retain_graph=retain_graph, create_graph=create_graph)
+    finally:
+        tensor.__class__ = DTensor
+    _finish_backward()
+
+
 def backward(function: Any, args: tuple, kwargs: dict) -> None:
     """`Tensor.backward` and `torch.autograd.backward`."""
     names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
@@ -71,14 +129,36 @@ def backward(function: Any, args: tuple, kwargs: dict) -> None:
         names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args))
     given.update({{"self": "tensors", "gradient": "grad_tensors"}.get(k, k): v for k, v in kwargs.items()})
-    tensors = given.pop("tensors")
-    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    seeds = given.pop("grad_tensors", None)
-    seeds = (None,) * len(tensors) if seeds is None else (seeds,) if isinstance(seeds, Tensor) else tuple(seeds)
+    tensors, seeds = given.pop("tensors"), given.pop("grad_tensors", None)
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    _run_backward(tensors, [seeds] if isinstance(seeds, Tensor) else seeds, **given)
+
+
+def _run_backward(tensors: list[Tensor], seeds: list | None, **options: Any) -> None:
+    seeds = [None] * len(tensors) if seeds is None else list(seeds)
     roots = [root_of(t, "backward") for t in tensors]
     starts = [seed_of(t, s, "backward") for t, s in zip(tensors, seeds)]
     _check_scalar(tensors, starts, "backward")
-    torch.autograd.backward(roots, starts, **given)
+    _engine_backward(roots, starts, **options)
+    _finish_backward()
+
+
+def _engine_backward(roots: list[Tensor], starts: list[Tensor | None], **options: Any) -> None:
+    global _depth
+    _depth += 1
+    try:
+        torch.autograd.backward(roots, starts, **options)
+    finally:
+        _depth -= 1
+
+
+def _finish_backward() -> None:
+    """Tells those who wait for the end of the outermost backward."""
+    if not _depth:
+        for reference in tuple(_after_backward):
+            finish = reference()
+            if finish is not None:
+                finish()
 
 
 def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...]:

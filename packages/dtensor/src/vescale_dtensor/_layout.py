@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from weakref import WeakValueDictionary
 
 from ._errors import MeshError, PlacementError
 from ._mesh import Mesh, mesh_of
@@ -135,7 +136,9 @@ class Layout:
         )
 
 
-_interned: dict[tuple, Layout] = {}
+# Weak: sizes that never come again (a growing sequence) and meshes of a world that ended must not pile up. What
+# keeps a layout are its tensors and the bounded caches of decisions and conversions.
+_interned: WeakValueDictionary[tuple, Layout] = WeakValueDictionary()
 
 
 def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layout:
@@ -161,7 +164,7 @@ def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layo
 def _plain_cut(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, ...]) -> State:
     """A ragged or grouped cut that equals the plain one is written as the plain one."""
     state = states[axis]
-    if state.kind != "S" or (state.units is None and state.groups == 1):
+    if state.kind != "S" or state.units is None:  # groups are never one chunk; there may be too many to compare
         return state
     nested = any(s.kind == "S" and s.dim == state.dim for s in states[:axis])
     plain = sharded(state.dim)
@@ -170,12 +173,13 @@ def _plain_cut(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[in
 
 
 def canonical_states(
-    operation: str, placements: Sequence[Placement], device_mesh, shape: Sequence[int], replicated: State = VARYING
+    operation: str, placements: Sequence[Placement], device_mesh, shape: Sequence[int], replicated: State = VARYING,
+    *, sizes_known: bool = True,
 ) -> tuple[State, ...]:
     """User placements made strict: the one place where loose placements become states.
 
-    `replicated` is the state that `Replicate()` means. Raises MeshError and
-    PlacementError with the numbers.
+    `replicated` is the state that `Replicate()` means; without `sizes_known` only the
+    number of dims in `shape` counts. Raises MeshError and PlacementError with the numbers.
     """
     mesh = mesh_of(device_mesh)
     described = f"tensor  [{', '.join(map(str, shape))}] on {mesh}"
@@ -233,7 +237,10 @@ def canonical_states(
                 [(f"use a dim in 0..{len(shape) - 1}", "") if shape else ("use Replicate()", "")],
             )
         state = sharded(dim % len(shape), groups, units)
-        probe = layout_of(mesh, (*states, *[VARYING] * (mesh.ndim - axis)), shape)
+        states.append(state)
+        if not sizes_known:
+            continue
+        probe = layout_of(mesh, (*states, *[VARYING] * (mesh.ndim - axis - 1)), shape)
         size = probe.size_at(axis, state.dim)
         if not divides(state, size):
             whole = f"{groups} groups" if units is None else f"units {units}"
@@ -243,7 +250,6 @@ def canonical_states(
                 [described],
                 [(f"use Shard({state.dim})", "uneven sizes are allowed there")],
             )
-        states.append(state)
     return tuple(states)
 
 

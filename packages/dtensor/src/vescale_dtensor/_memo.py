@@ -4,7 +4,7 @@ A memo lives on the tensor that was converted, and only while a module's forward
 runs: a scope is opened when a module that has children is entered, and what was
 remembered inside is forgotten when it returns. Without that bound a memo on a leaf
 would be a reference cycle through autograd's graph, which Python cannot see. A memo
-holds for one grad mode and one version of its source.
+holds for one grad mode, and for one version of its source and of itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ def close_scope() -> None:
     """Forget what was remembered since the matching `open_scope`."""
     if _scopes:
         for source in _scopes.pop():
-            source.__dict__.pop("_conversions", None)
+            forget(source)
+
+
+def forget(source: Tensor) -> None:
+    """Forget the conversions of one tensor: it was, or is about to be, written."""
+    source.__dict__.pop("_conversions", None)
 
 
 def forget_all() -> None:
@@ -39,10 +44,10 @@ def recall(source: Tensor, target: Layout) -> Tensor | None:
     known = source.__dict__.get("_conversions")
     if known is None:
         return None
-    entry = known.get((target, is_grad_enabled()))
-    if entry is None or entry[0] != _version(source):
+    entry = known.get((target, is_grad_enabled() and source.requires_grad))
+    if entry is None or entry[:2] != (_version(source), _version(entry[2])):
         return None
-    return entry[1]
+    return entry[2]
 
 
 def remember(source: Tensor, target: Layout, result: Tensor) -> None:
@@ -53,7 +58,8 @@ def remember(source: Tensor, target: Layout, result: Tensor) -> None:
     if known is None:
         known = source._conversions = {}
         _scopes[-1].append(source)
-    known[target, is_grad_enabled()] = (_version(source), result)
+    key = (target, is_grad_enabled() and source.requires_grad)
+    known[key] = (_version(source), _version(result), result)
 
 
 def _version(source: Tensor) -> int:

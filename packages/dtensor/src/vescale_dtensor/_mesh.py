@@ -7,6 +7,8 @@ a DeviceMesh (`Mesh(sizes, names, coordinate)`) serves pure geometry.
 
 from __future__ import annotations
 
+from math import prod
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import MeshError
@@ -64,8 +66,24 @@ class Mesh:
             else:
                 names = tuple(self.names[axis] for axis in axes)
                 group = mesh[names]._flatten().get_group() if len(axes) < self.ndim else mesh._flatten().get_group()
+            self._check_order(axes)
             self._groups[axes] = group
         return group
+
+    def _check_order(self, axes: tuple[int, ...]) -> None:
+        """torch numbers the ranks of a group in ascending order, whatever the order in the mesh: then a rank's place
+        in the group would not be its coordinate. Raises MeshError, on every rank alike."""
+        ranks = self.device_mesh.mesh
+        others = [axis for axis in range(self.ndim) if axis not in axes]
+        rows = ranks.permute(*others, *axes).reshape(-1, prod(self.sizes[axis] for axis in axes))
+        if not bool((rows.diff(dim=1) > 0).all()):
+            names = ", ".join(repr(self.names[axis]) for axis in axes)
+            raise MeshError(
+                "mesh",
+                f"the ranks of the mesh do not ascend along axis {names}",
+                [f"mesh  {self}, ranks {ranks.tolist()}"],
+                [("init_device_mesh(device_type, sizes, mesh_dim_names=names)", "ranks in ascending order")],
+            )
 
     def __repr__(self) -> str:
         return f"({', '.join(f'{name}={size}' for name, size in zip(self.names, self.sizes))})"

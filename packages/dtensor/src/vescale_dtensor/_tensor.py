@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as local_only
-from torch._C import _is_torch_function_enabled as is_global
+from torch._C import DispatchKey, _is_torch_function_enabled
+from torch._C import _current_graph_task_id as _graph_task
+from torch._C import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
 
 from ._layout import Layout
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from .placement import Placement
 
+is_global = _is_torch_function_enabled
 _shape = Tensor.shape.__get__
 _grad = Tensor.grad.__get__
 _set_grad = Tensor.grad.__set__
@@ -109,25 +112,42 @@ class DTensor(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, a DTensor in the gradient's layout (pending where the tensor is a replicated parameter)."""
+        """The gradient, a DTensor: pending on the axes where this is a replicated parameter, until it was reduced."""
         with local_only():
-            grad = _grad(self)
-        if grad is not None and type(grad) is not DTensor:
-            stamp(grad, self._layout.gradient)
-        return grad
+            pending = _grad(self)
+        settled = self.__dict__.get("_settled_grad")
+        if pending is None:
+            return settled
+        if type(pending) is not DTensor:
+            stamp(pending, self._layout.base.gradient)
+        if settled is None:
+            return pending
+        from ._gradient import fold
+
+        del self.__dict__["_settled_grad"]
+        return fold(pending, settled)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        from ._gradient import as_gradient_of
+        settled = None
+        if value is not None:
+            from ._gradient import as_gradient_of, is_settled
 
-        value = None if value is None else as_gradient_of(self, value, "grad")
+            settled = value if is_settled(self, value) else None
+            value = as_gradient_of(self, value, "grad") if settled is None else None
+        settle(self, settled)
         with local_only():
             _set_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        with local_only():
-            _set_grad(self, None)
+        self.grad = None
+
+    def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
+        """As `Tensor.backward`; a plain or DTensor `gradient` is converted to this tensor's gradient layout."""
+        from ._gradient import start_backward
+
+        start_backward(self, gradient, retain_graph, create_graph, inputs)
 
     # --- moving ---------------------------------------------------------------------
 
@@ -170,7 +190,7 @@ class DTensor(Tensor):
         """The whole tensor, plain, the same on every rank. Differentiable. Cost: an all-gather or all-reduce."""
         from ._convert import convert, to_plain
 
-        return to_plain(convert(self, self._layout.base.invariant, "full_tensor"))
+        return to_plain(convert(self, self._layout.base.invariant, "full_tensor", own=True))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         # Never communicates: a debugger calls this on one rank.
@@ -189,6 +209,26 @@ class DTensor(Tensor):
         return repr(self) if self._layout.shape else str(self.item())
 
 
+# --- below autograd ---------------------------------------------------------------
+
+
+def below_autograd() -> bool:
+    """Whether this runs inside an operator of a backward: a `TorchDispatchMode` (a FLOP counter, selective
+    checkpointing) is handed the tensors that the graph saved, and there a DTensor is its shard."""
+    return _graph_task() != -1 and _is_excluded(DispatchKey.AutogradFunctionality)
+
+
+def _is_global_above_autograd() -> bool:
+    return _is_torch_function_enabled() and not below_autograd()
+
+
+def watch_autograd() -> None:
+    """From now on `shape` and its like look whether they are read below autograd. Called when a dispatch mode was
+    seen in a backward, so that nobody else pays for it."""
+    global is_global
+    is_global = _is_global_above_autograd
+
+
 # The class is what `stamp` gives to a fresh local result, whatever the layout.
 def stamp(local: Tensor, layout: Layout) -> DTensor:
     """Makes a fresh plain tensor the DTensor of `layout`. Adds no autograd node and copies nothing.
@@ -198,6 +238,28 @@ def stamp(local: Tensor, layout: Layout) -> DTensor:
     local.__class__ = DTensor
     local._layout = layout
     return local
+
+
+def take_pending_grad(tensor: DTensor) -> Tensor | None:
+    """Removes and returns the local gradient that autograd has accumulated and nobody has reduced yet."""
+    with local_only():
+        pending = _grad(tensor)
+        if pending is not None:
+            _set_grad(tensor, None)
+    return pending
+
+
+def settle(tensor: DTensor, gradient: DTensor | None) -> None:
+    """Makes `gradient`, already reduced over the axes where it was pending, the settled part of `tensor.grad`.
+
+    It is kept apart from what autograd accumulates: a later backward's gradient is
+    pending again, and the sum of the two would be neither (design section 3,
+    contract 9).
+    """
+    if gradient is None:
+        tensor.__dict__.pop("_settled_grad", None)
+    else:
+        tensor._settled_grad = gradient
 
 
 def requires_grad(tensor: Tensor) -> bool:

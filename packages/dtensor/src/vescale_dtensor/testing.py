@@ -35,9 +35,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
+import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ __all__ = [
     "raises_on_all",
     "run_ranks",
     "shutdown",
+    "slice_of",
     "warm_up",
 ]
 
@@ -197,6 +200,23 @@ def raises_on_all(
             f"{_name_of(function)}: the message does not match\n  pattern  {match}\n  message  {messages[0]}"
         )
     return messages[0]
+
+
+def slice_of(cases: Iterable[Any], fraction: int, *, day: int | None = None) -> list[Any]:
+    """Every ``fraction``-th case, another part each day; all of them when VESCALE_FULL is set.
+
+    For grids too large for every run of the suite: within ``fraction`` days each
+    case has run. Neighbours in ``cases`` fall on different days.
+
+    Arguments:
+        fraction: a slice holds one case in so many.
+        day: stands in for the day of the year.
+    """
+    cases = list(cases)
+    if os.environ.get("VESCALE_FULL"):
+        return cases
+    day = datetime.date.today().timetuple().tm_yday if day is None else day
+    return cases[day % fraction :: fraction]
 
 
 def warm_up(*modules: str) -> None:

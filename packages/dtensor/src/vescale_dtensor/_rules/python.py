@@ -1,1 +1,124 @@
-"""(rules of this family follow)"""
+"""Where a tensor becomes a Python value or crosses Python's protocols: item, bool, numpy, deepcopy, pickle, data.
+
+The value is the global tensor's, so on a sharded or pending tensor these communicate
+and must be called on every rank; on a replicated one they do not.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from .._convert import alias, convert, convert_plain
+from .._errors import OperatorError
+from .._memo import forget
+from .._tensor import DTensor, local_only, stamp
+from .registry import handler
+
+
+def whole(tensor: DTensor, cause: object) -> Tensor:
+    """The whole tensor, plain; the shard itself where it is replicated already."""
+    layout = tensor._layout.base
+    if layout.is_replicated:
+        return alias(tensor)
+    return alias(convert(tensor, layout.invariant, cause))
+
+
+@handler(
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+    Tensor.__complex__, Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__dlpack__,
+    Tensor.__dlpack_device__, torch._C.TensorBase.__int__,
+)  # fmt: skip
+def value(function, args, kwargs):
+    """The global value: a collective on every rank unless the tensor is replicated."""
+    with torch.no_grad() if function not in (Tensor.numpy, Tensor.__array__) else _as_is():
+        full = whole(args[0], function)
+    return function(full, *args[1:], **kwargs)
+
+
+@handler(Tensor.__contains__)
+def contains(function, args, kwargs):
+    return function(*[whole(a, function) if type(a) is DTensor else a for a in args])
+
+
+@handler(Tensor.__iter__)
+def iterate(function, args, kwargs):
+    if not args[0].ndim:
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(args[0].unbind(0))
+
+
+@handler(Tensor.__reversed__)
+def reverse(function, args, kwargs):
+    return args[0].flip(0) if args[0].ndim else args[0]
+
+
+@handler(Tensor.__hash__)
+def identity_hash(function, args, kwargs):
+    return id(args[0])
+
+
+@handler(Tensor.__deepcopy__)
+def deep_copy(function, args, kwargs):
+    """A leaf with its own storage, the same layout, attributes and gradient."""
+    tensor, memo = args
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    with local_only():
+        if not tensor.is_leaf:
+            raise OperatorError(
+                "deepcopy", "only leaf tensors can be copied", [repr(tensor._layout)], [("tensor.detach()", "")]
+            )
+        needs_grad = tensor.requires_grad
+        fresh = tensor.detach().clone(memory_format=torch.preserve_format)
+    fresh = stamp(fresh, tensor._layout.base).requires_grad_(needs_grad)
+    memo[id(tensor)] = fresh
+    skipped = {"_layout", "_conversions", "_settled_grad"}
+    for name, item in tensor.__dict__.items():
+        if name not in skipped:
+            setattr(fresh, name, copy.deepcopy(item, memo))
+    if tensor.grad is not None:
+        fresh.grad = tensor.grad.detach().clone()
+    return fresh
+
+
+@handler(Tensor.__reduce_ex__, Tensor.__reduce__)
+def reduce_ex(function, args, kwargs):
+    """A DTensor belongs to a mesh of live processes: it does not travel."""
+    raise OperatorError(
+        "pickle",
+        "a DTensor names process groups of this process and cannot travel to another",
+        [repr(args[0]._layout)],
+        [
+            ("tensor.full_tensor()", "the whole tensor: an all-gather"),
+            ("tensor.to_local()", "this rank's shard: no communication"),
+            ("vescale_checkpoint.save", "for checkpoints"),
+        ],
+    )
+
+
+@handler(Tensor.data.__set__)
+def set_data(function, args, kwargs):
+    """`x.data = y`: y's values and layout; a plain y is a whole tensor, alike on all ranks."""
+    tensor, value = args
+    if type(value) is not DTensor:
+        layout = tensor._layout.base
+        if tuple(value.shape) != layout.shape:
+            layout = layout.with_shape(tuple(value.shape)).invariant
+        value = convert_plain(value, layout.mesh, layout, "Tensor.data")
+    forget(tensor)
+    with local_only():
+        function(tensor, value.detach())
+    tensor._layout = value._layout.base
+
+
+class _as_is:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return False
+
+

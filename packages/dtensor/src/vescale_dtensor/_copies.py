@@ -1,0 +1,102 @@
+"""Views that had to be copies, so that a write which would not reach the other of the two raises.
+
+On one device a view shares memory with its base. Where the shard of a view lies on
+another rank it is a copy, and a write to either, or to any further view of either,
+must not go through in silence (design section 3, contract 7). Copy and base are known
+by their storages, weakly: once no tensor of one is left, the other may be written.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ._convert import describe
+from ._errors import ViewError
+from ._events import function_name
+from ._memo import forget
+from ._tensor import DTensor, local_only
+
+# storage of a copy -> (the copy, its base); storage of a base -> storages of its copies
+_base_of: dict[int, tuple[StorageWeakRef, StorageWeakRef]] = {}
+_copies_of: dict[int, list[int]] = {}
+_sweep_at = 64
+
+
+def mark_copy(copy: Tensor, base: Tensor) -> Tensor:
+    """Notes that `copy` would be a view of `base` on one device. Returns it, with its own storage."""
+    global _sweep_at
+    with local_only():
+        mine, theirs = copy.untyped_storage(), base.untyped_storage()
+        if mine._cdata == theirs._cdata:  # a slice of the base: a write would reach it on some ranks only
+            copy = copy.clone()
+            mine = copy.untyped_storage()
+    if len(_base_of) >= _sweep_at:
+        _sweep()
+        _sweep_at = 64 + 2 * len(_base_of)
+    _base_of[mine._cdata] = (StorageWeakRef(mine), StorageWeakRef(theirs))
+    _copies_of.setdefault(theirs._cdata, []).append(mine._cdata)
+    return copy
+
+
+def is_copy(tensor: Tensor) -> bool:
+    """Whether `tensor` lies in a copied view."""
+    with local_only():
+        return tensor.untyped_storage()._cdata in _base_of
+
+
+def severed(tensor: Tensor) -> str:
+    """'copy' when `tensor` is a copied view of a live base, 'base' when a live copied view of it exists, else ''."""
+    if not _base_of:
+        return ""
+    with local_only():
+        key = tensor.untyped_storage()._cdata
+    known = _base_of.get(key)
+    if known is not None and not known[1].expired():
+        return "copy"
+    return "base" if any(_is_live(copy, key) for copy in _copies_of.get(key, ())) else ""
+
+
+def check_writable(function: object, tensor: Tensor) -> None:
+    """A view that had to be redistributed is a copy: a write to it, or to its base, would not reach the other.
+
+    Conversions of the tensor that are remembered end here.
+    """
+    if type(tensor) is not DTensor:
+        return
+    forget(tensor)
+    side = severed(tensor)
+    if side:
+        rule, remedy = _SEVERED[side]
+        raise ViewError(
+            function_name(function), rule, [describe("tensor", tensor, tensor._layout)], [(remedy, "")]
+        )
+
+
+_SEVERED = {
+    "copy": (
+        "in-place write to a view that had to be redistributed, so that it is a copy and not a view",
+        "write to the base tensor itself, or build the value with torch.where / torch.cat",
+    ),
+    "base": (
+        "in-place write to a tensor of which a view had to be redistributed, so that it is a copy and not a view",
+        "write before the view is taken, or to a clone: tensor.clone()",
+    ),
+}
+
+
+def _is_live(copy: int, base: int) -> bool:
+    known = _base_of.get(copy)
+    return known is not None and known[1].cdata == base and not known[0].expired()
+
+
+def _sweep() -> None:
+    for key, (copy, base) in list(_base_of.items()):
+        if copy.expired() or base.expired():
+            del _base_of[key]
+    for base, copies in list(_copies_of.items()):
+        left = [copy for copy in copies if _is_live(copy, base)]
+        if left:
+            _copies_of[base] = left
+        else:
+            del _copies_of[base]
