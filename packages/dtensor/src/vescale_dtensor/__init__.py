@@ -27,6 +27,16 @@ from ._layout import Layout as Layout
 from ._rules import families as _families
 from ._tensor import DTensor as DTensor
 from ._version import __version__ as __version__
+from .debug import Event as Event
+from .debug import Trace as Trace
+from .debug import breakpoint as breakpoint
+from .debug import comm_trace as comm_trace
+from .debug import strict as strict
+from .extend import from_torch as from_torch
+from .extend import local_map as local_map
+from .extend import register_function as register_function
+from .extend import register_rule as register_rule
+from .extend import to_torch as to_torch
 from .placement import InterleavedShard as InterleavedShard
 from .placement import Partial as Partial
 from .placement import Placement as Placement

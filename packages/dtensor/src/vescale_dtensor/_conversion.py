@@ -61,9 +61,9 @@ _RECEIVED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One axis changes state: what is done, and the layout before."""
+    """One axis changes state: what is done, and the layouts before and after. Compared by identity."""
 
     kind: str
     axis: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,32 +50,34 @@ class Event:
 listeners: list[Callable[[Event], None]] = []
 module_path: Callable[[], str] = lambda: ""  # noqa: E731  set by debug while somebody traces
 strict_depth = 0
-_current: Cause | str = "a conversion"
+_current: Cause | Callable | str = "a conversion"
+_direction = "forward"
 
 
 def set_cause(function: object) -> None:
     """Notes what the next conversions are for. Looks for the source line only while somebody listens."""
-    global _current
-    if listeners:
+    global _current, _direction
+    _direction = "forward"
+    _current = function
+    if listeners and not isinstance(function, Cause):
         _current = Cause(function_name(function), module_path(), user_line())
-    else:
-        _current = function if isinstance(function, (str, Cause)) else function_name(function)
+
+
+def current() -> object:
+    """The cause in its cheap form, for a Function to keep until its backward."""
+    return _current
+
+
+def restore_cause(saved: object) -> None:
+    """In a backward: the cause of the forward conversion."""
+    global _current, _direction
+    _current, _direction = saved, "backward"
 
 
 def cause() -> Cause:
-    return _current if isinstance(_current, Cause) else Cause(_current)
-
-
-def restore_cause(saved: Cause | str, direction: str) -> None:
-    """In a backward: the cause of the forward conversion, marked as backward."""
-    global _current
-    saved = saved if isinstance(saved, Cause) else Cause(saved)
-    _current = Cause(saved.function, saved.module, saved.line, direction)
-
-
-def current() -> Cause | str:
-    """The cause in its cheap form, for a Function to keep until its backward."""
-    return _current
+    """The cause in full."""
+    known = _current if isinstance(_current, Cause) else Cause(function_name(_current))
+    return known if _direction == "forward" else replace(known, direction=_direction)
 
 
 def announce(kind: str, axes: tuple[str, ...], received: int, count: int = 1) -> None:

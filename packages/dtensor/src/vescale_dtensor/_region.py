@@ -39,8 +39,16 @@ def cut(state: State, size: int, count: int) -> tuple[Ranges, ...]:
 
 @lru_cache(maxsize=65536)
 def cut_sizes(state: State, size: int, count: int) -> tuple[int, ...]:
-    """How many indices of a dim of `size` each of `count` ranks holds."""
-    return tuple(sum(stop - start for start, stop in ranges) for ranges in cut(state, size, count))
+    """How many indices of a dim of `size` each of `count` ranks holds. Does not list the ranges: groups can be many."""
+    if state.units is not None:
+        return tuple(stop - start for ((start, stop),) in cut(state, size, count))
+    return tuple(state.groups * length for length in chunks(size // state.groups, count))
+
+
+def chunks(size: int, count: int) -> list[int]:
+    """The sizes that torch.chunk gives, with zeros where it gives fewer parts."""
+    chunk = -(-size // count)
+    return [min((rank + 1) * chunk, size) - min(rank * chunk, size) for rank in range(count)]
 
 
 def intersect(mine: Ranges, theirs: Ranges) -> list[tuple[int, int]]:

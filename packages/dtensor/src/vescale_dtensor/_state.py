@@ -4,7 +4,7 @@ Users write placements; the engine keeps states, because a replicated value has
 two kinds of gradient (design section 3):
 
     S(d)  sharded on dim d                               gradient S(d)
-    P     pending sum                                    gradient I
+    P     pending sum                                    gradient R
     I     replicated; every rank does the same with it   gradient I
     R     replicated; ranks do different work with it    gradient P
 
@@ -71,7 +71,7 @@ class State:
 PENDING = State("P")
 INVARIANT = State("I")
 VARYING = State("R")
-_GRADIENT = {"S": None, "P": INVARIANT, "I": INVARIANT, "R": PENDING}
+_GRADIENT = {"S": None, "P": VARYING, "I": INVARIANT, "R": PENDING}
 _UNSHARDED = {"P": PENDING, "I": INVARIANT, "R": VARYING}
 
 

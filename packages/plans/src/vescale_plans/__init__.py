@@ -1,1 +1,9 @@
+"""vescale_plans: plans that say how a model is sharded, and parallelize, which applies them."""
+
+from ._apply import local_batch as local_batch
+from ._apply import no_sync as no_sync
+from ._apply import parallelize as parallelize
 from ._version import __version__ as __version__
+from .plan import Boundary as Boundary
+from .plan import Plan as Plan
+from .plan import PlanError as PlanError

@@ -1,3 +1,23 @@
 """veScale in one import: the public names of its packages, under one name."""
 
+from vescale_dtensor import DTensor as DTensor
+from vescale_dtensor import InterleavedShard as InterleavedShard
+from vescale_dtensor import Partial as Partial
+from vescale_dtensor import RaggedShard as RaggedShard
+from vescale_dtensor import Replicate as Replicate
+from vescale_dtensor import Shard as Shard
+from vescale_dtensor import VescaleError as VescaleError
+from vescale_dtensor import breakpoint as breakpoint
+from vescale_dtensor import comm_trace as comm_trace
+from vescale_dtensor import distribute_tensor as distribute_tensor
+from vescale_dtensor import local_map as local_map
+from vescale_dtensor import register_rule as register_rule
+from vescale_dtensor import strict as strict
+from vescale_plans import Boundary as Boundary
+from vescale_plans import Plan as Plan
+from vescale_plans import PlanError as PlanError
+from vescale_plans import local_batch as local_batch
+from vescale_plans import no_sync as no_sync
+from vescale_plans import parallelize as parallelize
+
 from ._version import __version__ as __version__

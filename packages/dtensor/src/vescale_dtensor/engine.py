@@ -1,0 +1,29 @@
+"""What the other veScale packages build on: the engine's own vocabulary, not meant for users.
+
+Plans convert at module borders, reduce gradients and open memo scopes; random
+numbers and checkpoints read regions. Nothing here is a promise to anybody else.
+"""
+
+from ._collectives import PendingSum as PendingSum
+from ._collectives import gather_objects as gather_objects
+from ._convert import convert as convert
+from ._convert import convert_plain as convert_plain
+from ._convert import from_plain as from_plain
+from ._events import set_cause as set_cause
+from ._gradient import after_backward as after_backward
+from ._gradient import in_backward as in_backward
+from ._gradient import settled_layout as settled_layout
+from ._layout import canonical_states as canonical_states
+from ._layout import layout_of as layout_of
+from ._memo import close_scope as close_scope
+from ._memo import forget_all as forget_all
+from ._memo import open_scope as open_scope
+from ._mesh import Mesh as Mesh
+from ._mesh import mesh_of as mesh_of
+from ._state import INVARIANT as INVARIANT
+from ._state import PENDING as PENDING
+from ._state import VARYING as VARYING
+from ._tensor import local_only as local_only
+from ._tensor import settle as settle
+from ._tensor import stamp as stamp
+from ._tensor import take_pending_grad as take_pending_grad

@@ -1,0 +1,156 @@
+"""For users' own functions: rules, local maps, autograd Functions; and zero-copy bridges to torch's DTensor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from ._construct import from_local, redistribute
+from ._convert import alias, convert, from_plain
+from ._dispatch import call
+from ._errors import PlacementError
+from ._fallback import gathered as run_whole
+from ._layout import canonical_states, layout_of
+from ._mesh import mesh_of
+from ._rules.registry import composite, rule
+from ._state import INVARIANT, VARYING
+from ._tensor import DTensor
+from .placement import Partial, Placement, Replicate, Shard
+
+
+def register_rule(*functions: Callable, exact: bool = False, view: bool = False) -> Callable:
+    """Decorator: the decorated rule decides `functions` (a kernel, a `torch.library` op, a Function's apply).
+
+    A rule takes a `Call` and returns a `Signature`, a `Decision`, `composite(fn)` or
+    None; see `vescale_dtensor.rules`. Functions that do not come to
+    `__torch_function__` by themselves must be called through `local_map` instead.
+
+        @register_rule(torch.ops.mylib.scale)
+        def scale(call):
+            dims = tuple(range(call.operands[0].ndim))
+            return Signature([dims], [dims], linear=[(0,)])
+    """
+    return rule(*functions, exact=exact, view=view)
+
+
+def local_map(
+    function: Callable,
+    out_placements: Sequence[Placement] | Sequence[Sequence[Placement]],
+    in_placements: Sequence[Sequence[Placement] | None] | None = None,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    shapes: Sequence[Sequence[int]] | None = None,
+) -> Callable:
+    """`function` of local tensors as a function of DTensors.
+
+    Arguments:
+        out_placements: placements of the result, or one such list per result.
+        in_placements: placements that each positional tensor is converted to; None
+            leaves it as it is. Communication as `redistribute` states.
+        device_mesh: needed when no argument is a DTensor.
+        shapes: global shapes of the results; without them the ranks exchange their
+            local ones (a small all-gather).
+
+    The local gradient of an input must be this rank's part (sharded) or this rank's
+    contribution (replicated): what autograd gives when ranks do different work.
+    """
+
+    @functools.wraps(function)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        mesh = device_mesh
+        local = []
+        for i, argument in enumerate(args):
+            if type(argument) is DTensor:
+                mesh = mesh or argument.device_mesh
+                wanted = in_placements[i] if in_placements is not None else None
+                argument = alias(_varying(argument if wanted is None else redistribute(argument, wanted)))
+            local.append(argument)
+        if mesh is None:
+            raise PlacementError(
+                "local_map", "no argument is a DTensor and no device_mesh was given", (), [("device_mesh=mesh", "")]
+            )
+        out = function(*local, **kwargs)
+        many = isinstance(out, (tuple, list))
+        outs = list(out) if many else [out]
+        places = list(out_placements) if many else [out_placements]
+        results = []
+        for i, (one, placement) in enumerate(zip(outs, places)):
+            shape = tuple(shapes[i]) if shapes is not None else None
+            results.append(from_local(one, mesh, placement, shape=shape) if isinstance(one, Tensor) else one)
+        return type(out)(results) if many else results[0]
+
+    return mapped
+
+
+def _varying(tensor: DTensor) -> DTensor:
+    """Replicated inputs as R: the function may do different work on each rank."""
+    layout = tensor._layout.base
+    states = [VARYING if state is INVARIANT else state for state in layout.states]
+    return convert(tensor, layout.with_states(states), "local_map")
+
+
+def register_function(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Makes a user's autograd Function right on DTensors: inputs are gathered, it runs whole, outputs are replicated.
+
+    `Function.apply` does not come to `__torch_function__`, and the forward of a
+    Function runs without gradients, so conversions inside it would leave no trace.
+    For a cheaper way register a rule for `function.apply` as well. Idempotent; also
+    a decorator.
+    """
+    if "_vescale_apply" in function.__dict__:
+        return function
+    original = function.apply
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        if any(type(argument) is DTensor for argument in args):
+            return call(apply, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        return run_whole(original)(*args, **kwargs)
+
+    functools.update_wrapper(apply, original, assigned=("__doc__",), updated=())
+    apply.__name__ = f"{function.__name__}.apply"
+    function._vescale_apply = original
+    function.apply = staticmethod(apply)
+    rule(apply)(lambda _: composite(gathered))
+    return function
+
+
+# --- torch's own DTensor -----------------------------------------------------------
+
+
+def to_torch(tensor: DTensor) -> TorchDTensor:
+    """torch's DTensor over the same local storage; differentiable, no copy.
+
+    Raises PlacementError for a placement that torch's DTensor does not have
+    (InterleavedShard, RaggedShard).
+    """
+    layout = tensor._layout.base
+    for placement in layout.placements:
+        if not isinstance(placement, (Shard, Replicate, Partial)):
+            raise PlacementError(
+                "to_torch",
+                f"torch's DTensor has no {placement!r}",
+                [repr(layout)],
+                [("tensor.redistribute(...) to Shard or Replicate first", "an all-to-all or all-gather")],
+            )
+    stride = torch.empty(layout.shape, device="meta").stride()
+    return TorchDTensor.from_local(
+        tensor.to_local(), layout.device_mesh, layout.placements, run_check=False, shape=torch.Size(layout.shape),
+        stride=stride,
+    )  # fmt: skip
+
+
+def from_torch(tensor: TorchDTensor) -> DTensor:
+    """Our DTensor over the local storage of torch's; differentiable, no copy."""
+    mesh = mesh_of(tensor.device_mesh)
+    states = canonical_states("from_torch", tensor.placements, mesh, tensor.shape)
+    grads = [state.gradient.placement for state in states]
+    return from_plain(tensor.to_local(grad_placements=grads), layout_of(mesh, states, tuple(tensor.shape)))

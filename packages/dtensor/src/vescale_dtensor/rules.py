@@ -1,0 +1,7 @@
+"""What a rule is written with: for users' own kernels and `torch.library` ops (see `register_rule`)."""
+
+from ._rules.registry import Call as Call
+from ._rules.registry import Decision as Decision
+from ._rules.registry import Operand as Operand
+from ._rules.registry import composite as composite
+from ._signature import Signature as Signature

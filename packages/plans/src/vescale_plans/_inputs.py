@@ -1,0 +1,97 @@
+"""What enters the root module: plain tensors become DTensors of the global batch, after a check that ranks agree."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor, PlainTensorError, Replicate, Shard
+from vescale_dtensor.engine import (
+    INVARIANT,
+    PENDING,
+    Mesh,
+    canonical_states,
+    convert,
+    convert_plain,
+    gather_objects,
+    layout_of,
+)
+
+from ._containers import map_tensors
+
+# Ranks compare what they were given in the first calls, and then in every so many.
+FIRST_CHECKS, CHECK_EVERY = 3, 100
+
+
+class RootBorder:
+    """Hooks of the root module."""
+
+    def __init__(self, root: nn.Module, mesh: Mesh, data_axis: str | None) -> None:
+        self._mesh = mesh
+        self._data_axis = data_axis
+        self._calls = 0
+        root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        root.register_forward_hook(self._leave)
+
+    def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if self._calls < FIRST_CHECKS or self._calls % CHECK_EVERY == 0:
+            check_agreement((args, kwargs), self._mesh)
+        self._calls += 1
+        args, kwargs = map_tensors((args, kwargs), self._distribute)
+        return args, kwargs
+
+    def _distribute(self, tensor: Tensor) -> Tensor:
+        if type(tensor) is DTensor:
+            return tensor
+        shape = tuple(tensor.shape)
+        placements = [Shard(0) if shape and name == self._data_axis else Replicate() for name in self._mesh.names]
+        states = canonical_states("batch", placements, self._mesh, shape, replicated=INVARIANT)
+        return convert_plain(tensor, self._mesh, layout_of(self._mesh, states, shape), "batch")
+
+    def _leave(self, root: nn.Module, args: tuple, output: Any) -> Any:
+        """A pending number (a loss) becomes whole here, so that `loss.item()` never communicates."""
+        return map_tensors(output, _whole_number)
+
+
+def _whole_number(tensor: Tensor) -> Tensor:
+    if type(tensor) is not DTensor or tensor.ndim or not tensor.layout.is_pending:
+        return tensor
+    layout = tensor.layout
+    states = [INVARIANT if state is PENDING else state for state in layout.states]
+    return convert(tensor, layout.with_states(states), "loss (root border)")
+
+
+def check_agreement(inputs: Any, mesh: Mesh) -> None:
+    """Raises PlainTensorError, on all ranks alike, when plain inputs differ between ranks.
+
+    Cost: one small all-gather per mesh axis.
+    """
+    digests: list[tuple] = []
+
+    def digest(tensor: Tensor) -> Tensor:
+        if type(tensor) is not DTensor:
+            digests.append((tuple(tensor.shape), str(tensor.dtype), checksum(tensor)))
+        return tensor
+
+    map_tensors(inputs, digest)
+    everyone = gather_objects(tuple(digests), mesh)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            which = next((i for i, (a, b) in enumerate(zip(everyone[0], theirs)) if a != b), 0)
+            raise PlainTensorError(
+                "model",
+                f"plain input tensor {which} differs between ranks 0 and {rank} of {mesh}: plain tensors that enter "
+                "the model are the global batch, the same on every rank",
+                [f"rank {r}  {list(d[which][0]) if which < len(d) else 'absent'}" for r, d in enumerate(everyone)],
+                [
+                    ("model(plan.local_batch(batch))", "when every rank loads its own part of the batch"),
+                    ("seed the loader alike on all ranks", "when every rank loads the global batch"),
+                ],
+            )
+
+
+def checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else 0

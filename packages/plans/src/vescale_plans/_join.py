@@ -1,0 +1,75 @@
+"""Joining torch.distributed, once, and leaving it in order."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vescale_dtensor import MeshError
+
+from .plan import Plan
+
+# Bounds every collective: a rank that waits longer raises, naming what it waited for.
+TIMEOUT = timedelta(minutes=10)
+
+
+def join() -> None:
+    """Joins the process group that torchrun's environment names, or makes a world of one.
+
+    Does nothing when somebody joined already; they then also leave. A group that is
+    not destroyed may abort the process at exit, so whoever joins leaves.
+    """
+    if dist.is_initialized():
+        return
+    device = accelerator()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if device != "cpu":
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(_BACKENDS.get(device, "gloo"), timeout=TIMEOUT)
+    else:
+        dist.init_process_group(_BACKENDS.get(device, "gloo"), store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(leave)
+
+
+def leave() -> None:
+    """Destroys all process groups; safe to call twice."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def accelerator() -> str:
+    """ "cuda" when there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+def make_mesh(plan: Plan) -> DeviceMesh:
+    """The plan's mesh over the joined world.
+
+    Outside torchrun, in a world of one, every axis has size 1, so that the same
+    script runs. Raises MeshError when torchrun's world has another size.
+    """
+    world = dist.get_world_size()
+    sizes = tuple(plan.mesh.values())
+    if world != plan.world_size:
+        if world != 1 or "RANK" in os.environ:
+            described = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
+            raise MeshError(
+                "parallelize",
+                f"the plan's mesh needs {plan.world_size} ranks ({described}), and the world has {world}",
+                (),
+                [
+                    (f"torchrun --nproc-per-node {plan.world_size} ...", "starts as many as the plan needs"),
+                    (f"a mesh whose sizes multiply to {world}", ""),
+                ],
+            )
+        sizes = (1,) * len(sizes)
+    device = accelerator() if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, sizes, mesh_dim_names=tuple(plan.mesh))
