@@ -6,6 +6,7 @@ from . import conv as conv
 from . import embedding as embedding
 from . import extremum as extremum
 from . import fresh as fresh
+from . import gather as gather
 from . import index as index
 from . import index_tensor as index_tensor
 from . import join as join
@@ -19,6 +20,7 @@ from . import pointwise as pointwise
 from . import python as python
 from . import random as random
 from . import reduce as reduce
-from . import softmax as softmax
+from . import search as search
 from . import shape as shape
+from . import softmax as softmax
 from . import view as view

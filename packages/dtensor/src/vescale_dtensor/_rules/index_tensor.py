@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from .._convert import convert_operand
-from .._copies import is_copy
 from .._dispatch import call as dispatched
 from .._fallback import gathered
 from .._layout import Layout, layout_of
@@ -166,9 +165,9 @@ def write_tensors(x: Tensor, index: Any, value: Any) -> None:
     if not tensors:
         x[basic] = value
         return None
-    view = x if _is_trivial(basic) else x[basic]
-    if is_copy(view):  # the view could not alias x
+    if type(x) is DTensor and not is_alias(x._layout, basic):
         return gathered(Tensor.__setitem__)(x, index, value)
+    view = x if _is_trivial(basic) else x[basic]
     position, mask = tensors[0]
     if len(tensors) == 1 and mask.dtype in _MASKS and _is_fill(value, x):
         trailing = view.ndim - position - mask.ndim
@@ -258,9 +257,10 @@ def is_contiguous_cut(x: Operand, dim: int) -> bool:
 class Rows:
     """What a rank holds of the indexed dims, in a closure of a decision: shifts index tensors to local ones."""
 
-    def __init__(self, layout: Layout, dims: Sequence[int]) -> None:
+    def __init__(self, layout: Layout, dims: Sequence[int], *, negative: bool = True) -> None:
         region = layout.region_at(layout.mesh.coordinate)
         self.dims = dims
+        self.negative = negative  # whether the function counts a negative index from the end
         self.sizes = [layout.shape[dim] for dim in dims]
         self.bounds = [region[dim][0] if region[dim] else (0, 0) for dim in dims]
 
@@ -269,8 +269,8 @@ class Rows:
         shifted, inside = [], None
         for index, size, (low, high) in zip(indices, self.sizes, self.bounds):
             index = index.to(device=device, dtype=torch.int64)
-            check_range(index, -size, size)
-            index = torch.where(index < 0, index + size, index) - low
+            check_range(index, -size if self.negative else 0, size)
+            index = (torch.where(index < 0, index + size, index) if self.negative else index) - low
             mine = (index >= 0) & (index < high - low)
             inside = mine if inside is None else inside & mine
             shifted.append(index)
@@ -322,7 +322,7 @@ def taking(call: Call, dims: tuple[int, ...]) -> Decision | None:
     decision = solve(call, Signature([tuple(labels), *named], [output], rows, linear=[(0,)], shapes=[shape]))
     source = decision.targets[0] or x.layout
     if any(source.axes_of(dim) for dim in dims):
-        decision.run = _masked_reader(Rows(source, dims), at, x.ndim - len(dims) - at)
+        decision.run = _masked_reader(Rows(source, dims, negative=call.function is take_dims), at, x.ndim - len(dims) - at)
     return decision
 
 
