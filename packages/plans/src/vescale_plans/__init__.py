@@ -1,6 +1,5 @@
 """vescale_plans: plans that say how a model is sharded, and parallelize, which applies them."""
 
-from ._apply import local_batch as local_batch
 from ._apply import no_sync as no_sync
 from ._apply import parallelize as parallelize
 from ._version import __version__ as __version__

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_dtensor import PlainTensorError, Shard, distribute_tensor, from_local, register_function
+from vescale_dtensor import PlainTensorError, distribute_tensor, register_function
 from vescale_dtensor.engine import Mesh, forget_all, gather_objects, mesh_of
 
 from ._boundary import install_boundary, install_scopes
-from ._containers import map_tensors
 from ._data_parallel import GradientSync
 from ._inputs import RootBorder, checksum
 from ._join import join, make_mesh
@@ -77,18 +76,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside leave gradients pending; the first outside, or the step, reduces their sum."""
     with model._vescale.sync.paused():
         yield
-
-
-def local_batch(model: nn.Module, batch: Any) -> Any:
-    """This rank's part of the batch as DTensors sharded over the data axis (dim 0), nothing moved.
-
-    Ranks that differ only along other axes must give the same part. The ranks
-    exchange shapes (a small all-gather), so the parts may differ in size as
-    torch.chunk's do.
-    """
-    state = model._vescale
-    placements = state.plan.placements({state.plan.data_axis: Shard(0)} if state.plan.data_axis else {})
-    return map_tensors(batch, lambda tensor: from_local(tensor, state.device_mesh, placements))
 
 
 def _called_modules(model: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor, PlainTensorError, Replicate, Shard
+from vescale_dtensor import DTensor, PlainTensorError, Replicate, Shard, from_local
 from vescale_dtensor.engine import (
     INVARIANT,
     PENDING,
@@ -21,6 +21,8 @@ from vescale_dtensor.engine import (
 )
 
 from ._containers import map_tensors
+from ._join import join, make_mesh
+from .plan import Plan
 
 # Ranks compare what they were given in the first calls, and then in every so many.
 FIRST_CHECKS, CHECK_EVERY = 3, 100
@@ -62,6 +64,14 @@ def _whole_number(tensor: Tensor) -> Tensor:
     layout = tensor.layout
     states = [INVARIANT if state is PENDING else state for state in layout.states]
     return convert(tensor, layout.with_states(states), "loss (root border)")
+
+
+def local_batch(plan: Plan, batch: Any) -> Any:
+    """See `Plan.local_batch`."""
+    join()
+    device_mesh = make_mesh(plan)
+    placements = plan.placements({plan.data_axis: Shard(0)} if plan.data_axis else {})
+    return map_tensors(batch, lambda tensor: from_local(tensor, device_mesh, placements))
 
 
 def check_agreement(inputs: Any, mesh: Mesh) -> None:

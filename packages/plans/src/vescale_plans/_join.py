@@ -51,7 +51,7 @@ _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 def make_mesh(plan: Plan) -> DeviceMesh:
-    """The plan's mesh over the joined world.
+    """The plan's mesh over the joined world; the same object for the same axes.
 
     Outside torchrun, in a world of one, every axis has size 1, so that the same
     script runs. Raises MeshError when torchrun's world has another size.
@@ -72,4 +72,13 @@ def make_mesh(plan: Plan) -> DeviceMesh:
             )
         sizes = (1,) * len(sizes)
     device = accelerator() if dist.get_backend() == "nccl" else "cpu"
-    return init_device_mesh(device, sizes, mesh_dim_names=tuple(plan.mesh))
+    wanted = (dist.group.WORLD, device, tuple(plan.mesh), sizes)
+    for known, mesh in _meshes:
+        if known == wanted:
+            return mesh
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(plan.mesh))
+    _meshes.append((wanted, mesh))
+    return mesh
+
+
+_meshes: list[tuple[tuple, DeviceMesh]] = []

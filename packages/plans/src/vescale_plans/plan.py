@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from vescale_dtensor import Placement, Replicate, VescaleError
 
@@ -80,6 +81,19 @@ class Plan:
     def placements(self, named: Placements) -> tuple[Placement, ...]:
         """One placement per mesh axis; Replicate where none is named."""
         return tuple(named.get(axis, Replicate()) for axis in self.mesh)
+
+    def local_batch(self, batch: Any) -> Any:
+        """This rank's part of the batch as DTensors sharded over the data axis (dim 0); nothing is moved.
+
+        Arguments: tensors, in any nesting of tuples, lists and dicts. Ranks that differ
+        only along other axes must give the same part.
+
+        The ranks exchange shapes (a small all-gather); parts may differ in size as
+        torch.chunk's do. Raises ShapeError, on all ranks alike, when they do not fit.
+        """
+        from ._inputs import local_batch
+
+        return local_batch(self, batch)
 
     def _no_default_axis(self) -> None:
         """The default "dp" may be absent; an axis that somebody wrote may not."""

@@ -16,7 +16,6 @@ from vescale_dtensor import strict as strict
 from vescale_plans import Boundary as Boundary
 from vescale_plans import Plan as Plan
 from vescale_plans import PlanError as PlanError
-from vescale_plans import local_batch as local_batch
 from vescale_plans import no_sync as no_sync
 from vescale_plans import parallelize as parallelize
 
