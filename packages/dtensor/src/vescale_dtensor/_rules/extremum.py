@@ -11,6 +11,7 @@ gives them to the one that it names.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,27 +24,26 @@ from .parts import (
     splits, stamped,
 )  # fmt: skip
 from .pointwise import elementwise
-from .registry import Call, Operand, composite, rule
+from .registry import Call, composite, rule
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Largest or smallest: torch's functions, and the value that loses against all others."""
+    """Largest or smallest: torch's functions (`pick` of a tensor, or of one and a dim), and who loses to all."""
 
-    amax: object
-    full: object
-    along: object
+    amax: Callable
+    pick: Callable
 
     def worst(self, dtype: torch.dtype):
         if dtype is torch.bool:
             return self is SMALLEST
-        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-        bounds = (-float("inf"), float("inf")) if dtype.is_floating_point else (info.min, info.max)
-        return bounds[self is SMALLEST]
+        if dtype.is_floating_point:
+            return float("inf") if self is SMALLEST else -float("inf")
+        return torch.iinfo(dtype).max if self is SMALLEST else torch.iinfo(dtype).min
 
 
-LARGEST = Side(torch.amax, torch.max, torch.max)
-SMALLEST = Side(torch.amin, torch.min, torch.min)
+LARGEST = Side(torch.amax, torch.max)
+SMALLEST = Side(torch.amin, torch.min)
 
 
 def side_of(call: Call) -> Side:
@@ -80,7 +80,7 @@ def extremum(x: DTensor, dims: tuple[int, ...], keepdim: bool, side: Side, funct
     layout = x._layout.base
     out, axes = reduced_layout(layout, dims, keepdim), splits(layout, dims)
     local = plain(x)
-    part = side.full(filled(local, dims, side)) if full else side.amax(filled(local, dims, side), dims, keepdim)
+    part = side.pick(filled(local, dims, side)) if full else side.amax(filled(local, dims, side), dims, keepdim)
     parts = rows(part, out, axes, function)
     value = side.amax(parts.detach(), 0)
     if not (torch.is_grad_enabled() and parts.requires_grad):
@@ -103,16 +103,129 @@ def _equal(elements: Tensor, value: Tensor, nan: bool) -> Tensor:
     return same | (elements.isnan() & value.isnan()) if nan and elements.is_floating_point() else same
 
 
+def first_extreme(
+    x: DTensor, dim: int, keepdim: bool, side: Side, function
+) -> tuple[DTensor, DTensor]:  # fmt: skip
+    """(values, indices) along a sharded dim: of equal values, the one with the lowest index; NaN beats all."""
+    x = settled(x, function)
+    layout = x._layout.base
+    axes, kept = splits(layout, (dim,)), reduced_layout(layout, (dim,), True)
+    values, at = side.pick(filled(plain(x), (dim,), side), dim, keepdim=True)
+    none = torch.full((1,), layout.shape[dim], device=at.device)  # the index of what `filled` put in
+    parts = rows(values, kept, axes, function)
+    indices = rows(torch.cat([positions(layout, dim, at.device), none])[at], kept, axes, function)
+    value, index = first_row(parts, indices, layout.shape[dim], side)
+    if not keepdim:
+        value, index = value.squeeze(dim), index.squeeze(dim)
+    out = reduced_layout(layout, (dim,), keepdim)
+    return stamped(value, out), stamped(index, out)
+
+
+def first_row(parts: Tensor, indices: Tensor, none: int, side: Side) -> tuple[Tensor, Tensor]:
+    """Of rows of (value, index), the extreme value with the lowest index."""
+    extreme = _equal(parts, side.amax(parts.detach(), 0), True)
+    index, row = torch.where(extreme, indices, none).min(0, keepdim=True)
+    return parts.gather(0, row).squeeze(0), index.squeeze(0)
+
+
+def first_of_all(x: DTensor, keepdim: bool, side: Side, function) -> DTensor:
+    """The index of the extreme element of the flattened tensor."""
+    x = settled(x.detach(), function)
+    layout = x._layout.base
+    dims = tuple(range(layout.ndim))
+    out = reduced_layout(layout, dims, keepdim)
+    local = filled(plain(x), dims, side)
+    value, at = side.pick(local.reshape(-1), 0)
+    index, stride, rest = torch.zeros_like(at), 1, at
+    for dim in reversed(dims):
+        held = positions(layout, dim, at.device)
+        if not len(held):
+            index = torch.full_like(at, layout.numel)  # an empty shard has no index to offer
+            break
+        index = index + held[rest % local.shape[dim]] * stride
+        stride, rest = stride * layout.shape[dim], rest // local.shape[dim]
+    axes, scalar = splits(layout, dims), reduced_layout(layout, dims, False)
+    parts, indices = rows(value, scalar, axes, function), rows(index, scalar, axes, function)
+    return stamped(first_row(parts, indices, layout.numel, side)[1].reshape(out.shape), out)
+
+
+# --- rules --------------------------------------------------------------------------
+
+
+def _arguments(call: Call):
+    """(dims, keepdim) of f(input, dim, keepdim), or None; also where there is no element to choose from."""
+    if len(call.operands) != 1 or not call.operands[0].layout.numel:
+        return None
+    dims = dims_of(argument(call, 1, "dim", other="axis"), call.operands[0].ndim)
+    return None if dims is None else (dims, bool(argument(call, 2, "keepdim", False, other="keepdims")))
+
+
 @rule(torch.amax, Tensor.amax, torch.amin, Tensor.amin)
 def shared_extremum(call: Call):
-    if len(call.operands) != 1:
+    found = _arguments(call)
+    if found is None:
         return None
-    (x,) = call.operands
-    dims = dims_of(argument(call, 1, "dim", other="axis"), x.ndim)
-    keepdim = bool(argument(call, 2, "keepdim", False, other="keepdims"))
-    if dims is None or not x.layout.numel:
-        return None
+    dims, keepdim = found
     if not only_split(call, dims):
         return reduction(call, dims, keepdim)
     side = side_of(call)
     return composite(lambda *args, **kwargs: extremum(source_of(args, kwargs), dims, keepdim, side, call.function))
+
+
+@rule(torch.aminmax, Tensor.aminmax)
+def aminmax(call: Call):
+    """(dim and keepdim are keywords only.)"""
+    found = _arguments(call)
+    if found is None:
+        return None
+    dims, keepdim = found
+    if not only_split(call, dims):
+        return reduction(call, dims, keepdim, outputs=2)
+
+    def run(*args, **kwargs):
+        x = settled(source_of(args, kwargs), call.function)
+        pair = [extremum(x, dims, keepdim, side, call.function) for side in (SMALLEST, LARGEST)]
+        return torch.return_types.aminmax(pair)
+
+    return composite(run)
+
+
+@rule(torch.max, Tensor.max, torch.min, Tensor.min)
+def extreme(call: Call):
+    """Of two tensors elementwise; of all elements; or along a dim, with indices."""
+    if len(call.operands) == 2:
+        return elementwise(call)
+    found = _arguments(call)
+    if found is None:
+        return None
+    dims, keepdim = found
+    side = side_of(call)
+    everything = argument(call, 1, "dim", other="axis") is None
+    if not only_split(call, dims):
+        return reduction(call, dims, keepdim, outputs=1 if everything else 2)
+    if everything:
+        return composite(
+            lambda *args, **kwargs: extremum(source_of(args, kwargs), dims, False, side, call.function, full=True)
+        )
+    pair = torch.return_types.max if side is LARGEST else torch.return_types.min
+    return composite(
+        lambda *args, **kwargs: pair(first_extreme(source_of(args, kwargs), dims[0], keepdim, side, call.function))
+    )
+
+
+@rule(torch.argmax, Tensor.argmax, torch.argmin, Tensor.argmin)
+def index_of_extreme(call: Call):
+    found = _arguments(call)
+    if found is None:
+        return None
+    dims, keepdim = found
+    if not only_split(call, dims):
+        return reduction(call, dims, keepdim)
+    side = side_of(call)
+    if argument(call, 1, "dim", other="axis") is None:
+        return composite(lambda *args, **kwargs: first_of_all(source_of(args, kwargs), keepdim, side, call.function))
+    return composite(
+        lambda *args, **kwargs: first_extreme(
+            source_of(args, kwargs).detach(), dims[0], keepdim, side, call.function
+        )[1]
+    )

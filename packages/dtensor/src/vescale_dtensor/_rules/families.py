@@ -1,12 +1,14 @@
 """Imports every family, which fills the table."""
 
 from . import attention as attention
+from . import batch_norm as batch_norm
 from . import classes as classes
+from . import comparison as comparison
 from . import conv as conv
 from . import embedding as embedding
 from . import extremum as extremum
-from . import fresh as fresh
 from . import gather as gather
+from . import fresh as fresh
 from . import index as index
 from . import index_tensor as index_tensor
 from . import join as join
@@ -20,7 +22,10 @@ from . import pointwise as pointwise
 from . import python as python
 from . import random as random
 from . import reduce as reduce
+from . import scan as scan
 from . import search as search
 from . import shape as shape
 from . import softmax as softmax
+from . import sort as sort
+from . import vector_norm as vector_norm
 from . import view as view

@@ -18,9 +18,9 @@ from torch import Tensor, is_grad_enabled
 from .._convert import alias, convert_operand
 from .._layout import Layout, layout_of
 from .._signature import Signature
-from .._state import INVARIANT, PENDING, VARYING, State, sharded
+from .._state import INVARIANT, PENDING, State, sharded
 from .._tensor import DTensor, local_only, stamp
-from .registry import Call, Operand
+from .registry import Call
 
 
 # --- arguments ----------------------------------------------------------------------
@@ -121,16 +121,21 @@ def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout
     return layout_of(layout.mesh, [moved(state) for state in layout.states], shape)
 
 
-def rows(part: Tensor, layout: Layout, axes: Sequence[int], function: object) -> Tensor:
+def rows(
+    part: Tensor, layout: Layout, axes: Sequence[int], function: object, *, state: State = INVARIANT
+) -> Tensor:
     """[n, *part.shape]: the parts of all ranks of `axes`, in order of their shards. Differentiable.
 
-    `layout` is that of one part. Cost: an all-gather of the part per axis; backward: a slice.
+    `layout` is that of one part; its states on `axes` do not count. Cost: an all-gather
+    of the part per axis; backward: a slice, or with `state` R, for ranks that go on to
+    do different things with the rows, a reduce-scatter.
     """
     mesh = layout.mesh
     count = prod(mesh.sizes[axis] for axis in axes)
-    states = [state.at(state.dim + 1) if state.kind == "S" else state for state in layout.states]
-    target = layout_of(mesh, states, (count, *layout.shape))
-    source = target.with_states([sharded(0) if axis in axes else state for axis, state in enumerate(states)])
+    states = [s.at(s.dim + 1) if s.kind == "S" else s for s in layout.states]
+    shape = (count, *layout.shape)
+    source = layout_of(mesh, [sharded(0) if axis in axes else s for axis, s in enumerate(states)], shape)
+    target = layout_of(mesh, [state if axis in axes else s for axis, s in enumerate(states)], shape)
     return alias(convert_operand(stamp(alias(part.unsqueeze(0)), source), source, target, function))
 
 

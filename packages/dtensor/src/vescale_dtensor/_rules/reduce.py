@@ -84,6 +84,23 @@ def nanmean(call: Call):
     return composite(run)
 
 
+@rule(torch.trace, Tensor.trace)
+def trace(call: Call):
+    """The part of the diagonal that runs through the shard, pending; a shard of several pieces is made whole."""
+    (x,) = call.operands
+    layout = x.layout
+    if x.ndim != 2 or any(s.kind == "S" and s.groups != 1 for s in layout.states):
+        return reduction(call, (0, 1), False) if x.ndim == 2 else None
+    if not splits(layout, (0, 1)):
+        return reduction(call, (0, 1), False, linear=[(0,)])
+    (row, column) = (ranges[0][0] if ranges else 0 for ranges in layout.region_at(layout.mesh.coordinate))
+
+    def run(input: Tensor) -> Tensor:
+        return input.diagonal(row - column).sum()
+
+    return reduction(call, (0, 1), False, summed={0, 1}, linear=[(0,)], local=lambda _: run)
+
+
 # --- gathered: one value per rank and output element -----------------------------------
 
 
