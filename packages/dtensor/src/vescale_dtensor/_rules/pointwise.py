@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._signature import Signature
 from .._state import INVARIANT, PENDING
-from .registry import Call, Decision, Operand, both, rule
+from .registry import Call, Decision, Operand, both, composite, rule
 
 # f(x) with f not linear: a pending input is reduced first.
 NONLINEAR = """abs absolute acos acosh arccos arccosh angle arcsin arcsinh arctan arctanh asin asinh atan atanh atan2
@@ -23,9 +23,9 @@ NONLINEAR = """abs absolute acos acosh arccos arccosh angle arcsin arcsinh arcta
     isneginf isposinf isreal ldexp le less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
     logical_not logical_or logical_xor logit lt maximum minimum mvlgamma nan_to_num ne nextafter not_equal
     polygamma pow reciprocal relu remainder round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh
-    trunc xlogy addcdiv gcd lcm sinc special_zeta threshold celu selu rrelu_""".split()
+    trunc xlogy addcdiv gcd lcm threshold celu selu polar""".split()
 # f(x) linear in x: pending stays pending.
-LINEAR = "neg negative positive conj conj_physical resolve_conj resolve_neg deg2rad rad2deg real imag view_as_real_".split()
+LINEAR = "neg negative positive conj conj_physical resolve_conj resolve_neg deg2rad rad2deg real imag".split()
 _DUNDER = {
     "nonlinear": "and or xor lshift rshift floordiv mod pow rpow rfloordiv rmod eq ne lt le gt ge invert abs "
     "iand ior ixor ilshift irshift ifloordiv imod ipow rand ror rxor rlshift rrshift".split(),
@@ -36,6 +36,12 @@ _DUNDER = {
 _FUNCTIONAL = """relu relu_ relu6 elu elu_ selu selu_ celu celu_ gelu silu mish sigmoid logsigmoid hardswish hardsigmoid
     hardtanh hardtanh_ leaky_relu leaky_relu_ softplus softsign softshrink hardshrink tanh tanhshrink threshold
     threshold_""".split()
+# Everything in torch.special but these works element by element.
+_SPECIAL = [
+    getattr(torch._C._special, name)
+    for name in dir(torch._C._special)
+    if name.startswith("special_") and name not in ("special_softmax", "special_log_softmax", "special_logsumexp")
+]
 
 
 def broadcast(operands: list[Operand]) -> tuple[list[tuple], tuple, tuple[int, ...]] | None:
@@ -84,9 +90,33 @@ def _namespace(owner, *names: str) -> list:
     return [getattr(owner, name) for name in names if hasattr(owner, name)]
 
 
-@rule(both(*NONLINEAR), _methods(*_DUNDER["nonlinear"]), _namespace(F, *_FUNCTIONAL))
+@rule(both(*NONLINEAR), _methods(*_DUNDER["nonlinear"]), _namespace(F, *_FUNCTIONAL), _SPECIAL)
 def nonlinear(call: Call):
     return elementwise(call)
+
+
+@rule(torch.frexp, Tensor.frexp)
+def frexp(call: Call):
+    """Mantissa and exponent."""
+    labels = tuple(range(call.operands[0].ndim))
+    return Signature([labels], [labels, labels], single=False)
+
+
+@rule(torch.complex)
+def complex_pair(call: Call):
+    """real + i imag: linear in the two together."""
+    return elementwise(call, linear=[(0, 1)])
+
+
+@rule(torch.view_as_real, torch.view_as_complex, view=True)
+def view_as_pair(call: Call):
+    """A last dim of 2, real and imaginary, is made or taken; that dim is whole."""
+    shape = call.operands[0].shape
+    if call.function is torch.view_as_real:
+        labels = tuple(range(len(shape)))
+        return Signature([labels], [(*labels, None)], linear=[(0,)], shapes=[(*shape, 2)])
+    labels = tuple(range(len(shape) - 1))
+    return Signature([(*labels, None)], [labels], linear=[(0,)], shapes=[shape[:-1]])
 
 
 @rule(
@@ -133,7 +163,7 @@ def lerp(call: Call):
 def where(call: Call):
     """Linear in the two branches together, when both are tensors."""
     if len(call.operands) < 3:
-        return elementwise(call) if len(call.args) == 3 else None
+        return elementwise(call) if len(call.args) + len(call.kwargs) == 3 else None  # where(condition) is nonzero
     first = 0 if call.function is torch.where else 1
     condition = {0: 0, 1: 1}[first]
     return elementwise(call, linear=[tuple(i for i in range(3) if i != condition)])
@@ -145,7 +175,7 @@ def masked_fill(call: Call):
     return elementwise(call)
 
 
-_CASTS = "float double half bfloat16 cfloat cdouble".split()
+_CASTS = "float double half bfloat16 cfloat cdouble chalf".split()
 _ROUNDING_CASTS = "int long short char byte bool".split()
 
 
@@ -164,16 +194,17 @@ def rounding_cast(call: Call):
 def to(call: Call):
     dtypes = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.dtype)]
     floating = all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+    if len(call.operands) > 1:  # .to(other), .type_as(other): only the other's dtype and device count
+        return composite(_to_other)
     if call.function is Tensor.type:
         if len(call.args) + len(call.kwargs) == 1:
-            return None
+            return Decision()  # asks for the type's name
         floating = floating and bool(dtypes)
-    if len(call.operands) == 2:  # .to(other), .type_as(other): only the other's dtype and device count
-        own = call.operands[0]
-        return Signature(
-            [tuple(range(own.ndim)), (None,) * call.operands[1].ndim], [tuple(range(own.ndim))], shapes=[own.shape]
-        )
     return elementwise(call, linear=[(0,)] if floating else ())
+
+
+def _to_other(tensor: Tensor, other: Tensor, *args, **kwargs) -> Tensor:
+    return tensor.to(other.device, other.dtype, *args, **kwargs)
 
 
 @rule(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)

@@ -1,1 +1,116 @@
-"""(rules of this family follow)"""
+"""Random functions: every rank draws the whole, as one device would, and keeps its part.
+
+So the values are one device's for every layout, and all generators end in the same
+state; the price is the whole tensor's time and memory on every rank. (vescale_rng
+registers rules that draw the part alone.) Nothing is communicated where the old
+values do not count:
+
+    fills, nn.init, *_like       drawn whole, sliced into the layout
+    dropout that drops nothing   the input itself, in any layout
+    all others                   the fallback: inputs gathered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._convert import convert_plain
+from .._fallback import gathered
+from .._state import INVARIANT, PENDING
+from .._tensor import DTensor, local_only
+from .pointwise import elementwise
+from .registry import Call, handler, rule
+
+_FILLS = "normal_ uniform_ exponential_ cauchy_ geometric_ log_normal_ random_ bernoulli_".split()
+# nn.init functions that come whole; those that draw by way of Tensor methods need no entry.
+_INITS = "normal_ uniform_ kaiming_uniform_ kaiming_normal_ trunc_normal_ xavier_uniform_ xavier_normal_ orthogonal_ sparse_".split()
+
+
+def _blank(tensor: DTensor) -> Tensor:
+    """An empty plain tensor of the global shape, its dims in memory order like the shard's (drawing follows it)."""
+    shape = tensor._layout.shape
+    with local_only():
+        strides = tensor.stride()
+        order = sorted(range(len(shape)), key=lambda d: -strides[d]) if 0 not in tensor.shape else range(len(shape))
+        dense = tensor.numel() == 0 or torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+        sizes = [shape[d] for d in order]
+        blank = torch.empty(
+            sizes if dense else [*sizes, 2], dtype=tensor.dtype, device=tensor.device
+        )  # one in two: neither is it dense
+    if not dense:
+        blank = blank[..., 0]
+    return blank.permute([list(order).index(d) for d in range(len(shape))])
+
+
+@handler([getattr(Tensor, name) for name in _FILLS])
+def fill(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """In place; the old values do not count, so nothing is gathered."""
+    own, *rest = args
+    if type(own) is not DTensor or any(type(a) is DTensor for a in (*rest, *kwargs.values())):
+        return gathered(function)(*args, **kwargs)
+    return _overwrite(function, own, lambda blank: function(blank, *rest, **kwargs))
+
+
+def _overwrite(function: Callable, own: DTensor, draw: Callable[[Tensor], Any]) -> DTensor:
+    layout = own._layout.base
+    whole = _blank(own)
+    with torch.no_grad():
+        draw(whole)
+        drawn = convert_plain(whole, layout.mesh, layout, function)
+    return own.copy_(drawn)
+
+
+@handler([getattr(nn.init, name) for name in _INITS])
+def initialize(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """`nn.init`: as one device would, on the whole; gradients are off, as they are there."""
+    own = args[0] if args else kwargs["tensor"]
+    rest, named = args[1:], {name: value for name, value in kwargs.items() if name != "tensor"}
+    with torch.no_grad():
+        return _overwrite(function, own, lambda blank: function(blank, *rest, **named))
+
+
+@handler(nn.init.constant_)
+def constant(function: Callable, args: tuple, kwargs: dict) -> Any:
+    own = args[0] if args else kwargs["tensor"]
+    with torch.no_grad():
+        return own.fill_(args[1] if len(args) > 1 else kwargs["val"])
+
+
+@handler(torch.rand_like, torch.randn_like, torch.randint_like)
+def like(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """In the input's layout; where that is pending the result is whole."""
+    kwargs = dict(kwargs)
+    own, *rest = args if args else (kwargs.pop("input"),)
+    base = own._layout.base
+    layout = base.with_states([INVARIANT if state is PENDING else state for state in base.states])
+    requires_grad = kwargs.pop("requires_grad", False)
+    with torch.no_grad():
+        whole = function(_blank(own), *rest, **kwargs)
+        return convert_plain(whole, layout.mesh, layout, function).requires_grad_(requires_grad)
+
+
+@rule(
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_,
+    torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout, torch.feature_dropout_,
+    torch.feature_alpha_dropout, torch.feature_alpha_dropout_, exact=True,
+)  # fmt: skip
+def dropout(call: Call):
+    """Free when nothing is dropped (p = 0, or not training) and when everything is (p = 1): neither draws."""
+    functional = call.function.__module__ == F.__name__
+    p = call.get(1, "p", 0.5)
+    training = call.get(2, "training" if functional else "train", functional)
+    if training and p not in (0, 1):
+        return None
+    return elementwise(call, linear=[(0,)])
+
+
+@rule(F.rrelu, torch.rrelu, torch.rrelu_, Tensor.rrelu_ if hasattr(Tensor, "rrelu_") else None)
+def rrelu(call: Call):
+    """Elementwise unless it draws."""
+    return None if call.get(3, "training", False) else elementwise(call)
