@@ -1,4 +1,4 @@
-"""permute, squeeze, expand, repeat, ... on shards."""
+"""permute, squeeze, expand, repeat, their in-place twins, and new tensors of given sizes, on shards."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from math import prod
 
 import pytest
 import torch
-from vescale_dtensor import FallbackWarning, InterleavedShard, Replicate, Shard, distribute_tensor
+from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard, ViewError, distribute_tensor
 from vescale_dtensor._oracle import compare, placements_for
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
-R, S = Replicate(), Shard
+R, S, P = Replicate(), Shard, Partial()
 
 
 def native():
@@ -23,17 +23,11 @@ def values(*shape):
 
 
 CASES = [
-    ((3, 4, 2), lambda x: x.permute(2, 0, 1)),
-    ((3, 4, 2), lambda x: torch.permute(x, (2, 0, -2))),
-    ((3, 4, 2), lambda x: x.transpose(-1, 0)),
-    ((3, 4, 2), lambda x: torch.swapaxes(x, 1, 2)),
-    ((3, 4, 2), lambda x: x.swapdims(1, 2)),
-    ((3, 4, 2), lambda x: torch.transpose(x, dim0=1, dim1=2)),
-    ((3, 4, 2), lambda x: x.movedim(0, 2)),
-    ((3, 4, 2), lambda x: torch.moveaxis(x, (0, 1), (-1, 0))),
-    ((3, 4), lambda x: x.t()),
-    ((3, 4), lambda x: x.T + x.H.mT.mH),
-    ((3, 4, 2), lambda x: x.mT + x.mH + x.adjoint()),
+    ((3, 4, 2), lambda x: (x.permute(2, 0, 1), torch.permute(x, (2, 0, -2)), x.permute(dims=(0, 2, 1)))),
+    ((3, 4, 2), lambda x: (x.transpose(-1, 0), torch.swapaxes(x, 1, 2), x.swapdims(1, 2))),
+    ((3, 4, 2), lambda x: (torch.transpose(x, dim0=1, dim1=2), x.movedim(0, 2), torch.moveaxis(x, (0, 1), (-1, 0)))),
+    ((3, 4, 2), lambda x: (torch.swapaxes(x, axis0=0, axis1=1), torch.swapdims(x, dim0=0, dim1=1))),
+    ((3, 4), lambda x: (x.t(), x.T, x.H, x.mT, x.mH, x.adjoint())),
     ((3, 4), lambda x: (x.unsqueeze(0), x.unsqueeze(-1), torch.unsqueeze(x, dim=1))),
     ((1, 4, 1), lambda x: (x.squeeze(), x.squeeze(0), x.squeeze((0, 2)), x.squeeze(1), torch.squeeze(x, dim=-1))),
     ((2, 1, 4), lambda x: (x.squeeze(), x.squeeze(0), x.squeeze(1))),
@@ -42,12 +36,8 @@ CASES = [
     ((4, 5), lambda x: (x.repeat(1, 1), x.repeat(2, 3), x.repeat((2, 1, 3)), x.tile((2,)), torch.tile(x, (2, 1, 2)))),
     ((4, 5), lambda x: (x.repeat_interleave(3, 1), x.repeat_interleave(2, dim=0), torch.repeat_interleave(x, 2))),
     ((4,), lambda x: (torch.atleast_1d(x), torch.atleast_2d(x), torch.atleast_3d(x))),
-    ((), lambda x: (torch.atleast_1d(x), torch.atleast_2d(x), torch.atleast_3d(x))),
-    ((4, 5), lambda x: torch.atleast_3d(x, x[None])),
-    ((4, 5), lambda x: (x.flatten(), torch.flatten(x, 1), x.ravel(), x.reshape(-1, 2), x.unflatten(0, (2, 2)))),
-    ((4, 6), lambda x: (torch.unflatten(x, 1, (3, -1)), x.view_as(torch.zeros(6, 4)), x.reshape_as(x.t()))),
-    ((4, 4), lambda x: (x.diagonal(), torch.diagonal(x, 1), torch.diag_embed(x), torch.diag_embed(x, 1, 0, 2))),
-    ((2, 4, 4), lambda x: (x.diagonal(0, 1, 2), torch.linalg.diagonal(x), x.unfold(1, 2, 1), x.unfold(-1, 3, 2))),
+    ((), lambda x: (torch.atleast_1d(x), torch.atleast_2d(x), torch.atleast_3d(x), x.squeeze(), x.T, x.expand(3))),
+    ((4, 5), lambda x: torch.atleast_3d(x, x.unsqueeze(0))),
     ((4,), lambda x: torch.meshgrid(x, x * 2, indexing="xy")),
     ((4,), lambda x: torch.meshgrid([x, x * 2], indexing="ij")),
     ((4, 1), lambda x: torch.broadcast_tensors(x, torch.zeros(3))),
@@ -58,9 +48,110 @@ CASES = [
 @pytest.mark.parametrize("sizes", [(2, 2), (4,)])
 def test_grid(sizes):
     def work():
+        native()
         mesh = mesh_of(*sizes)
         for shape, function in CASES:
             for placements in placements_for(shape, len(sizes)):
                 compare(function, [values(*shape)], [placements], mesh, bitwise=True)
+
+    run_ranks(4, work)
+
+
+PATTERNS = [
+    ("heads", (2, 4, 8, 3), lambda x: x.transpose(1, 2), S(2), S(1)),
+    ("weight", (8, 4), lambda x: x.T, S(0), S(1)),
+    ("mask", (4, 6), lambda x: x.unsqueeze(1).expand(4, 3, 6), S(0), S(0)),
+    ("last one kept", (4, 1), lambda x: x.squeeze(-1), S(0), S(0)),
+    ("key-value heads", (2, 4, 3), lambda x: x.repeat_interleave(2, 1), S(1), S(1)),
+    ("key-value heads, stretched", (2, 4, 3), lambda x: x.unsqueeze(2).expand(2, 4, 2, 3).reshape(2, 8, 3), S(1), S(1)),
+    ("repeat", (4, 6), lambda x: x.repeat(3, 1), S(0), InterleavedShard(0, 3)),
+    ("uneven repeat", (5, 6), lambda x: x.repeat(3, 1), S(0), InterleavedShard(0, 3)),
+    ("pending", (4, 6), lambda x: x.repeat(2, 2), P, P),
+    ("a grouped cut", (4, 12), lambda x: x.t(), InterleavedShard(1, 3), InterleavedShard(0, 3)),
+]
+
+
+def test_patterns_without_communication():
+    def work():
+        native()
+        mesh = mesh_of(4)
+        for name, shape, function, before, after in PATTERNS:
+            assert compare(function, [values(*shape)], [[before]], mesh, bitwise=True) == [], name
+            out = function(distribute_tensor(values(*shape), mesh, [before]))
+            assert list(out.placements) == [after], f"{name}: {out.placements}"
+
+    run_ranks(4, work)
+
+
+INPLACE = [
+    ((3, 4, 2), lambda x: x.transpose_(0, 2)),
+    ((3, 4, 2), lambda x: x.swapaxes_(1, 2)),
+    ((3, 4, 2), lambda x: x.swapdims_(1, 0)),
+    ((4, 4), lambda x: x.t_()),
+    ((3, 4), lambda x: x.unsqueeze_(1)),
+    ((3, 1, 4), lambda x: x.squeeze_()),
+    ((3, 1, 4), lambda x: x.squeeze_(1)),
+]
+
+
+def test_in_place_gives_self_the_new_layout():
+    def work():
+        native()
+        mesh = mesh_of(2, 2)
+        for shape, function in INPLACE:
+
+            def both(x, function=function):
+                x = x * 1.0
+                y = function(x)
+                assert y is x
+                return x * torch.arange(prod(x.shape), dtype=x.dtype).reshape(x.shape)
+
+            for placements in placements_for(shape, 2):
+                if 1 not in shape or not any(p == S(1) for p in placements):
+                    compare(both, [values(*shape)], [placements], mesh)
+                    with torch.no_grad():
+                        compare(both, [values(*shape).detach()], [placements], mesh)
+
+    run_ranks(4, work)
+
+
+def test_in_place_forgets_conversions():
+    """A square matrix has the same shape after t_(): what was remembered of it is no longer its value."""
+
+    def work():
+        mesh = mesh_of(4)
+        from vescale_dtensor._memo import close_scope, open_scope
+
+        x = distribute_tensor(values(4, 4).detach(), mesh, [S(0)])
+        open_scope()
+        before = x.redistribute([R])
+        x.t_()
+        after = x.redistribute([R])
+        close_scope()
+        assert after.to_local().equal(before.to_local().t())
+
+    run_ranks(4, work)
+
+
+def test_squeeze_in_place_of_a_cut_dim_raises():
+    def work():
+        distribute_tensor(values(1, 8).detach(), mesh_of(4), [S(0)]).squeeze_(0)
+
+    assert "tensor.squeeze(...)" in raises_on_all(4, ViewError, work)
+
+
+def test_new_tensors_have_global_sizes():
+    def work():
+        native()
+        mesh = mesh_of(2, 2)
+        functions = [
+            lambda x: (x.new_zeros(5, 2), x.new_zeros((5,)), x.new_ones(size=(2, 3)), x.new_empty(3).shape),
+            lambda x: (x.new_full((3, 2), 7.0), x.new_tensor([[1.0, 2.0]]), x.new_zeros(()), x.new_tensor(3)),
+            lambda x: x.new_zeros(4, 6).copy_(x) + x,
+            lambda x: x + x.new_ones(4, 1, dtype=torch.float32),
+        ]
+        for function in functions:
+            for placements in placements_for((4, 6), 2):
+                compare(function, [values(4, 6).detach()], [placements], mesh)
 
     run_ranks(4, work)

@@ -82,8 +82,9 @@ def _exchange(layout, axis, source, results, through, offers) -> tuple[State, tu
 
     def cost(choice: tuple) -> tuple:
         target = choice[0]
+        realigned = target.dim == state.dim and target.groups == 1
         uneven = target.is_sharded and (target.units is not None or source.shape[target.dim] % count != 0)
-        return (*axis_cost(state, target, count, numel), target.dim != state.dim, uneven)
+        return (*axis_cost(state, target, count, numel), not realigned, uneven)
 
     return min(choices, key=cost)  # the first of the cheapest
 

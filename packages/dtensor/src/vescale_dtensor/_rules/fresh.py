@@ -14,7 +14,7 @@ def _whole(call: Call, shape) -> Decision:
     return Decision(targets=(None,), out=layout_of(call.mesh, (INVARIANT,) * call.mesh.ndim, tuple(shape)))
 
 
-@rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty)
+@rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_empty_strided)
 def sized(call: Call):
     return _whole(call, call.rest(1, "size"))
 

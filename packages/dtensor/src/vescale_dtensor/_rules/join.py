@@ -10,15 +10,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from .._errors import ShapeError
+from .._layout import Layout
 from .._signature import Signature
 from .._state import sharded
 from .carry import carry, sizes_before
-from .registry import Call, both, composite, rule
+from .registry import Call, Operand, both, composite, rule
 from .shape import AT_LEAST, dim_of, renamed
 
 # --- joining --------------------------------------------------------------------------
@@ -134,12 +136,12 @@ def stacks(call: Call):
 def whole_shapes(call: Call) -> list[tuple[int, ...]]:
     """The global shapes of the outputs, asked of torch itself; it complains about wrong arguments, too."""
     whole = torch.empty(call.operands[0].shape, device="meta")
-    kwargs = {name: value for name, value in call.kwargs.items() if name not in ("input", "A")}
+    kwargs = {name: value for name, value in call.kwargs.items() if not isinstance(value, Operand)}
     outs = call.function(whole, *call.args[1:], **kwargs)
     return [tuple(out.shape) for out in ((outs,) if isinstance(outs, Tensor) else outs)]
 
 
-@rule(both("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split"), view=True)
+@rule(both("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), view=True)
 def split(call: Call):
     return _parted(call, call.get(2, "dim", 0))
 
@@ -179,9 +181,30 @@ def _parted(call: Call, dim):
         sizes = [layout.local_shape[dim] for layout in outs]
         if sizes == [shape[dim] for shape in shapes]:
             return None
-        return lambda *args, **kwargs: torch.split(args[0] if args else kwargs["input"], sizes, dim)
+        return _splitter(sizes, dim)
 
-    return carry(call, shapes, through, local=local)
+    return carry(call, shapes, through, local=local, why=lambda layout, axis: _explain(layout, axis, shapes))
+
+
+def _splitter(sizes: list[int], dim: int) -> Callable:
+    def run(*args, **kwargs):
+        tensor = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return torch.split(tensor, sizes, dim)
+
+    return run
+
+
+def _explain(layout: Layout, axis: int, shapes: list[tuple[int, ...]]) -> tuple[str, tuple]:
+    """For `strict()`: which cut the pieces do not respect, and the one they would."""
+    state = layout.states[axis]
+    name, count = layout.mesh.names[axis], layout.mesh.sizes[axis]
+    sizes = [shape[state.dim] for shape in shapes]
+    reason = (
+        f"dim {state.dim} of {list(layout.shape)} is cut by {state!r} on axis {name!r} ({count}), "
+        f"and pieces of {sizes} are not whole groups of it"
+    )
+    groups = layout.shape[state.dim] // (gcd(*sizes) or 1)
+    return reason, ((f"InterleavedShard({state.dim}, {groups})", "cuts every piece alike, no communication"),)
 
 
 def _pieces_of(groups: int, dim: int, sizes: tuple[tuple[int, ...], ...]) -> tuple | None:

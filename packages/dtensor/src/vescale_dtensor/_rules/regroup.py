@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from .._region import cut
+from .._region import chunks, cut_sizes
 from .._state import State, sharded
 
 
@@ -72,8 +72,7 @@ def groups_of(before: tuple[int, ...], after: tuple[int, ...]) -> list[Group]:
 def combs_of(state: State, at: int, sizes: tuple[int, ...], count: int) -> list[Comb]:
     """What `state` makes of dim number `at` of a group of local `sizes`; equal descriptions, the finest first."""
     inner = prod(sizes[at + 1 :])
-    lengths = [[stop - start for start, stop in ranges] for ranges in cut(state, sizes[at], count)]
-    spans = tuple(ranges[0] * inner for ranges in lengths)
+    spans = tuple(size // state.groups * inner for size in cut_sizes(state, sizes[at], count))
     blocks = prod(sizes[:at]) * state.groups
     found = [Comb(blocks, spans)]
     if blocks > 1 and sum(span > 0 for span in spans) == 1:  # one rank holds all: blocks have no borders
@@ -90,10 +89,8 @@ def states_of(comb: Comb, at: int, sizes: tuple[int, ...]) -> list[State]:
     if sizes[at] % groups:
         return []
     lengths = tuple(span // inner for span in comb.spans)
-    state = sharded(0, groups)
-    chunks = tuple(sum(b - a for a, b in ranges) // groups for ranges in cut(state, sizes[at], len(lengths)))
-    if chunks == lengths:
-        return [state]
+    if lengths == tuple(chunks(sizes[at] // groups, len(lengths))):
+        return [sharded(0, groups)]
     return [sharded(0, 1, lengths)] if groups == 1 else []
 
 

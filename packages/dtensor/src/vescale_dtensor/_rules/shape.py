@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import index
 
 import torch
 from torch import Tensor
 
 from .._errors import ShapeError, ViewError
 from .._signature import Signature, solve
-from .registry import Call, both, composite, rule
+from .body import lifted
+from .registry import Call, Operand, both, composite, rule
 
 
 def dim_of(call: Call, dim: int, ndim: int | None = None) -> int:
@@ -30,6 +32,18 @@ def dim_of(call: Call, dim: int, ndim: int | None = None) -> int:
             [(f"a dim in {-max(ndim, 1)}..{max(ndim, 1) - 1}", "")],
         )
     return dim % max(ndim, 1)
+
+
+def ints(values: Sequence) -> tuple[int, ...] | None:
+    """Sizes or dims as ints (numpy's too), or None when a tensor is among them."""
+    if values is None or any(isinstance(value, Operand) for value in values):
+        return None
+    return tuple(map(index, values))
+
+
+def spread(shape: tuple[int, ...]) -> tuple:
+    """A local shape as arguments: torch reads several ints faster than one tuple; no ints it wants as a tuple."""
+    return shape or ((),)
 
 
 def renamed(call: Call, labels: Sequence, shape: Sequence[int], local: Callable | None = None):
@@ -67,8 +81,8 @@ def permuted(call: Call, order: Sequence[int]):
 
 @rule(Tensor.permute, torch.permute, view=True)
 def permute(call: Call):
-    dims = call.rest(1, "dims")
-    return permuted(call, [dim_of(call, dim) for dim in dims])
+    dims = ints(call.rest(1, "dims"))
+    return None if dims is None else permuted(call, [dim_of(call, dim) for dim in dims])
 
 
 @rule(both("transpose", "swapaxes", "swapdims"), view=True)
@@ -171,7 +185,9 @@ def at_least(call: Call):
 def expand(call: Call):
     """A dim of size 1 is stretched; a new dim is whole."""
     shape = call.operands[0].shape
-    sizes = call.rest(1, "size")
+    sizes = ints(call.rest(1, "size"))
+    if sizes is None:
+        return None
     new = len(sizes) - len(shape)
     before = (1,) * new + shape
     after = [old if size == -1 and at >= new else size for at, (old, size) in enumerate(zip(before, sizes))]
@@ -187,8 +203,12 @@ def expand(call: Call):
     return Signature(
         [tuple(dim if dim in kept else None for dim in range(len(shape)))], [tuple(labels)],
         linear=[(0,)], shapes=[tuple(after)],
-        local=lambda outs: lambda input, *args, **kwargs: input.expand(outs[0].local_shape),
+        local=lambda outs: _expanded(spread(outs[0].local_shape)),
     )  # fmt: skip
+
+
+def _expanded(sizes: tuple) -> Callable:
+    return lambda input, *args, **kwargs: input.expand(*sizes)
 
 
 @rule(Tensor.expand_as)
@@ -202,7 +222,7 @@ def broadcast_tensors(call: Call):
     def run(*tensors):
         tensors = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
         shape = torch.broadcast_shapes(*[tuple(tensor.shape) for tensor in tensors])
-        return tuple(tensor.expand(shape) for tensor in tensors)
+        return tuple(lifted(tensor, call.mesh).expand(shape) for tensor in tensors)
 
     return composite(run)
 
@@ -213,7 +233,7 @@ def meshgrid(call: Call):
         tensors = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
         shape = [tensor.numel() for tensor in tensors]
         grids = tuple(
-            tensor.reshape([-1 if at == own else 1 for at in range(len(tensors))]).expand(shape)
+            lifted(tensor, call.mesh).reshape([-1 if at == own else 1 for at in range(len(tensors))]).expand(shape)
             for own, tensor in enumerate(tensors)
         )
         return tuple(grid.swapaxes(0, 1) for grid in grids) if indexing == "xy" and len(grids) > 1 else grids

@@ -17,6 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .._copies import mark_copy
 from .._errors import ShapeError
 from .._layout import Layout, layout_of
 from .._signature import Signature
@@ -24,26 +25,26 @@ from .._state import INVARIANT, State, sharded
 from .carry import carry, sizes_before
 from .regroup import Group, carry_cut, groups_of
 from .registry import Call, Decision, composite, rule
-from .shape import dim_of
-
-
-def _same_size(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The local `view`. A shard may be laid out so that it cannot be viewed where the whole tensor could be
-    (it was cut out of another tensor, or came so from a conversion): then it is copied, and marked as a copy."""
-    try:
-        return tensor.view(shape)
-    except RuntimeError:
-        out = tensor.reshape(shape)
-        out._copied_from = True
-        return out
+from .shape import dim_of, ints, spread
 
 
 def _viewed(shape: tuple[int, ...]) -> Callable:
-    return lambda input, *args, **kwargs: _same_size(input, shape)
+    """The local `view`. A shard may be laid out so that it cannot be viewed where the whole tensor could be
+    (it was cut out of another tensor, or came so from a conversion): then it is copied, and marked as a copy."""
+    sizes = spread(shape)
+
+    def run(input, *args, **kwargs):
+        try:
+            return input.view(*sizes)
+        except RuntimeError:
+            return mark_copy(input.reshape(*sizes), input)
+
+    return run
 
 
 def _reshaped(shape: tuple[int, ...]) -> Callable:
-    return lambda input, *args, **kwargs: input.reshape(shape)
+    sizes = spread(shape)
+    return lambda input, *args, **kwargs: input.reshape(*sizes)
 
 
 def resolved(call: Call, sizes: tuple[int, ...], numel: int) -> tuple[int, ...]:
@@ -143,9 +144,10 @@ def _explain(layout: Layout, axis: int, after: tuple[int, ...], group: Group) ->
 def view(call: Call):
     """view(*sizes); view(dtype) has the same bits, so that a pending sum is reduced first."""
     sizes = call.rest(1, "size")
-    if sizes is None or isinstance(sizes[0] if sizes else None, torch.dtype) or "dtype" in call.kwargs:
+    if "dtype" in call.kwargs or (sizes and isinstance(sizes[0], torch.dtype)):
         return composite(_view_dtype)
-    return reshape_to(call, resolved(call, sizes, prod(call.operands[0].shape)), _viewed)
+    sizes = ints(sizes)
+    return None if sizes is None else reshape_to(call, resolved(call, sizes, prod(call.operands[0].shape)), _viewed)
 
 
 def _view_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -171,8 +173,8 @@ def view_dtype(call: Call):
 
 @rule(Tensor.reshape, torch.reshape, view=True)
 def reshape(call: Call):
-    sizes = call.rest(1, "shape")
-    return reshape_to(call, resolved(call, sizes, prod(call.operands[0].shape)))
+    sizes = ints(call.rest(1, "shape"))
+    return None if sizes is None else reshape_to(call, resolved(call, sizes, prod(call.operands[0].shape)))
 
 
 @rule(Tensor.flatten, torch.flatten, view=True)
@@ -200,7 +202,10 @@ def unflatten(call: Call):
     """Dim `dim` becomes dims of `sizes`."""
     shape = call.operands[0].shape
     dim, sizes = call.get(1, "dim"), call.rest(2, "sizes")
-    if not isinstance(dim, int) or not sizes or not all(isinstance(size, int) for size in sizes):
+    if not isinstance(dim, int) or not sizes or any(isinstance(size, (str, tuple)) for size in sizes):
+        return None  # named dims
+    sizes = ints(sizes)
+    if sizes is None:
         return None
     dim = dim_of(call, dim)
     return reshape_to(call, (*shape[:dim], *resolved(call, sizes, shape[dim]), *shape[dim + 1 :]))
