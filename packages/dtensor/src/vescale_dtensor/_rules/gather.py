@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from .._signature import Labels, Signature, solve
-from .index_tensor import Rows, is_contiguous_cut, nonempty
 from .pointwise import broadcast
 from .registry import Call, Decision, Operand, both, composite, rule
+from .rows import Rows, is_contiguous_cut, nonempty
 
 
 def by_operand(
