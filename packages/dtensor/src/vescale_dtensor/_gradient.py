@@ -176,7 +176,8 @@ def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...]:
     # own check: the graph itself runs on plain tensors.
     found = _engine_grad(roots, inputs, starts, given)
     return tuple(
-        stamp(g if type(g) is Tensor else alias(g), i._layout.gradient) if type(i) is DTensor and g is not None else g
+        # another object: what the graph hands back can be the caller's own seed
+        stamp(alias(g), i._layout.gradient) if type(i) is DTensor and g is not None else g
         for i, g in zip(inputs, found)
     )
 
