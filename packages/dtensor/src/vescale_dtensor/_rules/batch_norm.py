@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor
 from .._conversion import is_alias
 from .._convert import convert_operand
 from .._layout import Layout, layout_of
+from .._mesh import Mesh
 from .._signature import Signature, solve
+from .._state import INVARIANT
 from .._tensor import DTensor
 from .parts import plain, settled, splits, stamped
 from .reduce import upcast
@@ -32,7 +35,23 @@ def _labels(x: Operand) -> tuple:
 
 def _by_channel(call: Call, x: Operand, whole: set, **options) -> Signature:
     inputs = [_labels(x) if operand is x else ("c",) for operand in call.operands]
+    options.setdefault("local", lambda _: _or_empty(call.function))
     return Signature(inputs, [_labels(x)], whole=whole, **options)
+
+
+def _or_empty(function: Callable) -> Callable:
+    """`function`, also on an empty shard, which torch's kernels refuse; every operand stays in the graph."""
+
+    def run(input: Tensor, *args, **kwargs) -> Tensor:
+        if input.numel():
+            return function(input, *args, **kwargs)
+        out = input.clone()
+        for other in (*args, *kwargs.values()):
+            if isinstance(other, Tensor):
+                out = out + other.view(1, -1, *[1] * (input.ndim - 2))
+        return out
+
+    return run
 
 
 # --- batch_norm ------------------------------------------------------------------------
@@ -91,9 +110,9 @@ def _batch_norm(
     variance = settled((distance * distance).mean(dims, keepdim=True), "batch_norm")
     out = distance * (variance + eps).rsqrt()
     if weight is not None:
-        out = out * _channelwise(weight, x.ndim)
+        out = out * _channelwise(weight, x._layout.mesh, x.ndim)
     if bias is not None:
-        out = out + _channelwise(bias, x.ndim)
+        out = out + _channelwise(bias, x._layout.mesh, x.ndim)
     with torch.no_grad():
         for running, value in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
             if running is not None:
@@ -101,13 +120,11 @@ def _batch_norm(
     return out if out.dtype == input.dtype else out.to(input.dtype)
 
 
-def _channelwise(values: Tensor, ndim: int) -> Tensor:
-    """[C] as [1, C, 1, ...]."""
-    shape = (1, -1, *[1] * (ndim - 2))
-    if type(values) is not DTensor:
-        return values.view(shape)
-    layout = values._layout.base
-    return stamped(plain(values).view(shape), _with_dim(layout, 1, (1, *layout.shape, *[1] * (ndim - 2))))
+def _channelwise(values: Tensor, mesh: Mesh, ndim: int) -> DTensor:
+    """[C] as [1, C, 1, ...]; plain values are I."""
+    layout = values._layout.base if type(values) is DTensor else layout_of(mesh, (INVARIANT,) * mesh.ndim, values.shape)
+    rest = (1,) * (ndim - 2)
+    return stamped(plain(values).view(1, -1, *rest), _with_dim(layout, 1, (1, *layout.shape, *rest)))
 
 
 def _with_dim(layout: Layout, dim: int, shape) -> Layout:
@@ -137,16 +154,7 @@ def group_norm(call: Call):
         return None
     if x.shape[1] % groups or prod(x.shape) // groups <= 1:
         return None  # torch complains
-    others = [operand for operand in call.operands if operand is not x]
-    cutting = [
-        axis for axis, state in enumerate(x.states)
-        if state.kind == "S" and state.dim > 0 or any(other.states[axis].kind == "S" for other in others)
-    ]  # fmt: skip
-    plain_cuts = all(
-        s.groups == 1 and s.units is None for o in call.operands for s in o.states if s.kind == "S" and (o is not x or s.dim == 1)
-    )
-    on_borders = plain_cuts and groups % prod(x.layout.mesh.sizes[axis] for axis in cutting) == 0
-    whole = set(_labels(x)) - {"b"} - ({"c"} if on_borders else set())
+    spatial = set(_labels(x)) - {"b", "c"}
 
     def local(outs: tuple[Layout, ...]):
         layout = outs[0]
@@ -155,9 +163,19 @@ def group_norm(call: Call):
         def run(input, num_groups, weight=None, bias=None, eps=1e-5, *rest) -> Tensor:
             return torch.group_norm(input, held, weight, bias, eps)
 
-        return run
+        return _or_empty(run)
 
-    return _by_channel(call, x, whole, local=local)
+    decision = solve(call, _by_channel(call, x, spatial, local=local))
+    if decision is not None and _on_borders(decision.out, groups):
+        return decision
+    return _by_channel(call, x, spatial | {"c"}, local=local)
+
+
+def _on_borders(layout: Layout, groups: int) -> bool:
+    """Whether every shard of the channels is a whole number of groups."""
+    cuts = [layout.states[axis] for axis in layout.axes_of(1)]
+    count = prod(layout.mesh.sizes[axis] for axis in layout.axes_of(1))
+    return groups % count == 0 and all(cut.groups == 1 and cut.units is None for cut in cuts)
 
 
 @rule(F.instance_norm, torch.instance_norm)

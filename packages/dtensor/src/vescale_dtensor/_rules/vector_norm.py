@@ -149,7 +149,7 @@ def normalize(call: Call):
     if not only_split(call, dims):
         return along(call, dims)
 
-    def run(input: DTensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> DTensor:
+    def run(input: DTensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> DTensor:
         x = settled(input, call.function)
         return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
