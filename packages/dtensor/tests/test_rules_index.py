@@ -31,6 +31,21 @@ def real(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), requires_grad=True)
 
 
+def reader(index):
+    return lambda x: x[index]
+
+
+def writer(index):
+    """Writes a number, or the value given, to a copy."""
+
+    def write(x, value=2.5):
+        y = x * 1
+        y[index] = value
+        return y
+
+    return write
+
+
 def on_ranks(work, ranks=4):
     def strict():
         warnings.simplefilter("error", FallbackWarning)
@@ -52,9 +67,9 @@ def test_every_placement():
         x = real(5, 6, 3)
         for number, index in enumerate(INDICES):
             for given_ in list(placements_for(x.shape, 2))[number % 2 :: 2]:
-                checked(lambda x: x[index], [x], [given_], mesh_of(2, 2))
+                checked(reader(index), [x], [given_], mesh_of(2, 2))
             for given_ in placements_for(x.shape, 1):
-                checked(lambda x: x[index], [x], [given_], mesh_of(4))
+                checked(reader(index), [x], [given_], mesh_of(4))
 
     on_ranks(work)
 
@@ -70,7 +85,7 @@ def test_interleaved():
                         distribute_tensor(x.detach(), mesh_of(2, 2), given_)
                     except RuntimeError:
                         continue
-                    checked(lambda x: x[index], [x], [given_], mesh_of(2, 2))
+                    checked(reader(index), [x], [given_], mesh_of(2, 2))
 
     on_ranks(work)
 
@@ -84,7 +99,7 @@ def test_no_communication():
 
     def work():
         for index, given_ in free:
-            assert checked(lambda x: x[index], [real(8, 4, 4)], [given_], mesh_of(2, 2)) == [], (index, given_)
+            assert checked(reader(index), [real(8, 4, 4)], [given_], mesh_of(2, 2)) == [], (index, given_)
         x = distribute_tensor(torch.randn(8, 4, 4), mesh_of(2, 2), [S0, S1])
         assert x[:, 0].placements == (S0, P) and x[:, :, None, :2].placements == (S0, S1)
         assert x[:, :3].placements != (S0, P)  # a long slice of a sharded dim is made whole
@@ -94,8 +109,9 @@ def test_no_communication():
 
 def test_methods():
     calls = [
-        lambda x: x.narrow(1, 1, 4), lambda x: x.narrow(0, 1, 1), lambda x: x.narrow(1, 0, 6), lambda x: x.narrow(0, -2, 2),
-        lambda x: x.narrow(1, torch.tensor(1), 2), lambda x: x.select(-1, 1), lambda x: torch.select(x, dim=0, index=-1),
+        lambda x: x.narrow(1, 1, 4), lambda x: x.narrow(0, 1, 1), lambda x: x.narrow(1, 0, 6),
+        lambda x: x.narrow(0, -2, 2), lambda x: x.narrow(1, torch.tensor(1), 2), lambda x: x.select(-1, 1),
+        lambda x: torch.select(x, dim=0, index=-1),
         lambda x: torch.narrow_copy(x.detach(), 1, 2, 2), lambda x: torch.select_copy(x, 0, 1),
         lambda x: torch.slice_copy(x, 1, 1, 3),
     ]  # fmt: skip
@@ -114,7 +130,7 @@ def test_a_bool_a_list_and_an_integer_are_not_the_same_index():
         x = real(3, 2, 2)
         for index in (1, True, False, [1], (1, 0), [1, 0], [[1, 0], [0, 1]], [True, False, True], numpy.array([0, 1])):
             for given_ in [(R, R), (S0, S1), (S1, P)]:
-                checked(lambda x: x[index], [x], [given_], mesh_of(2, 2))
+                checked(reader(index), [x], [given_], mesh_of(2, 2))
 
     on_ranks(work)
 
@@ -123,7 +139,12 @@ def test_errors_are_torchs():
     def work():
         warnings.simplefilter("ignore", FallbackWarning)
         x = distribute_tensor(torch.randn(5, 4), mesh_of(4), [S0])
-        for index, kind in [(5, IndexError), ((0, -5), IndexError), ((0, 0, 0), IndexError), (slice(None, None, -1), ValueError)]:
+        for index, kind in [
+            (5, IndexError),
+            ((0, -5), IndexError),
+            ((0, 0, 0), IndexError),
+            (slice(0, 1, -1), ValueError),
+        ]:
             with pytest.raises(kind):
                 x[index]
         assert len(list(zip(range(9), x))) == 5  # iteration ends by itself
@@ -156,44 +177,29 @@ def test_assignment():
     def work():
         x = real(5, 6, 3)
 
-        def number(x):
-            y = x * 1
-            y[index] = 2.5
-            return y
-
-        def tensor(x, value):
-            y = x * 1
-            y[index] = value
-            return y
-
         for which, index in enumerate(WRITTEN):
             shape = x[index].shape
             values = [real(*shape), *([real(1, *shape[-1:])] if shape else [])]
             for step, given_ in enumerate(list(placements_for(x.shape, 2))):
                 if (step + which) % 2 == 0:
-                    checked(number, [x], [given_], mesh_of(2, 2))
+                    checked(writer(index), [x], [given_], mesh_of(2, 2))
                 for value in values:
                     others = list(placements_for(value.shape, 2))
                     if (step + which) % 3 == 0:
-                        checked(tensor, [x, value], [given_, others[(5 * step) % len(others)]], mesh_of(2, 2))
+                        checked(writer(index), [x, value], [given_, others[(5 * step) % len(others)]], mesh_of(2, 2))
 
     on_ranks(work)
 
 
 def test_assignment_without_communication():
     def work():
-        def write(x, value):
-            y = x * 1
-            y[index] = value
-            return y
-
         for index, given_, other in [
             ((ALL, 0), (S0, S2), (S0, S1)), ((ALL, 0), (S0, S1), (S0, R)), (slice(1, 3), (S0, S1), (R, S1)),
             ((..., slice(1, None)), (P, S0), (P, S0)),
         ]:  # fmt: skip
             x = real(4, 4, 4)
-            assert checked(write, [x, real(*x[index].shape)], [given_, other], mesh_of(2, 2)) == [], index
-            assert checked(write, [x, real(1)], [given_, None], mesh_of(2, 2)) == [], index
+            assert checked(writer(index), [x, real(*x[index].shape)], [given_, other], mesh_of(2, 2)) == [], index
+            assert checked(writer(index), [x, real(1)], [given_, None], mesh_of(2, 2)) == [], index
         plain = torch.zeros(3, 2)
         plain[1] = distribute_tensor(torch.ones(2), mesh_of(4), [R])
         assert plain.sum() == 2
@@ -221,14 +227,8 @@ def test_random_indices(many):
     def work():
         for shape, index, given_ in many:
             try:
-                checked(lambda x: x[index], [real(*shape)], [given_], mesh_of(2, 2))
-
-                def write(x):
-                    y = x * 1
-                    y[index] = 0.5
-                    return y
-
-                checked(write, [real(*shape)], [given_], mesh_of(2, 2))
+                checked(reader(index), [real(*shape)], [given_], mesh_of(2, 2))
+                checked(writer(index), [real(*shape)], [given_], mesh_of(2, 2))
             except Exception as error:
                 error.add_note(f"{shape} {index}")
                 raise
@@ -244,7 +244,7 @@ def test_masks_and_labels():
         for x in (mask, mask.int(), mask.long() * 7 - 3):
             for index in ((..., slice(1, None)), (ALL, 0), 3, (ALL, None, None, slice(None, 2))):
                 for given_ in [(S0, S1), (S1, R), (R, S0)]:
-                    checked(lambda x: x[index], [x], [given_], mesh_of(2, 2))
+                    checked(reader(index), [x], [given_], mesh_of(2, 2))
         for _ in range(3):  # the second time takes the short way through dispatch
             x = distribute_tensor(torch.arange(12.0).view(4, 3), mesh_of(4), [S0])
             assert x[2].full_tensor().tolist() == [6.0, 7.0, 8.0]

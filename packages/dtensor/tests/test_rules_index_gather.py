@@ -25,7 +25,7 @@ def grid(function, tensors, kinds=(), strict=True, **options):
         others = [list(placements_for(t.shape, 2, partial=t.is_floating_point())) for t in tensors[1:]]
         for step, first in enumerate(placements_for(tensors[0].shape, 2, kinds=kinds)):
             rest = [every[(7 * step + 3 * i) % len(every)] for i, every in enumerate(others)]
-            for given in ([R, R] * 1, None):
+            for given in (True, False):
                 placements = [first, *([(R, R)] * len(rest) if given else rest)]
                 try:
                     compare(function, tensors, placements, mesh, **options)
@@ -94,6 +94,7 @@ def test_writing(name):
 ROWS = {
     "index_add": lambda x, i, s: x.index_add(1, i, s, alpha=0.5),
     "index_copy": lambda x, i, s: x.index_copy(1, i, s),
+    "index_copy keywords": lambda x, i, s: torch.index_copy(input=x, dim=1, index=i, source=s),
     "index_add_": clone_then(lambda x, i, s: x.index_add_(1, i, s)),
     "index_copy_": clone_then(lambda x, i, s: x.index_copy_(1, i, s)),
     "index_fill": lambda x, i, s: x.index_fill(1, i, 2.5) + s.sum(),
@@ -143,7 +144,7 @@ def test_vocabulary_parallel_pick_is_free():
         mesh = mesh_of(2, 2)
         warnings.simplefilter("error", FallbackWarning)
         logits, labels = real(6, 10), below(10, 6, 1)
-        pick = lambda x, i: x.gather(-1, i)  # noqa: E731
+        pick = lambda x, i: x.gather(-1, i)
         for shards in [(R, S1), (S0, S1), (S1, S1), (S0, S0), (R, InterleavedShard(1, 2))]:
             rows = tuple(S0 if s == S0 else R for s in shards)
             events = compare(pick, [logits, labels], [shards, rows], mesh)

@@ -41,7 +41,7 @@ CALLS = {
     "rot180": lambda x: torch.rot90(x, 2, [1, 2]),
     "tril": lambda x: x.tril(),
     "triu": lambda x: torch.triu(x, -1),
-    "tril keyword": lambda x: torch.tril(x, diagonal=2),
+    "tril keyword": lambda x: torch.tril(input=x, diagonal=2),
     "tril_": lambda x: (x * 1).tril_(-1),
     "diagonal": lambda x: x.diagonal(1, 0, 1),
     "diagonal last": lambda x: torch.diagonal(x, dim1=-2, dim2=-1),

@@ -1,14 +1,14 @@
 """Functions that read or write along one dim by an index tensor: gather, scatter, index_add and their relatives.
 
-    dims where all sizes agree       keep their sharding, all tensors cut alike
-    dims where the index is smaller  whole
-    reading along a sharded dim      pending: every rank gives what it has, zeros for the rest; no communication
-    gather, index sharded along it   the result is sharded along it
-    scatter along a sharded dim      whole first
-    index_add, _copy, _fill          every rank writes the rows it has
-    adding what is sharded along     pending, and what is added to enters once
-    the dim (scatter_add, index_add)
-    pending inputs                   pending where linear: gather, scatter and index_copy of tensors, additions
+dims where all sizes agree       keep their sharding, all tensors cut alike
+dims where the index is smaller  whole
+reading along a sharded dim      pending: every rank gives what it has, zeros for the rest; no communication
+gather, index sharded along it   the result is sharded along it
+scatter along a sharded dim      whole first
+index_add, _copy, _fill          every rank writes the rows it has
+adding what is sharded along     pending, and what is added to enters once
+the dim (scatter_add, index_add)
+pending inputs                   pending where linear: gather, scatter and index_copy of tensors, additions
 """
 
 from __future__ import annotations
@@ -138,7 +138,13 @@ def _scattered(call: Call, source: object, *, linear: bool, adds: bool) -> Signa
     labels = {x: tuple(common), **{tensor: tuple(placed) for tensor in tensors}}
     together = [(x, source)] if linear and isinstance(source, Operand) else []
     return by_operand(
-        call, labels, tuple(common), x.shape, linear=together, summed=["along"] if adds else (), addends=[x] if adds else ()
+        call,
+        labels,
+        tuple(common),
+        x.shape,
+        linear=together,
+        summed=["along"] if adds else (),
+        addends=[x] if adds else (),
     )
 
 
@@ -183,7 +189,13 @@ def _along_rows(call: Call, source: object, *, linear: bool, adds: bool = False)
             return None
         together = [(x, source)] if linear else []
     signature = by_operand(
-        call, labels, tuple(common), x.shape, linear=together, summed=["along"] if adds else (), addends=[x] if adds else ()
+        call,
+        labels,
+        tuple(common),
+        x.shape,
+        linear=together,
+        summed=["along"] if adds else (),
+        addends=[x] if adds else (),
     )
     decision = solve(call, signature) if signature is not None else None
     if decision is None:
@@ -192,11 +204,12 @@ def _along_rows(call: Call, source: object, *, linear: bool, adds: bool = False)
     if target.axes_of(dim):
         rows, function = Rows(target, (dim,), negative=False), call.function
 
-        def run(local: Tensor, along: int, index: Tensor, *rest, **kwargs) -> Tensor:
-            (shifted,), inside = rows.local([index], local.device)
+        def run(input: Tensor, dim: int, index: Tensor, *rest, **kwargs) -> Tensor:
+            (shifted,), inside = rows.local([index], input.device)
             mine = inside.nonzero().squeeze(1)
-            rest, kwargs = [_rows(one, dim, mine) for one in rest], {k: _rows(v, dim, mine) for k, v in kwargs.items()}
-            return function(local, along, shifted[mine], *rest, **kwargs)
+            rest = [_rows(value, dim, mine) for value in rest]
+            kwargs = {name: _rows(value, dim, mine) for name, value in kwargs.items()}
+            return function(input, dim, shifted[mine], *rest, **kwargs)
 
         decision.run = run
     return decision

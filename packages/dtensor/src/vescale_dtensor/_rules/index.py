@@ -113,7 +113,9 @@ def pieces(ranges: Ranges, taken: range) -> list[Piece]:
         last = min(len(taken), -(-(high - taken.start) // taken.step))
         if first < last:
             start = offset + taken[first] - low
-            found.append(Piece(first, last - first, slice(start, start + (last - first - 1) * taken.step + 1, taken.step)))
+            found.append(
+                Piece(first, last - first, slice(start, start + (last - first - 1) * taken.step + 1, taken.step))
+            )
         offset += high - low
     return sorted(found)
 
@@ -176,12 +178,12 @@ def _reader(source: Layout, items: list[Item], parted: list[Item]):
         for item in items
     )  # fmt: skip
 
-    def run(x: Tensor, *args, **kwargs) -> Tensor:
-        base = x
+    def run(input: Tensor, *args, **kwargs) -> Tensor:
+        x = input
         for dim, parts, length in cuts:
             x = owned(x, dim, parts, length)
         # on one device a view: writing to this copy would not reach the base, and raises
-        return mark_copy(x[index], base) if cuts else x[index]
+        return mark_copy(x[index], input) if cuts else x[index]
 
     return run
 

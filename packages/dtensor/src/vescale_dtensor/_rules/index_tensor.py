@@ -172,7 +172,7 @@ def write_tensors(x: Tensor, index: Any, value: Any) -> None:
     position, mask = tensors[0]
     if len(tensors) == 1 and mask.dtype in _MASKS and _is_fill(value, x):
         trailing = view.ndim - position - mask.ndim
-        view.masked_fill_(mask.bool()[(..., *[None] * trailing)], value)
+        view.masked_fill_((mask if mask.dtype is torch.bool else mask.bool())[(..., *[None] * trailing)], value)
         return None
     dims, indices = expanded(tensors)
     _run(put_dims, view, dims, value, False, *indices)
@@ -190,9 +190,9 @@ def _is_fill(value: Any, x: Tensor) -> bool:
     """Whether masked_fill_ takes the value as assignment does: one number that needs no conversion."""
     if isinstance(value, Tensor):
         return not value.ndim and value.dtype == x.dtype
-    return x.is_floating_point() or type(value) is type(False) is (x.dtype is torch.bool) or (
-        type(value) is int and not x.is_complex() and x.dtype is not torch.bool
-    )
+    if isinstance(value, int):
+        return isinstance(value, bool) or x.dtype is not torch.bool
+    return x.is_floating_point()
 
 
 @rule(torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_)
@@ -269,12 +269,14 @@ def taking(call: Call, dims: tuple[int, ...]) -> Decision | None:
     decision = solve(call, Signature([tuple(labels), *named], [output], rows, linear=[(0,)], shapes=[shape]))
     source = decision.targets[0] or x.layout
     if any(source.axes_of(dim) for dim in dims):
-        decision.run = _masked_reader(Rows(source, dims, negative=call.function is take_dims), at, x.ndim - len(dims) - at)
+        decision.run = _masked_reader(
+            Rows(source, dims, negative=call.function is take_dims), at, x.ndim - len(dims) - at
+        )
     return decision
 
 
 def _masked_reader(rows: Rows, at: int, trailing: int):
-    def run(x: Tensor, _: object, *indices: Tensor, **kwargs) -> Tensor:
+    def run(x: Tensor, _: object, *indices: Tensor) -> Tensor:
         shifted, inside = rows.local(indices, x.device)
         out = take_dims(nonempty(x, rows.dims), rows.dims, *rows.within(shifted))
         return out.masked_fill(~inside.reshape(*inside.shape, *[1] * trailing), 0)
@@ -323,7 +325,9 @@ def put(call: Call):
     cut = any(target.axes_of(dim) for dim in dims)
     if cut or (not has_value and not enters_here(target)):
         rows = Rows(target, dims) if cut else None
-        decision.run = _writer(rows, at, len(view), len(index_shape), not has_value and not enters_here(target), not call.inplace)
+        decision.run = _writer(
+            rows, at, len(view), len(index_shape), not has_value and not enters_here(target), not call.inplace
+        )
     return decision
 
 

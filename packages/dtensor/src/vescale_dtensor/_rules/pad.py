@@ -3,6 +3,8 @@
     dims they do not touch     keep their sharding
     dims they touch            whole; tril and triu take contiguous shards as they are
     pending input              pending, but for a pad with a value other than zero
+
+A diagonal touches both of its dims.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def triangle(call: Call):
         region = outs[0].region_at(outs[0].mesh.coordinate)
         first_row, first_column = (region[dim][0][0] if region[dim] else 0 for dim in (rows, columns))
         shifted = diagonal + first_row - first_column
-        return lambda x, *args, **kwargs: function(x, shifted)
+        return lambda input, *args, **kwargs: function(input, shifted)
 
     labels = tuple(range(x.ndim))
     return Signature([labels], [labels], linear=[(0,)], whole=whole, local=local)
@@ -121,7 +123,9 @@ def diagonal(call: Call):
     x = call.operands[0]
     on_matrix = call.function is torch.linalg.diagonal
     first = 2 if not on_matrix else 99
-    dims = _dims((call.get(first, "dim1", -2 if on_matrix else 0), call.get(first + 1, "dim2", -1 if on_matrix else 1)), x)
+    dims = _dims(
+        (call.get(first, "dim1", -2 if on_matrix else 0), call.get(first + 1, "dim2", -1 if on_matrix else 1)), x
+    )
     if dims is None:
         return None
     pair = {dim % x.ndim for dim in dims}
@@ -130,9 +134,7 @@ def diagonal(call: Call):
     labels = tuple(None if dim in pair else dim for dim in range(x.ndim))
     length = _diagonal_length(x.shape[dims[0]], x.shape[dims[1]], call.get(1 if not on_matrix else 99, "offset", 0))
     kept = [dim for dim in range(x.ndim) if dim not in pair]
-    return Signature(
-        [labels], [(*kept, None)], linear=[(0,)], shapes=[(*(x.shape[dim] for dim in kept), length)]
-    )
+    return Signature([labels], [(*kept, None)], linear=[(0,)], shapes=[(*(x.shape[dim] for dim in kept), length)])
 
 
 def _diagonal_length(rows: int, columns: int, offset: int) -> int:
