@@ -77,8 +77,8 @@ def test_grouped_queries():
                 divides = kv_heads % 4 == 0 and _heads_or_batch(q_at, kv_at) and q_at == kv_at
                 return kv_whole or divides
 
-            for causal in (False, True):
-                _attend((2, 2), q, kv, kv, places, free=free, is_causal=causal, enable_gqa=True)
+            _attend((2, 2), q, kv, kv, places[::2], free=free, enable_gqa=True)
+            _attend((2, 2), q, kv, kv, places[1::4], free=free, is_causal=True, enable_gqa=True)
 
     run_ranks(4, check)
 
@@ -131,5 +131,39 @@ def test_dropout_is_that_of_one_device():
         for at in placements_for((2, 4, 5, 4), 2, partial=False):
             compare(dropped, tensors, [at] * 3, mesh_of(2, 2))
         assert not compare(lambda *t: SDPA(*t, dropout_p=0.0), tensors, [(Shard(0), Shard(1))] * 3, mesh_of(2, 2))
+
+    run_ranks(4, check)
+
+
+def test_multi_head_attention_module():
+    """nn.MultiheadAttention runs its Python body on DTensors, with and without the weights of attention."""
+
+    def check():
+        warnings.simplefilter("ignore", FallbackWarning)
+        torch.manual_seed(0)
+        module = torch.nn.MultiheadAttention(8, 4, batch_first=True).double()
+        names = list(dict(module.named_parameters()))
+        parameters = [p.detach().clone().requires_grad_() for p in module.parameters()]
+        x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+        padding = torch.zeros(3, 5, dtype=torch.bool)
+        padding[1, 3:] = True
+        causal = torch.nn.Transformer.generate_square_subsequent_mask(5)
+        mesh = mesh_of(2, 2)
+
+        def attend(x, *parameters, **options):
+            return torch.func.functional_call(module, dict(zip(names, parameters)), (x, x, x), options)
+
+        whole = [(Replicate(), Replicate())] * len(parameters)
+        for at in placements_for(x.shape, 2):
+            for options in ({}, {"need_weights": False}, {"need_weights": False, "attn_mask": causal, "is_causal": True}):
+                compare(lambda *t: attend(*t, **options), [x, *parameters], [at, *whole], mesh)
+        options = {"key_padding_mask": padding, "average_attn_weights": False}
+        compare(lambda *t: attend(*t, **options), [x, *parameters], [(Shard(0), Replicate()), *whole], mesh)
+        # Data parallel: nothing moves.
+        for options in ({}, {"need_weights": False}):
+            events = compare(
+                lambda *t: attend(*t, **options), [x, *parameters], [(Shard(0), Replicate()), *whole], mesh
+            )
+            assert not events, events
 
     run_ranks(4, check)

@@ -13,11 +13,10 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from .._layout import Layout
 from .._signature import Signature, solve
-from .body import body_of
+from .body import run_body
 from .owned import held_ranges, nothing
 from .pointwise import labels_for
 from .registry import Call, Operand, composite, rule
@@ -76,8 +75,10 @@ def _decide(call: Call, query: Operand, key: Operand, value: Operand, mask, caus
         return None
     rows = causal and bool(here.axes_of(query.ndim - 2))
     own_heads = heads == "whole" and bool(head_axes)
-    if rows or own_heads or 0 in decision.out.local_shape:
-        decision.run = _local(decision.out, here, key, rows, own_heads)
+    if 0 in decision.out.local_shape:
+        decision.run = _nothing(decision.out)
+    elif rows or own_heads:
+        decision.run = _local(here, key, rows, own_heads)
     return decision
 
 
@@ -95,9 +96,7 @@ def _batch_shape(query: Operand, key: Operand, value: Operand, grouped: bool) ->
 
 def _labels(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple:
     """Labels of batch dims of `sizes` in the broadcast batch `shape`: ("b", dim from the right), None if stretched."""
-    return tuple(
-        ("b", d) if size == shape[d] else None for d, size in enumerate(sizes, -len(sizes))
-    )
+    return tuple(("b", d) if size == shape[d] else None for d, size in enumerate(sizes, -len(sizes)))
 
 
 def _groups_stay(query: Layout, axes: tuple[int, ...], key: Operand) -> bool:
@@ -107,30 +106,40 @@ def _groups_stay(query: Layout, axes: tuple[int, ...], key: Operand) -> bool:
     return key.shape[-3] % ranks == 0 and all(state.groups == 1 and state.units is None for state in states)
 
 
-def _local(out: Layout, query: Layout, key: Operand, rows: bool, heads: bool):
+def _nothing(out: Layout):
+    """No rows here. The kernels forget the mask's gradient then, which other ranks wait for."""
+
+    def run(query, key, value, attn_mask=None, *args, **kwargs):
+        return nothing((query, key, value, attn_mask), out.local_shape)
+
+    return run
+
+
+def _local(query: Layout, key: Operand, rows: bool, heads: bool):
     """What runs on this rank's shards.
 
-    rows: q's sequence is sharded and causal, so the mask is cut out of the whole triangle.
+    rows: q's sequence is sharded and causal, so the mask is cut out of the whole triangle, and keys
+    that no row here reaches are left out.
     heads: q's heads are sharded and k's are not, so each rank takes the kv heads of its queries.
     """
-    coordinates = [held_ranges(query, query.ndim - 2), held_ranges(query, query.ndim - 3) if heads else ()]
-    sequence, ratio = key.shape[-2], query.shape[-3] // key.shape[-3] if heads else 1
-    empty = 0 in out.local_shape
+    held, reach = _indices(query, query.ndim - 2), key.shape[-2]
+    if rows:
+        reach = min(reach, max(held, default=0) + 1)
+    owners, grouped = _owners(query, key) if heads else ((), False)
 
     def run(
         query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     ):  # fmt: skip
-        if empty:
-            return nothing((query, key, value, attn_mask), out.local_shape)
         if heads:
-            owners = _indices(coordinates[1], query.device) // ratio
-            key, value = key.index_select(-3, owners), value.index_select(-3, owners)
-            enable_gqa = False
+            chosen = torch.tensor(owners, dtype=torch.int64, device=query.device)
+            key, value = key.index_select(-3, chosen), value.index_select(-3, chosen)
+            enable_gqa = grouped
         if rows:
             if attn_mask is not None:
                 raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
-            held = _indices(coordinates[0], query.device)
-            attn_mask = held.unsqueeze(-1) >= torch.arange(sequence, device=query.device)
+            key, value = key.narrow(-2, 0, reach), value.narrow(-2, 0, reach)
+            places = torch.tensor(held, dtype=torch.int64, device=query.device)
+            attn_mask = places.unsqueeze(-1) >= torch.arange(reach, device=query.device)
             is_causal = False
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -139,12 +148,22 @@ def _local(out: Layout, query: Layout, key: Operand, rows: bool, heads: bool):
     return run
 
 
-def _indices(ranges, device) -> Tensor:
-    """The global indices of the ranges, in local order."""
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in ranges])
+def _owners(query: Layout, key: Operand) -> tuple[tuple[int, ...], bool]:
+    """The kv heads that this rank's queries need, and whether as groups of equal size: else one per query."""
+    ratio = query.shape[-3] // key.shape[-3]
+    owners = [head // ratio for head in _indices(query, query.ndim - 3)]
+    once = list(dict.fromkeys(owners))
+    if once and len(owners) % len(once) == 0 and owners == [o for o in once for _ in range(len(owners) // len(once))]:
+        return tuple(once), len(once) < len(owners)
+    return tuple(owners), False
+
+
+def _indices(layout: Layout, dim: int) -> list[int]:
+    """The global indices of a dim that this rank holds, in local order."""
+    return [index for start, stop in held_ranges(layout, dim) for index in range(start, stop)]
 
 
 @rule(F.multi_head_attention_forward)
 def multi_head_attention_forward(call: Call):
     """Its Python body on the DTensors: projections, views, products and softmax each by their own rule."""
-    return composite(body_of(F.multi_head_attention_forward))
+    return composite(run_body(F.multi_head_attention_forward, call.mesh))

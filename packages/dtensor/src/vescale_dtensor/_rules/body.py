@@ -13,6 +13,14 @@ from collections.abc import Callable
 from functools import lru_cache
 from types import FunctionType
 
+from torch import Tensor
+
+from .._convert import from_plain
+from .._layout import layout_of
+from .._mesh import Mesh
+from .._state import INVARIANT
+from .._tensor import DTensor
+
 
 def _never(*_) -> bool:
     return False
@@ -30,3 +38,24 @@ def body_of(function: FunctionType) -> Callable:
     )  # fmt: skip
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def run_body(function: FunctionType, mesh: Mesh) -> Callable:
+    """The body on DTensors; what an operation on plain tensors alone would compute with gradient is lifted first."""
+    body = body_of(function)
+
+    def run(*args, **kwargs):
+        return body(*[lifted(a, mesh) for a in args], **{name: lifted(a, mesh) for name, a in kwargs.items()})
+
+    return run
+
+
+def lifted(value, mesh: Mesh):
+    """A plain tensor that requires grad as a DTensor (I), so that what is computed from it keeps its layout.
+
+    Anything else as it is: a plain tensor without gradient may stay plain until it meets a DTensor.
+    """
+    if isinstance(value, Tensor) and type(value) is not DTensor and value.requires_grad:
+        shape = tuple(value.shape)
+        return from_plain(value, layout_of(mesh, (INVARIANT,) * len(mesh.sizes), shape))
+    return value

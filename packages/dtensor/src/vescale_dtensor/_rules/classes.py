@@ -28,6 +28,7 @@ from .._layout import Layout, layout_of
 from .._signature import Signature, solve
 from .._state import INVARIANT, PENDING, sharded
 from .._tensor import local_only
+from .body import run_body
 from .loss import bound, reduction_of
 from .owned import check_range, held_ranges, nothing, owned
 from .registry import Call, Decision, Operand, composite, rule
@@ -65,7 +66,7 @@ def class_loss(call: Call):
         return Decision(targets=targets, out=out if reduction == "none" else out.with_shape(()))
     split = any(state is PENDING for state in out.states)
     if not split and reduction == "none":
-        return Decision(targets=targets, out=out, run=_each(call.function, dim, out))
+        return Decision(targets=targets, out=out)
     return composite(partial(_reduced, call.function, split, likely, dim))
 
 
@@ -87,17 +88,6 @@ def _solved(call: Call, own: Operand, target: Operand, weight: Operand | None, d
     return None if decision is None else (decision.targets, decision.out)
 
 
-def _each(function, dim: int, out: Layout):
-    """The losses of the samples held here, whose classes are whole."""
-    if 0 not in out.local_shape:
-        return function
-
-    def run(*args, **kwargs):
-        return nothing((*args, *kwargs.values()), out.local_shape)
-
-    return run
-
-
 def _reduced(
     function, split: bool, likely: bool, dim: int,
     input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
@@ -106,16 +96,14 @@ def _reduced(
     """The loss as a composite: losses per sample, then their sum over the count of the whole batch."""
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce, emit_warning=False)
-    with local_only():
-        dtype = input.dtype
     if split and function is F.nll_loss:
         each = through_rule(picked, input, target, weight, ignore_index)
     elif split:
-        kept = dtype if reduction == "none" else None
+        dtype = _result_dtype(input)
         parts = through_rule(class_parts, input, target, weight, ignore_index, label_smoothing)
         each = through_rule(
             loss_of_parts, parts, None if likely else target, ignore_index, weight is not None, label_smoothing,
-            input.shape[dim], kept,
+            input.shape[dim], dtype if reduction == "none" else None,
         )  # fmt: skip
     else:
         smoothing = () if function is F.nll_loss else (label_smoothing,)
@@ -125,7 +113,17 @@ def _reduced(
     count = None
     if reduction == "mean":
         count = float(prod(each.shape)) if likely else through_rule(counted, each, target, weight, ignore_index)
+    if not (split and function is F.cross_entropy):
+        dtype = _local_dtype(each)
     return through_rule(total, each, count, dtype)
+
+
+@rule(getattr(F, "linear_cross_entropy", None))
+def linear_cross_entropy(call: Call):
+    """Its definition, linear then cross_entropy, each by its own rule: a weight sharded on classes gives sharded
+    logits. `options`, which chunk the batch to save memory, are not used."""
+    body = run_body(call.function, call.mesh)
+    return composite(lambda *args, options=None, **kwargs: body(*args, **kwargs))
 
 
 # --- the parts, each a function with a rule ------------------------------------------
@@ -351,6 +349,23 @@ def _at(values: Tensor, index: Tensor, mine: Tensor) -> Tensor:
     if not values.numel():
         return values.new_zeros(index.shape)
     return values[index].masked_fill(~mine, 0)
+
+
+def _local_dtype(tensor: Tensor) -> torch.dtype:
+    with local_only():
+        return tensor.dtype
+
+
+def _result_dtype(input: Tensor) -> torch.dtype:
+    """What cross_entropy returns: the input's dtype, or float32 under autocast."""
+    dtype = _local_dtype(input)
+    with local_only():
+        return _wide(dtype) if torch.is_autocast_enabled(input.device.type) else dtype
+
+
+# In traces and errors they are parts of what the user called.
+for _part in (class_parts, loss_of_parts, picked, counted, total):
+    _part.__name__ = "nll_loss" if _part is picked else "cross_entropy"
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

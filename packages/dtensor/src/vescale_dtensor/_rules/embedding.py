@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .._errors import OperatorError
 from .._signature import Signature, solve
+from .._tensor import DTensor
 from .owned import check_range, held_ranges, nothing, owned
-from .registry import Call, Decision, Operand, composite, rule
+from .registry import Call, Operand, composite, rule
 
 
 @rule(F.embedding)
@@ -115,7 +116,7 @@ def _renormed(
 ):
     """max_norm: the rows that are looked up are scaled down in place first, in the table's own layout."""
     with torch.no_grad():
-        ids = input.full_tensor() if hasattr(input, "full_tensor") else input
+        ids = input.full_tensor() if type(input) is DTensor else input
         used = torch.zeros(weight.shape[0], dtype=torch.bool, device=ids.device)
         used[ids.reshape(-1)] = True
         norms = torch.linalg.vector_norm(weight.detach(), norm_type, dim=1)

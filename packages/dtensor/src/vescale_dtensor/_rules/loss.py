@@ -21,7 +21,7 @@ from torch.nn import _reduction
 
 from .._errors import OperatorError
 from .._signature import Signature, solve
-from .body import body_of
+from .body import run_body
 from .owned import nothing
 from .pointwise import broadcast
 from .registry import Call, Decision, composite, rule
@@ -48,10 +48,7 @@ def bound(call: Call) -> dict:
 def reduced(call: Call, inputs, each, shape, reduction: str) -> Decision | None:
     """The decision for a loss of `shape` with labels `each` before its reduction."""
     if reduction == "none":
-        decision = solve(call, Signature(inputs, [each], whole=_others(inputs, each), shapes=[shape]))
-        if decision is not None and 0 in decision.out.local_shape:
-            decision.run = _empty(decision.out.local_shape)
-        return decision
+        return solve(call, Signature(inputs, [each], whole=_others(inputs, each), shapes=[shape]))
     if reduction not in ("mean", "batchmean", "sum"):
         return None  # the function itself says so
     signature = Signature(
@@ -62,7 +59,7 @@ def reduced(call: Call, inputs, each, shape, reduction: str) -> Decision | None:
         return None
     parts, decision.out = decision.out
     if 0 in parts.local_shape and 0 not in shape:
-        decision.run = _empty(())
+        decision.run = _sum(call.function)  # a mean of nothing is nan
     elif reduction == "batchmean":
         decision.run = _shared(call.function, parts.local_shape[0] / shape[0])
     elif reduction == "mean" and parts.local_shape != tuple(shape):
@@ -82,11 +79,14 @@ def _shared(function, share: float):
     return run
 
 
-def _empty(shape):
+def _sum(function):
     def run(*args, **kwargs):
-        return nothing((*args, *kwargs.values()), shape)
+        return function(*args, **{**kwargs, **_SUM} if "reduce" in kwargs else {**kwargs, "reduction": "sum"})
 
     return run
+
+
+_SUM = {"size_average": None, "reduce": None, "reduction": "sum"}
 
 
 # --- elementwise ------------------------------------------------------------------
@@ -110,7 +110,7 @@ def elementwise_loss(call: Call):
 def mse_loss(call: Call):
     """With a weight, a mean is over the weight's sum: torch's own formula, op by op."""
     if len(call.operands) == 3:
-        return composite(body_of(F.mse_loss))
+        return composite(run_body(F.mse_loss, call.mesh))
     return elementwise_loss(call)
 
 
@@ -229,7 +229,26 @@ def ctc_loss(call: Call):
     if [operand.ndim for operand in call.operands] != [3, 2, 1, 1]:
         return None
     each, shape = ("n",), call.operands[2].shape
-    return reduced(call, [("t", "n", "f"), ("n", "s"), each, each], each, shape, reduction_of(call))
+    decision = reduced(call, [("t", "n", "f"), ("n", "s"), each, each], each, shape, reduction_of(call))
+    if decision is None:
+        return None
+    log_probs = decision.targets[0] or call.operands[0].layout
+    if 0 in log_probs.local_shape:
+        decision.run = _no_sequences(decision.out.local_shape)
+    return decision
+
+
+def _no_sequences(shape):
+    def run(log_probs, *args, **kwargs):
+        return nothing((log_probs,), shape)
+
+    return run
+
+
+@rule(F.triplet_margin_with_distance_loss)
+def triplet_margin_with_distance_loss(call: Call):
+    """The distance is the user's: torch's own formula, op by op."""
+    return composite(run_body(call.function, call.mesh))
 
 
 # --- similarities -------------------------------------------------------------------

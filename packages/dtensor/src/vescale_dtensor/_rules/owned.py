@@ -43,7 +43,8 @@ def nothing(tensors, shape: tuple[int, ...]) -> Tensor:
     """Zeros of `shape` that depend on the floating-point `tensors`, with zero gradients.
 
     The result of a shard without elements: it must be a part of autograd's graph like the
-    other ranks' results, because the backward of a later conversion is a collective.
+    other ranks' results, because the backward of a conversion is a collective. So give
+    the tensors that the function differentiates, and no others.
     """
     zero = None
     for tensor in tensors:
