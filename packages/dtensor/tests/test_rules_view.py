@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import warnings
 from math import prod
 
@@ -16,6 +17,7 @@ from vescale_dtensor import (
     ImplicitCommunicationError,
     InterleavedShard,
     Partial,
+    PlacementError,
     RaggedShard,
     Replicate,
     Shard,
@@ -25,9 +27,8 @@ from vescale_dtensor import (
     distribute_tensor,
     from_local,
 )
-from vescale_dtensor._layout import layout_of
-from vescale_dtensor._oracle import compare, placements_for
-from vescale_dtensor._region import divides
+from vescale_dtensor._layout import canonical_states
+from vescale_dtensor._oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
 from vescale_dtensor._rules.registry import Call, Operand
 from vescale_dtensor._rules.view import reshape_to
 from vescale_dtensor._state import INVARIANT, PENDING, sharded
@@ -35,6 +36,7 @@ from vescale_dtensor.testing import assert_ranks_agree, mesh_of, raises_on_all, 
 
 R, S, P = Replicate(), Shard, Partial()
 MESHES = [(2, 2), (4,)]
+MADE = {sizes: ImaginedMesh(*sizes) for sizes in [(2, 2), (4,), (3, 2), (2, 3, 2), (1, 4)]}
 
 
 def native():
@@ -79,27 +81,27 @@ def factorisations(draw):
     for _ in range(2):
         borders = sorted(draw(st.lists(st.integers(0, len(factors)), max_size=3)))
         shapes.append(tuple(prod(factors[a:b]) for a, b in itertools.pairwise([0, *borders, len(factors)])))
-    sizes = draw(st.sampled_from([(2, 2), (4,), (3, 2), (2, 3, 2), (1, 4)]))
+    sizes = draw(st.sampled_from(list(MADE)))
     states = []
     for count in sizes:
         dim = draw(st.integers(0, len(shapes[0]) - 1))
         size = shapes[0][dim]
         kind = draw(st.sampled_from(["S", "S", "S", "I", "P", "groups", "units"]))
         if kind == "groups":
-            states.append(("S", dim, draw(st.sampled_from([g for g in range(1, size + 1) if size % g == 0])), None))
+            states.append(sharded(dim, draw(st.sampled_from([g for g in range(1, size + 1) if size % g == 0]))))
         elif kind == "units":
             cuts = sorted(draw(st.lists(st.integers(0, size), min_size=count - 1, max_size=count - 1)))
-            states.append(("S", dim, 1, tuple(b - a for a, b in itertools.pairwise([0, *cuts, size]))))
+            states.append(sharded(dim, 1, tuple(b - a for a, b in itertools.pairwise([0, *cuts, size]))))
         else:
-            states.append((kind, dim, 1, None))
+            states.append({"S": sharded(dim), "I": INVARIANT, "P": PENDING}[kind])
     return shapes[0], shapes[1], sizes, states
 
 
 @settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(factorisations())
 def test_every_shard_holds_the_same_elements(case):
-    before, after, sizes, kinds = case
-    layout = _layout(before, sizes, kinds)
+    before, after, sizes, states = case
+    layout = imagined_layout(MADE[sizes], states, before)
     if layout is None:
         return
     decision = reshape_to(Call(torch.reshape, (), {}, [Operand(layout, False, 0)], layout.mesh), after)
@@ -108,56 +110,59 @@ def test_every_shard_holds_the_same_elements(case):
     for state, moved in zip(layout.states, source.states):
         assert state.is_sharded or state is moved
     x = torch.arange(prod(before)).reshape(before)
-    for coordinate in itertools.product(*map(range, sizes)):
-        one, two = _shard(x, source, coordinate), _shard(x.reshape(after), out, coordinate)
+    for coordinate in layout.mesh.coordinates:
+        one, two = shard_of(x, source, coordinate), shard_of(x.reshape(after), out, coordinate)
         assert one.flatten().equal(two.flatten()), f"{source!r} -> {out!r} at {coordinate}"
 
 
 @settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(factorisations())
 def test_what_carries_over_carries_back(case):
-    before, after, sizes, kinds = case
-    layout = _layout(before, sizes, kinds)
+    before, after, sizes, states = case
+    layout = imagined_layout(MADE[sizes], states, before)
     if layout is None:
         return
     there = reshape_to(Call(torch.reshape, (), {}, [Operand(layout, False, 0)], layout.mesh), after)
     if not any(there.targets):
         back = reshape_to(Call(torch.reshape, (), {}, [Operand(there.out, False, 0)], layout.mesh), before)
         x = torch.arange(prod(before)).reshape(before)
-        for coordinate in itertools.product(*map(range, sizes)):
+        for coordinate in layout.mesh.coordinates:
             if not any(back.targets):
-                assert _shard(x, layout, coordinate).flatten().equal(_shard(x, back.out, coordinate).flatten())
+                assert shard_of(x, layout, coordinate).flatten().equal(shard_of(x, back.out, coordinate).flatten())
 
 
-class _Mesh:
-    """What a layout needs of a mesh, without processes."""
+@pytest.mark.parametrize("sizes", MESHES)
+def test_random_views(sizes):
+    """Values and gradients, cuts of all kinds, the conversions of those that do not carry over included."""
 
-    def __init__(self, sizes):
-        self.sizes, self.ndim, self.names = sizes, len(sizes), tuple("abc"[: len(sizes)])
-        self.coordinate = (0,) * len(sizes)
+    def work():
+        native()
+        mesh, choose, tried = mesh_of(*sizes), random.Random(1), 0
+        while tried < 150:
+            factors = choose.choices([1, 2, 2, 3, 4], k=choose.randint(1, 4))
+            before, after = _grouped(factors, choose), _grouped(factors, choose)
+            placements = [_placement(before, count, choose) for count in sizes]
+            try:
+                canonical_states("test", placements, mesh, before)
+            except PlacementError:
+                continue
+            tried += 1
+            compare(lambda x: x.reshape(after), [values(*before)], [placements], mesh, bitwise=True)
 
-
-_meshes: dict = {}
-
-
-def _layout(shape, sizes, kinds):
-    """The layout, or None when a nested cut does not divide somewhere."""
-    mesh = _meshes.setdefault(sizes, _Mesh(sizes))
-    plain = {"I": INVARIANT, "P": PENDING}
-    states = [plain.get(kind) or sharded(dim, groups, units) for kind, dim, groups, units in kinds]
-    rest = [INVARIANT] * len(sizes)
-    for axis, state in enumerate(states):
-        probe = layout_of(mesh, states[:axis] + rest[axis:], shape)
-        for coordinate in itertools.product(*map(range, sizes)):
-            if state.is_sharded and not divides(state, probe.shape_at(coordinate)[state.dim]):
-                return None
-    return layout_of(mesh, states, shape)
+    run_ranks(4, work)
 
 
-def _shard(x, layout, coordinate):
-    for dim, ranges in enumerate(layout.region_at(coordinate)):
-        x = torch.cat([x.narrow(dim, a, b - a) for a, b in ranges] or [x.narrow(dim, 0, 0)], dim)
-    return x
+def _grouped(factors, choose):
+    borders = sorted(choose.choices(range(len(factors) + 1), k=choose.randint(0, 3)))
+    return tuple(prod(factors[a:b]) for a, b in itertools.pairwise([0, *borders, len(factors)]))
+
+
+def _placement(shape, count, choose):
+    dim = choose.randrange(len(shape))
+    units = [choose.randrange(3) for _ in range(count - 1)]
+    return choose.choice(
+        [R, P, S(dim), S(dim), InterleavedShard(dim, choose.choice([2, 3, 4])), RaggedShard((dim,), (*units, 1))]
+    )
 
 
 # --- the patterns of transformers ---------------------------------------------------------

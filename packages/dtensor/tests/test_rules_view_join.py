@@ -9,6 +9,8 @@ from math import prod
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vescale_dtensor import (
     FallbackWarning,
     ImplicitCommunicationError,
@@ -21,11 +23,16 @@ from vescale_dtensor import (
     _events,
     distribute_tensor,
 )
-from vescale_dtensor._oracle import compare, placements_for
+from vescale_dtensor._oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
+from vescale_dtensor._rules.join import cat, split
+from vescale_dtensor._rules.registry import Call, Operand
+from vescale_dtensor._signature import solve
+from vescale_dtensor._state import INVARIANT, sharded
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
 R, S, P = Replicate(), Shard, Partial()
 MESHES = [(2, 2), (4,)]
+MADE = {sizes: ImaginedMesh(*sizes) for sizes in [(2, 2), (1, 3), (3, 2)]}
 
 
 def native():
@@ -100,6 +107,55 @@ def test_strict_split_names_the_cut_that_works():
 
     text = raises_on_all(4, ImplicitCommunicationError, work)
     assert "InterleavedShard(1, 3)" in text and "axis 'tp' (4)" in text, text
+
+
+@st.composite
+def groupings(draw):
+    """The size of a dim, pieces of it, and a nested cut of it into groups."""
+    unit, pieces = draw(st.integers(1, 4)), draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    size = unit * sum(pieces)
+    divisors = [g for g in range(1, size + 1) if size % g == 0] or [1]
+    return size, [unit * piece for piece in pieces], draw(st.lists(st.sampled_from(divisors), min_size=2, max_size=2))
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(groupings(), st.sampled_from(list(MADE)))
+def test_every_piece_holds_the_same_elements(case, sizes):
+    size, pieces, groups = case
+    layout = imagined_layout(MADE[sizes], [sharded(1, count) for count in groups], (2, size))
+    if layout is None:
+        return
+    decision = split(Call(torch.split, (None, pieces, 1), {}, [Operand(layout, False, 0)], layout.mesh))
+    source = decision.targets[0] or layout
+    x = torch.arange(2 * size).reshape(2, size)
+    for coordinate in MADE[sizes].coordinates:
+        lengths = [out.shape_at(coordinate)[1] for out in decision.out]
+        local = shard_of(x, source, coordinate).split(lengths, 1)
+        for part, whole, out in zip(local, x.split(pieces, 1), decision.out):
+            assert part.equal(shard_of(whole, out, coordinate)), f"{source!r} -> {out!r} at {coordinate}"
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(groupings(), st.sampled_from(list(MADE)), st.data())
+def test_joined_parts_hold_the_same_elements(case, sizes, data):
+    _, pieces, groups = case
+    operands = []
+    for index, size in enumerate(pieces):
+        states = [
+            data.draw(st.sampled_from([INVARIANT, sharded(1), sharded(0), *([sharded(1, count)] if size % count == 0 else [])]))
+            for count in groups
+        ]
+        layout = imagined_layout(MADE[sizes], states, (2, size))
+        if layout is None:
+            return
+        operands.append(Operand(layout, False, index))
+    asked = Call(torch.cat, (operands, 1), {}, operands, operands[0].layout.mesh)
+    decision = solve(asked, cat(asked))
+    xs = [torch.arange(2 * size).reshape(2, size) + 100 * i for i, size in enumerate(pieces)]
+    sources = [target or operand.layout for target, operand in zip(decision.targets, operands)]
+    for coordinate in MADE[sizes].coordinates:
+        local = torch.cat([shard_of(x, source, coordinate) for x, source in zip(xs, sources)], 1)
+        assert local.equal(shard_of(torch.cat(xs, 1), decision.out, coordinate)), f"{sources} -> {decision.out!r}"
 
 
 # --- joining ------------------------------------------------------------------------------

@@ -84,6 +84,24 @@ class Layout:
     def is_pending(self) -> bool:
         return any(state is PENDING for state in self.states)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether groups and units divide what they cut at every coordinate: a cut within a cut may not."""
+        return all(
+            divides(state, size)
+            for axis, state in enumerate(self.states)
+            if state.kind == "S" and (state.groups > 1 or state.units is not None)
+            for size in self.sizes_at(axis, state.dim)
+        )
+
+    def sizes_at(self, axis: int, dim: int) -> set[int]:
+        """The sizes of `dim` as axis `axis` finds it, over all coordinates."""
+        sizes = {self.shape[dim]}
+        for before in self.axes_of(dim):
+            if before < axis:
+                sizes = {part for size in sizes for part in cut_sizes(self.states[before], size, self.mesh.sizes[before])}
+        return sizes
+
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """The mesh axes that shard tensor dim `dim`, outermost first."""
         return tuple(axis for axis, state in enumerate(self.states) if state.kind == "S" and state.dim == dim)
@@ -241,8 +259,8 @@ def canonical_states(
         if not sizes_known:
             continue
         probe = layout_of(mesh, (*states, *[VARYING] * (mesh.ndim - axis - 1)), shape)
-        size = probe.size_at(axis, state.dim)
-        if not divides(state, size):
+        size = next((size for size in sorted(probe.sizes_at(axis, state.dim)) if not divides(state, size)), None)
+        if size is not None:
             whole = f"{groups} groups" if units is None else f"units {units}"
             raise PlacementError(
                 operation,

@@ -14,7 +14,10 @@ from torch.utils._pytree import tree_flatten
 from . import _events
 from ._construct import distribute_tensor, from_local
 from ._events import Event
+from ._layout import Layout, layout_of
 from ._mesh import mesh_of
+from ._region import divides
+from ._state import INVARIANT, State
 from ._tensor import DTensor
 from .placement import Partial, Placement, Replicate, Shard
 
@@ -96,6 +99,36 @@ def placements_for(
     """Every combination, over `axes` mesh axes, of Replicate, Partial, Shard of each dim, and `kinds`."""
     one = [Replicate(), *([Partial()] if partial else []), *[Shard(d) for d in range(len(shape))], *kinds]
     return itertools.product(one, repeat=axes)
+
+
+class ImaginedMesh:
+    """What a layout needs of a mesh, without processes: for tests of geometry alone."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes, self.ndim, self.names = sizes, len(sizes), tuple("abcdef"[: len(sizes)])
+        self.coordinate = (0,) * len(sizes)
+
+    @property
+    def coordinates(self) -> Iterator[tuple[int, ...]]:
+        return itertools.product(*map(range, self.sizes))
+
+
+def imagined_layout(mesh: ImaginedMesh, states: Sequence[State], shape: Sequence[int]) -> Layout | None:
+    """The layout, or None when a cut does not divide at some coordinate."""
+    rest = [INVARIANT] * mesh.ndim
+    for axis, state in enumerate(states):
+        before = layout_of(mesh, [*states[:axis], *rest[axis:]], shape)
+        if state.is_sharded and not all(divides(state, before.shape_at(c)[state.dim]) for c in mesh.coordinates):
+            return None
+    return layout_of(mesh, states, shape)
+
+
+def shard_of(tensor: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
+    """What the rank at `coordinate` holds of a whole tensor under `layout`."""
+    for dim, ranges in enumerate(layout.region_at(coordinate)):
+        parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+        tensor = torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
+    return tensor
 
 
 def _same(want: Any, have: Any, rtol, atol, bitwise: bool, context: str) -> None:

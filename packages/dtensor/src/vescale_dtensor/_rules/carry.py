@@ -32,7 +32,7 @@ def carry(
     local: Callable[[tuple[Layout, ...]], Callable | None] | None = None,
     single: bool = False,
     why: Callable[[Layout, int], tuple] | None = None,
-) -> Decision:
+) -> Decision | None:
     """The decision for a function of one tensor that is linear in it.
 
     Arguments:
@@ -60,6 +60,8 @@ def carry(
             out.append(one)
     target = layout_of(mesh, states, operand.shape)
     layouts = tuple(layout_of(mesh, out, shape) for out, shape in zip(outs, shapes))
+    if not all(layout.is_exact for layout in (target, *layouts)):
+        return None
     return Decision(
         targets=(None if target is operand.layout else target,),
         out=layouts[0] if single else layouts,
@@ -69,11 +71,14 @@ def carry(
 
 
 def _exchange(layout, axis, source, results, through, offers) -> tuple[State, tuple[State, ...]]:
-    """The cheapest (input state, output states) for an axis whose cut cannot stay."""
+    """The cheapest (input state, output states) for an axis whose cut cannot stay. Dims that later axes cut are
+    left to them: their cuts need not fit into another."""
     state, count = layout.states[axis], layout.mesh.sizes[axis]
+    taken = {later.dim for later in layout.states[axis + 1 :] if later.is_sharded}
     choices = list(offers(axis, state, source, results)) if offers is not None else []
+    choices = [choice for choice in choices if choice[0].dim not in taken]
     for dim, size in enumerate(source.shape):
-        if size >= count:
+        if size >= count and dim not in taken:
             kept = through(axis, sharded(dim), source, results)
             if kept is not None:
                 choices.append((sharded(dim), kept))
