@@ -31,6 +31,7 @@ def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Seque
     A `Partial` axis keeps the value on its first rank and zeros elsewhere. No
     communication. Raises MeshError or PlacementError for what does not fit.
     """
+    _check_strided("distribute_tensor", tensor)
     layout = _layout("distribute_tensor", tensor.shape, device_mesh, placements)
     with torch.no_grad(), local_only():
         local = convert_local(tensor.detach(), layout.invariant, layout)
@@ -59,6 +60,7 @@ def from_local(
     all-gather). Raises ShapeError when shapes do not fit.
     """
     del stride
+    _check_strided("from_local", local)
     mesh = mesh_of(device_mesh)
     placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
     exchanged = [tuple(local.shape)] if shape is not None else gather_objects(tuple(local.shape), mesh)
@@ -175,6 +177,19 @@ def _sliced(name, function, size, device_mesh, placements, options) -> DTensor:
     options.setdefault("device", mesh_of(device_mesh).device_type)
     requires_grad = options.pop("requires_grad", False)
     return distribute_tensor(function(size, **options), device_mesh, placements).requires_grad_(requires_grad)
+
+
+def _check_strided(operation: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise PlacementError(
+            operation,
+            f"a tensor of layout {tensor.layout} cannot lie on a mesh: only strided ones are sharded",
+            [f"tensor  [{', '.join(map(str, tensor.shape))}]"],
+            [
+                ("leave it plain, alike on every rank", "functions take it as it is, next to DTensors"),
+                ("tensor.to_dense()", "the memory of all its elements"),
+            ],
+        )
 
 
 def _size(size) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from . import _events
-from ._convert import alias, convert_operand
-from ._copies import check_writable
+from ._convert import alias, convert_operand, describe
+from ._copies import check_writable, mark_copy
+from ._errors import OperatorError
+from ._events import function_name
 from ._layout import Layout, layout_of
-from ._mesh import Mesh
 from ._rules.registry import is_inplace
 from ._state import INVARIANT
 from ._tensor import DTensor, local_only, stamp
@@ -38,9 +38,9 @@ def gathered(function: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         from ._dispatch import substitute
 
+        targets = _written_by_name(function, args, kwargs)
         wholes: list[tuple[DTensor, Tensor, int]] = []
         plains: list[Tensor] = []
-        mesh: list[Mesh] = []
 
         def whole(tensor: Tensor) -> Tensor:
             if type(tensor) is not DTensor:
@@ -50,31 +50,34 @@ def gathered(function: Callable) -> Callable:
                 if source is tensor:  # the same object twice stays the same object
                     return full
             layout = tensor._layout.base
-            mesh.append(layout.mesh)
             full = alias(convert_operand(tensor, layout, layout.invariant, function))
+            if any(tensor is target for target in targets):
+                check_writable(function, tensor)
+                full = full.clone()  # an Alias refuses to be written, and a remembered conversion must not be
             wholes.append((tensor, full, _version(full)))
             return full
 
         full_args, full_kwargs = substitute(args, whole), substitute(kwargs, whole)
         _report(function, wholes)
         with local_only():
-            out = function(*full_args, **full_kwargs)
-            targets = _written_by_name(function, full_args, full_kwargs)
-            written = {
-                id(full): source
-                for source, full, version in wholes
-                if _version(full) != version or (full.is_inference() and any(full is one for one in targets))
-            }
-            for source, full, _ in wholes:
-                if id(full) in written:
+            try:
+                out = function(*full_args, **full_kwargs)
+            except Exception as error:
+                for index, (source, _, _) in enumerate(wholes):
+                    error.add_note(describe(f"operand {index}", source, source._layout))
+                raise
+            written: dict[int, DTensor] = {}
+            for source, full, version in wholes:
+                if _version(full) != version or any(source is target for target in targets):
+                    written[id(full)] = source
                     _write_back(function, source, full)
-        return _stamped(out, mesh[0], written, plains)
+        return _stamped(out, wholes, written, plains)
 
     return run
 
 
 def _written_by_name(function: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
-    """What a function writes to, by torch's naming: inference tensors have no version that would tell."""
+    """What a function writes to, by torch's naming. (All else it writes to is known by its version.)"""
     out = kwargs.get("out")
     found = [*out] if isinstance(out, (tuple, list)) else [] if out is None else [out]
     if is_inplace(function) or kwargs.get("inplace") is True:
@@ -90,6 +93,13 @@ def _write_back(function: Callable, target: DTensor, full: Tensor) -> None:
     """The shard of `full` into `target`, differentiable."""
     layout = target._layout.base
     if tuple(full.shape) != layout.shape:  # resize_, out= of another size
+        if full.requires_grad:
+            raise OperatorError(
+                function_name(function),
+                f"in place to another shape, {list(full.shape)}, on a tensor with gradient",
+                [describe("tensor", target, layout)],
+                [("the function that returns a new tensor", "")],
+            )
         fresh = layout_of(layout.mesh, (INVARIANT,) * layout.mesh.ndim, tuple(full.shape))
         target.set_(full.detach())
         target._layout = fresh
@@ -101,23 +111,37 @@ def _write_back(function: Callable, target: DTensor, full: Tensor) -> None:
     target.copy_(convert_operand(source, layout.invariant, layout, "write-back"))
 
 
-def _stamped(out: Any, mesh: Mesh, written: dict[int, DTensor], plains: list[Tensor]) -> Any:
+def _stamped(out: Any, wholes: list, written: dict[int, DTensor], plains: list[Tensor]) -> Any:
     if isinstance(out, Tensor):
         if id(out) in written:
             return written[id(out)]
         if any(out is plain for plain in plains):
             return out
-        if type(out) is not Tensor:
+        if type(out) is not Tensor or any(out is full for _, full, _ in wholes):
             out = alias(out)
-        return stamp(out, layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(out.shape)))
+        if out.layout is torch.strided:
+            for source, full, _ in wholes:
+                if _share(out, full) and not _share(full, source):  # a view, on one device: a write must not be lost
+                    out = mark_copy(out, source)
+        mesh = wholes[0][0]._layout.mesh
+        layout = layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(out.shape))
+        return stamp(out, layout if is_grad_enabled() else layout.untracked)
     if isinstance(out, (tuple, list)):
-        items = [_stamped(item, mesh, written, plains) for item in out]
+        items = [_stamped(item, wholes, written, plains) for item in out]
         if type(out) in (tuple, list):
             return type(out)(items)
         return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
     if isinstance(out, dict):
-        return {name: _stamped(item, mesh, written, plains) for name, item in out.items()}
+        return {name: _stamped(item, wholes, written, plains) for name, item in out.items()}
     return out
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors lie in one storage."""
+    with local_only():
+        if one.layout is not torch.strided or other.layout is not torch.strided:
+            return False
+        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _report(function: Callable, wholes: list) -> None:
@@ -127,8 +151,8 @@ def _report(function: Callable, wholes: list) -> None:
     moved = sum(layout.numel for layout in (s._layout for s, _, _ in wholes) if not layout.is_replicated)
     if moved:
         warnings.warn(
-            f"{_events.function_name(function)} has no rule: its sharded inputs are gathered "
-            f"({moved} elements in this call). register_rule({_events.function_name(function)}) tells how it shards.",
+            f"{function_name(function)} has no rule: its sharded inputs are gathered "
+            f"({moved} elements in this call). register_rule({function_name(function)}) tells how it shards.",
             FallbackWarning,
             stacklevel=4,
         )

@@ -63,8 +63,8 @@ class DTensor(Tensor):
     # --- layout -------------------------------------------------------------------
 
     @property
-    def layout(self) -> Layout:
-        """Mesh, state per axis, global shape. (torch's own `Tensor.layout` is always strided here.)"""
+    def mesh_layout(self) -> Layout:
+        """Mesh, state per axis, global shape. (`layout` is torch's own, strided: code asks it of any tensor.)"""
         return self._layout.base
 
     @property

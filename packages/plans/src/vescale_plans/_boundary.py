@@ -33,7 +33,7 @@ class Converter:
     def __call__(self, tensor: Tensor) -> Tensor:
         if type(tensor) is not DTensor:
             return tensor
-        layout = tensor.layout
+        layout = tensor.mesh_layout
         target = self._targets.get(layout)
         if target is None:
             target = self._targets[layout] = self._target(layout)

@@ -51,7 +51,7 @@ class Bucket:
     def __init__(self, parameters: list[DTensor], axes: tuple[int, ...]) -> None:
         self.parameters = parameters
         self.axes = axes
-        self.mesh = parameters[0].layout.mesh
+        self.mesh = parameters[0].mesh_layout.mesh
         with local_only():
             self.sizes = [parameter.numel() for parameter in parameters]
             self.dtype, self.device = parameters[0].dtype, parameters[0].device
@@ -184,7 +184,7 @@ def _buckets(model: nn.Module, limit: int) -> list[Bucket]:
     for parameter in reversed(list(model.parameters())):
         if type(parameter) is not DTensor or not parameter.requires_grad:
             continue
-        layout = parameter.layout
+        layout = parameter.mesh_layout
         states = layout.gradient.states
         axes = tuple(a for a, state in enumerate(states) if state is PENDING and layout.mesh.sizes[a] > 1)
         if not axes:

@@ -59,9 +59,9 @@ class RootBorder:
 
 
 def _whole_number(tensor: Tensor) -> Tensor:
-    if type(tensor) is not DTensor or tensor.ndim or not tensor.layout.is_pending:
+    if type(tensor) is not DTensor or tensor.ndim or not tensor.mesh_layout.is_pending:
         return tensor
-    layout = tensor.layout
+    layout = tensor.mesh_layout
     states = [INVARIANT if state is PENDING else state for state in layout.states]
     return convert(tensor, layout.with_states(states), "loss (root border)")
 
