@@ -2,11 +2,12 @@
 
 import itertools
 import warnings
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from vescale_dtensor import FallbackWarning, Partial, Replicate, Shard
+from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard
 from vescale_dtensor._oracle import compare, placements_for
 from vescale_dtensor.testing import mesh_of, run_ranks
 
@@ -78,6 +79,8 @@ def test_grouped_queries():
                 return kv_whole or divides
 
             _attend((2, 2), q, kv, kv, places[::2], free=free, enable_gqa=True)
+            interleaved = [(InterleavedShard(1, 2), Replicate()), (Replicate(), InterleavedShard(1, 2))]
+            _attend((2, 2), q, kv, kv, [(at, (Replicate(), Replicate())) for at in interleaved], enable_gqa=True)
             _attend((2, 2), q, kv, kv, places[1::4], free=free, is_causal=True, enable_gqa=True)
 
     run_ranks(4, check)
@@ -155,15 +158,17 @@ def test_multi_head_attention_module():
 
         whole = [(Replicate(), Replicate())] * len(parameters)
         for at in placements_for(x.shape, 2):
-            for options in ({}, {"need_weights": False}, {"need_weights": False, "attn_mask": causal, "is_causal": True}):
-                compare(lambda *t: attend(*t, **options), [x, *parameters], [at, *whole], mesh)
+            for options in (
+                {},
+                {"need_weights": False},
+                {"need_weights": False, "attn_mask": causal, "is_causal": True},
+            ):
+                compare(partial(attend, **options), [x, *parameters], [at, *whole], mesh)
         options = {"key_padding_mask": padding, "average_attn_weights": False}
-        compare(lambda *t: attend(*t, **options), [x, *parameters], [(Shard(0), Replicate()), *whole], mesh)
+        compare(partial(attend, **options), [x, *parameters], [(Shard(0), Replicate()), *whole], mesh)
         # Data parallel: nothing moves.
         for options in ({}, {"need_weights": False}):
-            events = compare(
-                lambda *t: attend(*t, **options), [x, *parameters], [(Shard(0), Replicate()), *whole], mesh
-            )
+            events = compare(partial(attend, **options), [x, *parameters], [(Shard(0), Replicate()), *whole], mesh)
             assert not events, events
 
     run_ranks(4, check)

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -61,9 +62,7 @@ def test_cross_entropy_on_one_axis_with_fewer_classes_or_samples_than_ranks():
 def test_cross_entropy_weighted_and_smoothed(smoothing, weighted):
     weight = torch.rand(11, dtype=torch.float64) if weighted else None
     for reduction in ("mean", "none"):
-        run_ranks(
-            4, _class_grid, (2, 2), (5, 11), weight=weight, label_smoothing=smoothing, reduction=reduction
-        )
+        run_ranks(4, _class_grid, (2, 2), (5, 11), weight=weight, label_smoothing=smoothing, reduction=reduction)
         run_ranks(
             4, _class_grid, (2, 2), (5, 11), weight=weight, label_smoothing=smoothing, reduction=reduction, likely=True
         )
@@ -188,7 +187,7 @@ def test_cross_entropy_of_ignored_targets_only_and_under_autocast():
             for reduction in ("mean", "none"):
                 with torch.autocast("cpu", torch.bfloat16):
                     compare(
-                        lambda x, t: F.cross_entropy(x, t, reduction=reduction), [half, target], [at, None], mesh,
+                        partial(F.cross_entropy, reduction=reduction), [half, target], [at, None], mesh,
                         rtol=1e-2, atol=1e-3,
                     )  # fmt: skip
 
@@ -230,9 +229,7 @@ def test_nll_loss():
             weight = torch.rand(shape[dim])
             for x_at in placements_for(shape, 2):
                 for reduction in ("mean", "sum", "none"):
-                    events = compare(
-                        lambda x, t: F.nll_loss(x, t, reduction=reduction), [x, target], [x_at, None], mesh
-                    )
+                    events = compare(partial(F.nll_loss, reduction=reduction), [x, target], [x_at, None], mesh)
                     assert not events or Partial() in x_at
                 for weight_at in ((R, R), (Shard(0), R)):
                     compare(F.nll_loss, [x, target, weight], [x_at, (R, R), weight_at], mesh)
@@ -263,16 +260,17 @@ def test_modules_and_legacy_arguments():
 
 # --- elementwise and batchwise losses -------------------------------------------------
 
-_rand = lambda *shape: torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1  # noqa: E731
-_signs = lambda *shape: torch.randint(0, 2, shape).double() * 2 - 1  # noqa: E731
+_rand = lambda *shape: torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1
+_signs = lambda *shape: torch.randint(0, 2, shape).double() * 2 - 1
+_three = lambda: (_rand(5, 3), _rand(5, 3), _rand(5, 3))
 _LOSSES = {
     "mse": (F.mse_loss, lambda: (_rand(5, 3), _rand(5, 3))),
     "mse broadcast": (F.mse_loss, lambda: (_rand(5, 3), _rand(3))),
     "l1": (F.l1_loss, lambda: (_rand(5, 3), _rand(5, 3))),
     "smooth_l1": (lambda *a, **k: F.smooth_l1_loss(*a, beta=0.1, **k), lambda: (_rand(5, 3), _rand(5, 1))),
     "huber": (lambda *a, **k: F.huber_loss(*a, delta=0.1, **k), lambda: (_rand(5, 3), _rand(5, 3))),
-    "huber weight": (lambda x, y, w, **k: F.huber_loss(x, y, weight=w, **k), lambda: (_rand(5, 3), _rand(5, 3), _rand(5, 3))),
-    "mse weight": (lambda x, y, w, **k: F.mse_loss(x, y, weight=w, **k), lambda: (_rand(5, 3), _rand(5, 3), _rand(5, 3))),
+    "huber weight": (lambda x, y, w, **k: F.huber_loss(x, y, weight=w, **k), _three),
+    "mse weight": (lambda x, y, w, **k: F.mse_loss(x, y, weight=w, **k), _three),
     "bce": (F.binary_cross_entropy, lambda: (_rand(5, 3), _rand(5, 3), _rand(3))),
     "bce logits": (F.binary_cross_entropy_with_logits, lambda: (_rand(5, 3), _rand(5, 3), _rand(5, 1))),
     "bce pos_weight": (
@@ -282,14 +280,14 @@ _LOSSES = {
     "kl_div": (F.kl_div, lambda: (_rand(5, 3), _rand(5, 3))),
     "kl_div log": (lambda *a, **k: F.kl_div(*a, log_target=True, **k), lambda: (_rand(5, 3), _rand(5, 3))),
     "poisson": (F.poisson_nll_loss, lambda: (_rand(5, 3), _rand(5, 3))),
-    "gaussian": (F.gaussian_nll_loss, lambda: (_rand(5, 3), _rand(5, 3), _rand(5, 3))),
+    "gaussian": (F.gaussian_nll_loss, _three),
     "gaussian row": (F.gaussian_nll_loss, lambda: (_rand(5, 3), _rand(5, 3), _rand(5))),
     "gaussian one": (F.gaussian_nll_loss, lambda: (_rand(5, 3), _rand(5, 3), _rand(5, 1))),
     "soft_margin": (F.soft_margin_loss, lambda: (_rand(5, 3), _signs(5, 3))),
     "hinge": (F.hinge_embedding_loss, lambda: (_rand(5, 3), _signs(5, 3))),
     "margin_ranking": (F.margin_ranking_loss, lambda: (_rand(5, 3), _rand(5, 3), _signs(5, 3))),
     "cosine_embedding": (F.cosine_embedding_loss, lambda: (_rand(5, 3), _rand(5, 3), _signs(5))),
-    "triplet": (F.triplet_margin_loss, lambda: (_rand(5, 3), _rand(5, 3), _rand(5, 3))),
+    "triplet": (F.triplet_margin_loss, _three),
     "multi_margin": (F.multi_margin_loss, lambda: (_rand(5, 3), torch.tensor([0, 2, 1, 1, 0]))),
     "multilabel_margin": (F.multilabel_margin_loss, lambda: (_rand(5, 3), torch.tensor([[2, -1, 0]] * 5))),
     "multilabel_soft_margin": (F.multilabel_soft_margin_loss, lambda: (_rand(5, 3), _rand(5, 3), _rand(3))),
@@ -321,9 +319,9 @@ def test_losses(name):
                 alike = [at if t.shape == tensors[0].shape and t.is_floating_point() else others[0] for t in tensors]
                 for placements in (alike, [at, *[others[reduction == "sum"]] * (len(tensors) - 1)]):
                     events = compare(
-                        lambda *t: function(*t, reduction=reduction), tensors, placements, mesh, rtol=1e-9, atol=1e-12
+                        partial(function, reduction=reduction), tensors, placements, mesh, rtol=1e-9, atol=1e-12
                     )
-                    assert moved or not events or "mse weight" == name or name == "ctc", (placements, events)
+                    assert moved or not events or name in ("mse weight", "ctc"), (placements, events)
 
     run_ranks(4, check)
 
@@ -376,9 +374,33 @@ def test_similarities():
         x, y = torch.randn(5, 3, 4, requires_grad=True), torch.randn(5, 3, 4, requires_grad=True)
         for at in placements_for(x.shape, 2):
             for dim in (0, 1, -1):
-                events = compare(lambda x, y: F.cosine_similarity(x, y, dim), [x, y], [at, at], mesh)
+                events = compare(partial(F.cosine_similarity, dim=dim), [x, y], [at, at], mesh)
                 assert any(p in (Partial(), Shard(dim % 3)) for p in at) or not events
             compare(lambda x, y: F.pairwise_distance(x, y, 1.5, keepdim=True), [x, y], [at, (R, R)], mesh)
             compare(lambda x, y: F.pairwise_distance(x, y), [x, y[0, 0]], [at, None], mesh)
+
+    run_ranks(4, check)
+
+
+def test_tied_embedding_and_head_of_a_language_model():
+    """One table, sharded on the vocabulary over tp, looks ids up and makes logits; the batch is sharded over dp."""
+
+    def check():
+        warnings.simplefilter("error", FallbackWarning)
+        mesh, vocabulary, width = mesh_of(2, 2), 1001, 6
+        ids = torch.randint(0, vocabulary, (4, 7))
+        labels = _targets((4, 7), vocabulary)
+        table = torch.randn(vocabulary, width, dtype=torch.float64, requires_grad=True)
+
+        def loss(ids, labels, table):
+            hidden = F.embedding(ids, table, 3).tanh()
+            logits = F.linear(hidden, table)
+            return F.cross_entropy(logits.view(-1, vocabulary), labels.view(-1), label_smoothing=0.1)
+
+        for table_at in ((R, Shard(0)), (R, Shard(1)), (R, R)):
+            events = compare(loss, [ids, labels, table], [(Shard(0), R)] * 2 + [table_at], mesh)
+            if table_at == (R, Shard(0)):  # the sum of the embeddings, the classes' numbers, the count
+                assert [e.kind for e in events] == ["all_reduce", "all_gather", "all_reduce"], events
+                assert max(e.received for e in events) <= 14 * width * 8, events
 
     run_ranks(4, check)

@@ -1,10 +1,10 @@
 """Scaled dot-product attention.
 
-    batch or heads sharded     stay sharded, whatever the backend; no communication
-    q's sequence sharded       stays sharded: k and v are whole, and causality is that of the rows held here
-    k's, v's sequence sharded  gathered
-    grouped queries            kv heads sharded like q's where both divide, else whole, each rank taking its own
-    v pending                  the result is linear in it -> P
+batch or heads sharded     stay sharded, whatever the backend; no communication
+q's sequence sharded       stays sharded: k and v are whole, and causality is that of the rows held here
+k's, v's sequence sharded  gathered
+grouped queries            kv heads sharded like q's where both divide, else whole, each rank taking its own
+v pending                  the result is linear in it -> P
 """
 
 from __future__ import annotations

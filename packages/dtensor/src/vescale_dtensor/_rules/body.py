@@ -10,7 +10,7 @@ torch's own function is left as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import FunctionType
 
 from torch import Tensor
@@ -29,7 +29,7 @@ def _never(*_) -> bool:
 _CHECKS = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never)
 
 
-@lru_cache(maxsize=None)
+@cache
 def body_of(function: FunctionType) -> Callable:
     """`function` below its override check."""
     copy = FunctionType(

@@ -111,9 +111,7 @@ def _rows_of(table, padding_idx):
     return look_up
 
 
-def _renormed(
-    input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False
-):
+def _renormed(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False):
     """max_norm: the rows that are looked up are scaled down in place first, in the table's own layout."""
     with torch.no_grad():
         ids = input.full_tensor() if type(input) is DTensor else input

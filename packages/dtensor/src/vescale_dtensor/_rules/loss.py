@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from math import prod
 
-import torch
 import torch.nn.functional as F
 from torch.nn import _reduction
 
@@ -58,7 +57,9 @@ def reduced(call: Call, inputs, each, shape, reduction: str) -> Decision | None:
     if decision is None:
         return None
     parts, decision.out = decision.out
-    if 0 in parts.local_shape and 0 not in shape:
+    if 0 in shape:
+        return decision
+    if 0 in parts.local_shape:
         decision.run = _sum(call.function)  # a mean of nothing is nan
     elif reduction == "batchmean":
         decision.run = _shared(call.function, parts.local_shape[0] / shape[0])
@@ -91,6 +92,9 @@ _SUM = {"size_average": None, "reduce": None, "reduction": "sum"}
 
 # --- elementwise ------------------------------------------------------------------
 
+# How many operands, when all are given, must have equal sizes: these do not broadcast.
+_ALIKE = {F.huber_loss: 3, F.binary_cross_entropy: 2, F.binary_cross_entropy_with_logits: 2}
+
 
 @rule(
     F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss,
@@ -99,8 +103,8 @@ _SUM = {"size_average": None, "reduce": None, "reduction": "sum"}
 def elementwise_loss(call: Call):
     """Any weight broadcasts like another operand. Sizes that must be equal are compared here, where they are global."""
     found = broadcast(call.operands)
-    equal = {F.huber_loss: 3, F.binary_cross_entropy: 2, F.binary_cross_entropy_with_logits: 2}.get(call.function, 0)
-    if found is None or equal and len({operand.shape for operand in call.operands[:equal]}) > 1 and len(call.operands) >= equal:
+    alike = call.operands[: _ALIKE.get(call.function, 0)]
+    if found is None or len(alike) == _ALIKE.get(call.function) and len({one.shape for one in alike}) > 1:
         return None
     inputs, each, shape = found
     return reduced(call, inputs, each, shape, reduction_of(call))
