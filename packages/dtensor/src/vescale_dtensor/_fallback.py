@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from ._convert import alias, convert_operand, describe
@@ -76,12 +77,26 @@ def gathered(function: Callable) -> Callable:
     return run
 
 
+# Where functions take running statistics, which they write without telling the version counter.
+_STATISTICS = {
+    **{function: (1, 2) for function in (F.batch_norm, F.instance_norm, torch.batch_norm_update_stats)},
+    **{
+        getattr(torch, name): (3, 4)
+        for name in "batch_norm instance_norm native_batch_norm cudnn_batch_norm miopen_batch_norm "
+        "_batch_norm_impl_index batch_norm_gather_stats batch_norm_gather_stats_with_counts".split()
+        if hasattr(torch, name)
+    },
+}
+
+
 def _written_by_name(function: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     """What a function writes to, by torch's naming. (All else it writes to is known by its version.)"""
     out = kwargs.get("out")
     found = [*out] if isinstance(out, (tuple, list)) else [] if out is None else [out]
     if is_inplace(function) or kwargs.get("inplace") is True:
         found.append(args[0] if args else next(iter(kwargs.values())))
+    for position, name in zip(_STATISTICS.get(function, ()), ("running_mean", "running_var")):
+        found.append(args[position] if position < len(args) else kwargs.get(name))
     return found
 
 
