@@ -404,3 +404,26 @@ def test_tied_embedding_and_head_of_a_language_model():
                 assert max(e.received for e in events) <= 14 * width * 8, events
 
     run_ranks(4, check)
+
+
+def test_rules_on_meta_tensors():
+    """Nothing here looks at values, so that a dry run can pass through."""
+    from vescale_dtensor import from_local
+    from vescale_dtensor.testing import fake_world
+
+    def meta(shape, local, placements, dtype=torch.float32):
+        return from_local(torch.empty(local, device="meta", dtype=dtype), mesh, placements, shape=shape)
+
+    with fake_world(8):
+        mesh = mesh_of(2, 4)
+        logits = meta((32, 1000), (16, 250), (Shard(0), Shard(1))).requires_grad_()
+        ids = meta((32,), (16,), (Shard(0), R), torch.long)
+        loss = F.cross_entropy(logits, ids, label_smoothing=0.1)
+        loss.backward()
+        assert loss.placements == (Partial(), R) and logits.grad.placements == logits.placements
+        table = meta((1000, 8), (250, 8), (R, Shard(0)))
+        assert F.embedding(ids, table, 3).placements == (Shard(0), Partial())
+        query = meta((4, 8, 8, 16), (2, 2, 8, 16), (Shard(0), Shard(1)))
+        key = meta((4, 2, 8, 16), (2, 2, 8, 16), (Shard(0), R))
+        out = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+        assert out.placements == (Shard(0), Shard(1))

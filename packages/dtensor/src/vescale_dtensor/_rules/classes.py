@@ -182,9 +182,10 @@ def _local_dtype(tensor: Tensor) -> torch.dtype:
 
 def _result_dtype(input: Tensor) -> torch.dtype:
     """What cross_entropy returns: the input's dtype, or float32 under autocast."""
-    dtype = _local_dtype(input)
     with local_only():
-        return wide(dtype) if torch.is_autocast_enabled(input.device.type) else dtype
+        dtype, device = input.dtype, input.device.type
+    known = torch.amp.is_autocast_available(device)  # not for meta tensors, in a dry run
+    return wide(dtype) if known and torch.is_autocast_enabled(device) else dtype
 
 
 # In traces and errors they are parts of what the user called.
