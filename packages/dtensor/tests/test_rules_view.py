@@ -16,6 +16,7 @@ from vescale_dtensor import (
     FallbackWarning,
     ImplicitCommunicationError,
     InterleavedShard,
+    OperatorError,
     Partial,
     PlacementError,
     RaggedShard,
@@ -352,3 +353,29 @@ def test_other_types():
         compare(lambda x: x.view(torch.int64), [values(4, 2).detach()], [[P, S(0)]], mesh)
 
     run_ranks(4, work)
+
+
+def test_as_strided():
+    def work():
+        native()
+        mesh = mesh_of(2, 2)
+        for placements in placements_for((4, 6), 2):
+            compare(lambda x: x.as_strided((3, 2), (6, 2), 1), [values(4, 6)], [placements], mesh)
+            compare(lambda x: torch.as_strided(x, (2, 2, 2), (12, 3, 1)), [values(4, 6)], [placements], mesh)
+
+    run_ranks(4, work)
+
+
+def test_as_strided_of_a_transposed_shard_raises():
+    def work():
+        distribute_tensor(values(4, 8), mesh_of(4), [S(1)]).transpose(0, 1).as_strided((3,), (1,))
+
+    assert "row-major" in raises_on_all(4, OperatorError, work)
+
+
+def test_write_to_a_strided_copy_raises():
+    def work():
+        x = distribute_tensor(values(4, 6).detach(), mesh_of(4), [S(1)])
+        x.as_strided((3, 2), (6, 2)).zero_()
+
+    raises_on_all(4, ViewError, work)

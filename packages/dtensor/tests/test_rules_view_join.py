@@ -229,6 +229,8 @@ def test_spellings():
             compare(lambda x, y: torch.concat((x, y), dim=1), [x, x], [placements, None], mesh)
             compare(lambda x, y: torch.concatenate((x, y), axis=-1), [x, x.float()], [placements, [R]], mesh)
             compare(lambda x, y: torch.cat([y, x]), [x, values(0)], [placements, None], mesh)
+            compare(lambda x, y: x.tensor_split(y), [x, torch.tensor([1, 3])], [placements, None], mesh)
+            compare(lambda x, y: torch.tensor_split(x, y, 1), [x, torch.tensor(3)], [placements, None], mesh)
             compare(lambda x, y: torch.stack(tensors=[x, y], dim=1), [x, x], [placements, [S(1)]], mesh)
 
     run_ranks(4, work)

@@ -141,7 +141,20 @@ def whole_shapes(call: Call) -> list[tuple[int, ...]]:
     return [tuple(out.shape) for out in ((outs,) if isinstance(outs, Tensor) else outs)]
 
 
-@rule(both("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), view=True)
+@rule(both("tensor_split"), view=True)
+def tensor_split(call: Call):
+    """Borders or a number of parts; in a tensor, its values are read first."""
+    if len(call.operands) == 1:
+        return _parted(call, call.get(2, "dim", 0))
+
+    def run(input: Tensor, tensor_indices_or_sections: Tensor, dim: int = 0):
+        borders = tensor_indices_or_sections.tolist()
+        return input.tensor_split(tuple(borders) if isinstance(borders, list) else borders, dim)
+
+    return composite(run)
+
+
+@rule(both("split", "chunk", "split_with_sizes", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), view=True)
 def split(call: Call):
     return _parted(call, call.get(2, "dim", 0))
 

@@ -17,11 +17,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .._convert import describe
 from .._copies import mark_copy
-from .._errors import ShapeError
+from .._errors import OperatorError, ShapeError
 from .._layout import Layout, layout_of
 from .._signature import Signature
 from .._state import INVARIANT, State, sharded
+from .._tensor import local_only
 from .carry import carry, sizes_before
 from .regroup import Group, carry_cut, groups_of
 from .registry import Call, Decision, composite, rule
@@ -232,3 +234,35 @@ def view_as_complex(call: Call):
     operand = call.operands[0]
     labels = tuple(range(operand.ndim - 1))
     return Signature([(*labels, None)], [labels], linear=[(0,)], shapes=[operand.shape[:-1]])
+
+
+@rule(Tensor.as_strided, torch.as_strided)
+def as_strided(call: Call):
+    """Strides of the whole tensor, which must be row-major: the shards' memory tells no other. It is made whole."""
+    return composite(_as_strided)
+
+
+def _as_strided(input: Tensor, size, stride, storage_offset: int | None = None) -> Tensor:
+    from .._dispatch import call
+
+    with local_only():
+        strides = [step for size, step in zip(input.shape, input.stride()) if size > 1]
+    if 0 in strides or sorted(strides, reverse=True) != strides:  # not `is_contiguous`: shards may differ in it
+        raise OperatorError(
+            "as_strided",
+            "strides are those of memory, and this tensor's dims do not lie there in row-major order",
+            [describe("input", input, input._layout)],
+            [("input.contiguous().as_strided(...)", "strides of a tensor in row-major order")],
+        )
+    return call(_strided, input, tuple(size), tuple(stride), storage_offset)
+
+
+def _strided(tensor: Tensor, size: tuple, stride: tuple, storage_offset: int | None) -> Tensor:
+    return tensor.as_strided(size, stride, storage_offset)
+
+
+@rule(_strided, view=True)
+def strided(call: Call):
+    size = call.args[1]
+    labels = tuple(("strided", d) for d in range(len(size)))
+    return Signature([(None,) * call.operands[0].ndim], [labels], linear=[(0,)], shapes=[size])
