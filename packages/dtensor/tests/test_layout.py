@@ -188,7 +188,7 @@ def test_a_cut_that_equals_the_plain_one_is_written_as_it(placement, size, plain
 def test_the_gradient_follows_from_the_state() -> None:
     mesh = Mesh((2, 2, 2, 2))
     it = layout_of(mesh, (sharded(0), PENDING, INVARIANT, VARYING), (4,))
-    assert it.gradient.states == (sharded(0), INVARIANT, INVARIANT, PENDING)
+    assert it.gradient.states == (sharded(0), VARYING, INVARIANT, PENDING)
     assert it.invariant.states == (INVARIANT,) * 4
     assert it.placements == (Shard(0), Partial(), Replicate(), Replicate())
     assert it.is_pending and not it.is_replicated and it.invariant.is_replicated

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 SOFTMAX = {
@@ -78,10 +79,10 @@ def test_layer_norm_and_rms_norm(sizes):
             generator = torch.Generator().manual_seed(3)
             x, w, b = (torch.randn(s, generator=generator).requires_grad_() for s in (shape, normalized, normalized))
             layers = (
-                lambda x, w, b: F.layer_norm(x, normalized, w, b),
-                lambda x, w, b: torch.layer_norm(x, normalized, w, b, 1e-3),
-                lambda x, w, b: F.rms_norm(x, normalized, w) * b,
-                lambda x, w, b: torch.rms_norm(x, normalized, eps=1e-2) * w + b,
+                lambda x, w, b, n=normalized: F.layer_norm(x, n, w, b),
+                lambda x, w, b, n=normalized: torch.layer_norm(x, n, w, b, 1e-3),
+                lambda x, w, b, n=normalized: F.rms_norm(x, n, w) * b,
+                lambda x, w, b, n=normalized: torch.rms_norm(x, n, eps=1e-2) * w + b,
             )
             weights = [None, *list(placements_for(normalized, mesh.ndim))[:: 3 if mesh.ndim == 2 else 1]]
             for i, layout in enumerate(placements_for(shape, mesh.ndim)):
@@ -227,7 +228,7 @@ def test_no_communication_by_channel():
         from vescale_dtensor._oracle import compare
 
         mesh = mesh_of(2, 2)
-        x, w, b = torch.randn(4, 8, 3).requires_grad_(), torch.randn(8).requires_grad_(), torch.randn(8).requires_grad_()
+        x, w, b = (torch.randn(shape).requires_grad_() for shape in ((4, 8, 3), 8, 8))
         for layer in (
             lambda x, w, b: F.group_norm(x, 4, w, b), lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
             lambda x, w, b: F.batch_norm(x, w.detach(), b.detach().abs(), w, b),
@@ -235,10 +236,10 @@ def test_no_communication_by_channel():
             for of_channels in ((Replicate(), Shard(0)), (Replicate(), Replicate())):
                 assert not compare(layer, (x, w, b), ((Shard(0), Shard(1)), of_channels, of_channels), mesh)
         over_channels = ((Shard(1), Replicate()), (Shard(0), Replicate()), (Shard(0), Replicate()))
-        assert not compare(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (x, w, b), over_channels, mesh)
-        events = compare(
-            lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (x, w, b), ((Shard(0), Shard(1)),) + ((Replicate(),) * 2,) * 2, mesh
-        )
+        train = lambda x, w, b: F.batch_norm(x, None, None, w, b, True)
+        assert not compare(train, (x, w, b), over_channels, mesh)
+        whole = (Replicate(), Replicate())
+        events = compare(train, (x, w, b), ((Shard(0), Shard(1)), whole, whole), mesh)
         assert len(events) == 2
         assert sum(event.received for event in events) <= 2 * 4 * w.nbytes
 

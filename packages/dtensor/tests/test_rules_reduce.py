@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 SUMS = {
@@ -134,13 +135,14 @@ def test_dtypes():
         whole = torch.randint(-5, 5, (3, 6))
         for dtype in (torch.int32, torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64):
             x = whole.abs().to(dtype)
-            functions = [lambda x: x.sum(1), lambda x: x.prod(1), lambda x: x.any(1), lambda x: x.all(), lambda x: x.sum()]
+            functions = [SUMS["sum"], SUMS["sum_dim"], SUMS["prod_dim"], lambda x: x.any(1), lambda x: x.all()]
             if not dtype.is_complex:
                 functions += [lambda x: x.amax(1), lambda x: x.amin((0, 1)), lambda x: x.max(1), lambda x: x.cumsum(1)]
             if dtype.is_floating_point or dtype.is_complex:
                 functions += [lambda x: x.mean(1), lambda x: x.var(1), lambda x: torch.std_mean(x, 1)]
             for function in functions:
-                compare(function, [x], [(Shard(1),)], mesh, rtol=2e-2 if dtype is torch.bfloat16 else None, atol=1e-2 if dtype is torch.bfloat16 else None)
+                tolerance = {"rtol": 2e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {}
+                compare(function, [x], [(Shard(1),)], mesh, **tolerance)
 
     run_ranks(4, body)
 
@@ -154,7 +156,8 @@ def test_second_derivatives():
         functions = [
             lambda x: x.var(1), lambda x: x.prod(1), lambda x: x.round().mul(x).amax(1), lambda x: (x * x).max(1)[0],
             lambda x: x.softmax(1), lambda x: x.logsumexp(1), lambda x: x.norm(dim=1), lambda x: x.norm(p=3),
-            lambda x: x.cumsum(1) ** 2, lambda x: torch.nn.functional.layer_norm(x, (6,)), lambda x: x.topk(1, 1)[0] ** 2,
+            lambda x: x.cumsum(1) ** 2, lambda x: torch.nn.functional.layer_norm(x, (6,)),
+            lambda x: x.topk(1, 1)[0] ** 2,
         ]  # fmt: skip
         for number, function in enumerate(functions):
             found = []
@@ -164,7 +167,7 @@ def test_second_derivatives():
                 (first,) = torch.autograd.grad(weighted, x, create_graph=True)
                 (second,) = torch.autograd.grad((first * first).sum(), x)
                 found.append(second)
-            torch.testing.assert_close(found[1].full_tensor(), found[0], msg=lambda m: f"{number}: {m}")
+            torch.testing.assert_close(found[1].full_tensor(), found[0], msg=lambda m, number=number: f"{number}: {m}")
 
     run_ranks(4, body)
 
@@ -181,7 +184,9 @@ def test_no_communication_where_none_is_needed():
             assert not compare(function, [x], [(Shard(0), Shard(1))], mesh)
         for function in linear:
             assert not compare(function, [x], [(Partial(), Shard(1))], mesh, rtol=1e-5, atol=1e-5)
-        for function in (lambda x: x.amax(1), lambda x: x.var(1), lambda x: x.argmax(1), lambda x: x.prod(1), lambda x: x.max(1)):
+        for function in (
+            lambda x: x.amax(1), lambda x: x.var(1), lambda x: x.argmax(1), lambda x: x.prod(1), lambda x: x.max(1),
+        ):  # fmt: skip
             assert not compare(function, [x], [(Shard(0), Replicate())], mesh)
             assert not compare(function, [x], [(Shard(0), Shard(0))], mesh)
 
@@ -227,5 +232,20 @@ def test_equal_and_allclose():
                     assert a.allclose(b, atol=2) is True
         assert torch.equal(a, x[:4]) is False
         assert torch.allclose(a, torch.zeros(1)) is False
+
+    run_ranks(4, body)
+
+
+def test_strict_refuses_the_gather_of_parts():
+    def body():
+        from vescale_dtensor import Shard, distribute_tensor, strict
+        from vescale_dtensor._errors import ImplicitCommunicationError
+
+        x = distribute_tensor(torch.randn(8), mesh_of(4), [Shard(0)])
+        for function in (torch.amax, torch.argmax, torch.std, torch.any, lambda x: x.softmax(0), lambda x: x.topk(1)):
+            with strict(), pytest.raises(ImplicitCommunicationError):
+                function(x)
+        with strict():
+            x.sum(), x.mean()
 
     run_ranks(4, body)

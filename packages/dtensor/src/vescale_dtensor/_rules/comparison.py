@@ -23,8 +23,7 @@ def _on_all_shards(function, compare: Callable[[Tensor, Tensor], bool], first: T
     """Whether `compare` holds for every pair of shards of two tensors of one shape."""
     with torch.no_grad():
         if type(first) is not DTensor:
-            flipped = _on_all_shards(function, lambda a, b: compare(b, a), second, first)
-            return flipped
+            return _on_all_shards(function, lambda a, b: compare(b, a), second, first)
         first = settled(first.detach(), function)
         layout = first._layout.base
         source = second._layout.base if type(second) is DTensor else layout.invariant

@@ -20,8 +20,18 @@ from torch.autograd import Function
 
 from .._tensor import DTensor
 from .parts import (
-    argument, combined, dims_of, only_split, plain, positions, reduced_layout, reduction, rows, settled, source_of,
-    splits, stamped,
+    argument,
+    dims_of,
+    only_split,
+    plain,
+    positions,
+    reduced_layout,
+    reduction,
+    rows,
+    settled,
+    source_of,
+    splits,
+    stamped,
 )  # fmt: skip
 from .pointwise import elementwise
 from .registry import Call, composite, rule
@@ -80,14 +90,15 @@ def extremum(x: DTensor, dims: tuple[int, ...], keepdim: bool, side: Side, funct
     layout = x._layout.base
     out, axes = reduced_layout(layout, dims, keepdim), splits(layout, dims)
     local = plain(x)
-    part = side.pick(filled(local, dims, side)) if full else side.amax(filled(local, dims, side), dims, keepdim)
+    candidates = filled(local, dims, side)
+    part = side.pick(candidates) if full else side.amax(candidates, dims, keepdim)
     parts = rows(part, out, axes, function)
     value = side.amax(parts.detach(), 0)
     if not (torch.is_grad_enabled() and parts.requires_grad):
         return stamped(value, out)
     with torch.no_grad():
-        counts = rows(_equal(local, part if keepdim or full else _restored(part, dims), full).sum(dims, keepdim), out, axes, function)
-        counts = counts * _equal(parts, value, full)
+        ties = _equal(local, part if keepdim or full else _restored(part, dims), full).sum(dims, keepdim)
+        counts = rows(ties, out, axes, function) * _equal(parts, value, full)
         weights = counts.to(value.dtype) / counts.sum(0)
     return stamped(Shared.apply(parts, weights, value), out)
 
@@ -103,9 +114,7 @@ def _equal(elements: Tensor, value: Tensor, nan: bool) -> Tensor:
     return same | (elements.isnan() & value.isnan()) if nan and elements.is_floating_point() else same
 
 
-def first_extreme(
-    x: DTensor, dim: int, keepdim: bool, side: Side, function
-) -> tuple[DTensor, DTensor]:  # fmt: skip
+def first_extreme(x: DTensor, dim: int, keepdim: bool, side: Side, function) -> tuple[DTensor, DTensor]:
     """(values, indices) along a sharded dim: of equal values, the one with the lowest index; NaN beats all."""
     x = settled(x, function)
     layout = x._layout.base
@@ -224,8 +233,8 @@ def index_of_extreme(call: Call):
     side = side_of(call)
     if argument(call, 1, "dim", other="axis") is None:
         return composite(lambda *args, **kwargs: first_of_all(source_of(args, kwargs), keepdim, side, call.function))
-    return composite(
-        lambda *args, **kwargs: first_extreme(
-            source_of(args, kwargs).detach(), dims[0], keepdim, side, call.function
-        )[1]
-    )
+
+    def run(*args, **kwargs) -> DTensor:
+        return first_extreme(source_of(args, kwargs).detach(), dims[0], keepdim, side, call.function)[1]
+
+    return composite(run)

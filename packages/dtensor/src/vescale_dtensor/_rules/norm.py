@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from .._signature import Signature
 from .._tensor import DTensor
-from .parts import settled, source_of, splits
+from .parts import settled, splits
 from .reduce import upcast
 from .registry import Call, Operand, composite, rule
 

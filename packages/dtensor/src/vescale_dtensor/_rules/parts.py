@@ -19,9 +19,8 @@ from .._convert import alias, convert_operand
 from .._layout import Layout, layout_of
 from .._signature import Signature
 from .._state import INVARIANT, PENDING, State, sharded
-from .._tensor import DTensor, local_only, stamp
+from .._tensor import DTensor, stamp
 from .registry import Call
-
 
 # --- arguments ----------------------------------------------------------------------
 

@@ -55,7 +55,8 @@ def mean(call: Call):
     if not splits(x.layout, dims):
         return reduction(call, dims, keepdim, linear=_linear(call), summed=set(dims))
     count = prod(x.shape[d] for d in dims)
-    return reduction(call, dims, keepdim, summed=set(dims), linear=_linear(call), local=lambda _: _mean_of(count, dims, keepdim))
+    run = _mean_of(count, dims, keepdim)
+    return reduction(call, dims, keepdim, summed=set(dims), linear=_linear(call), local=lambda _: run)
 
 
 def _mean_of(count: int, dims: tuple[int, ...], keepdim: bool):
@@ -114,9 +115,10 @@ def factors(call: Call):
     if not only_split(call, dims):
         return reduction(call, dims, keepdim)
     dtype = call.kwargs.get("dtype")
+    everything = argument(call, 1, "dim", other="axis") is None
 
     def part(local: Tensor) -> Tensor:
-        return local.prod(dtype=dtype) if len(dims) != 1 or not keepdim and local.ndim == 1 else local.prod(dims[0], keepdim, dtype=dtype)
+        return local.prod(dtype=dtype) if everything else local.prod(dims[0], keepdim, dtype=dtype)
 
     return composite(
         lambda *args, **kwargs: combined(
@@ -128,7 +130,7 @@ def factors(call: Call):
 @rule(torch.any, Tensor.any, torch.all, Tensor.all)
 def boolean(call: Call):
     found = _arguments(call)
-    if found is None:
+    if found is None or argument(call, 1, "dim", other="axis") == ():  # torch reduces nothing then
         return None
     dims, keepdim = found
     if not only_split(call, dims):
@@ -137,7 +139,7 @@ def boolean(call: Call):
     return composite(
         lambda *args, **kwargs: combined(
             source_of(args, kwargs), dims, keepdim, call.function,
-            lambda part: local(part, dims, keepdim) if part.ndim else local(part), lambda parts: local(parts, 0),
+            lambda part: local(part, dims, keepdim), lambda parts: local(parts, 0),
         )
     )  # fmt: skip
 

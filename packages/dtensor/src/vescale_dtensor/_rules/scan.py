@@ -17,7 +17,17 @@ from .._signature import Signature
 from .._state import VARYING
 from .._tensor import DTensor
 from .parts import (
-    along, argument, dims_of, only_split, plain, reduced_layout, rows, settled, source_of, splits, stamped,
+    along,
+    argument,
+    dims_of,
+    only_split,
+    plain,
+    reduced_layout,
+    rows,
+    settled,
+    source_of,
+    splits,
+    stamped,
 )  # fmt: skip
 from .registry import Call, Operand, both, composite, rule
 

@@ -18,7 +18,16 @@ from .._state import PENDING
 from .._tensor import DTensor
 from .extremum import LARGEST, extremum
 from .parts import (
-    along, dims_of, only_split, plain, reduced_layout, reduction, settled, source_of, splits, stamped,
+    along,
+    dims_of,
+    only_split,
+    plain,
+    reduced_layout,
+    reduction,
+    settled,
+    source_of,
+    splits,
+    stamped,
 )  # fmt: skip
 from .registry import Call, Operand, composite, rule
 
