@@ -10,15 +10,15 @@ table below (design section 3):
     R -> I      nothing          I -> P                 keep on first
     I -> S      slice            S -> I                 all-gather
     R -> S      slice            S -> P                 pad
-    P -> I      all-reduce       I -> I                 nothing
-    P -> R      all-reduce       P -> I                 all-reduce
-    P -> S      reduce-scatter   S -> I                 all-gather
+    P -> I      all-reduce       I -> R                 nothing
+    P -> R      all-reduce       P -> R                 all-reduce
+    P -> S      reduce-scatter   S -> R                 all-gather
     S -> R      all-gather       P -> S                 reduce-scatter
     S -> I      all-gather       I -> S                 slice
     S -> S'     all-to-all       S' -> S                all-to-all
-    I -> P      keep on first    I -> I                 nothing
-    R -> P      keep on first    I -> P                 keep on first
-    S -> P      pad              I -> S                 slice
+    I -> P      keep on first    R -> I                 nothing
+    R -> P      keep on first    R -> P                 keep on first
+    S -> P      pad              R -> S                 slice
 
 The cheapest sequence is found by uniform-cost search over the states of all axes
 (few: at most four per axis), cost being the elements a rank receives, forward and
