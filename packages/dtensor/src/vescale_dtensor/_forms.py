@@ -58,9 +58,10 @@ def pending_in_place(call: Call, signature: Signature) -> Decision | None:
 
 
 def _put_back(function: Callable, reduced: Layout) -> Callable:
-    def run(own: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    def run(own: DTensor, *args: Any, **kwargs: Any) -> Any:
         fresh = convert(own, reduced, function).clone()
-        function(fresh, *args, **kwargs)
+        if function(fresh, *args, **kwargs) is NotImplemented:  # an operator that does not take its other operand
+            return NotImplemented
         return own.copy_(fresh)
 
     return run
