@@ -98,7 +98,7 @@ def factorisations(draw):
     return shapes[0], shapes[1], sizes, states
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=800, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(factorisations())
 def test_every_shard_holds_the_same_elements(case):
     before, after, sizes, states = case
@@ -116,7 +116,7 @@ def test_every_shard_holds_the_same_elements(case):
         assert one.flatten().equal(two.flatten()), f"{source!r} -> {out!r} at {coordinate}"
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(factorisations())
 def test_what_carries_over_carries_back(case):
     before, after, sizes, states = case

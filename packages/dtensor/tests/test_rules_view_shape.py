@@ -83,6 +83,20 @@ def test_patterns_without_communication():
     run_ranks(4, work)
 
 
+def test_repeats_are_copies():
+    """Also those of which a reshape would be a view: of a dim of size 1, or once."""
+
+    def work():
+        native()
+        mesh = mesh_of(4)
+        x = distribute_tensor(values(1, 4).detach(), mesh, [R])
+        for out in (x.repeat(3, 1), x.repeat(1, 1), x.tile(2, 1), x.repeat_interleave(1, 1), x.repeat_interleave(2, 0)):
+            out.add_(1)
+        assert x.full_tensor().equal(values(1, 4).detach())
+
+    run_ranks(4, work)
+
+
 INPLACE = [
     ((3, 4, 2), lambda x: x.transpose_(0, 2)),
     ((3, 4, 2), lambda x: x.swapaxes_(1, 2)),

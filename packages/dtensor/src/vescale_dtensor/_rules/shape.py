@@ -243,15 +243,13 @@ def meshgrid(call: Call):
 
 def repeated(tensor: Tensor, repeats: Sequence[int]) -> Tensor:
     """`tensor.repeat(repeats)`, as a stretched dim before each repeated one: a plain shard of it becomes an
-    interleaved one, without communication."""
+    interleaved one, without communication. A copy, as `repeat` is: a reshape alone may be a view."""
     sizes = (1,) * (len(repeats) - tensor.ndim) + tuple(tensor.shape)
-    if all(count == 1 for count in repeats):
-        return tensor.reshape(sizes).clone()
     split, stretched = [], []
     for size, count in zip(sizes, repeats):
         split += [1, size] if count != 1 else [size]
         stretched += [count, size] if count != 1 else [size]
-    out = tensor.reshape(split).expand(stretched)
+    out = tensor.reshape(split).expand(stretched).clone(memory_format=torch.contiguous_format)
     return out.reshape([size * count for size, count in zip(sizes, repeats)])
 
 
@@ -290,6 +288,7 @@ def repeat_interleave(call: Call):
         dim %= tensor.ndim
         shape = tuple(tensor.shape)
         stretched = (*shape[: dim + 1], repeats, *shape[dim + 1 :])
-        return tensor.unsqueeze(dim + 1).expand(stretched).reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
+        out = tensor.unsqueeze(dim + 1).expand(stretched).clone(memory_format=torch.contiguous_format)
+        return out.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
 
     return composite(run)

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import isqrt, prod
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def _explain(layout: Layout, axis: int, after: tuple[int, ...], group: Group) ->
     )
     size = prod(after[j] for j in group.outs)
     first = next((j for j in group.outs if after[j] > 1), None)
-    fitting = [n for n in range(count, size + 1, count) if size % n == 0]
+    fitting = [n for low in range(1, isqrt(size) + 1) if size % low == 0 for n in (low, size // low) if n % count == 0]
     if first is None or not fitting:
         return reason, ()
     nearest = min(fitting, key=lambda n: abs(n - after[first]))
@@ -153,9 +153,9 @@ def view(call: Call):
 
 
 def _view_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    last = tensor.shape[-1] * tensor.element_size() // dtype.itemsize if tensor.ndim else 1
     from .._dispatch import call
 
+    last = tensor.shape[-1] * tensor.element_size() // dtype.itemsize if tensor.ndim else 1
     return call(_bits, tensor, dtype, tensor.element_size() == dtype.itemsize, last)
 
 
