@@ -26,7 +26,10 @@ from ._region import Ranges, cut, intersect, local_offset
 
 def convert_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
     """This rank's part of the same global tensor under `target`. Returns `local` itself when nothing moves."""
-    for step in plan(source, target):
+    steps = plan(source, target)
+    if steps and (local.is_neg() or local.is_conj()):  # bits beside the memory, which is what travels
+        local = local.resolve_conj().resolve_neg()
+    for step in steps:
         local = _EXECUTE[step.kind](local, step)
     return local
 
@@ -88,14 +91,15 @@ def _all_gather(local: Tensor, step: Step) -> Tensor:
     if count == 1:
         return local
     if even:  # [n, .., g * s, ..] -> [.., g * n * s, ..]
-        parts = all_gather(local, layout.mesh, (axis,), step.kind)
+        rows = _gather_rows(local, layout.mesh, (axis,), step.kind)
         if dim == 0 and groups == 1:
-            return parts.flatten(0, 1)
+            return rows
         shape = local.shape
+        whole = (*shape[:dim], count * shape[dim], *shape[dim + 1 :])
         if groups == 1:
-            return parts.movedim(0, dim).reshape(*shape[:dim], count * shape[dim], *shape[dim + 1 :])
-        parts = parts.view(count, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
-        return parts.movedim(0, dim + 1).reshape(*shape[:dim], count * shape[dim], *shape[dim + 1 :])
+            return rows.view(count, *shape).movedim(0, dim).reshape(whole)
+        parts = rows.view(count, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
+        return parts.movedim(0, dim + 1).reshape(whole)
     longest = max(sizes)
     sent = local if sizes[layout.mesh.coordinate[axis]] == longest else _grown(local, dim, longest)
     parts = all_gather(sent, layout.mesh, (axis,), step.kind)
@@ -182,11 +186,19 @@ _NATIVE = _Engine(reduces=True)
 
 def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "all_gather") -> Tensor:
     """[n, *local.shape]: the tensors of all ranks of `axes`, which must have equal shapes, in rank order."""
-    group = mesh.group(axes)
+    shape = local.shape
+    if not local.numel():
+        return local.new_empty((mesh.group(axes).size(), *shape))
+    return _gather_rows(local if shape else local.view(1), mesh, axes, kind).view(-1, *shape)
+
+
+def _gather_rows(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str) -> Tensor:
+    """[n * d0, d1, ...]: the tensors of all ranks, of equal and not empty shapes, one after the other along dim 0."""
+    group, count = mesh.group(axes), mesh.count(axes)
     local = local.contiguous()
-    out = local.new_empty((group.size(), *local.shape))
-    if local.numel():
-        _run(kind, mesh, axes, out.nbytes - local.nbytes, group._allgather_base, _wire(out), _wire(local))
+    shape = local.shape
+    out = local.new_empty((count * shape[0], *shape[1:]))
+    _run(kind, mesh, axes, local.nbytes * (count - 1), group._allgather_base, _wire(out), _wire(local))
     return out
 
 
@@ -205,9 +217,9 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
         return out
     flat = local.contiguous().view(-1)
     if flat.numel() < 4096:  # latency-bound: one collective instead of two
-        gathered = flat.new_empty((count, flat.numel()))
+        gathered = flat.new_empty(count * flat.numel())
         _run(kind, mesh, axes, received, group._allgather_base, _wire(gathered), _wire(flat))
-        return _ordered_sum(gathered).view(local.shape)
+        return _ordered_sum(gathered.view(count, -1)).view(local.shape)
     chunk = -(-flat.numel() // count)
     padded = flat if chunk * count == flat.numel() else torch.cat([flat, flat.new_zeros(chunk * count - flat.numel())])
     swapped = torch.empty_like(padded)
@@ -294,7 +306,8 @@ def reduce_scatter_even(rows: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: s
     received = rows.nbytes // count * (count - 1)
     if _engine(group).reduces:
         out = rows.new_empty(rows.shape[1:])
-        _run(kind, mesh, axes, received, group._reduce_scatter_base, out.view(-1), rows.view(-1))
+        sent = rows.flatten(0, 1) if out.ndim else rows
+        _run(kind, mesh, axes, received, group._reduce_scatter_base, out if out.ndim else out.view(1), sent)
         return out
     swapped = torch.empty_like(rows)
     _run(kind, mesh, axes, received, group.alltoall_base, _wire(swapped), _wire(rows), [], [])
@@ -329,12 +342,17 @@ def gather_objects(value: object, mesh: Mesh) -> list:
 
 
 def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1) -> None:
-    """Makes the collective and waits for it."""
-    _wait(_start(kind, mesh, axes, received, call, *args, count=count), kind, mesh, axes)
+    """Makes the collective and waits for it. `count=0`: it is the second half of the one before."""
+    if _events.listeners:
+        _events.announce(kind, tuple(mesh.names[axis] for axis in axes), received, count)
+    try:
+        call(*args).wait()
+    except RuntimeError as error:
+        raise _failure(error, kind, mesh, axes) from error
 
 
 def _start(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1):
-    """Starts the collective. `count=0`: it is the second half of the one before."""
+    """Starts the collective; pairs with `_wait`."""
     if _events.listeners:
         _events.announce(kind, tuple(mesh.names[axis] for axis in axes), received, count)
     try:
@@ -370,11 +388,10 @@ _NCCL_DTYPES = _GLOO_DTYPES | {torch.bfloat16, torch.bool}
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """The tensor as the backend can move it: 1-D, and as bytes where the backend does not know the dtype."""
-    if tensor.is_conj() or tensor.is_neg():  # bits that only this rank knows of
-        tensor = tensor.resolve_conj().resolve_neg()
-    flat = tensor.view(-1)
-    return flat if _moves(tensor) else flat.view(torch.uint8)
+    """The tensor as the backend can move it: flat bytes where gloo does not know the dtype."""
+    if tensor.dtype in _GLOO_DTYPES or tensor.device.type != "cpu":
+        return tensor
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _width(tensor: Tensor) -> int:

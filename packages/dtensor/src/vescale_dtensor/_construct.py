@@ -95,7 +95,7 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """See `DTensor.redistribute`. A `Replicate` axis keeps its state if it is replicated already, is I after a
     sum (whose backward is then free) and R after a gather (whose backward is then a reduce-scatter)."""
     placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
-    return convert(tensor, _redistributed(tensor._layout.base, placements), "redistribute")
+    return convert(tensor, _redistributed(tensor._layout.base, placements), "redistribute", own=True)
 
 
 @lru_cache(maxsize=4096)

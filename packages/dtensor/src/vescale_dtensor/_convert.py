@@ -37,6 +37,9 @@ class Convert(Function):
         source, target = ctx.target.gradient, ctx.source.gradient
         if is_grad_enabled():
             return Convert.apply(grad, source, target), None, None, None
+        if type(grad) is not Tensor:  # from a Function that ran a graph of its own: a reentrant checkpoint
+            with local_only():
+                grad = grad.detach()
         return convert_local(grad, source, target), None, None, None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id
 
 from ._convert import alias, convert, convert_plain, describe
 from ._errors import GradientError
@@ -104,6 +105,23 @@ def seed_of(tensor: Tensor, gradient: Tensor | None, operation: str) -> Tensor |
     return alias(convert_plain(gradient, layout.mesh, target, operation))
 
 
+def _started(tensors, seeds, operation: str) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Plain roots and local seeds.
+
+    Inside a running backward a plain seed is a local gradient, as a reentrant
+    checkpoint hands it on: it belongs to the tensor as it is.
+    """
+    nested = _current_graph_task_id() != -1
+    roots, starts = [], []
+    for tensor, seed in zip(tensors, seeds):
+        own = nested and type(tensor) is DTensor and type(seed) is Tensor
+        with torch.enable_grad():  # a root made without would have no graph, and a backward runs without
+            roots.append(alias(tensor) if own else root_of(tensor, operation))
+        starts.append(seed if own else seed_of(tensor, seed, operation))
+    _check_scalar(tensors, starts, operation)
+    return roots, starts
+
+
 def start_backward(tensor: DTensor, gradient: Tensor | None, retain_graph, create_graph: bool, inputs) -> None:
     """`DTensor.backward`. A loss of one element that is I or P starts as it is: it is its own plain root.
 
@@ -136,9 +154,15 @@ def backward(function: Any, args: tuple, kwargs: dict) -> None:
 
 def _run_backward(tensors: list[Tensor], seeds: list | None, **options: Any) -> None:
     seeds = [None] * len(tensors) if seeds is None else list(seeds)
-    roots = [root_of(t, "backward") for t in tensors]
-    starts = [seed_of(t, s, "backward") for t, s in zip(tensors, seeds)]
-    _check_scalar(tensors, starts, "backward")
+    roots, starts = _started(tensors, seeds, "backward")
+    inputs = options.get("inputs")
+    if inputs is not None:
+        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        with local_only():
+            for tensor in inputs:
+                if type(tensor) is DTensor and not tensor.is_leaf:
+                    tensor.retain_grad()
+        options["inputs"] = _edges(inputs)
     _engine_backward(roots, starts, **options)
     _finish_backward()
 
@@ -169,9 +193,7 @@ def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...]:
     outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     seeds = (None,) * len(outputs) if seeds is None else (seeds,) if isinstance(seeds, Tensor) else tuple(seeds)
-    roots = [root_of(t, "autograd.grad") for t in outputs]
-    starts = [seed_of(t, s, "autograd.grad") for t, s in zip(outputs, seeds)]
-    _check_scalar(outputs, starts, "autograd.grad")
+    roots, starts = _started(outputs, seeds, "autograd.grad")
     # Inputs stay the DTensor objects (autograd knows the nodes by them), dispatch off only for the outer call's
     # own check: the graph itself runs on plain tensors.
     found = _engine_grad(roots, inputs, starts, given)
@@ -184,14 +206,13 @@ def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...]:
 
 def _engine_grad(roots, inputs, starts, options):
     """autograd.grad with inputs that are DTensors: they are named by their edges, which are not tensors."""
-    edges = []
-    for tensor in inputs:
-        if type(tensor) is DTensor:
-            with local_only():
-                edges.append(torch.autograd.graph.get_gradient_edge(tensor))
-        else:
-            edges.append(tensor)
-    return torch.autograd.grad(roots, edges, starts, **options)
+    return torch.autograd.grad(roots, _edges(inputs), starts, **options)
+
+
+def _edges(tensors) -> list:
+    """DTensors as their gradient edges, which torch's own backward does not hand to `__torch_function__`."""
+    with local_only():
+        return [torch.autograd.graph.get_gradient_edge(t) if type(t) is DTensor else t for t in tensors]
 
 
 def _check_scalar(tensors, starts, operation: str) -> None:
