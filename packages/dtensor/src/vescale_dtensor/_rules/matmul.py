@@ -7,13 +7,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import ShapeError
 from .._signature import Signature
-from .registry import Call, Operand, rule
+from .registry import Call, Operand, both, composite, rule
 
 
 def _check(call: Call, left: Operand, right: Operand, a: int, b: int) -> None:
@@ -61,7 +63,7 @@ def linear(call: Call):
 
 @rule(
     torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm,
-    torch.mv, Tensor.mv, torch.dot, Tensor.dot, torch.inner_ if hasattr(torch, "inner_") else None,
+    torch.mv, Tensor.mv, torch.dot, Tensor.dot, torch.linalg.matmul,
 )  # fmt: skip
 def matmul(call: Call):
     left, right = call.operands
@@ -81,7 +83,7 @@ def matmul(call: Call):
     )  # fmt: skip
 
 
-@rule(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addbmm, Tensor.addbmm, torch.addmv, Tensor.addmv)
+@rule(both("addmm", "baddbmm", "addbmm", "addmv"))
 def add_product(call: Call):
     """beta * input + alpha * (a @ b); addbmm also sums over the batch."""
     if len(call.operands) != 3:
@@ -93,7 +95,7 @@ def add_product(call: Call):
     columns = ("n",) if right.ndim > 1 else ()
     output = (*batch, "m", *columns)
     shape = (*left.shape[:-1], *(right.shape[-1:] if columns else ()))
-    if call.name == "addbmm":
+    if call.name.startswith("addbmm"):
         summed.add(("b", 0))
         output, shape = output[1:], shape[1:]
     offset = len(shape) - added.ndim
@@ -107,6 +109,95 @@ def add_product(call: Call):
 @rule(torch.outer, Tensor.outer, torch.ger, Tensor.ger)
 def outer(call: Call):
     return Signature([("m",), ("n",)], [("m", "n")], linear=[(0,), (1,)])
+
+
+@rule(both("addr"))
+def add_outer(call: Call):
+    """beta * input + alpha * outer(a, b)."""
+    if len(call.operands) != 3:
+        return None
+    added, left, right = call.operands
+    shape = (left.shape[0], right.shape[0])
+    offset = 2 - added.ndim
+    labels = tuple("mn"[offset + d] if size == shape[offset + d] else None for d, size in enumerate(added.shape))
+    return Signature(
+        [labels, ("m",), ("n",)], [("m", "n")], linear=[(0, 1), (0, 2)], shapes=[shape]
+    )
+
+
+@rule(torch.inner, Tensor.inner)
+def inner(call: Call):
+    """a [..., k], b [..., k] -> [*a's, *b's]; a 0-dim operand only scales."""
+    left, right = call.operands
+    if not left.ndim or not right.ndim:
+        return composite(lambda a, b: a * b)
+    _check(call, left, right, left.shape[-1], right.shape[-1])
+    rows = tuple(("a", d) for d in range(left.ndim - 1))
+    columns = tuple(("b", d) for d in range(right.ndim - 1))
+    return Signature(
+        [(*rows, "k"), (*columns, "k")], [(*rows, *columns)], summed={"k"}, linear=[(0,), (1,)],
+        shapes=[(*left.shape[:-1], *right.shape[:-1])],
+    )  # fmt: skip
+
+
+@rule(torch.vdot, Tensor.vdot, torch.linalg.vecdot)
+def vecdot(call: Call):
+    """The sum of conj(a) * b along `dim` (-1), batch dims broadcast."""
+    left, right = call.operands
+    dim = call.kwargs.get("dim", -1)
+    if not isinstance(dim, int) or not left.ndim or not right.ndim:
+        return None
+    return composite(lambda a, b, dim=-1: (a.conj() * b).sum(dim))
+
+
+@rule(torch.tensordot)
+def tensordot(call: Call):
+    """The dims that `dims` pairs are contracted; what is left of a comes before what is left of b."""
+    left, right = call.operands[:2]
+    dims = call.get(2, "dims", 2)
+    if len(call.operands) != 2:
+        return None
+    if isinstance(dims, int):
+        dims = (tuple(range(left.ndim - dims, left.ndim)), tuple(range(dims)))
+    of_left, of_right = ((d,) if isinstance(d, int) else tuple(d) for d in dims)
+    a: list = [("a", d) for d in range(left.ndim)]
+    b: list = [("b", d) for d in range(right.ndim)]
+    for k, (i, j) in enumerate(zip(of_left, of_right)):
+        if left.shape[i] != right.shape[j]:
+            return None  # a size of 1 is summed over the other's: rare
+        a[i % left.ndim] = b[j % right.ndim] = ("k", k)
+    kept = [label for label in (*a, *b) if label[0] != "k"]
+    extents = {**dict(zip(a, left.shape)), **dict(zip(b, right.shape))}
+    return Signature(
+        [a, b], [tuple(kept)], summed={label for label in a if label[0] == "k"}, linear=[(0,), (1,)],
+        shapes=[tuple(extents[label] for label in kept)],
+    )  # fmt: skip
+
+
+@rule(torch.chain_matmul, torch.linalg.multi_dot)
+def chain(call: Call):
+    """Products of pairs, by torch's own order of least work."""
+    return composite(lambda *matrices: _chain(matrices[0] if len(matrices) == 1 else matrices))
+
+
+def _chain(matrices):
+    shapes = [(1, *m.shape) if i == 0 and m.ndim == 1 else tuple(m.shape) for i, m in enumerate(matrices)]
+    sizes = [shapes[0][0], *[shape[0] for shape in shapes[1:]], shapes[-1][1] if len(shapes[-1]) > 1 else 1]
+
+    @cache
+    def best(i: int, j: int) -> tuple[int, int]:
+        """Least multiplications for matrices i..j, and after which one to split."""
+        if i == j:
+            return 0, i
+        return min((best(i, k)[0] + best(k + 1, j)[0] + sizes[i] * sizes[k + 1] * sizes[j + 1], k) for k in range(i, j))
+
+    def product(i: int, j: int):
+        if i == j:
+            return matrices[i]
+        split = best(i, j)[1]
+        return product(i, split) @ product(split + 1, j)
+
+    return product(0, len(matrices) - 1)
 
 
 @rule(torch.einsum)
