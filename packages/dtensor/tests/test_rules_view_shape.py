@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 import torch
+
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard, ViewError, distribute_tensor
 from vescale_dtensor._oracle import compare, placements_for
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks

@@ -198,7 +198,9 @@ def expand(call: Call):
             [f"input  {call.operands[0].layout!r}"],
             [("-1 keeps a dim; sizes are those of one device", "")],
         )
-    labels = [at - new if at >= new and old == size else ("new", at) for at, (old, size) in enumerate(zip(before, after))]
+    labels = [
+        at - new if at >= new and old == size else ("new", at) for at, (old, size) in enumerate(zip(before, after))
+    ]
     kept = set(labels)
     return Signature(
         [tuple(dim if dim in kept else None for dim in range(len(shape)))], [tuple(labels)],

@@ -25,8 +25,8 @@ from .._signature import Signature
 from .._state import INVARIANT, State, sharded
 from .._tensor import local_only
 from .carry import carry, sizes_before
-from .regroup import Group, carry_cut, groups_of
 from .registry import Call, Decision, composite, rule
+from .regroup import Group, carry_cut, groups_of
 from .shape import dim_of, ints, spread
 
 
@@ -134,9 +134,8 @@ def _explain(layout: Layout, axis: int, after: tuple[int, ...], group: Group) ->
     if first is None or not fitting:
         return reason, ()
     nearest = min(fitting, key=lambda n: abs(n - after[first]))
-    return reason, (
-        (f"a dim {first} that {count} divides, such as {nearest} for {after[first]}", "keeps the shard, no communication"),
-    )
+    remedy = f"a dim {first} that {count} divides, such as {nearest} for {after[first]}"
+    return reason, ((remedy, "keeps the shard, no communication"),)
 
 
 # --- the functions --------------------------------------------------------------------
