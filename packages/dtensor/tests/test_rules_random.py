@@ -118,6 +118,9 @@ DRAWS = {
     "dropout": lambda x: F.dropout(x, 0.4),
     "dropout2d": lambda x: F.dropout1d(x[None], 0.4),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4),
+    "dropout in place": lambda x: F.dropout(x * 1, 0.4, True, True),
+    "torch.dropout": lambda x: torch.dropout(x, 0.4, True),
+    "feature_dropout": lambda x: torch.feature_dropout(x[None], 0.4, True),
     "module": lambda x: nn.Dropout(0.3)(x),
     "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
     "gumbel": lambda x: F.gumbel_softmax(x),
@@ -140,6 +143,35 @@ def test_draws_equal_one_device(name):
             assert torch.equal(torch.rand(2), after), places
             assert type(found) is DTensor
             torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-6, atol=2e-6)
+
+    run_ranks(4, on_ranks)
+
+
+def test_masks_follow_the_order_of_memory():
+    def on_ranks():
+        mesh = mesh_of(2, 2)
+        value = torch.rand(8, 8)
+        for places in LAYOUTS:
+            torch.manual_seed(3)
+            expected = F.dropout(value.t(), 0.4)
+            torch.manual_seed(3)
+            assert torch.equal(F.dropout(distribute_tensor(value, mesh, places).t(), 0.4).full_tensor(), expected)
+
+    run_ranks(4, on_ranks)
+
+
+def test_dropout_moves_no_activation():
+    def on_ranks():
+        mesh = mesh_of(2, 2)
+        x = torch.randn(5, 3, 4).requires_grad_()
+
+        def seeded(x):
+            torch.manual_seed(7)
+            return F.dropout(x, 0.3) + F.dropout2d(x * 2, 0.5)
+
+        with warnings.catch_warnings(action="error", category=FallbackWarning):
+            for places in ((S(0), S(1)), (P, S(0)), (R, P), (S(2), S(2)), (R, R)):
+                assert not compare(seeded, [x], [places], mesh)
 
     run_ranks(4, on_ranks)
 

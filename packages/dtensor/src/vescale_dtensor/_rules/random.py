@@ -6,6 +6,7 @@ registers rules that draw the part alone.) Nothing is communicated where the old
 values do not count:
 
     fills, nn.init, *_like       drawn whole, sliced into the layout
+    dropout                      the mask is drawn whole and sliced; the input stays as it lies, pending too
     dropout that drops nothing   the input itself, in any layout
     all others                   the fallback: inputs gathered
 """
@@ -25,7 +26,7 @@ from .._fallback import gathered
 from .._state import INVARIANT, PENDING
 from .._tensor import DTensor, local_only
 from .pointwise import elementwise
-from .registry import Call, handler, rule
+from .registry import Call, composite, handler, rule
 
 _FILLS = "normal_ uniform_ exponential_ cauchy_ geometric_ log_normal_ random_ bernoulli_".split()
 # nn.init functions that come whole; those that draw by way of Tensor methods need no entry.
@@ -33,7 +34,10 @@ _INITS = "normal_ uniform_ kaiming_uniform_ kaiming_normal_ trunc_normal_ xavier
 
 
 def _blank(tensor: DTensor) -> Tensor:
-    """An empty plain tensor of the global shape, its dims in memory order like the shard's (drawing follows it)."""
+    """An empty plain tensor of the global shape, its dims in memory order like the shard's: drawing follows it.
+
+    (A shard with a dim of size 1 does not tell that order; then it is the order of the dims.)
+    """
     shape = tensor._layout.shape
     with local_only():
         strides = tensor.stride()
@@ -95,19 +99,41 @@ def like(function: Callable, args: tuple, kwargs: dict) -> Any:
         return convert_plain(whole, layout.mesh, layout, function).requires_grad_(requires_grad)
 
 
-@rule(
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_,
-    torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout, torch.feature_dropout_,
-    torch.feature_alpha_dropout, torch.feature_alpha_dropout_, exact=True,
-)  # fmt: skip
+_MULTIPLYING = frozenset({
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.dropout_, torch.feature_dropout,
+    torch.feature_dropout_,
+})  # fmt: skip
+_SHIFTING = frozenset({
+    F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
+})  # fmt: skip
+
+
+@rule(_MULTIPLYING, _SHIFTING, exact=True)
 def dropout(call: Call):
-    """Free when nothing is dropped (p = 0, or not training) and when everything is (p = 1): neither draws."""
+    """Free when nothing is dropped (p = 0, or not training) and when everything is (p = 1): neither draws.
+
+    Else the input times a mask, which is what `function` makes of ones. The alpha forms also add: they run whole.
+    """
     functional = call.function.__module__ == F.__name__
     p = call.get(1, "p", 0.5)
     training = call.get(2, "training" if functional else "train", functional)
     if training and p not in (0, 1):
-        return None
+        return composite(_drop(call.function, p, call.inplace)) if call.function in _MULTIPLYING else None
     return elementwise(call, linear=[(0,)])
+
+
+def _drop(function: Callable, p: float, inplace: bool) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["input"]
+        base = x._layout.base
+        with torch.no_grad():
+            mask = function(_blank(x).fill_(1), p, True)
+            layout = base.with_states([INVARIANT if state is PENDING else state for state in base.states])
+            mask = convert_plain(mask, layout.mesh, layout, function)
+        return x.mul_(mask) if inplace else x * mask
+
+    return run
 
 
 @rule(F.rrelu, torch.rrelu, torch.rrelu_, Tensor.rrelu_ if hasattr(Tensor, "rrelu_") else None)
