@@ -771,3 +771,20 @@ def test_copies_of_a_leaf_have_their_own_memory() -> None:
         assert x.full_tensor().abs().sum() > 0
 
     run_ranks(4, run)
+
+
+def test_what_the_fallback_writes_reaches_the_shards_in_every_grad_mode() -> None:
+    """Inference tensors have no version that would tell of the write."""
+
+    def run() -> None:
+        warnings.simplefilter("ignore")
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                want, d = whole(4, 6, grad=False).clone(), spread(whole(4, 6, grad=False), Shard(0), R)
+                for tensor in (want, d):
+                    torch.fmod(tensor, 0.5, out=tensor)
+                    tensor.index_reduce_(0, torch.tensor([1, 3]), torch.full((2, 6), 2.0), "prod")
+                    tensor.put_(torch.tensor([1, 2]), torch.tensor([9.0, 9.0]))
+                close(d, want, mode)
+
+    run_ranks(4, run)
