@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._collectives import convert_local, gather_objects
+from ._collectives import gather_objects
+from ._steps import convert_local
 from ._convert import convert, from_plain, shares_storage
 from ._errors import GradientError, PlacementError, ShapeError
 from ._layout import Layout, canonical_states, layout_of
@@ -35,7 +36,8 @@ def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Seque
     layout = _layout("distribute_tensor", tensor.shape, device_mesh, placements)
     with torch.no_grad(), local_only():
         local = convert_local(tensor.detach(), layout.invariant, layout)
-        if shares_storage(local, tensor):  # a slice too: a write to it must not reach the caller's tensor
+        # The caller's memory must not be written through a slice of it, and no larger one be kept alive by it.
+        if shares_storage(local, tensor) or local.untyped_storage().nbytes() > local.nbytes:
             local = local.clone()
     return stamp(local, layout).requires_grad_(tensor.requires_grad)
 
@@ -143,7 +145,7 @@ def full(
     holds = all(layout.mesh.coordinate[a] == 0 for a, s in enumerate(layout.states) if s is PENDING)
     options.setdefault("dtype", torch.get_default_dtype() if isinstance(fill_value, float) else None)
     local = torch.full(
-        layout.local_shape, fill_value if holds else 0, device=options.pop("device", layout.mesh.device_type), **options
+        layout.local_shape, fill_value if holds else type(fill_value)(0), device=options.pop("device", layout.mesh.device_type), **options
     )
     return stamp(local, layout).requires_grad_(requires_grad)
 

@@ -213,7 +213,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     if not any(decision.targets):
         decision.targets = ()
     if decision.run is None:
-        decision.run = function
+        decision.run = getattr(function, "_local", function)
     plain = [t for t in tensors if type(t) is not DTensor]
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)

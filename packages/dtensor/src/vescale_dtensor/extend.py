@@ -115,8 +115,13 @@ def register_function(function: type[torch.autograd.Function]) -> type[torch.aut
     def gathered(*args: Any, **kwargs: Any) -> Any:
         return run_whole(original)(*args, **kwargs)
 
+    def on_shards(*args: Any) -> Any:
+        """What a rule for `apply` runs: on plain shards, so that the backward finds plain ones, too."""
+        return original(*[alias(argument) if type(argument) is DTensor else argument for argument in args])
+
     functools.update_wrapper(apply, original, assigned=("__doc__",), updated=())
     apply.__name__ = f"{function.__name__}.apply"
+    apply._local = on_shards
     function._vescale_apply = original
     function.apply = staticmethod(apply)
     rule(apply)(lambda _: composite(gathered))
@@ -132,7 +137,10 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
     Raises PlacementError for a placement that torch's DTensor does not have
     (InterleavedShard, RaggedShard).
     """
+    # Gradients of torch's replicated tensors are replicated: I. A gradient that is pending here would count n times.
     layout = tensor._layout.base
+    layout = layout.with_states([INVARIANT if state is VARYING else state for state in layout.states])
+    tensor = convert(tensor, layout, "to_torch")
     for placement in layout.placements:
         if not isinstance(placement, (Shard, Replicate, Partial)):
             raise PlacementError(
@@ -151,6 +159,6 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
 def from_torch(tensor: TorchDTensor) -> DTensor:
     """Our DTensor over the local storage of torch's; differentiable, no copy."""
     mesh = mesh_of(tensor.device_mesh)
-    states = canonical_states("from_torch", tensor.placements, mesh, tensor.shape)
+    states = canonical_states("from_torch", tensor.placements, mesh, tensor.shape, replicated=INVARIANT)
     grads = [state.gradient.placement for state in states]
     return from_plain(tensor.to_local(grad_placements=grads), layout_of(mesh, states, tuple(tensor.shape)))
