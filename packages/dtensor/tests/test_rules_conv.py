@@ -107,6 +107,7 @@ def test_empty_shards():
             compare(lambda x: F.max_pool2d(x, 2), [rand(2, 3, 4, 4)], [xp], mesh)
             compare(lambda x: F.adaptive_avg_pool2d(x, 2), [rand(2, 3, 4, 4)], [xp], mesh)
             compare(lambda x: F.interpolate(x, scale_factor=2), [rand(2, 3, 4, 4)], [xp], mesh)
+            compare(lambda x: F.pad(x, (1, 1), mode="reflect"), [rand(2, 3, 4)], [xp], mesh)
 
     strictly(check)
 

@@ -7,9 +7,7 @@
     pooling, resampling                 batch and channels free
     spatial dims                        whole: halos are not exchanged
 
-Output sizes come from torch itself, run on meta tensors. A rank whose shard is empty
-answers with an empty (or zero) result that still hangs on its inputs, so that the
-backward of every rank asks for the same collectives.
+Output sizes come from torch itself, run on meta tensors.
 """
 
 from __future__ import annotations
@@ -23,14 +21,10 @@ from torch import Tensor
 
 from .._layout import Layout
 from .._signature import Signature
+from .empty import guarded
 from .registry import Call, Operand, rule
 
 _DIMS = {"1d": 1, "2d": 2, "3d": 3}
-
-
-def _spatial(name: str) -> int:
-    """How many spatial dims a function named `..1d`, `..2d`, `..3d` has."""
-    return next(n for suffix, n in _DIMS.items() if suffix in name)
 
 
 def output_shapes(call: Call, dtypes: Sequence[torch.dtype] = ()) -> tuple[list[tuple[int, ...]], bool]:
@@ -47,24 +41,6 @@ def output_shapes(call: Call, dtypes: Sequence[torch.dtype] = ()) -> tuple[list[
     out = call.function(*map(meta, call.args), **{name: meta(value) for name, value in call.kwargs.items()})
     single = isinstance(out, Tensor)
     return [tuple(one.shape) for one in ([out] if single else out)], single
-
-
-def guarded(function: Callable) -> Callable[[tuple[Layout, ...]], Callable]:
-    """`local` of a Signature: `function`, which is not asked about empty shards."""
-
-    def local(outs: tuple[Layout, ...]) -> Callable:
-        def run(*args, **kwargs):
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-            if all(t.numel() for t in tensors):
-                return function(*args, **kwargs)
-            tie = sum(t.reshape(-1)[:0].sum() for t in tensors if t.is_floating_point())
-            zeros = [tensors[0].new_zeros(out.local_shape) for out in outs]
-            results = [zeros[0] + tie, *[z.to(torch.int64) for z in zeros[1:]]]
-            return results[0] if len(results) == 1 else tuple(results)
-
-        return run
-
-    return local
 
 
 # --- convolution ---------------------------------------------------------------------

@@ -45,8 +45,10 @@ def _dim_of(call: Call, x: object, at: int = 1) -> int | None:
     return dim % x.ndim
 
 
-def _reading(call: Call, x: Operand, index: Operand, dim: int, signature: Signature | None, look_up) -> Decision | None:
-    """Solves, and where `dim` of x stays sharded, masks what other ranks hold."""
+def _reading(
+    call: Call, x: Operand, index: Operand, dim: int, signature: Signature | None, look_up, wraps: bool = False
+) -> Decision | None:
+    """Solves, and where `dim` of x stays sharded, masks what other ranks hold. `wraps`: indices count modulo the size."""
     decision = solve(call, signature) if signature is not None else None
     if decision is None:
         return None
@@ -57,6 +59,8 @@ def _reading(call: Call, x: Operand, index: Operand, dim: int, signature: Signat
         def run(*args, **kwargs) -> Tensor:
             given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
             local, where = given[x.index], given[index.index]
+            if wraps and source.shape[dim]:
+                where = where.remainder(source.shape[dim])
             shifted, inside = rows.local([where], local.device)
             out = look_up(nonempty(local, (dim,)), dim, rows.within(shifted)[0])
             return out.masked_fill(~inside, 0)
@@ -106,7 +110,9 @@ def take_along_dim(call: Call):
     signature = by_operand(
         call, {x: tuple(source), index: tuple(place)}, tuple(output), shape, linear=[(x,)], summed=["row"]
     )
-    return _reading(call, x, index, dim, signature, lambda x, dim, index: torch.take_along_dim(x, index, dim))
+    return _reading(
+        call, x, index, dim, signature, lambda x, dim, index: torch.take_along_dim(x, index, dim), wraps=True
+    )
 
 
 @rule(torch.take, Tensor.take)

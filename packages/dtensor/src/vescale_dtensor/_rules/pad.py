@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._signature import Signature
+from .empty import guarded
 from .registry import Call, Operand, both, rule
 
 
@@ -50,7 +51,10 @@ def pad(call: Call):
     touched = [dim for dim, pair in enumerate(pairs) if pair != (0, 0)]
     if mode != "constant" and 0 in x.shape:
         return None
-    return touching(call, touched, linear=mode != "constant" or not value, shape=shape)
+    signature = touching(call, touched, linear=mode != "constant" or not value, shape=shape)
+    if mode != "constant":
+        signature.local = guarded(call.function)
+    return signature
 
 
 @rule(both("roll"))

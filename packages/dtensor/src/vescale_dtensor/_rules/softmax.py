@@ -62,7 +62,7 @@ def softmax(call: Call):
     dims = dims_of(dim, x.ndim) if isinstance(dim, int) else None
     if dims is None:
         return None
-    if not only_split(call, dims):
+    if not only_split(call, dims) or not x.layout.numel:
         return along(call, dims)
     form = _FORMS[call.name.removeprefix("special_")]
     dtype = call.get(3 if functional else 2, "dtype")
