@@ -92,6 +92,8 @@ def test_groups():
                     events = compare(lambda x, w, b: F.conv2d(x, w, b, groups=groups), [x, weight, bias], [xp, wp, (R, R)], mesh, **close)
                     if groups == 8 and xp in ((S(0), S(1)), (R, S(1))) and wp in ((R, R), (R, S(0))):
                         assert not events
+            single = [rand(*x.shape[1:]), weight, bias]
+            compare(lambda x, w, b: F.conv2d(x, w, b, groups=groups), single, [(R, S(1)), (S(0), R), (S(0), R)], mesh, **close)
             twisted = rand(x.shape[1], 2, 2, 2)
             compare(lambda x, w: F.conv_transpose2d(x, w, None, 2, 0, 0, groups), [x, twisted], [(S(0), S(1)), (R, S(0))], mesh, **close)
 

@@ -83,15 +83,18 @@ def _convolution(call: Call, groups: int, transposed: bool) -> Signature | None:
 
 
 def _whole_groups(call: Call, groups: int, channel: int) -> bool:
-    """Whether every cut of the channels that some operand brings gives each rank whole groups."""
-    axes = set()
-    for operand, dim in zip(call.operands, (channel, 0, 0)):
-        for axis in operand.layout.axes_of(dim):
-            state = operand.states[axis]
-            if state.groups != 1 or state.units is not None:
-                return False
-            axes.add(axis)
-    return groups % prod(call.mesh.sizes[axis] for axis in axes) == 0
+    """Whether every cut of the channels that the solver may choose gives each rank whole groups.
+
+    It may cut them on each axis that shards anything: evenly, or as an operand brings it.
+    """
+    axes = {axis for operand in call.operands for axis, state in enumerate(operand.states) if state.kind == "S"}
+    brought = [
+        operand.states[axis]
+        for operand, dim in zip(call.operands, (channel, 0, 0))
+        for axis in operand.layout.axes_of(dim)
+    ]
+    plain = all(state.groups == 1 and state.units is None for state in brought)
+    return plain and groups % prod(call.mesh.sizes[axis] for axis in axes) == 0
 
 
 def _regrouped(function: Callable, channel: int, per_group: int) -> Callable:
