@@ -8,7 +8,16 @@ import pytest
 import torch
 
 import vescale_dtensor as vd
-from vescale_dtensor import DTensor, InterleavedShard, Partial, RaggedShard, Replicate, Shard, comm_trace, distribute_tensor
+from vescale_dtensor import (
+    DTensor,
+    InterleavedShard,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    comm_trace,
+    distribute_tensor,
+)
 from vescale_dtensor._state import INVARIANT, PENDING, VARYING
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -87,6 +85,15 @@ def region(x, w1, w2, w3):
     return torch.sin(hidden @ w3)
 
 
+def saving_products():
+    saved = getattr(torch, "ops").aten.mm.default  # noqa: B009  the ops module cannot travel to the ranks
+    return create_selective_checkpoint_contexts(
+        lambda _, op, *args, **options: (
+            CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+    )
+
+
 def checkpointed(mode: str) -> None:
     plain = {name: whole(*shape, seed=i) for i, (name, (shape, _)) in enumerate(REGION.items())}
     region(*plain.values()).square().sum().backward()
@@ -98,12 +105,7 @@ def checkpointed(mode: str) -> None:
             if mode == "none":
                 out = region(*sharded.values())
             elif mode == "selective":
-                save = {getattr(torch, "ops").aten.mm.default}  # noqa: B009  the ops module cannot travel to the ranks
-                policy = lambda _, op, *a, **k: (
-                    CheckpointPolicy.MUST_SAVE if op in save else CheckpointPolicy.PREFER_RECOMPUTE
-                )
-                contexts = lambda: create_selective_checkpoint_contexts(policy)
-                out = checkpoint(region, *sharded.values(), use_reentrant=False, context_fn=contexts)
+                out = checkpoint(region, *sharded.values(), use_reentrant=False, context_fn=saving_products)
             else:
                 out = checkpoint(region, *sharded.values(), use_reentrant=mode == "reentrant")
             out.square().sum().backward()
@@ -125,7 +127,12 @@ def test_1_checkpoints_keep_sharded_replicated_and_pending_outputs(nested, reent
         outer = lambda x, w: checkpoint(inner, checkpoint(inner, x, w, use_reentrant=True), w, use_reentrant=True)
         outer = outer if nested else inner
         outer(x, w).sum().backward()
-        for places in ([(Shard(0), R), (R, R)], [(R, R), (R, R)], [(R, Shard(1)), (R, Shard(0))], [(R, R), (R, Shard(1))]):
+        for places in (
+            [(Shard(0), R), (R, R)],
+            [(R, R), (R, R)],
+            [(R, Shard(1)), (R, Shard(0))],
+            [(R, R), (R, Shard(1))],
+        ):
             dx, dw = (spread(t.detach().requires_grad_(), *p) for t, p in zip((x, w), places))
             checkpoint(outer, dx, dw, use_reentrant=reentrant).sum().backward()
             close(dx.grad, x.grad, places)
@@ -264,7 +271,12 @@ def test_2_double_backward_through_conversions() -> None:
 
         loss = penalty(x, w)
         loss.backward()
-        for px, pw in [((Shard(0), R), (R, R)), ((R, R), (R, R)), ((Shard(0), Shard(1)), (R, Shard(0))), ((R, R), (R, Shard(1)))]:
+        for px, pw in [
+            ((Shard(0), R), (R, R)),
+            ((R, R), (R, R)),
+            ((Shard(0), Shard(1)), (R, Shard(0))),
+            ((R, R), (R, Shard(1))),
+        ]:
             dx, dw = spread(x.detach().requires_grad_(), *px), spread(w.detach().requires_grad_(), *pw)
             found = penalty(dx, dw)
             close(found, loss)
@@ -424,12 +436,15 @@ def test_5_partial_of_another_kind_than_sum() -> None:
         rank = mesh.get_coordinate()[1]
         parts = torch.stack([whole(3, 2, grad=False), whole(3, 2, seed=1, grad=False)])
         for kind, want in {
-            "sum": parts.sum(0), "avg": parts.mean(0), "max": parts.amax(0), "min": parts.amin(0), "product": parts.prod(0),
+            "sum": parts.sum(0), "avg": parts.mean(0), "max": parts.amax(0), "min": parts.amin(0),
+            "product": parts.prod(0),
         }.items():  # fmt: skip
             d = DTensor.from_local(parts[rank].clone(), mesh, [R, Partial(kind)])
             close(d, want, kind)
             assert d.mesh_layout.is_pending == (kind in ("sum", "avg"))
-        whole_numbers = DTensor.from_local(torch.tensor([2, 3], dtype=torch.int32) + rank, mesh, [R, Partial("product")])
+        whole_numbers = DTensor.from_local(
+            torch.tensor([2, 3], dtype=torch.int32) + rank, mesh, [R, Partial("product")]
+        )
         assert whole_numbers.dtype is torch.int32 and whole_numbers.full_tensor().tolist() == [6, 12]
         local = parts[rank].clone().requires_grad_()
         averaged = DTensor.from_local(local, mesh, [R, Partial("avg")])
@@ -557,7 +572,10 @@ def test_7_in_place_results_keep_the_layout_of_self() -> None:
             for other in ((R, R), (Shard(1), R), (R, Shard(0))):
                 plain, d = whole(4, 6, grad=False), spread(whole(4, 6, grad=False), *places)
                 before = d.mesh_layout
-                for tensor, addend in ((plain, whole(4, 6, seed=1, grad=False)), (d, spread(whole(4, 6, seed=1, grad=False), *other))):
+                for tensor, addend in (
+                    (plain, whole(4, 6, seed=1, grad=False)),
+                    (d, spread(whole(4, 6, seed=1, grad=False), *other)),
+                ):
                     result = tensor.add_(addend).mul_(2.0)
                     assert result is tensor
                     tensor += addend
@@ -572,11 +590,26 @@ def test_7_no_function_restamps_what_it_was_given() -> None:
         x = spread(whole(4, 6, grad=False), Shard(0), R)
         plain = whole(4, 6, seed=1, grad=False)
         kept = [plain, plain.contiguous(), plain.to(torch.float32)]
-        x * plain, plain * x, torch.where(plain > 0, x, plain), F.dropout(plain, 0.0), x.type_as(plain), plain.type_as(x)
+        (
+            x * plain,
+            plain * x,
+            torch.where(plain > 0, x, plain),
+            F.dropout(plain, 0.0),
+            x.type_as(plain),
+            plain.type_as(x),
+        )
         plain.expand_as(x), torch.broadcast_tensors(x, plain), plain.to(x), plain.contiguous()
         assert all(type(tensor) is torch.Tensor for tensor in kept)
         layout = x.mesh_layout
-        x.contiguous(), x.to(torch.float32), F.dropout(x, 0.0), x.view(4, 6), x.detach(), x.float(), x.requires_grad_(False)
+        (
+            x.contiguous(),
+            x.to(torch.float32),
+            F.dropout(x, 0.0),
+            x.view(4, 6),
+            x.detach(),
+            x.float(),
+            x.requires_grad_(False),
+        )
         assert x.mesh_layout is layout
         seed = torch.ones(4, 6)
         a = spread(whole(4, 6), Shard(0), R)
@@ -606,155 +639,6 @@ def test_7_results_that_were_asked_for_are_ones_own() -> None:
             x.detach_()
         close(x, kept)
         assert torch.equal(plain, kept)
-
-    run_ranks(4, run)
-
-
-# --- conversions are remembered, and never stale --------------------------------------
-
-
-def test_a_scope_shares_one_conversion_among_its_consumers() -> None:
-    def run() -> None:
-        x = spread(whole(4, 6), Shard(0), Shard(1))
-        weights = [spread(whole(6, 8, seed=i), R, Shard(1)) for i in range(3)]
-        with comm_trace() as trace:
-            with scope():
-                outs = [x @ w for w in weights]
-            sum(out.sum() for out in outs).backward()
-        assert trace.count(kind="all_gather", direction="forward") == 1
-        assert trace.count(kind="reduce_scatter", direction="backward") == 1
-        with comm_trace() as trace:
-            [x @ w for w in weights]
-        assert trace.count(kind="all_gather") == 3
-
-    run_ranks(4, run)
-
-
-def test_a_memo_belongs_to_one_version_and_one_grad_mode() -> None:
-    def run() -> None:
-        plain = whole(4, 6)
-        x, w = spread(plain.detach().clone().requires_grad_(), Shard(0), Shard(1)), spread(whole(6, 8, seed=1), R, Shard(1))
-        value, weight = plain.detach().clone(), whole(6, 8, seed=1, grad=False)
-        with scope():
-            with torch.no_grad():
-                assert not (x @ w).requires_grad
-            y = x @ w
-            assert y.requires_grad
-            with torch.no_grad():
-                x.add_(1)
-                close(x @ w, (value + 1) @ weight)
-                x[0] = 5.0
-                value += 1
-                value[0] = 5.0
-                close(x @ w, value @ weight)
-                x.data.mul_(2)
-                x.data = x.data * 2
-                close(x @ w, 4 * value @ weight)
-            frozen = x.detach()
-            close(frozen @ w, 4 * value @ weight)
-            frozen.requires_grad_()
-            (frozen @ w).sum().backward()
-            assert frozen.grad is not None
-
-    run_ranks(4, run)
-
-
-def test_a_remembered_conversion_that_was_written_is_not_recalled() -> None:
-    def run() -> None:
-        x = spread(whole(4, 6, grad=False), Shard(0), Shard(1))
-        value = x.full_tensor()
-        with scope():
-            out = x + spread(torch.zeros(4, 6), R, R)
-            close(out, value)
-            gathered = x.redistribute([Shard(0), R])
-            gathered.mul_(0)
-            close(x @ spread(torch.eye(6), R, Shard(1)), value)
-
-    run_ranks(4, run)
-
-
-class Block(torch.nn.Module):
-    """Conversions of activations and of leaves, and a reduction: what a transformer block does."""
-
-    def __init__(self, mesh) -> None:
-        super().__init__()
-        place = lambda shape, seed, *p: torch.nn.Parameter(distribute_tensor(whole(*shape, seed=seed, grad=False), mesh, p))
-        self.up = place((6, 8), 1, R, Shard(1))
-        self.down = place((8, 6), 2, R, Shard(0))
-        self.scale = place((6,), 3, R, R)
-
-    def forward(self, x):
-        with scope():
-            hidden = x * self.scale
-            out = (torch.tanh(hidden @ self.up) + torch.sin(hidden @ self.up)) @ self.down
-            return x + torch.tanh(out) * self.scale
-
-
-def live() -> tuple[int, int]:
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-    return len(tensors), sum(type(t) is DTensor for t in tensors)
-
-
-@pytest.mark.parametrize("collect", [True, False], ids=["counted", "without the cycle collector"])
-def test_a_hundred_steps_at_constant_memory(collect) -> None:
-    """A memo on a leaf that outlives its scope is a cycle through autograd's graph, which Python cannot see."""
-
-    def run() -> None:
-        model = Block(grid())
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
-        watched: list[weakref.ref] = []
-
-        def step() -> None:
-            x = spread(whole(4, 6), Shard(0), Shard(1))
-            y = model(x)
-            watched.append(weakref.ref(y))
-            y.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for _ in range(3):
-            step()
-        before = live()
-        if not collect:
-            gc.disable()
-        for _ in range(100):
-            step()
-        alive = sum(ref() is not None for ref in watched)
-        gc.enable()
-        assert alive == 0, f"{alive} activations alive"
-        assert live() == before
-
-    run_ranks(4, run)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_of_the_optimizer_is_seen_by_the_next_forward(fused) -> None:
-    """A fused optimizer writes without a new version."""
-
-    def run() -> None:
-        warnings.simplefilter("ignore", FallbackWarning)
-        plain = [whole(6, 8, seed=1), whole(8, 6, seed=2)]
-        places = [(R, Shard(1)), (R, R)]
-        sharded = [torch.nn.Parameter(spread(t.detach(), *p)) for t, p in zip(plain, places)]
-        losses = []
-        for parameters in (plain, sharded):
-            optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=fused)
-            mine = []
-            for i in range(4):
-                x = whole(4, 6, seed=10 + i, grad=False)
-                x = spread(x, Shard(0), R) if parameters is sharded else x
-                with scope():
-                    loss = torch.tanh(torch.tanh(x @ parameters[0]) @ parameters[1]).square().sum()
-                loss.backward()
-                if parameters is sharded:  # what vescale.parallelize does at gradient-sync time
-                    for parameter in parameters:
-                        parameter.grad = parameter.grad.redistribute(parameter.placements)
-                optimizer.step()
-                optimizer.zero_grad()
-                mine.append(loss.item())
-            losses.append(mine)
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
 
     run_ranks(4, run)
 

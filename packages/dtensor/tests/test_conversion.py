@@ -175,7 +175,13 @@ def numbers(shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
     whole = torch.randint(-4, 5, (2, *shape), generator=generator)
     if dtype.is_complex:
         return torch.complex(whole[0].float(), whole[1].float()).to(dtype)
-    return (whole[0] > 0) if dtype is torch.bool else whole[0].abs().to(dtype) if dtype is torch.uint8 else whole[0].to(dtype)
+    return (
+        (whole[0] > 0)
+        if dtype is torch.bool
+        else whole[0].abs().to(dtype)
+        if dtype is torch.uint8
+        else whole[0].to(dtype)
+    )
 
 
 def coordinates(mesh: Mesh):
@@ -203,8 +209,10 @@ def locals_of(full: torch.Tensor, layout: Layout, seed: int) -> dict[tuple, torc
             parts[place] = rest
         else:
             seed += 1
-            parts[place] = numbers(full.shape, full.dtype, seed) & full if full.dtype is torch.bool else numbers(
-                full.shape, full.dtype, seed
+            parts[place] = (
+                numbers(full.shape, full.dtype, seed) & full
+                if full.dtype is torch.bool
+                else numbers(full.shape, full.dtype, seed)
             )
             rest = rest if full.dtype is torch.bool else rest - parts[place]
     return {
@@ -243,7 +251,7 @@ def run_cases(cases: list[Case]) -> list[tuple]:
         source, target = layout_of(mesh, case.source, case.shape), layout_of(mesh, case.target, case.shape)
         differentiable = case.dtype.is_floating_point or case.dtype.is_complex
 
-        def mine(layout, seed, case=case, number=number):
+        def mine(layout, seed, case=case, number=number, mesh=mesh):
             full = numbers(case.shape, case.dtype, 1000 * number + seed)
             return locals_of(full, layout, 1000 * number + seed + 100)[mesh.coordinate].clone()
 

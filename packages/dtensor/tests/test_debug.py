@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pdb
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from vescale_dtensor import (
     Partial,
     Replicate,
     Shard,
+    _events,
     comm_trace,
     distribute_tensor,
     strict,
 )
-from vescale_dtensor import _events
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R = Replicate()
@@ -190,7 +191,7 @@ def test_strict_leaves_backward_alone() -> None:
 class Recorder(pdb.Pdb):
     """A debugger that notes where it was stopped."""
 
-    stopped: list = []
+    stopped: ClassVar[list] = []
 
     def set_trace(self, frame=None) -> None:
         self.stopped.append((frame.f_code.co_name, getattr(self, "prompt", "")))

@@ -6,6 +6,7 @@ docs/errors.md quotes must be among them.
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import re
@@ -32,8 +33,8 @@ from vescale_dtensor import (
     PlainTensorError,
     RaggedShard,
     Replicate,
-    Shard,
     ShapeError,
+    Shard,
     VescaleError,
     ViewError,
     distribute_tensor,
@@ -53,7 +54,10 @@ def mesh() -> DeviceMesh:
     return mesh_of(2, 2, names=("dp", "tp"))
 
 
-def sharded(*shape, placements=(Shard(0), R), grad=False) -> DTensor:
+ROWS = (Shard(0), R)
+
+
+def sharded(*shape, placements=ROWS, grad=False) -> DTensor:
     numbers = torch.arange(float(torch.Size(shape).numel())).view(shape)
     return distribute_tensor(numbers.requires_grad_(grad), mesh(), placements)
 
@@ -137,7 +141,9 @@ CASES = {
         PlacementError, lambda: distribute_tensor(torch.ones(8, 2), mesh(), [R, RaggedShard((0, 1), (2, 1))]),
     ),
     "not a placement": (PlacementError, lambda: distribute_tensor(torch.ones(8), mesh(), [R, "shard"])),
-    "a maximum of a whole tensor": (PlacementError, lambda: distribute_tensor(torch.ones(8), mesh(), [R, Partial("max")])),
+    "a maximum of a whole tensor": (
+        PlacementError, lambda: distribute_tensor(torch.ones(8), mesh(), [R, Partial("max")]),
+    ),
     "redistribute to a maximum": (PlacementError, lambda: sharded(4, 6).redistribute([R, Partial("max")])),
     "the constructor": (PlacementError, lambda: DTensor(torch.ones(4))),
     "torch has no such placement": (
@@ -149,7 +155,9 @@ CASES = {
     ),
     "replicas of other sizes": (ShapeError, lambda: DTensor.from_local(local_of(2, 2, 2, 3), mesh(), [Shard(0), R])),
     "a whole dim of other sizes": (ShapeError, lambda: DTensor.from_local(local_of(2, 2, 2, 3), mesh(), [R, Shard(1)])),
-    "shards unlike torch.chunk's": (ShapeError, lambda: DTensor.from_local(local_of(1, 1, 3, 3), mesh(), [Shard(0), R])),
+    "shards unlike torch.chunk's": (
+        ShapeError, lambda: DTensor.from_local(local_of(1, 1, 3, 3), mesh(), [Shard(0), R]),
+    ),
     "a shape that gives other shards": (
         ShapeError, lambda: DTensor.from_local(torch.zeros(2, 3), mesh(), [Shard(0), R], shape=(6, 3)),
     ),
@@ -174,7 +182,7 @@ CASES = {
     ),
     "pickling a tensor": (OperatorError, lambda: pickle.dumps(sharded(4, 6))),
     "pickling a layout": (PlacementError, lambda: pickle.dumps(sharded(4, 6).mesh_layout)),
-    "deepcopy of a computed tensor": (OperatorError, lambda: __import__("copy").deepcopy(sharded(4, 6, grad=True).sin())),
+    "deepcopy of a computed tensor": (OperatorError, lambda: copy.deepcopy(sharded(4, 6, grad=True).sin())),
 }  # fmt: skip
 
 

@@ -133,7 +133,9 @@ def test_a_local_map_computes_on_shards_and_its_gradients_are_whole() -> None:
         columns = local_map(
             lambda x, w: torch.tanh(x @ w), [Shard(0), Shard(1)], [(Shard(0), R), (R, Shard(1))], shapes=[(4, 8)]
         )
-        for px, pw in itertools.product([(Shard(0), R), (R, R), (Shard(1), Shard(0))], [(R, Shard(1)), (R, R), (Shard(0), R)]):
+        for px, pw in itertools.product(
+            [(Shard(0), R), (R, R), (Shard(1), Shard(0))], [(R, Shard(1)), (R, R), (Shard(0), R)]
+        ):
             dx, dw = (distribute_tensor(t.detach().requires_grad_(), grid(), p) for t, p in ((x, px), (w, pw)))
             out = columns(dx, dw)
             assert out.shape == (4, 8) and out.placements == (Shard(0), Shard(1))

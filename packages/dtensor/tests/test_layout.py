@@ -64,7 +64,13 @@ def test_a_ragged_cut_has_the_proportions_of_its_units() -> None:
     assert sharded(0, units=(4, 2)) is sharded(0, units=(2, 1))
 
 
-STATES = [sharded(0), sharded(0, groups=2), sharded(0, groups=3), sharded(0, units=(1, 2, 3)), sharded(0, units=(0, 5, 1))]
+STATES = [
+    sharded(0),
+    sharded(0, groups=2),
+    sharded(0, groups=3),
+    sharded(0, units=(1, 2, 3)),
+    sharded(0, units=(0, 5, 1)),
+]
 
 
 @pytest.mark.parametrize("state", STATES, ids=repr)

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._collectives import gather_objects
-from ._steps import convert_local
 from ._convert import convert, from_plain, shares_storage
 from ._errors import GradientError, PlacementError, ShapeError
 from ._layout import Layout, canonical_states, layout_of
 from ._mesh import Mesh, mesh_of
 from ._state import INVARIANT, PENDING, VARYING
+from ._steps import convert_local
 from ._tensor import DTensor, local_only, stamp
-from .placement import Partial, Placement, Replicate
+from .placement import Partial, Placement
 
 
 def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -96,7 +96,8 @@ def from_local(
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """See `DTensor.redistribute`. A `Replicate` axis keeps its state if it is replicated already, is I after a
     sum (whose backward is then free) and R after a gather (whose backward is then a reduce-scatter)."""
-    placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    if type(placements) is not tuple:
+        placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
     return convert(tensor, _redistributed(tensor._layout.base, placements), "redistribute", own=True)
 
 
@@ -112,7 +113,8 @@ def _redistributed(layout: Layout, placements: tuple[Placement, ...]) -> Layout:
                 [("Partial()", "a pending sum"), ("Replicate()", "the value itself")],
             )
     wanted = canonical_states("redistribute", placements, layout.mesh, layout.shape)
-    return layout.with_states([_replicated(now) if goal is VARYING else goal for now, goal in zip(layout.states, wanted)])
+    states = [_replicated(now) if goal is VARYING else goal for now, goal in zip(layout.states, wanted)]
+    return layout.with_states(states)
 
 
 def _replicated(now):
@@ -145,7 +147,10 @@ def full(
     holds = all(layout.mesh.coordinate[a] == 0 for a, s in enumerate(layout.states) if s is PENDING)
     options.setdefault("dtype", torch.get_default_dtype() if isinstance(fill_value, float) else None)
     local = torch.full(
-        layout.local_shape, fill_value if holds else type(fill_value)(0), device=options.pop("device", layout.mesh.device_type), **options
+        layout.local_shape,
+        fill_value if holds else type(fill_value)(0),
+        device=options.pop("device", layout.mesh.device_type),
+        **options,
     )
     return stamp(local, layout).requires_grad_(requires_grad)
 
@@ -243,7 +248,8 @@ def _agreed_shape(shapes: list[tuple[int, ...]], mesh: Mesh, placements) -> tupl
             coordinate = tuple(whole[axis] for axis in axes)
             if sizes.setdefault(coordinate, other[dim]) != other[dim]:
                 names = ", ".join(repr(mesh.names[axis]) for axis in axes)
-                fail(f"ranks disagree on the size of dim {dim}, which {f'only {names} shards' if axes else 'no axis shards'}")
+                who = f"only {names} shards" if axes else "no axis shards"
+                fail(f"ranks disagree on the size of dim {dim}, which {who}")
         shape[dim] = sum(sizes.values())
     return tuple(shape)
 

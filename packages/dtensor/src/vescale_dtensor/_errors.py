@@ -27,7 +27,8 @@ class VescaleError(RuntimeError):
         operands: Iterable[str] = (),
         remedies: Iterable[tuple[str, str]] = (),
     ) -> None:
-        self.operation = operation
+        dunder = operation.startswith("__") and operation.endswith("__")
+        self.operation = operation[2:-2] if dunder else operation
         self.rule = rule
         self.operands = tuple(operands)
         self.remedies = tuple(remedies)

@@ -87,7 +87,13 @@ def announce(kind: str, axes: tuple[str, ...], received: int, count: int = 1) ->
 
 
 def function_name(function: object) -> str:
-    """`matmul`, `Tensor.view`, `Tensor.shape`: how a person would write the function."""
+    """`matmul`, `view`, `shape`: how a person would write the function. `a @ b` is a `matmul`."""
+    name = raw_name(function)
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
+
+
+def raw_name(function: object) -> str:
+    """`__matmul__`, `view`, `shape`: the function's own name."""
     if isinstance(function, str):
         return function
     name = getattr(function, "__name__", None) or repr(function)

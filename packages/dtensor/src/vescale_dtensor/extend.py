@@ -137,10 +137,7 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
     Raises PlacementError for a placement that torch's DTensor does not have
     (InterleavedShard, RaggedShard).
     """
-    # Gradients of torch's replicated tensors are replicated: I. A gradient that is pending here would count n times.
     layout = tensor._layout.base
-    layout = layout.with_states([INVARIANT if state is VARYING else state for state in layout.states])
-    tensor = convert(tensor, layout, "to_torch")
     for placement in layout.placements:
         if not isinstance(placement, (Shard, Replicate, Partial)):
             raise PlacementError(
@@ -149,6 +146,9 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
                 [repr(layout)],
                 [("tensor.redistribute(...) to Shard or Replicate first", "an all-to-all or all-gather")],
             )
+    # Gradients of torch's replicated tensors are replicated: I. One that is pending here would count n times.
+    states = [INVARIANT if state is VARYING else state for state in layout.states]
+    tensor = convert(tensor, layout.with_states(states), "to_torch")
     stride = torch.empty(layout.shape, device="meta").stride()
     return TorchDTensor.from_local(
         tensor.to_local(), layout.device_mesh, layout.placements, run_check=False, shape=torch.Size(layout.shape),

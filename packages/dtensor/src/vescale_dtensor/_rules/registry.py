@@ -81,9 +81,9 @@ class Call:
 
     @property
     def name(self) -> str:
-        from .._events import function_name
+        from .._events import raw_name
 
-        return function_name(self.function)
+        return raw_name(self.function)
 
 
 @dataclass(slots=True)
