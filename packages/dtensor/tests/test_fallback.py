@@ -1,12 +1,12 @@
 """Functions without a rule: whole, right, and everything they write reaches the shards."""
 
 import collections
-import contextlib
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+
 from vescale_dtensor import (
     DTensor,
     FallbackWarning,
@@ -86,38 +86,26 @@ def test_lists_named_tuples_and_dicts():
 def test_in_place_reaches_every_shard():
     def check():
         mesh = mesh_of(2, 2)
+        value = torch.randn(5, 3)
         for places in LAYOUTS:
-            value = torch.randn(5, 3)
-            for function in (
-                lambda x: whole(torch.Tensor.exp_)(x),
-                lambda x: whole(torch.Tensor.mul_)(x, 3.0),
-                lambda x: whole(torch.Tensor.add_)(x, x),
-                lambda x: whole(torch.Tensor.cumsum_)(x, 0),
-                lambda x: whole(F.relu)(x, inplace=True),
+            for function, *rest in (
+                (torch.Tensor.exp_,),
+                (torch.Tensor.mul_, 3.0),
+                (torch.Tensor.cumsum_, 0),
+                (torch.Tensor.copy_, torch.ones(3)),
+                (lambda x, **options: F.relu(x, **options), {"inplace": True}),
             ):
-                expected = {0: value.clone()}
-                name = function
-                plain = expected[0]
-                with _ungathered():
-                    name(plain)
+                options = rest.pop() if rest and isinstance(rest[-1], dict) else {}
+                expected = function(value.clone(), *rest, **options)
                 shard = spread(value, mesh, places)
-                out = function(shard)
+                out = whole(function)(shard, *rest, **options)
                 assert out is shard and shard.placements == places
-                torch.testing.assert_close(shard.full_tensor(), plain)
+                torch.testing.assert_close(shard.full_tensor(), expected)
+            twice = spread(value, mesh, places)
+            assert whole(torch.Tensor.add_)(twice, twice) is twice
+            torch.testing.assert_close(twice.full_tensor(), value * 2)
 
     quietly(check)
-
-
-@contextlib.contextmanager
-def _ungathered():
-    """Within, `whole(f)` is `f` itself: the same lines run on one device."""
-    global whole
-    saved = whole
-    whole = lambda function: function  # noqa: E731
-    try:
-        yield
-    finally:
-        whole = saved
 
 
 def test_in_place_with_gradient():
@@ -220,8 +208,7 @@ def test_running_statistics_are_written_back():
         for places in ((R, R), (S(0), R), (S(1), S(0))):
             for stats in ((R, R), (S(0), R)):
                 m, v = distribute_tensor(torch.zeros(4), mesh, stats), distribute_tensor(torch.ones(4), mesh, stats)
-                for normalise in (whole(F.batch_norm),):
-                    out = normalise(distribute_tensor(x, mesh, places), m, v, training=True)
+                out = whole(F.batch_norm)(distribute_tensor(x, mesh, places), m, v, training=True)
                 torch.testing.assert_close(out.full_tensor(), expected)
                 torch.testing.assert_close(m.full_tensor(), mean)
                 torch.testing.assert_close(v.full_tensor(), var)

@@ -1,9 +1,12 @@
 """Convolution, pooling and resampling against one device."""
 
+# ruff: noqa: B023  every function that closes over a loop variable runs within that turn of the loop
+
 import warnings
 
 import torch
 import torch.nn.functional as F
+
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard
 from vescale_dtensor._oracle import compare, placements_for
 from vescale_dtensor.testing import mesh_of, run_ranks
@@ -30,7 +33,17 @@ def test_conv2d_on_the_grid():
     def check():
         mesh = mesh_of(2, 2)
         x, weight, bias = rand(3, 4, 5, 5), rand(6, 4, 3, 3), rand(6)
-        ways = [(R, R), (S(0), R), (S(0), S(1)), (S(1), S(0)), (P, S(1)), (S(2), S(3)), (S(0), S(0)), (S(1), S(1)), (P, P)]
+        ways = [
+            (R, R),
+            (S(0), R),
+            (S(0), S(1)),
+            (S(1), S(0)),
+            (P, S(1)),
+            (S(2), S(3)),
+            (S(0), S(0)),
+            (S(1), S(1)),
+            (P, P),
+        ]
         kernels = [(R, R), (R, S(0)), (S(1), S(0)), (S(0), S(0)), (P, R), (S(2), R)]
         for xp in ways:
             for wp in kernels:
@@ -56,7 +69,9 @@ def test_free_layouts_do_not_communicate():
         ):
             for call in (lambda x, w, b: F.conv2d(x, w, b), lambda x, w, b: torch.conv2d(x, w, b, padding="same")):
                 assert not compare(call, [x, weight, bias], places, mesh, **close)
-        assert not compare(F.conv_transpose2d, [x, rand(4, 6, 3, 3), bias], [(S(0), S(1)), (R, S(0)), (R, R)], mesh, **close)
+        assert not compare(
+            F.conv_transpose2d, [x, rand(4, 6, 3, 3), bias], [(S(0), S(1)), (R, S(0)), (R, R)], mesh, **close
+        )
 
     strictly(check)
 
@@ -72,8 +87,20 @@ def test_every_rank_of_dims():
             for places in (
                 [(S(0), S(1)), (R, S(1)), (R, R)], [(S(0), S(0)), (R, R), (R, R)], [(R, S(1)), (S(0), R), (R, R)],
             ):  # fmt: skip
-                compare(lambda x, w, b: conv(x, w, b, stride=2), [rand(3, 5, *size), rand(7, 5, *kernel), rand(7)], places, mesh, **close)
-                compare(lambda x, w, b: transposed(x, w, b, stride=2, output_padding=1), [rand(3, 5, *size), rand(5, 7, *kernel), rand(7)], places, mesh, **close)
+                compare(
+                    lambda x, w, b: conv(x, w, b, stride=2),
+                    [rand(3, 5, *size), rand(7, 5, *kernel), rand(7)],
+                    places,
+                    mesh,
+                    **close,
+                )
+                compare(
+                    lambda x, w, b: transposed(x, w, b, stride=2, output_padding=1),
+                    [rand(3, 5, *size), rand(5, 7, *kernel), rand(7)],
+                    places,
+                    mesh,
+                    **close,
+                )
             compare(conv, [rand(4, *size), rand(6, 4, *kernel)], [(S(0), R), (R, S(0))], mesh, **close)
 
     strictly(check)
@@ -83,19 +110,41 @@ def test_groups():
     def check():
         mesh = mesh_of(2, 2)
         close = {"rtol": 1e-4, "atol": 1e-4}
-        for groups, x, weight in ((4, rand(3, 8, 4, 4), rand(12, 2, 2, 2)), (8, rand(3, 8, 4, 4), rand(8, 1, 2, 2)), (3, rand(2, 6, 4, 4), rand(6, 2, 2, 2))):
+        for groups, x, weight in (
+            (4, rand(3, 8, 4, 4), rand(12, 2, 2, 2)),
+            (8, rand(3, 8, 4, 4), rand(8, 1, 2, 2)),
+            (3, rand(2, 6, 4, 4), rand(6, 2, 2, 2)),
+        ):
             bias = rand(weight.shape[0])
             for xp in ((S(0), R), (R, S(1)), (S(1), S(1)), (S(0), S(1)), (InterleavedShard(1, 2), R), (P, R)):
                 if groups == 3 and InterleavedShard(1, 2) in xp:
                     continue
                 for wp in ((R, R), (R, S(0)), (S(0), S(0))):
-                    events = compare(lambda x, w, b: F.conv2d(x, w, b, groups=groups), [x, weight, bias], [xp, wp, (R, R)], mesh, **close)
+                    events = compare(
+                        lambda x, w, b: F.conv2d(x, w, b, groups=groups),
+                        [x, weight, bias],
+                        [xp, wp, (R, R)],
+                        mesh,
+                        **close,
+                    )
                     if groups == 8 and xp in ((S(0), S(1)), (R, S(1))) and wp in ((R, R), (R, S(0))):
                         assert not events
             single = [rand(*x.shape[1:]), weight, bias]
-            compare(lambda x, w, b: F.conv2d(x, w, b, groups=groups), single, [(R, S(1)), (S(0), R), (S(0), R)], mesh, **close)
+            compare(
+                lambda x, w, b: F.conv2d(x, w, b, groups=groups),
+                single,
+                [(R, S(1)), (S(0), R), (S(0), R)],
+                mesh,
+                **close,
+            )
             twisted = rand(x.shape[1], 2, 2, 2)
-            compare(lambda x, w: F.conv_transpose2d(x, w, None, 2, 0, 0, groups), [x, twisted], [(S(0), S(1)), (R, S(0))], mesh, **close)
+            compare(
+                lambda x, w: F.conv_transpose2d(x, w, None, 2, 0, 0, groups),
+                [x, twisted],
+                [(S(0), S(1)), (R, S(0))],
+                mesh,
+                **close,
+            )
 
     strictly(check)
 
@@ -105,7 +154,13 @@ def test_empty_shards():
         mesh = mesh_of(4)
         close = {"rtol": 1e-4, "atol": 1e-4}
         for xp, wp in (((S(0),), (R,)), ((R,), (S(0),)), ((S(1),), (S(1),))):
-            compare(lambda x, w, b: F.conv2d(x, w, b), [rand(2, 3, 4, 4), rand(5, 3, 2, 2), rand(5)], [xp, wp, (R,)], mesh, **close)
+            compare(
+                lambda x, w, b: F.conv2d(x, w, b),
+                [rand(2, 3, 4, 4), rand(5, 3, 2, 2), rand(5)],
+                [xp, wp, (R,)],
+                mesh,
+                **close,
+            )
             compare(lambda x: F.max_pool2d(x, 2), [rand(2, 3, 4, 4)], [xp], mesh)
             compare(lambda x: F.adaptive_avg_pool2d(x, 2), [rand(2, 3, 4, 4)], [xp], mesh)
             compare(lambda x: F.interpolate(x, scale_factor=2), [rand(2, 3, 4, 4)], [xp], mesh)
@@ -154,7 +209,16 @@ def test_pools_on_the_grid():
         for ndim, function in POOLS:
             shape = (3, 4, 4, 4, 4)[:ndim]
             x = rand(*shape)
-            for places in ((R, R), (S(0), R), (S(0), S(1)), (S(1), S(0)), (S(0), S(0)), (P, S(1)), (S(2), P), (R, S(ndim - 1))):
+            for places in (
+                (R, R),
+                (S(0), R),
+                (S(0), S(1)),
+                (S(1), S(0)),
+                (S(0), S(0)),
+                (P, S(1)),
+                (S(2), P),
+                (R, S(ndim - 1)),
+            ):
                 compare(function, [x], [places], mesh, rtol=1e-4, atol=1e-5)
 
     strictly(check)
@@ -176,10 +240,24 @@ def test_grids_bilinear_and_prelu():
         for places in placements_for((3, 4), 2):
             compare(lambda x, w: F.prelu(x, w), [rand(3, 4), rand(4)], [places, (R, S(0))], mesh)
             compare(lambda x, w: F.prelu(x, w), [rand(3, 4), rand(1)], [places, (R, R)], mesh)
-            compare(F.bilinear, [rand(3, 4), rand(3, 2), rand(5, 4, 2), rand(5)], [places, (S(0), S(1)), (R, S(0)), (R, R)], mesh, rtol=1e-4, atol=1e-4)
+            compare(
+                F.bilinear,
+                [rand(3, 4), rand(3, 2), rand(5, 4, 2), rand(5)],
+                [places, (S(0), S(1)), (R, S(0)), (R, R)],
+                mesh,
+                rtol=1e-4,
+                atol=1e-4,
+            )
         for xp in ((R, R), (S(0), S(1)), (S(0), S(0)), (P, S(0)), (S(2), R)):
             for gp in ((R, R), (S(0), R), (S(1), P)):
-                compare(lambda x, g: F.grid_sample(x, g, align_corners=False), [rand(3, 4, 4, 4), rand(3, 2, 2, 2)], [xp, gp], mesh, rtol=1e-4, atol=1e-4)
+                compare(
+                    lambda x, g: F.grid_sample(x, g, align_corners=False),
+                    [rand(3, 4, 4, 4), rand(3, 2, 2, 2)],
+                    [xp, gp],
+                    mesh,
+                    rtol=1e-4,
+                    atol=1e-4,
+                )
         for tp in ((R, R), (S(0), R), (S(0), S(0)), (S(0), P), (S(1), R)):
             compare(lambda t: F.affine_grid(t, (3, 4, 2, 2), align_corners=False), [rand(3, 2, 3)], [tp], mesh)
 

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard
 from vescale_dtensor._oracle import compare, placements_for
 from vescale_dtensor.testing import mesh_of, run_ranks
@@ -32,7 +33,9 @@ def test_linear_on_the_whole_grid():
     def check():
         mesh = mesh_of(2, 2)
         x, weight, bias = rand(3, 5, 4), rand(6, 4), rand(6)
-        for xp, wp in itertools.product(placements_for(x.shape, 2), [(R, R), (R, S(0)), (S(0), S(1)), (S(1), S(1)), (P, S(0))]):
+        for xp, wp in itertools.product(
+            placements_for(x.shape, 2), [(R, R), (R, S(0)), (S(0), S(1)), (S(1), S(1)), (P, S(0))]
+        ):
             compare(F.linear, [x, weight, bias], [xp, wp, (S(0), R)], mesh, **CLOSE)
         for wp, bp in itertools.product(placements_for(weight.shape, 2), placements_for(bias.shape, 2)):
             compare(F.linear, [x, weight, bias], [(S(0), S(2)), wp, bp], mesh, **CLOSE)
@@ -156,7 +159,13 @@ def test_empty_and_interleaved_shards():
         mesh = mesh_of(4)
         compare(F.linear, [rand(2, 3), rand(5, 3), rand(5)], [(S(0),), (S(0),), (S(0),)], mesh, **CLOSE)
         compare(F.linear, [rand(2, 3), rand(5, 3), rand(5)], [(S(1),), (S(1),), (R,)], mesh, **CLOSE)
-        compare(F.linear, [rand(3, 8), rand(24, 8), rand(24)], [(R,), (InterleavedShard(0, 3),), (InterleavedShard(0, 3),)], mesh, **CLOSE)
+        compare(
+            F.linear,
+            [rand(3, 8), rand(24, 8), rand(24)],
+            [(R,), (InterleavedShard(0, 3),), (InterleavedShard(0, 3),)],
+            mesh,
+            **CLOSE,
+        )
         compare(torch.matmul, [rand(3, 24), rand(24, 5)], [(InterleavedShard(1, 3),), (S(0),)], mesh, **CLOSE)
 
     strictly(check)

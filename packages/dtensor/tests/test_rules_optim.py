@@ -1,10 +1,13 @@
 """Optimizers, clipping and the gradient scaler on DTensor parameters, against one device."""
 
+# ruff: noqa: B023  every function that closes over a loop variable runs within that turn of the loop
+
 import warnings
 
 import pytest
 import torch
 import torch.nn as nn
+
 from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._oracle import compare, spread
 from vescale_dtensor.testing import mesh_of, run_ranks
@@ -50,6 +53,7 @@ def _train(parameters, batches, make, after_backward=None):
     optimizer = make(list(parameters.values()))
     losses = []
     for x in batches:
+
         def closure():
             optimizer.zero_grad()
             loss = _loss(parameters, x)
@@ -70,7 +74,8 @@ def _both(make, mesh, placements=PLACEMENTS, after_backward=None, rtol=1e-5):
     values, batches = _data()
     one = {name: nn.Parameter(value.clone()) for name, value in values.items()}
     many = {
-        name: distribute_tensor(value.clone().requires_grad_(), mesh, placements[name]) for name, value in values.items()
+        name: distribute_tensor(value.clone().requires_grad_(), mesh, placements[name])
+        for name, value in values.items()
     }
     expected, _ = _train(one, batches, make, after_backward)
     actual, optimizer = _train(many, [distribute_tensor(x, mesh, (S0, R)) for x in batches], make, after_backward)
@@ -225,7 +230,9 @@ def test_foreach_functions_on_mixed_layouts():
                     expected, actual = values[0], many[0]
                     assert [t.placements for t in actual] == own
                 for want, have in zip(expected, actual):
-                    torch.testing.assert_close(have.full_tensor(), want, rtol=1e-4, atol=1e-4, equal_nan=True, msg=f"{name} {which}")
+                    torch.testing.assert_close(
+                        have.full_tensor(), want, rtol=1e-4, atol=1e-4, equal_nan=True, msg=f"{name} {which}"
+                    )
 
     run_ranks(4, on_ranks)
 

@@ -1,5 +1,7 @@
 """Everything that works element by element, on a grid of layouts."""
 
+# ruff: noqa: B023  every function that closes over a loop variable runs within that turn of the loop
+
 import itertools
 import warnings
 
@@ -7,6 +9,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+
 from vescale_dtensor import DTensor, FallbackWarning, InterleavedShard, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._oracle import compare, placements_for, spread
 from vescale_dtensor._rules import pointwise
@@ -49,11 +52,11 @@ def _callable(function, x, y):
     given = _arguments(name)
     if given is None:
         return None
-    for extra in ([given] if given else [(), (y,), (2,)]):
+    for extra in [given] if given else [(), (y,), (2,)]:
         try:
             if function(x.clone(), *extra) is not NotImplemented:
                 return extra
-        except Exception:  # noqa: BLE001  torch's own refusal: try other arguments
+        except Exception:
             continue
     return None
 
@@ -83,7 +86,11 @@ def test_every_nonlinear_function():
             run += 1
             tensors = [x, *[e for e in extra if isinstance(e, torch.Tensor)]]
             rest = [e for e in extra if not isinstance(e, torch.Tensor)]
-            for places in ([(S(0), S(1)), (S(0), R), (R, R)], [(P, S(1)), (R, P), (R, R)], [(S(1), S(1)), (S(0), R), (P, R)]):
+            for places in (
+                [(S(0), S(1)), (S(0), R), (R, R)],
+                [(P, S(1)), (R, P), (R, R)],
+                [(S(1), S(1)), (S(0), R), (P, R)],
+            ):
                 compare(
                     lambda *t: function(t[0].clone(), *t[1:], *rest), tensors, places[: len(tensors)], mesh,
                     rtol=1e-4, atol=1e-4,
@@ -124,7 +131,7 @@ OTHER = {
     "rpow": lambda x: 2**x,
     "pow": lambda x: x**2,
     "rfloordiv": lambda x: (7 // x).detach(),
-    "rmod": lambda x: (7 % x.detach()),
+    "rmod": lambda x: 7 % x.detach(),
     "array minus": lambda x: numpy.float64(2) - x,
     "array power": lambda x: numpy.float32(2) ** x,
     "clamp bounds": lambda x: torch.clamp(x, min=torch.tensor([0.2, 0.3, 0.4]), max=torch.tensor(0.7)),
@@ -192,7 +199,9 @@ def test_two_tensors_on_the_whole_grid():
     def check():
         mesh = mesh_of(2, 2)
         x, y, row = value(5, 3), value(5, 3), value(3)
-        for mine, theirs in itertools.product(placements_for((5, 3), 2), [(R, R), (S(0), S(1)), (P, S(0)), (S(1), P), (S(1), S(1))]):
+        for mine, theirs in itertools.product(
+            placements_for((5, 3), 2), [(R, R), (S(0), S(1)), (P, S(0)), (S(1), P), (S(1), S(1))]
+        ):
             compare(lambda a, b: a * b + a, [x, y], [mine, theirs], mesh)
         for mine, theirs in itertools.product(placements_for((5, 3), 2), placements_for((3,), 2)):
             compare(lambda a, b: a + b, [x, row], [mine, theirs], mesh)
@@ -221,12 +230,19 @@ def test_like_another_tensor():
     def check():
         mesh = mesh_of(2, 2)
         for places in LAYOUTS:
-            x, other = spread(value(5, 3, grad=False), mesh, places), distribute_tensor(torch.zeros(2).double(), mesh, (S(0), P))
+            x, other = (
+                spread(value(5, 3, grad=False), mesh, places),
+                distribute_tensor(torch.zeros(2).double(), mesh, (S(0), P)),
+            )
             assert x.to(other).dtype == torch.float64 and x.to(other).placements == places
             assert x.type_as(other).dtype == torch.float64
             assert x.type() == "torch.FloatTensor"
             assert type(torch.ones(2).to(x)) is torch.Tensor
-            for fill, want in ((torch.zeros_like, 0.0), (torch.ones_like, 1.0), (lambda t: torch.full_like(t, 2.5), 2.5)):
+            for fill, want in (
+                (torch.zeros_like, 0.0),
+                (torch.ones_like, 1.0),
+                (lambda t: torch.full_like(t, 2.5), 2.5),
+            ):
                 made = fill(x)
                 assert made.placements == tuple(R if p == P else p for p in places)
                 assert (made.full_tensor() == want).all()

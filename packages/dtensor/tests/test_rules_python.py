@@ -1,5 +1,7 @@
 """Python's protocols and metadata: values, iteration, copies, data, hooks; what communicates and what never does."""
 
+# ruff: noqa: B023  every function that closes over a loop variable runs within that turn of the loop
+
 import copy
 import pickle
 import warnings
@@ -8,6 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.nn as nn
+
 from vescale_dtensor import DTensor, OperatorError, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._oracle import spread
 from vescale_dtensor.debug import comm_trace
@@ -172,7 +175,12 @@ def test_numbers_and_arrays_of_numpy():
     def on_ranks():
         with warnings.catch_warnings(action="error"):
             x = distribute_tensor(torch.ones(4), mesh_of(2, 2), (S(0), R))
-            for made in (numpy.float32(2) * x, x * numpy.float64(2), numpy.float64(4) / (x + 1), 1 + x * numpy.int64(1)):
+            for made in (
+                numpy.float32(2) * x,
+                x * numpy.float64(2),
+                numpy.float64(4) / (x + 1),
+                1 + x * numpy.int64(1),
+            ):
                 assert type(made) is DTensor and made.full_tensor().tolist() == [2.0] * 4
 
     run_ranks(4, on_ranks)

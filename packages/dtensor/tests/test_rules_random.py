@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._oracle import compare, spread
 from vescale_dtensor.testing import assert_ranks_agree, mesh_of, run_ranks
@@ -59,7 +60,9 @@ def test_fills_equal_one_device(name):
                     out = function(parameter)
                 assert out is parameter and parameter.placements == places and parameter.is_leaf
                 assert torch.equal(torch.rand(3), after), (name, places)
-                torch.testing.assert_close(parameter.detach().full_tensor(), expected, rtol=1e-6, atol=1e-6, msg=f"{name} {places}")
+                torch.testing.assert_close(
+                    parameter.detach().full_tensor(), expected, rtol=1e-6, atol=1e-6, msg=f"{name} {places}"
+                )
         return parameter.detach().full_tensor()
 
     assert_ranks_agree(run_ranks(4, on_ranks))

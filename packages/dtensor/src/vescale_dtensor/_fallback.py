@@ -20,7 +20,7 @@ from ._convert import alias, convert_operand, describe
 from ._copies import check_writable, mark_copy
 from ._errors import OperatorError
 from ._events import function_name
-from ._layout import Layout, layout_of
+from ._layout import layout_of
 from ._rules.registry import is_inplace
 from ._state import INVARIANT
 from ._tensor import DTensor, local_only, stamp
@@ -79,7 +79,7 @@ def gathered(function: Callable) -> Callable:
 
 # Where functions take running statistics, which they write without telling the version counter.
 _STATISTICS = {
-    **{function: (1, 2) for function in (F.batch_norm, F.instance_norm, torch.batch_norm_update_stats)},
+    **dict.fromkeys((F.batch_norm, F.instance_norm, torch.batch_norm_update_stats), (1, 2)),
     **{
         getattr(torch, name): (3, 4)
         for name in "batch_norm instance_norm native_batch_norm cudnn_batch_norm miopen_batch_norm "

@@ -1,7 +1,7 @@
 """`out=` forms, and in-place forms on a tensor that cannot take the result as it lies, by way of the plain form.
 
-    out=                  run without it, then `out.copy_(result)`: `out` keeps its layout
-    in place, pending     self is reduced, written in place, and put back pending (on the first rank: free)
+out=                  run without it, then `out.copy_(result)`: `out` keeps its layout
+in place, pending     self is reduced, written in place, and put back pending (on the first rank: free)
 """
 
 from __future__ import annotations

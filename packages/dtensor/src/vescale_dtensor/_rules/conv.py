@@ -134,7 +134,11 @@ def _sized(*stems: str) -> list[Callable]:
     return _functions(*[stem.replace("Nd", suffix) for stem in stems for suffix in _DIMS])
 
 
-@rule(_sized("max_poolNd", "max_poolNd_with_indices", "adaptive_max_poolNd", "adaptive_max_poolNd_with_indices", "lp_poolNd"))
+@rule(
+    _sized(
+        "max_poolNd", "max_poolNd_with_indices", "adaptive_max_poolNd", "adaptive_max_poolNd_with_indices", "lp_poolNd"
+    )
+)
 def pool(call: Call) -> Signature:
     """Batch and channels are free; the indices count within one channel."""
     x = call.operands[0]

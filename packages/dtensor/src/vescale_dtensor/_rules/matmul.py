@@ -1,8 +1,8 @@
 """Products that contract a dim: linear, matmul and its relatives, einsum.
 
-    contracted dim sharded on both      -> P (a bias then enters on the first rank only)
-    batch, row or column dim sharded    stays sharded; the other operand whole
-    one operand pending                 -> P, the other whole
+contracted dim sharded on both      -> P (a bias then enters on the first rank only)
+batch, row or column dim sharded    stays sharded; the other operand whole
+one operand pending                 -> P, the other whole
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def add_outer(call: Call):
     shape = (left.shape[0], right.shape[0])
     offset = 2 - added.ndim
     labels = tuple("mn"[offset + d] if size == shape[offset + d] else None for d, size in enumerate(added.shape))
-    return Signature(
-        [labels, ("m",), ("n",)], [("m", "n")], linear=[(0, 1), (0, 2)], shapes=[shape]
-    )
+    return Signature([labels, ("m",), ("n",)], [("m", "n")], linear=[(0, 1), (0, 2)], shapes=[shape])
 
 
 @rule(torch.inner, Tensor.inner)

@@ -97,7 +97,7 @@ def _looped(function: Callable) -> Callable:
     single = getattr(Tensor, name, None) or getattr(torch, name, None)
     if single is None:  # maximum_ and minimum_ exist for lists only
         fresh = getattr(torch, name.removesuffix("_"))
-        single = lambda x, *others: x.copy_(fresh(x, *others))  # noqa: E731
+        single = lambda x, *others: x.copy_(fresh(x, *others))
     weighted = _base(name) in ("addcmul", "addcdiv")
 
     def walk(*args, **kwargs):

@@ -1,8 +1,8 @@
 """Elementwise functions, with broadcasting.
 
-    sharded inputs      stay sharded, the others are sliced or used whole
-    pending inputs      P + P -> P; linear in one P (the others R) -> P; anything else reduces first
-    in place            self keeps its layout, the others are converted to it
+sharded inputs      stay sharded, the others are sliced or used whole
+pending inputs      P + P -> P; linear in one P (the others R) -> P; anything else reduces first
+in place            self keeps its layout, the others are converted to it
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .registry import Call, Decision, Operand, both, composite, rule
 # f(x) with f not linear: a pending input is reduced first.
 NONLINEAR = """abs absolute acos acosh arccos arccosh angle arcsin arcsinh arctan arctanh asin asinh atan atanh atan2
     arctan2 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil clamp
-    clamp_max clamp_min clip copysign cos cosh digamma eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide
+    clamp_max clamp_min clip copysign cos cosh digamma eq erf erfc erfinv exp exp2 expm1 fix float_power floor
+    floor_divide
     fmax fmin fmod frac ge greater greater_equal gt heaviside hypot i0 igamma igammac isclose isfinite isinf isnan
     isneginf isposinf isreal ldexp le less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
     logical_not logical_or logical_xor logit lt maximum minimum mvlgamma nan_to_num ne nextafter not_equal
@@ -69,9 +70,7 @@ def broadcast(operands: list[Operand]) -> tuple[list[tuple], tuple, tuple[int, .
 def labels_for(operand: Operand, shape) -> tuple:
     """The operand's dims in a broadcast result of `shape`."""
     offset = len(shape) - operand.ndim
-    return tuple(
-        d - operand.ndim if size == shape[offset + d] else None for d, size in enumerate(operand.shape)
-    )
+    return tuple(d - operand.ndim if size == shape[offset + d] else None for d, size in enumerate(operand.shape))
 
 
 def elementwise(call: Call, linear=(), addends=()) -> Signature | None:

@@ -30,7 +30,7 @@ from .registry import Call, composite, handler, rule
 
 _FILLS = "normal_ uniform_ exponential_ cauchy_ geometric_ log_normal_ random_ bernoulli_".split()
 # nn.init functions that come whole; those that draw by way of Tensor methods need no entry.
-_INITS = "normal_ uniform_ kaiming_uniform_ kaiming_normal_ trunc_normal_ xavier_uniform_ xavier_normal_ orthogonal_ sparse_".split()
+_INITS = "normal_ uniform_ kaiming_uniform_".split()
 
 
 def _blank(tensor: DTensor) -> Tensor:
