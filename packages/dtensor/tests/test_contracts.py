@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -88,9 +89,7 @@ def region(x, w1, w2, w3):
 def saving_products():
     saved = getattr(torch, "ops").aten.mm.default  # noqa: B009  the ops module cannot travel to the ranks
     return create_selective_checkpoint_contexts(
-        lambda _, op, *args, **options: (
-            CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        lambda _, op, *args, **options: CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.PREFER_RECOMPUTE
     )
 
 
@@ -562,6 +561,31 @@ def test_7_a_true_view_is_written_and_read_through() -> None:
             tensor.view(4, 2, 3)[:, 0].mul_(3)
             tensor.t().add_(1)
         close(d, plain)
+
+    run_ranks(4, run)
+
+
+def test_7_what_copies_on_one_device_is_no_view_where_a_shard_is_one_row() -> None:
+    """A permuted shard of one row is contiguous, so that torch would hand back its memory."""
+
+    def run() -> None:
+        for shape, places in itertools.product(
+            [(4, 2), (2, 4), (4, 3)], [(R, Shard(1)), (R, Shard(0)), (Shard(0), Shard(1))]
+        ):
+            for copied in (lambda x: x.t().contiguous(), lambda x: x.t().reshape(-1), lambda x: x.t().flatten()):
+                plain, d = whole(*shape, grad=False), spread(whole(*shape, grad=False), *places)
+                copied(plain).add_(1)
+                with contextlib.suppress(ViewError):  # a reshape that cannot tell says so
+                    copied(d).add_(1)
+                close(d, plain, (shape, places))
+            for same in (lambda x: x.contiguous(), lambda x: x.reshape(-1)):
+                plain, d = whole(*shape, grad=False), spread(whole(*shape, grad=False), *places)
+                same(plain).add_(1)
+                try:
+                    same(d).add_(1)
+                except ViewError:
+                    continue
+                close(d, plain, (shape, places))
 
     run_ranks(4, run)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._collectives import gather_objects
-from ._convert import convert, from_plain, shares_storage
+from ._convert import convert, from_plain, own_copy, shares_storage
 from ._errors import GradientError, PlacementError, ShapeError
 from ._layout import Layout, canonical_states, layout_of
 from ._mesh import Mesh, mesh_of
@@ -38,7 +38,7 @@ def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Seque
         local = convert_local(tensor.detach(), layout.invariant, layout)
         # The caller's memory must not be written through a slice of it, and no larger one be kept alive by it.
         if shares_storage(local, tensor) or local.untyped_storage().nbytes() > local.nbytes:
-            local = local.clone()
+            local = own_copy(local)
     return stamp(local, layout).requires_grad_(tensor.requires_grad)
 
 

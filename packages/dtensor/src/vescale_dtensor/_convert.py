@@ -9,38 +9,49 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active
 from torch.autograd import Function
 
 from . import _events
-from ._collectives import convert_local
 from ._conversion import communicates, is_alias, plan
 from ._errors import ImplicitCommunicationError
 from ._layout import Layout, layout_of
 from ._memo import recall, remember
 from ._mesh import Mesh
 from ._state import INVARIANT
+from ._steps import convert_local
 from ._tensor import DTensor, local_only, stamp
 
 
 class Convert(Function):
-    """Local tensor under `source` -> local tensor under `target`."""
+    """Local tensor under `source` -> local tensor under `target`. Call `convert_tracked`, with dispatch disabled."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, source: Layout, target: Layout, own: bool = False) -> Tensor:
-        ctx.source, ctx.target, ctx.cause = source, target, _events.current()
-        with local_only():
-            return _moved(local, source, target, own)
+    def forward(ctx, local: Tensor, source: Layout, target: Layout, own: bool) -> Tensor:
+        ctx.route = (source, target, _events.current())
+        return _moved(local, source, target, own)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        _events.restore_cause(ctx.cause)
-        source, target = ctx.target.gradient, ctx.source.gradient
-        if is_grad_enabled():
-            return Convert.apply(grad, source, target), None, None, None
-        if type(grad) is not Tensor:  # from a Function that ran a graph of its own: a reentrant checkpoint
-            with local_only():
+        source, target, cause = ctx.route
+        _events.restore_cause(cause)
+        with local_only():
+            if is_grad_enabled():
+                return convert_tracked(grad, target.gradient, source.gradient, False), None, None, None
+            if type(grad) is not Tensor:  # from a Function that ran a graph of its own: a reentrant checkpoint
                 grad = grad.detach()
-        return convert_local(grad, source, target), None, None, None
+            return convert_local(grad, target.gradient, source.gradient), None, None, None
+
+
+# torch's `Function.apply` first looks for functorch's wrappers, in Python; this is what it then calls.
+_apply = super(Function, Convert).apply
+
+
+def convert_tracked(local: Tensor, source: Layout, target: Layout, own: bool) -> Tensor:
+    """`Convert.apply`."""
+    if _are_functorch_transforms_active():
+        return Convert.apply(local, source, target, own)
+    return _apply(local, source, target, own)
 
 
 class Alias(Function):
@@ -113,7 +124,7 @@ def _converted(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own:
         if known is not None:
             return known
         if is_grad_enabled() and tensor.requires_grad:
-            out = Convert.apply(tensor, source, target, own)
+            out = convert_tracked(tensor, source, target, own)
         else:
             if not fresh and is_alias(source, target):
                 return tensor
@@ -128,8 +139,13 @@ def _moved(local: Tensor, source: Layout, target: Layout, own: bool) -> Tensor:
     """`convert_local`, as another tensor object; with `own`, also over other memory where only a part is left."""
     out = convert_local(local, source, target)
     if own and not is_alias(source, target) and shares_storage(out, local):
-        return out.clone()
+        return own_copy(out)
     return out.detach() if out is local else out
+
+
+def own_copy(local: Tensor) -> Tensor:
+    """A clone. Dims of one index get the strides of a fresh tensor, too, which say whether it was permuted."""
+    return local.clone(memory_format=torch.contiguous_format if local.is_contiguous() else torch.preserve_format)
 
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:

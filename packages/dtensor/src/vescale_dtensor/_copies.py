@@ -8,12 +8,16 @@ by their storages, weakly: once no tensor of one is left, the other may be writt
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._convert import describe
+from ._convert import describe, shares_storage
 from ._errors import ViewError
 from ._events import function_name
+from ._layout import Layout
 from ._memo import forget
 from ._tensor import DTensor, local_only
 
@@ -83,6 +87,45 @@ _SEVERED = {
         "write before the view is taken, or to a clone: tensor.clone()",
     ),
 }
+
+
+# What copies on one device when the tensor is permuted, and else hands back its memory.
+_COPY_IF_PERMUTED = {
+    Tensor.contiguous, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.ravel, torch.ravel,
+}  # fmt: skip
+
+
+def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callable:
+    """`run`, made to copy where one device would though the shard need not.
+
+    A dim that is cut down to one index leaves a permuted shard contiguous, which the
+    whole tensor is not. Its strides still tell. `contiguous` then copies; whether
+    one device copies in a reshape they do not tell, so its result counts as a copied view.
+    """
+    cut = [
+        dim for dim, size in enumerate(layout.shape) if size > 1 and min(layout.sizes_at(layout.mesh.ndim, dim)) <= 1
+    ]
+    if function not in _COPY_IF_PERMUTED or not cut:
+        return run
+
+    def checked(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+        out = run(tensor, *args, **kwargs)
+        if not shares_storage(out, tensor) or _is_in_order(tensor, layout.shape):
+            return out
+        return out.clone() if function is Tensor.contiguous else mark_copy(out, tensor)
+
+    return checked
+
+
+def _is_in_order(local: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether the strides are row-major, dims of one local index included that have more on the whole."""
+    expected = 1
+    for size, stride, whole in zip(reversed(local.shape), reversed(local.stride()), reversed(shape)):
+        if whole > 1:
+            if stride != expected:
+                return False
+            expected *= max(size, 1)
+    return True
 
 
 def _is_live(copy: int, base: int) -> bool:

@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 from . import _events, _fallback, _forms
 from ._conversion import is_alias
 from ._convert import alias, convert_operand, describe
-from ._copies import check_writable, mark_copy
+from ._copies import as_on_one_device, check_writable, mark_copy
 from ._errors import GradientError, InternalError, MeshError, PlainTensorError, VescaleError
 from ._layout import Layout, layout_of
 from ._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
@@ -69,7 +69,7 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
         key = decision = None
     if decision is not None and decision.ready:
         out = _run_local(decision.run, types, args, kwargs) if kwargs else _run_local(decision.run, types, args)
-        if type(out) is Tensor and not decision.plain:
+        if type(out) is Tensor and not (decision.plain and _among(out, args)):
             layout = decision.out
             out.__class__ = DTensor
             out._layout = layout if is_grad_enabled() else layout.untracked
@@ -113,24 +113,21 @@ def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, d
 def _keyed(value: Any, exact: bool) -> Any:
     """The hashable stand-in of an argument that is neither a DTensor nor an atom by itself."""
     kind = type(value)
-    if kind is float:
-        return (float, value) if exact else float
-    if kind is bool:
-        return _BOOL[value]
-    if kind in _ATOMS:
-        return value
     if kind is slice:
         start, stop, step = value.start, value.stop, value.step
         if type(start) in _ATOMS and type(stop) in _ATOMS and step is None:
             return (slice, start, stop)
         return (slice, _keyed(start, exact), _keyed(stop, exact), _keyed(step, exact))
     if kind is tuple:
-        for item in value:
-            if type(item) not in _ATOMS:
-                return tuple([_keyed(item, exact) for item in value])
+        return tuple(_keyed_items(value, exact))
+    if kind is float:
+        return (float, value) if exact else float
+    if kind is bool:
+        return _BOOL[value]
+    if kind in _ATOMS:
         return value
     if kind is list:  # x[[0, 1]] is not x[0, 1]
-        return (list, *[_keyed(item, exact) for item in value])
+        return (list, *_keyed_items(value, exact))
     if kind is DTensor:
         return value._layout
     if isinstance(value, Tensor):
@@ -138,6 +135,19 @@ def _keyed(value: Any, exact: bool) -> Any:
     if kind is dict:
         return tuple([(name, _keyed(item, exact)) for name, item in value.items()])
     return (kind, value)  # numpy.True_ == 1: the type is part of it
+
+
+def _keyed_items(items: Any, exact: bool) -> list:
+    key = []
+    for item in items:
+        kind = type(item)
+        if kind in _ATOMS:
+            key.append(item)
+        elif kind is DTensor:
+            key.append(item._layout)
+        else:
+            key.append(_keyed(item, exact))
+    return key
 
 
 def _collect(value: Any, tensors: list[Tensor]) -> None:
@@ -214,6 +224,9 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
         decision.targets = ()
     if decision.run is None:
         decision.run = getattr(function, "_local", function)
+    if operands and decision.composite is None:
+        base = (decision.targets[0] if decision.targets else None) or operands[0].layout
+        decision.run = as_on_one_device(function, decision.run, base)
     plain = [t for t in tensors if type(t) is not DTensor]
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)
