@@ -189,6 +189,7 @@ POOLS = [
     (5, lambda x: F.avg_pool3d(x, 2)),
     (5, lambda x: F.adaptive_avg_pool3d(x, 2)),
     (4, lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")),
+    (4, lambda x: F.interpolate(x, scale_factor=0.6, mode="bilinear")),
     (4, lambda x: F.interpolate(x, size=(3, 7), mode="nearest")),
     (4, lambda x: F.interpolate(x, size=(3, 7), mode="bicubic", align_corners=True)),
     (3, lambda x: F.interpolate(x, scale_factor=1.5, mode="linear")),

@@ -170,9 +170,9 @@ def max_unpool(call: Call) -> Signature:
     return per_sample(call, x.ndim - _name_dims(call), dtypes=(torch.float32, torch.int64))
 
 
-@rule(F.interpolate, F.upsample, F.upsample_nearest, F.upsample_bilinear)
+@rule(F.interpolate, F.upsample, F.upsample_nearest, F.upsample_bilinear, exact=True)
 def interpolate(call: Call) -> Signature:
-    """Every mode is linear in the pixels; batch and channels are free."""
+    """Every mode is linear in the pixels; batch and channels are free. The scale is part of the decision."""
     return per_sample(call, 2, linear=True)
 
 
