@@ -1,6 +1,8 @@
-"""Executes conversions on local tensors: the one module of this package that communicates.
+"""Collectives on local tensors: the one module of this package that communicates.
 
-Every function takes and returns plain local tensors. A collective goes to the
+Every function takes and returns plain local tensors. What conversions do over and
+over has a recipe: everything known from shapes is worked out once, and what is left
+is a small closure (`gather_recipe`, `scatter_recipe`). A collective goes to the
 process group's own methods: `torch.distributed`'s wrappers cost 4-10 us of Python
 more, the functional ones 70-110. On gloo a reduction is an all-to-all and a local
 sum in rank order: cheaper there than gloo's own, and the order of the sum is fixed.
@@ -9,7 +11,6 @@ sum in rank order: cheaper there than gloo's own, and the order of the sum is fi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,161 +18,13 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from . import _events
-from ._conversion import Step, plan
 from ._errors import CommunicationError
-from ._layout import Layout
 from ._mesh import Mesh
-from ._region import Ranges, cut, intersect, local_offset
-
-
-def convert_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
-    """This rank's part of the same global tensor under `target`. Returns `local` itself when nothing moves."""
-    steps = plan(source, target)
-    if steps and (local.is_neg() or local.is_conj()):  # bits beside the memory, which is what travels
-        local = local.resolve_conj().resolve_neg()
-    for step in steps:
-        local = _EXECUTE[step.kind](local, step)
-    return local
-
-
-# --- steps without communication ------------------------------------------------
-
-
-def _nothing(local: Tensor, step: Step) -> Tensor:
-    return local
-
-
-def _keep_on_first(local: Tensor, step: Step) -> Tensor:
-    return local if step.before.mesh.coordinate[step.axis] == 0 else torch.zeros_like(local)
-
-
-def _slice(local: Tensor, step: Step) -> Tensor:
-    ranges, dim = _my_ranges(step.after, step.axis)
-    return _take(local, dim, ranges).contiguous()
-
-
-def _pad(local: Tensor, step: Step) -> Tensor:
-    ranges, dim = _my_ranges(step.before, step.axis)
-    shape = list(local.shape)
-    shape[dim] = step.before.size_at(step.axis, dim)
-    full = local.new_zeros(shape)
-    at = 0
-    for start, stop in ranges:
-        full.narrow(dim, start, stop - start).copy_(local.narrow(dim, at, stop - start))
-        at += stop - start
-    return full
-
-
-# --- steps that communicate -------------------------------------------------------
-
-
-class Parts(NamedTuple):
-    """How one axis cuts one dim, as all_gather and reduce_scatter need it."""
-
-    dim: int
-    count: int
-    cuts: tuple[Ranges, ...]
-    sizes: tuple[int, ...]
-    groups: int
-    even: bool
-
-
-@lru_cache(maxsize=65536)
-def _parts(layout: Layout, axis: int) -> Parts:
-    state = layout.states[axis]
-    count = layout.mesh.sizes[axis]
-    cuts = cut(state, layout.size_at(axis, state.dim), count)
-    sizes = tuple(_length(ranges) for ranges in cuts)
-    return Parts(state.dim, count, cuts, sizes, state.groups, min(sizes) == max(sizes) > 0)
-
-
-def _all_gather(local: Tensor, step: Step) -> Tensor:
-    layout, axis = step.before, step.axis
-    dim, count, cuts, sizes, groups, even = _parts(layout, axis)
-    if count == 1:
-        return local
-    if even:  # [n, .., g * s, ..] -> [.., g * n * s, ..]
-        rows = _gather_rows(local, layout.mesh, (axis,), step.kind)
-        if dim == 0 and groups == 1:
-            return rows
-        shape = local.shape
-        whole = (*shape[:dim], count * shape[dim], *shape[dim + 1 :])
-        if groups == 1:
-            return rows.view(count, *shape).movedim(0, dim).reshape(whole)
-        parts = rows.view(count, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
-        return parts.movedim(0, dim + 1).reshape(whole)
-    longest = max(sizes)
-    sent = local if sizes[layout.mesh.coordinate[axis]] == longest else _grown(local, dim, longest)
-    parts = all_gather(sent, layout.mesh, (axis,), step.kind)
-    return _assemble([part.narrow(dim, 0, size) for part, size in zip(parts, sizes)], dim, cuts)
-
-
-def _reduce_scatter(local: Tensor, step: Step) -> Tensor:
-    layout, axis = step.after, step.axis
-    dim, count, cuts, _, groups, even = _parts(layout, axis)
-    if count == 1:
-        return local
-    if even:  # [.., g * n * s, ..] -> [n, .., g, s, ..], which is what travels
-        shape = local.shape
-        size = shape[dim] // (groups * count)
-        if groups == 1:
-            pieces = local.reshape(*shape[:dim], count, size, *shape[dim + 1 :]).movedim(dim, 0)
-        else:
-            pieces = local.reshape(*shape[:dim], groups, count, size, *shape[dim + 1 :]).movedim(dim + 1, 0)
-        out = reduce_scatter_even(pieces.contiguous(), layout.mesh, (axis,), step.kind)
-        return out.view(*shape[:dim], groups * size, *shape[dim + 1 :])
-    return reduce_scatter([_take(local, dim, ranges) for ranges in cuts], layout.mesh, (axis,), step.kind)
-
-
-def _all_reduce(local: Tensor, step: Step) -> Tensor:
-    if step.before.mesh.sizes[step.axis] == 1:
-        return local
-    return all_reduce(local, step.before.mesh, (step.axis,), step.kind)
-
-
-def _all_to_all(local: Tensor, step: Step) -> Tensor:
-    mesh, axis = step.before.mesh, step.axis
-    count, me = mesh.sizes[axis], mesh.coordinate[axis]
-    if count == 1:
-        return local
-    old, new = step.before.states[axis], step.after.states[axis]
-    old_cuts = cut(old, step.before.size_at(axis, old.dim), count)
-    new_cuts = cut(new, step.after.size_at(axis, new.dim), count)
-    if old.dim != new.dim:
-        pieces = [_take(local, new.dim, ranges) for ranges in new_cuts]
-        shapes = [_with_size(pieces[me].shape, old.dim, _length(ranges)) for ranges in old_cuts]
-        return _assemble(exchange(pieces, shapes, mesh, axis, step.kind), old.dim, old_cuts)
-    dim = old.dim
-    pieces, shapes, spans = [], [], []
-    for rank in range(count):
-        pieces.append(_take_local(local, dim, old_cuts[me], intersect(old_cuts[me], new_cuts[rank])))
-        span = intersect(old_cuts[rank], new_cuts[me])
-        spans.append(tuple(span))
-        shapes.append(_with_size(local.shape, dim, _length(span)))
-    parts = exchange(pieces, shapes, mesh, axis, step.kind)
-    out = local.new_empty(_with_size(local.shape, dim, _length(new_cuts[me])))
-    for part, span in zip(parts, spans):
-        at = 0
-        for start, stop in span:
-            offset = local_offset(new_cuts[me], start)
-            out.narrow(dim, offset, stop - start).copy_(part.narrow(dim, at, stop - start))
-            at += stop - start
-    return out
-
-
-_EXECUTE: dict[str, Callable[[Tensor, Step], Tensor]] = {
-    "nothing": _nothing,
-    "keep_on_first": _keep_on_first,
-    "slice": _slice,
-    "pad": _pad,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-}
-
 
 # --- collectives on whole tensors: the package's own small vocabulary -------------
+
+
+Recipe = Callable[[Tensor], Tensor]
 
 
 class _Engine(NamedTuple):
@@ -188,18 +41,32 @@ def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     """[n, *local.shape]: the tensors of all ranks of `axes`, which must have equal shapes, in rank order."""
     shape = local.shape
     if not local.numel():
-        return local.new_empty((mesh.group(axes).size(), *shape))
-    return _gather_rows(local if shape else local.view(1), mesh, axes, kind).view(-1, *shape)
+        return local.new_empty((mesh.count(axes), *shape))
+    local = local if shape else local.view(1)
+    return gather_recipe(mesh, axes, tuple(local.shape), kind)(local).view(-1, *shape)
 
 
-def _gather_rows(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str) -> Tensor:
-    """[n * d0, d1, ...]: the tensors of all ranks, of equal and not empty shapes, one after the other along dim 0."""
+def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "all_gather") -> Recipe:
+    """For local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
     group, count = mesh.group(axes), mesh.count(axes)
-    local = local.contiguous()
-    shape = local.shape
-    out = local.new_empty((count * shape[0], *shape[1:]))
-    _run(kind, mesh, axes, local.nbytes * (count - 1), group._allgather_base, _wire(out), _wire(local))
-    return out
+    call, names = group._allgather_base, tuple(mesh.names[axis] for axis in axes)
+    rows = (count * shape[0], *shape[1:])
+
+    def gather(local: Tensor) -> Tensor:
+        local = local.contiguous()
+        out = local.new_empty(rows)
+        if _events.listeners:
+            _events.announce(kind, names, local.nbytes * (count - 1))
+        try:
+            if local.dtype in _GLOO_DTYPES:
+                call(out, local).wait()
+            else:
+                call(_wire(out), _wire(local)).wait()
+        except RuntimeError as error:
+            raise _failure(error, kind, mesh, axes) from error
+        return out
+
+    return gather
 
 
 def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "all_reduce") -> Tensor:
@@ -299,19 +166,28 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
     return _ordered_sum(out.view(count, mine.numel())).view(mine.shape)
 
 
-def reduce_scatter_even(rows: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "reduce_scatter") -> Tensor:
-    """The sum over ranks of row r, for rank r; `rows` is contiguous, [n, ...]."""
-    group = mesh.group(axes)
-    count = rows.shape[0]
-    received = rows.nbytes // count * (count - 1)
-    if _engine(group).reduces:
-        out = rows.new_empty(rows.shape[1:])
-        sent = rows.flatten(0, 1) if out.ndim else rows
-        _run(kind, mesh, axes, received, group._reduce_scatter_base, out if out.ndim else out.view(1), sent)
-        return out
-    swapped = torch.empty_like(rows)
-    _run(kind, mesh, axes, received, group.alltoall_base, _wire(swapped), _wire(rows), [], [])
-    return _ordered_sum(swapped)
+def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "reduce_scatter") -> Recipe:
+    """For contiguous rows [n, *shape], row r meant for rank r: their sum over ranks, of `shape`."""
+    group, count = mesh.group(axes), mesh.count(axes)
+    names, native = tuple(mesh.names[axis] for axis in axes), _engine(group).reduces
+    call = group._reduce_scatter_base if native else group.alltoall_base
+    sent_shape = (count * shape[0], *shape[1:])
+
+    def scatter(rows: Tensor) -> Tensor:
+        if _events.listeners:
+            _events.announce(kind, names, rows.nbytes // count * (count - 1))
+        try:
+            if native:
+                out = rows.new_empty(shape)
+                call(_summable(out), _summable(rows.view(sent_shape))).wait()
+                return out
+            swapped = torch.empty_like(rows)
+            call(_wire(swapped), _wire(rows), [], []).wait()
+        except RuntimeError as error:
+            raise _failure(error, kind, mesh, axes) from error
+        return _ordered_sum(swapped)
+
+    return scatter
 
 
 def exchange(
@@ -383,15 +259,15 @@ def _engine(group) -> _Engine:
 
 
 # What a backend can move as it is; anything else travels as bytes. Reductions on gloo sum locally, so they never mind.
-_GLOO_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8})
+_GLOO_DTYPES = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
+)
 _NCCL_DTYPES = _GLOO_DTYPES | {torch.bfloat16, torch.bool}
 
 
 def _wire(tensor: Tensor) -> Tensor:
     """The tensor as the backend can move it: flat bytes where gloo does not know the dtype."""
-    if tensor.dtype in _GLOO_DTYPES or tensor.device.type != "cpu":
-        return tensor
-    return tensor.view(-1).view(torch.uint8)
+    return tensor if _moves(tensor) else tensor.view(-1).view(torch.uint8)
 
 
 def _width(tensor: Tensor) -> int:
@@ -416,68 +292,11 @@ def _ordered_sum(rows: Tensor) -> Tensor:
     return total
 
 
-# --- cutting and joining ----------------------------------------------------------
-
-
-def _my_ranges(layout: Layout, axis: int) -> tuple[Ranges, int]:
-    state, mesh = layout.states[axis], layout.mesh
-    return cut(state, layout.size_at(axis, state.dim), mesh.sizes[axis])[mesh.coordinate[axis]], state.dim
-
-
-def _length(ranges) -> int:
-    return sum(stop - start for start, stop in ranges)
-
-
-def _with_size(shape, dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
 def _product(shape) -> int:
     total = 1
     for size in shape:
         total *= size
     return total
-
-
-def _take(tensor: Tensor, dim: int, ranges) -> Tensor:
-    """The given ranges of a dim, joined; a view when there is one range."""
-    if len(ranges) == 1:
-        start, stop = ranges[0]
-        return tensor.narrow(dim, start, stop - start)
-    if not ranges:
-        return tensor.narrow(dim, 0, 0)
-    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
-
-
-def _take_local(local: Tensor, dim: int, held: Ranges, wanted) -> Tensor:
-    """The global ranges `wanted` out of a local tensor that holds `held`."""
-    spans = []
-    for start, stop in wanted:
-        at = local_offset(held, start)
-        spans.append((at, at + stop - start))
-    return _take(local, dim, tuple(spans))
-
-
-def _assemble(parts, dim: int, cuts: tuple[Ranges, ...]) -> Tensor:
-    """The whole dim from every rank's part."""
-    spans = []
-    for rank, ranges in enumerate(cuts):
-        at = 0
-        for start, stop in ranges:
-            if stop > start:
-                spans.append((start, rank, at, stop - start))
-            at += stop - start
-    spans.sort()
-    if not spans:
-        return parts[0].contiguous()
-    return torch.cat([parts[rank].narrow(dim, at, length) for _, rank, at, length in spans], dim)
-
-
-def _grown(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Zero-padded at the end of `dim`: what a backend that wants equal shapes is given."""
-    grown = tensor.new_zeros(_with_size(tensor.shape, dim, size))
-    grown.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
-    return grown
 
 
 def _flat_padded(tensor: Tensor, size: int) -> Tensor:

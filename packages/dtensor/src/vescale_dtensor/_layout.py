@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from math import prod
 from weakref import WeakValueDictionary
 
+import torch
+
 from ._errors import MeshError, PlacementError
 from ._mesh import Mesh, mesh_of
 from ._region import Ranges, cut, cut_sizes, divides
@@ -43,7 +45,7 @@ class Layout:
 
     mesh: Mesh
     states: tuple[State, ...]
-    shape: tuple[int, ...]
+    shape: torch.Size
 
     @property
     def is_untracked(self) -> bool:
@@ -171,7 +173,7 @@ def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layo
         else:
             layout, twin = Layout.__new__(Layout), Layout.__new__(Layout)
             for one in (layout, twin):
-                one.mesh, one.states, one.shape, one.ndim = mesh, states, shape, len(shape)
+                one.mesh, one.states, one.shape, one.ndim = mesh, states, torch.Size(shape), len(shape)
                 one.base, one.untracked = layout, twin
                 one._gradient = one._invariant = None
                 one.local_shape = one.shape_at(mesh.coordinate)

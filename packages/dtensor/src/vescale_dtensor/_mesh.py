@@ -56,6 +56,10 @@ class Mesh:
             [(f"use one of {', '.join(map(repr, self.names))}", "")],
         )
 
+    def count(self, axes: tuple[int, ...]) -> int:
+        """Ranks in the group of `axes`."""
+        return self.sizes[axes[0]] if len(axes) == 1 else prod(self.sizes[axis] for axis in axes)
+
     def group(self, axes: tuple[int, ...]):
         """The process group of one axis, or of several flattened into one (made at first use, on all ranks)."""
         group = self._groups.get(axes)

@@ -1,0 +1,237 @@
+"""Steps of a conversion on local tensors. Geometry is worked out once per pair of layouts.
+
+`convert_local` looks up the recipe of a conversion, a tuple of closures, one per
+step that does anything, and runs them. What a closure needs to know (ranges, shapes,
+the group) is bound when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ._collectives import Recipe, all_gather, all_reduce, exchange, gather_recipe, reduce_scatter, scatter_recipe
+from ._conversion import Step, plan
+from ._layout import Layout
+from ._region import Ranges, cut, intersect, local_offset
+
+
+def convert_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
+    """This rank's part of the same global tensor under `target`. Returns `local` itself when nothing moves."""
+    recipe = recipe_of(source, target)
+    if recipe and (local.is_neg() or local.is_conj()):  # bits beside the memory, which is what travels
+        local = local.resolve_conj().resolve_neg()
+    for run in recipe:
+        local = run(local)
+    return local
+
+
+@lru_cache(maxsize=65536)
+def recipe_of(source: Layout, target: Layout) -> tuple[Recipe, ...]:
+    """What `convert_local` runs."""
+    recipes = (_COMPILE[step.kind](step) for step in plan(source, target))
+    return tuple(recipe for recipe in recipes if recipe is not None)
+
+
+# --- steps without communication ------------------------------------------------
+
+
+def _nothing(step: Step) -> None:
+    return None
+
+
+def _keep_on_first(step: Step) -> Recipe | None:
+    return None if step.before.mesh.coordinate[step.axis] == 0 else torch.zeros_like
+
+
+def _slice(step: Step) -> Recipe:
+    ranges, dim = _my_ranges(step.after, step.axis)
+    return lambda local: _take(local, dim, ranges).contiguous()
+
+
+def _pad(step: Step) -> Recipe:
+    ranges, dim = _my_ranges(step.before, step.axis)
+    whole = step.before.size_at(step.axis, dim)
+
+    def pad(local: Tensor) -> Tensor:
+        full = local.new_zeros(_with_size(local.shape, dim, whole))
+        at = 0
+        for start, stop in ranges:
+            full.narrow(dim, start, stop - start).copy_(local.narrow(dim, at, stop - start))
+            at += stop - start
+        return full
+
+    return pad
+
+
+# --- steps that communicate: nothing to do on an axis of one rank ------------------
+
+
+def _all_gather(step: Step) -> Recipe | None:
+    layout, axis = step.before, step.axis
+    mesh, state = layout.mesh, layout.states[axis]
+    dim, count, groups = state.dim, mesh.sizes[axis], state.groups
+    if count == 1:
+        return None
+    cuts = cut(state, layout.size_at(axis, dim), count)
+    sizes = [_length(ranges) for ranges in cuts]
+    shape = layout.local_shape
+    if min(sizes) == max(sizes) and 0 not in shape:
+        gather = gather_recipe(mesh, (axis,), shape, step.kind)
+        if dim == 0 and groups == 1:
+            return gather
+        # [n, .., g, s, ..] -> [.., g, n, s, ..] -> [.., g * n * s, ..]
+        grouped = (count, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
+        parts, at = (grouped, dim + 1) if groups > 1 else ((count, *shape), dim)
+        whole, order = _with_size(shape, dim, count * shape[dim]), (*range(1, at + 1), 0, *range(at + 1, len(parts)))
+        return lambda local: gather(local).view(parts).permute(order).reshape(whole)
+    longest, mine = max(sizes), sizes[mesh.coordinate[axis]]
+
+    def gather_uneven(local: Tensor) -> Tensor:
+        parts = all_gather(local if mine == longest else _grown(local, dim, longest), mesh, (axis,), step.kind)
+        return _assemble([part.narrow(dim, 0, size) for part, size in zip(parts, sizes)], dim, cuts)
+
+    return gather_uneven
+
+
+def _reduce_scatter(step: Step) -> Recipe | None:
+    layout, axis = step.after, step.axis
+    mesh, state = layout.mesh, layout.states[axis]
+    dim, count, groups = state.dim, mesh.sizes[axis], state.groups
+    if count == 1:
+        return None
+    cuts = cut(state, layout.size_at(axis, dim), count)
+    sizes = [_length(ranges) for ranges in cuts]
+    shape = layout.local_shape
+    if min(sizes) == max(sizes) and 0 not in shape:
+        scatter = scatter_recipe(mesh, (axis,), shape, step.kind)
+        # [.., g * n * s, ..] -> [.., g, n, s, ..] -> [n, .., g, s, ..], which is what travels
+        size = shape[dim] // groups
+        pieces = (*shape[:dim], groups, count, size, *shape[dim + 1 :])
+        at = dim + 1
+        if groups == 1:
+            pieces, at = (*shape[:dim], count, size, *shape[dim + 1 :]), dim
+        if groups > 1:
+            return lambda local: scatter(local.reshape(pieces).movedim(at, 0).reshape(count, *shape).contiguous())
+        order = (at, *range(at), *range(at + 1, len(pieces)))
+        return lambda local: scatter(local.reshape(pieces).permute(order).contiguous())
+    return lambda local: reduce_scatter([_take(local, dim, ranges) for ranges in cuts], mesh, (axis,), step.kind)
+
+
+def _all_reduce(step: Step) -> Recipe | None:
+    mesh, axis = step.before.mesh, step.axis
+    return None if mesh.sizes[axis] == 1 else lambda local: all_reduce(local, mesh, (axis,), step.kind)
+
+
+def _all_to_all(step: Step) -> Recipe | None:
+    mesh, axis = step.before.mesh, step.axis
+    count, me = mesh.sizes[axis], mesh.coordinate[axis]
+    old, new = step.before.states[axis], step.after.states[axis]
+    if count == 1:
+        return None
+    old_cuts = cut(old, step.before.size_at(axis, old.dim), count)
+    new_cuts = cut(new, step.after.size_at(axis, new.dim), count)
+    if old.dim == new.dim:
+        return _recut(step, old_cuts, new_cuts)
+
+    def swap(local: Tensor) -> Tensor:
+        pieces = [_take(local, new.dim, ranges) for ranges in new_cuts]
+        shapes = [_with_size(pieces[me].shape, old.dim, _length(ranges)) for ranges in old_cuts]
+        return _assemble(exchange(pieces, shapes, mesh, axis, step.kind), old.dim, old_cuts)
+
+    return swap
+
+
+def _recut(step: Step, old_cuts: tuple[Ranges, ...], new_cuts: tuple[Ranges, ...]) -> Recipe:
+    """The same dim cut another way: every rank sends what lies in each other's new ranges."""
+    mesh, axis, dim = step.before.mesh, step.axis, step.before.states[step.axis].dim
+    held, wanted = old_cuts[mesh.coordinate[axis]], new_cuts[mesh.coordinate[axis]]
+    sent = [intersect(held, ranges) for ranges in new_cuts]
+    received = [intersect(ranges, wanted) for ranges in old_cuts]
+
+    def recut(local: Tensor) -> Tensor:
+        pieces = [_take_local(local, dim, held, spans) for spans in sent]
+        shapes = [_with_size(local.shape, dim, _length(spans)) for spans in received]
+        parts = exchange(pieces, shapes, mesh, axis, step.kind)
+        out = local.new_empty(_with_size(local.shape, dim, _length(wanted)))
+        for part, spans in zip(parts, received):
+            at = 0
+            for start, stop in spans:
+                offset = local_offset(wanted, start)
+                out.narrow(dim, offset, stop - start).copy_(part.narrow(dim, at, stop - start))
+                at += stop - start
+        return out
+
+    return recut
+
+
+_COMPILE: dict[str, Callable[[Step], Recipe | None]] = {
+    "nothing": _nothing,
+    "keep_on_first": _keep_on_first,
+    "slice": _slice,
+    "pad": _pad,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+}
+
+
+# --- cutting and joining ----------------------------------------------------------
+
+
+def _my_ranges(layout: Layout, axis: int) -> tuple[Ranges, int]:
+    state, mesh = layout.states[axis], layout.mesh
+    return cut(state, layout.size_at(axis, state.dim), mesh.sizes[axis])[mesh.coordinate[axis]], state.dim
+
+
+def _length(ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _with_size(shape, dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _take(tensor: Tensor, dim: int, ranges) -> Tensor:
+    """The given ranges of a dim, joined; a view when there is one range."""
+    if len(ranges) == 1:
+        start, stop = ranges[0]
+        return tensor.narrow(dim, start, stop - start)
+    if not ranges:
+        return tensor.narrow(dim, 0, 0)
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+def _take_local(local: Tensor, dim: int, held: Ranges, wanted) -> Tensor:
+    """The global ranges `wanted` out of a local tensor that holds `held`."""
+    spans = []
+    for start, stop in wanted:
+        at = local_offset(held, start)
+        spans.append((at, at + stop - start))
+    return _take(local, dim, tuple(spans))
+
+
+def _assemble(parts, dim: int, cuts: tuple[Ranges, ...]) -> Tensor:
+    """The whole dim from every rank's part."""
+    spans = []
+    for rank, ranges in enumerate(cuts):
+        at = 0
+        for start, stop in ranges:
+            if stop > start:
+                spans.append((start, rank, at, stop - start))
+            at += stop - start
+    spans.sort()
+    if not spans:
+        return parts[0].contiguous()
+    return torch.cat([parts[rank].narrow(dim, at, length) for _, rank, at, length in spans], dim)
+
+
+def _grown(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """Zero-padded at the end of `dim`: what a backend that wants equal shapes is given."""
+    grown = tensor.new_zeros(_with_size(tensor.shape, dim, size))
+    grown.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return grown
