@@ -1,6 +1,6 @@
 """vescale_dtensor: tensors sharded over a device mesh, programmed as if on one device."""
 
-from . import _dispatch as _dispatch
+from . import _methods as _methods
 from ._construct import arange as arange
 from ._construct import distribute_tensor as distribute_tensor
 from ._construct import empty as empty

@@ -82,7 +82,7 @@ class DTensor(Tensor):
     @property
     def shape(self) -> torch.Size:
         """The global shape."""
-        return torch.Size(self._layout.shape) if is_global() else _shape(self)
+        return self._layout.shape if is_global() else _shape(self)
 
     @property
     def ndim(self) -> int:
@@ -95,7 +95,7 @@ class DTensor(Tensor):
         """The global shape, or one dim of it."""
         if not is_global():
             return _plain_size(self) if dim is None else _plain_size(self, dim)
-        return torch.Size(self._layout.shape) if dim is None else self._layout.shape[dim]
+        return self._layout.shape if dim is None else self._layout.shape[dim]
 
     def numel(self) -> int:
         return self._layout.numel if is_global() else _plain_numel(self)

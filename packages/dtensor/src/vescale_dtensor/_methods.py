@@ -1,0 +1,40 @@
+"""Methods of DTensor that skip the way through torch's C++ to `__torch_function__`.
+
+`x.transpose(1, 2)` on a subclass parses its arguments in C++, collects the types that
+override, looks up the Python function and calls `__torch_function__`: about 1 us
+before dispatch begins. For the methods below a Python method stands on the class and
+calls `dispatch` at once. While dispatch is disabled (the local run of a function) or a
+TorchFunctionMode is active, they are torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch._C import _is_torch_function_enabled, _len_torch_function_stack
+
+from ._dispatch import dispatch
+from ._tensor import DTensor
+
+_NAMES = """
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __matmul__ __neg__ __getitem__
+    add sub mul div matmul neg pow square sqrt rsqrt exp log cos sin tanh sigmoid clamp masked_fill
+    view reshape flatten unflatten transpose permute squeeze unsqueeze expand repeat contiguous split chunk unbind
+    sum mean amax softmax clone detach to float type_as
+""".split()
+
+
+def _direct(function: Callable) -> Callable:
+    def method(*args, **kwargs):
+        if _is_torch_function_enabled() and not _len_torch_function_stack():
+            return dispatch(DTensor, function, (), args, kwargs)
+        return function(*args, **kwargs)
+
+    method.__name__ = method.__qualname__ = function.__name__
+    method.__doc__ = function.__doc__
+    return method
+
+
+for _name in _NAMES:
+    setattr(DTensor, _name, _direct(getattr(Tensor, _name)))
