@@ -270,3 +270,57 @@ def test_one_reduction_for_all_norms_that_lie_alike():
         assert len(norms) == 5
 
     run_ranks(4, on_ranks)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_gradients_zeroed_in_place_accumulate_anew(foreach):
+    def on_ranks():
+        mesh = mesh_of(2, 2)
+
+        def train(parameters, batches):
+            optimizer = torch.optim.AdamW(list(parameters.values()), lr=0.01, foreach=foreach)
+            for x in batches:
+                optimizer.zero_grad(set_to_none=False)
+                for _ in range(2):
+                    _loss(parameters, x).backward()
+                optimizer.step()
+
+        values, batches = _data()
+        one = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+        many = {n: distribute_tensor(v.clone().requires_grad_(), mesh, PLACEMENTS[n]) for n, v in values.items()}
+        train(one, batches)
+        train(many, [distribute_tensor(x, mesh, (S0, R)) for x in batches])
+        for name in many:
+            torch.testing.assert_close(many[name].detach().full_tensor(), one[name].detach(), rtol=1e-4, atol=1e-6)
+
+    run_ranks(4, on_ranks)
+
+
+def test_averaged_models_and_vectors_of_parameters():
+    def on_ranks():
+        mesh = mesh_of(2, 2)
+        layer = nn.Linear(5, 3)
+        expected = torch.optim.swa_utils.AveragedModel(
+            layer, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        sharded = nn.Linear(5, 3)
+        sharded.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, (R, S1)))
+        sharded.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, (R, S0)))
+        actual = torch.optim.swa_utils.AveragedModel(
+            sharded, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        for model, average in ((layer, expected), (sharded, actual)):
+            for _ in range(3):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(1.5)
+                average.update_parameters(model)
+        for want, have in zip(expected.module.parameters(), actual.module.parameters()):
+            assert have.placements[1] in (S0, S1)
+            torch.testing.assert_close(have.detach().full_tensor(), want.detach())
+        vector = nn.utils.parameters_to_vector(sharded.parameters())
+        torch.testing.assert_close(
+            vector.detach().full_tensor(), nn.utils.parameters_to_vector(layer.parameters()).detach()
+        )
+
+    run_ranks(4, on_ranks)
