@@ -1,6 +1,6 @@
 # Every target works from a bare Python 3.11 or newer; `make setup` comes by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test verify check smoke-install clean
+.PHONY: help setup demo test verify bench check smoke-install clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ PACKAGES := dtensor rng plans pipeline checkpoint vescale
 EXTRAS_dtensor := [testing]
 EXTRAS_vescale := [demo]
 BUILD_TOOLS := editables hatchling
-TOOLS := asv hypothesis numpy nvidia-ml-py pytest pytest-benchmark rich ruff safetensors
+TOOLS := asv expecttest hypothesis numpy nvidia-ml-py pytest pytest-benchmark rich ruff safetensors
 
 STAMP := $(VENV)/.installed
 STAMP_INPUTS := Makefile constraints.txt $(wildcard packages/*/pyproject.toml packages/*/src/*/_version.py)
@@ -30,6 +30,9 @@ test: $(STAMP) ## run every test: bazel test //..., or the same targets under py
 
 verify: $(STAMP) ## run every "What it must show" check in full, and write results/ (ONLY=2.6 for some)
 	@$(RUN) tools/verify.py $(ONLY)
+
+bench: $(STAMP) ## print the headline ratios of this commit against their budgets
+	@$(RUN) benchmarks/ratios.py --report-only
 
 check: $(STAMP) ## ruff, and the layering of the packages
 	@$(RUN) -m ruff check .

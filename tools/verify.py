@@ -79,7 +79,26 @@ def tests(label: str) -> Sequence[str]:
     return (PYTHON, "-m", "pytest", "-q", label)
 
 
+def sweep(*options: str) -> Sequence[str]:
+    """The operator sweep named by OPDB_SWEEP; it fails, and says why, when none is named."""
+    if not SWEEP:
+        return (PYTHON, "-c", "raise SystemExit('set OPDB_SWEEP to the sweep program')")
+    return (PYTHON, SWEEP, "vescale", *options)
+
+
+# A sweep of torch's operator database that is not ours: `python FILE vescale [--grad]`, one line of JSON at its end.
+SWEEP = os.environ.get("OPDB_SWEEP", "")
+
 CHECKS: tuple[Check, ...] = (
+    Check(2, 1, "GPT and Llama as on one device; Megatron's minimum", tests("packages/vescale/tests/test_training.py")),
+    Check(2, 1, "the main job", (PYTHON, "examples/demo.py", "--out", "demo_output"), 15 * MINUTES),
+    Check(2, 2, "no operator is wrong, forward", sweep(), 60 * MINUTES),
+    Check(2, 2, "no operator is wrong, with gradients", sweep("--grad"), 60 * MINUTES),
+    Check(2, 3, "every conversion pair", tests("packages/dtensor/tests/test_conversion.py"), 30 * MINUTES),
+    Check(2, 3, "every family of rules", tests("packages/dtensor/tests"), 60 * MINUTES),
+    Check(2, 4, "dispatch and block ratios", (PYTHON, "benchmarks/ratios.py")),
+    Check(2, 5, "bad input of tensors", tests("packages/dtensor/tests/test_errors.py")),
+    Check(2, 5, "bad input of plans", tests("packages/plans/tests")),
     Check(2, 6, "offline install of each package", tests("packages/vescale/tests/test_install.py")),
     Check(2, 6, "networked install of each package", ("make", "-s", "smoke-install"), 30 * MINUTES),
     Check(2, 6, "the layers", (PYTHON, "tools/check_layers.py")),
@@ -93,7 +112,7 @@ def run_check(check: Check) -> Verdict:
     command = subprocess.Popen(
         check.command,
         cwd=TOP,
-        env={**os.environ, "VESCALE_GRID": "full", "PYTHONPATH": str(TOP / "tools")},
+        env={**os.environ, "VESCALE_GRID": "full", "PYTHONPATH": f"{TOP / 'tools'}{os.pathsep}{TOP / 'examples'}"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -323,7 +323,7 @@ ON_GRID = {
 
 @pytest.mark.parametrize("shape", ON_GRID, ids=str)
 def test_every_pair_on_two_axes(shape) -> None:
-    """2401 pairs a shape, of which a slice runs each day and all with VESCALE_FULL=1."""
+    """2401 pairs a shape, of which a slice runs each day and all with VESCALE_GRID=full."""
     check(slice_of(pairs(GRID, shape, ON_GRID[shape]), 10))
 
 
@@ -386,7 +386,7 @@ def random_cases(draw) -> Case:
 
 @given(st.lists(random_cases(), min_size=60, max_size=70))
 @settings(
-    max_examples=40 if os.environ.get("VESCALE_FULL") else 4, deadline=None, database=None,
+    max_examples=40 if os.environ.get("VESCALE_GRID") == "full" else 4, deadline=None, database=None,
     phases=[Phase.generate],  # a failure names its one case: nothing to shrink
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )  # fmt: skip

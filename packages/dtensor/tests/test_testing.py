@@ -544,13 +544,13 @@ def test_fake_world_has_a_size_and_leaves_nothing() -> None:
 
 
 def test_slices_of_successive_days_are_the_whole(monkeypatch) -> None:
-    monkeypatch.delenv("VESCALE_FULL", raising=False)
+    monkeypatch.delenv("VESCALE_GRID", raising=False)
     slices = [slice_of(range(23), 5, day=day) for day in range(363, 368)]
     assert sorted(case for part in slices for case in part) == list(range(23))
     assert all(4 <= len(part) <= 5 for part in slices)
     assert slice_of("abc", 1, day=3) == ["a", "b", "c"]
     assert slice_of(range(8), 2) in ([0, 2, 4, 6], [1, 3, 5, 7])
-    monkeypatch.setenv("VESCALE_FULL", "1")
+    monkeypatch.setenv("VESCALE_GRID", "full")
     assert slice_of(range(8), 2, day=1) == list(range(8))
 
 

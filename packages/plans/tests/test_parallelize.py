@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
 from vescale_dtensor import DTensor, MeshError, PlainTensorError, Replicate, ShapeError, Shard, comm_trace
 from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
-
 from vescale_plans import Boundary, Plan, PlanError, no_sync, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -80,7 +80,8 @@ def assert_same_gradients(one, many, rtol=1e-5, atol=1e-6):
     for (name, p), (_, q) in zip(one.named_parameters(), many.named_parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
-            torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+            whole = q.grad.full_tensor()
+            torch.testing.assert_close(whole, p.grad, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("checkpointed", [None, False, True])

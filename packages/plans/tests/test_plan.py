@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
 
+from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
 from vescale_plans import Boundary, Plan, PlanError, library
 from vescale_plans._containers import map_first, map_tensors
 from vescale_plans._match import match, nearest
@@ -28,7 +28,8 @@ def test_no_data_axis_where_the_mesh_has_none():
 
 def test_plans_compare_by_value():
     def make():
-        return Plan({"tp": 2}, {"*.up.weight": {"tp": Shard(0)}, "*": {}}, {"*.mlp": Boundary(input={"tp": Replicate()})})
+        boundaries = {"*.mlp": Boundary(input={"tp": Replicate()})}
+        return Plan({"tp": 2}, {"*.up.weight": {"tp": Shard(0)}, "*": {}}, boundaries)
 
     assert make() == make()
 

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from vescale_dtensor.testing import run_ranks, warm_up
 
 import vescale
+from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -63,7 +63,7 @@ def train(name, optimizer, vocabulary, batch, plan=None, steps=STEPS, trace_last
         optimizer = OPTIMIZERS[optimizer](model.parameters())
     else:
         model, optimizer = vescale.parallelize(plan, model, OPTIMIZERS[optimizer])
-    losses, trace = [], None
+    losses = []
     for step, (inputs, targets) in enumerate(batches(vocabulary, batch, steps)):
         last = trace_last and step == steps - 1
         with vescale.comm_trace(model) if last else contextlib.nullcontext() as trace:

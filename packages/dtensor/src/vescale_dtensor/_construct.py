@@ -20,7 +20,7 @@ from ._errors import GradientError, PlacementError, ShapeError
 from ._layout import Layout, canonical_states, layout_of
 from ._mesh import Mesh, mesh_of
 from ._state import INVARIANT, PENDING, VARYING
-from ._steps import convert_local
+from ._steps import route_of
 from ._tensor import DTensor, local_only, stamp
 from .placement import Partial, Placement
 
@@ -35,7 +35,7 @@ def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Seque
     _check_strided("distribute_tensor", tensor)
     layout = _layout("distribute_tensor", tensor.shape, device_mesh, placements)
     with torch.no_grad(), local_only():
-        local = convert_local(tensor.detach(), layout.invariant, layout)
+        local = route_of(layout.invariant, layout)(tensor.detach())
         # The caller's memory must not be written through a slice of it, and no larger one be kept alive by it.
         if shares_storage(local, tensor) or local.untyped_storage().nbytes() > local.nbytes:
             local = own_copy(local)
@@ -94,8 +94,16 @@ def from_local(
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """See `DTensor.redistribute`. A `Replicate` axis keeps its state if it is replicated already, is I after a
-    sum (whose backward is then free) and R after a gather (whose backward is then a reduce-scatter)."""
+    """The same global tensor under other placements. Differentiable.
+
+    A `Replicate` axis keeps its state if it is replicated already, is I after a sum
+    (whose backward is then free) and R after a gather (whose backward is then a
+    reduce-scatter).
+
+    Cost: the cheapest conversion of design section 3 (a slice is free, an all-gather
+    receives the rest of the tensor, and so on). Raises PlacementError for a placement
+    that does not fit.
+    """
     if type(placements) is not tuple:
         placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
     return convert(tensor, _redistributed(tensor._layout.base, placements), "redistribute", own=True)

@@ -13,45 +13,45 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd import Function
 
 from . import _events
-from ._conversion import communicates, is_alias, plan
+from ._conversion import communicates, plan
 from ._errors import ImplicitCommunicationError
 from ._layout import Layout, layout_of
 from ._memo import recall, remember
 from ._mesh import Mesh
 from ._state import INVARIANT
-from ._steps import convert_local
+from ._steps import Route, route_of
 from ._tensor import DTensor, local_only, stamp
 
 
 class Convert(Function):
-    """Local tensor under `source` -> local tensor under `target`. Call `convert_tracked`, with dispatch disabled."""
+    """Local tensor -> local tensor along a route. Call `convert_tracked`, with dispatch disabled."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, source: Layout, target: Layout, own: bool) -> Tensor:
-        ctx.route = (source, target, _events.current())
-        return _moved(local, source, target, own)
+    def forward(ctx, local: Tensor, route: Route, own: bool) -> Tensor:
+        ctx.way = (route, _events.current())
+        return _moved(local, route, own)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        source, target, cause = ctx.route
+        route, cause = ctx.way
         _events.restore_cause(cause)
         with local_only():
             if is_grad_enabled():
-                return convert_tracked(grad, target.gradient, source.gradient, False), None, None, None
+                return convert_tracked(grad, route.back, False), None, None
             if type(grad) is not Tensor:  # from a Function that ran a graph of its own: a reentrant checkpoint
                 grad = grad.detach()
-            return convert_local(grad, target.gradient, source.gradient), None, None, None
+            return route.back(grad), None, None
 
 
 # torch's `Function.apply` first looks for functorch's wrappers, in Python; this is what it then calls.
 _apply = super(Function, Convert).apply
 
 
-def convert_tracked(local: Tensor, source: Layout, target: Layout, own: bool) -> Tensor:
+def convert_tracked(local: Tensor, route: Route, own: bool) -> Tensor:
     """`Convert.apply`."""
     if _are_functorch_transforms_active():
-        return Convert.apply(local, source, target, own)
-    return _apply(local, source, target, own)
+        return Convert.apply(local, route, own)
+    return _apply(local, route, own)
 
 
 class Alias(Function):
@@ -123,22 +123,23 @@ def _converted(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own:
         known = None if own else recall(tensor, target)
         if known is not None:
             return known
+        route = route_of(source, target)
         if is_grad_enabled() and tensor.requires_grad:
-            out = convert_tracked(tensor, source, target, own)
+            out = convert_tracked(tensor, route, own)
+        elif route.is_alias and not fresh:
+            return tensor
         else:
-            if not fresh and is_alias(source, target):
-                return tensor
-            out = _moved(tensor, source, target, own)
+            out = _moved(tensor, route, own)
         out = stamp(out, target)
         if not own:
             remember(tensor, target, out)
         return out
 
 
-def _moved(local: Tensor, source: Layout, target: Layout, own: bool) -> Tensor:
-    """`convert_local`, as another tensor object; with `own`, also over other memory where only a part is left."""
-    out = convert_local(local, source, target)
-    if own and not is_alias(source, target) and shares_storage(out, local):
+def _moved(local: Tensor, route: Route, own: bool) -> Tensor:
+    """The route's result, as another tensor object; with `own`, also over other memory where only a part is left."""
+    out = route(local)
+    if own and route.only_cuts and shares_storage(out, local):
         return own_copy(out)
     return out.detach() if out is local else out
 

@@ -48,7 +48,7 @@ class Event:
 
 
 listeners: list[Callable[[Event], None]] = []
-module_path: Callable[[], str] = lambda: ""  # noqa: E731  set by debug while somebody traces
+module_path: Callable[[], str] = lambda: ""  # set by debug while somebody traces
 strict_depth = 0
 _current: Cause | Callable | str = "a conversion"
 _direction = "forward"

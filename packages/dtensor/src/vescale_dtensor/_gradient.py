@@ -122,11 +122,18 @@ def _started(tensors, seeds, operation: str) -> tuple[list[Tensor], list[Tensor 
     return roots, starts
 
 
-def start_backward(tensor: DTensor, gradient: Tensor | None, retain_graph, create_graph: bool, inputs) -> None:
-    """`DTensor.backward`. A loss of one element that is I or P starts as it is: it is its own plain root.
+def start_backward(
+    tensor: DTensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`DTensor.backward`, as `Tensor.backward`; a `gradient` is converted to the tensor's gradient layout.
 
-    For the time of the backward such a loss is a plain tensor, so that autograd takes
-    it without dispatch and without an alias node.
+    A loss of one element that is I or P starts as it is: it is its own plain root. For
+    the time of the backward it is a plain tensor, so that autograd takes it without
+    dispatch and without an alias node.
     """
     layout = tensor._layout
     if gradient is not None or inputs is not None or layout.shape or VARYING in layout.states:

@@ -101,7 +101,8 @@ class Layout:
         sizes = {self.shape[dim]}
         for before in self.axes_of(dim):
             if before < axis:
-                sizes = {part for size in sizes for part in cut_sizes(self.states[before], size, self.mesh.sizes[before])}
+                state, count = self.states[before], self.mesh.sizes[before]
+                sizes = {part for size in sizes for part in cut_sizes(state, size, count)}
         return sizes
 
     def axes_of(self, dim: int) -> tuple[int, ...]:

@@ -14,12 +14,16 @@ from collections.abc import Callable
 from torch import Tensor
 from torch._C import _is_torch_function_enabled, _len_torch_function_stack
 
+from ._construct import redistribute
 from ._dispatch import dispatch
+from ._gradient import start_backward
 from ._tensor import DTensor
 
+_BINARY = """
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __matmul__ __getitem__
+""".split()
 _NAMES = """
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __matmul__ __neg__ __getitem__
-    add sub mul div matmul neg pow square sqrt rsqrt exp log cos sin tanh sigmoid clamp masked_fill
+    __neg__ add sub mul div matmul neg pow square sqrt rsqrt exp log cos sin tanh sigmoid clamp masked_fill
     view reshape flatten unflatten transpose permute squeeze unsqueeze expand repeat contiguous split chunk unbind
     sum mean amax softmax clone detach to float type_as
 """.split()
@@ -31,10 +35,29 @@ def _direct(function: Callable) -> Callable:
             return dispatch(DTensor, function, (), args, kwargs)
         return function(*args, **kwargs)
 
-    method.__name__ = method.__qualname__ = function.__name__
-    method.__doc__ = function.__doc__
     return method
 
 
-for _name in _NAMES:
-    setattr(DTensor, _name, _direct(getattr(Tensor, _name)))
+def _direct_binary(function: Callable) -> Callable:
+    def method(self, other):
+        if _is_torch_function_enabled() and not _len_torch_function_stack():
+            return dispatch(DTensor, function, (), (self, other))
+        return function(self, other)
+
+    return method
+
+
+def _install(names: list[str], make: Callable) -> None:
+    for name in names:
+        function = getattr(Tensor, name)
+        method = make(function)
+        method.__name__ = method.__qualname__ = name
+        method.__doc__ = function.__doc__
+        setattr(DTensor, name, method)
+
+
+_install(_NAMES, _direct)
+_install(_BINARY, _direct_binary)
+# Defined beside what they need, which imports DTensor.
+DTensor.redistribute = redistribute
+DTensor.backward = start_backward

@@ -82,7 +82,8 @@ def compare(
     pairs = [(w, h) for w, h in zip(wanted, found) if isinstance(w, Tensor) and w.requires_grad]
     if not pairs:
         return events
-    seeds = [torch.randn(w.shape, generator=torch.Generator().manual_seed(7 + i)).to(w.dtype) for i, (w, _) in enumerate(pairs)]
+    generator = torch.Generator().manual_seed(7)
+    seeds = [torch.randn(w.shape, generator=generator).to(w.dtype) for w, _ in pairs]
     torch.autograd.backward([w for w, _ in pairs], [s.clone() for s in seeds])
     torch.autograd.backward([h for _, h in pairs], seeds)
     for i, (leaf, shard) in enumerate(zip(leaves, sharded)):

@@ -167,7 +167,7 @@ def _cuts(signature: Signature, operands: list[Operand], axis: int) -> list[tupl
         own = labels[state.dim]
         if own is not None and own not in signature.whole and (own, state.at(0)) not in found:
             found.append((own, state.at(0)))
-        for dim, label in enumerate(labels):
+        for label in labels:
             if label is None or label is own or label in signature.whole:
                 continue
             if (label, EVEN) not in found:

@@ -1,8 +1,8 @@
 """Steps of a conversion on local tensors. Geometry is worked out once per pair of layouts.
 
-`convert_local` looks up the recipe of a conversion, a tuple of closures, one per
-step that does anything, and runs them. What a closure needs to know (ranges, shapes,
-the group) is bound when it is made.
+A `Route` is the recipe of a conversion, a tuple of closures, one per step that does
+anything. What a closure needs to know (ranges, shapes, the group) is bound when it is
+made.
 """
 
 from __future__ import annotations
@@ -14,26 +14,46 @@ import torch
 from torch import Tensor
 
 from ._collectives import Recipe, all_gather, all_reduce, exchange, gather_recipe, reduce_scatter, scatter_recipe
-from ._conversion import Step, plan
+from ._conversion import COLLECTIVES, Step, plan
 from ._layout import Layout
 from ._region import Ranges, cut, intersect, local_offset
 
 
-def convert_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
-    """This rank's part of the same global tensor under `target`. Returns `local` itself when nothing moves."""
-    recipe = recipe_of(source, target)
-    if recipe and (local.is_neg() or local.is_conj()):  # bits beside the memory, which is what travels
-        local = local.resolve_conj().resolve_neg()
-    for run in recipe:
-        local = run(local)
-    return local
+class Route:
+    """A conversion made ready: what to run, and the way back for the gradient."""
+
+    __slots__ = ("_back", "is_alias", "only_cuts", "recipe", "source", "target")
+
+    def __init__(self, source: Layout, target: Layout) -> None:
+        steps = plan(source, target)
+        self.source, self.target = source, target
+        self.recipe = tuple(run for step in steps if (run := _COMPILE[step.kind](step)) is not None)
+        self.is_alias = all(step.kind == "nothing" for step in steps)
+        # The result may be a part of the source's memory, where nothing is sent and something is left out.
+        self.only_cuts = not self.is_alias and not any(step.kind in COLLECTIVES for step in steps)
+        self._back: Route | None = None
+
+    @property
+    def back(self) -> Route:
+        """The conversion of the gradient."""
+        if self._back is None:
+            self._back = route_of(self.target.gradient, self.source.gradient)
+        return self._back
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """This rank's part of the same global tensor under `target`: `local` itself when nothing moves."""
+        recipe = self.recipe
+        if recipe and (local.is_neg() or local.is_conj()):  # bits beside the memory, which is what travels
+            local = local.resolve_conj().resolve_neg()
+        for run in recipe:
+            local = run(local)
+        return local
 
 
 @lru_cache(maxsize=65536)
-def recipe_of(source: Layout, target: Layout) -> tuple[Recipe, ...]:
-    """What `convert_local` runs."""
-    recipes = (_COMPILE[step.kind](step) for step in plan(source, target))
-    return tuple(recipe for recipe in recipes if recipe is not None)
+def route_of(source: Layout, target: Layout) -> Route:
+    """The one route between two layouts of the same mesh and shape."""
+    return Route(source, target)
 
 
 # --- steps without communication ------------------------------------------------

@@ -40,6 +40,9 @@ _plain_numel = Tensor.numel
 class DTensor(Tensor):
     """A tensor sharded over a device mesh; used and debugged as if it were on one device.
 
+    Methods that need the engine (`redistribute`, `backward`, operators) are put on the
+    class by `_methods`.
+
     Made by `distribute_tensor`, `DTensor.from_local`, the factories, or
     `vescale.parallelize`; never by its constructor. `shape`, `size()` and all other
     metadata are the global tensor's; `to_local()` gives the shard.
@@ -143,12 +146,6 @@ class DTensor(Tensor):
     def grad(self) -> None:
         self.grad = None
 
-    def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
-        """As `Tensor.backward`; a plain or DTensor `gradient` is converted to this tensor's gradient layout."""
-        from ._gradient import start_backward
-
-        start_backward(self, gradient, retain_graph, create_graph, inputs)
-
     # --- moving ---------------------------------------------------------------------
 
     @staticmethod
@@ -174,17 +171,6 @@ class DTensor(Tensor):
         from ._convert import to_plain
 
         return to_plain(self)
-
-    def redistribute(self, placements: Sequence[Placement]) -> DTensor:
-        """The same global tensor under other placements. Differentiable.
-
-        Cost: the cheapest conversion of design section 3 (a slice is free, an
-        all-gather receives the rest of the tensor, and so on). Raises
-        PlacementError for a placement that does not fit.
-        """
-        from ._construct import redistribute
-
-        return redistribute(self, placements)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, plain, the same on every rank. Differentiable. Cost: an all-gather or all-reduce."""

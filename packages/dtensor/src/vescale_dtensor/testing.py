@@ -203,7 +203,7 @@ def raises_on_all(
 
 
 def slice_of(cases: Iterable[Any], fraction: int, *, day: int | None = None) -> list[Any]:
-    """Every ``fraction``-th case, another part each day; all of them when VESCALE_FULL is set.
+    """Every ``fraction``-th case, another part each day; all of them when VESCALE_GRID is "full".
 
     For grids too large for every run of the suite: within ``fraction`` days each
     case has run. Neighbours in ``cases`` fall on different days.
@@ -213,7 +213,7 @@ def slice_of(cases: Iterable[Any], fraction: int, *, day: int | None = None) -> 
         day: stands in for the day of the year.
     """
     cases = list(cases)
-    if os.environ.get("VESCALE_FULL"):
+    if os.environ.get("VESCALE_GRID") == "full":
         return cases
     day = datetime.date.today().timetuple().tm_yday if day is None else day
     return cases[day % fraction :: fraction]

@@ -7,8 +7,8 @@ from . import comparison as comparison
 from . import conv as conv
 from . import embedding as embedding
 from . import extremum as extremum
-from . import gather as gather
 from . import fresh as fresh
+from . import gather as gather
 from . import index as index
 from . import index_tensor as index_tensor
 from . import join as join

@@ -48,7 +48,10 @@ def _dim_of(call: Call, x: object, at: int = 1) -> int | None:
 def _reading(
     call: Call, x: Operand, index: Operand, dim: int, signature: Signature | None, look_up, wraps: bool = False
 ) -> Decision | None:
-    """Solves, and where `dim` of x stays sharded, masks what other ranks hold. `wraps`: indices count modulo the size."""
+    """Solves, and where `dim` of x stays sharded, masks what other ranks hold.
+
+    `wraps`: indices count modulo the size.
+    """
     decision = solve(call, signature) if signature is not None else None
     if decision is None:
         return None

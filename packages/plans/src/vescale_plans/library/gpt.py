@@ -9,7 +9,9 @@ from vescale_dtensor import InterleavedShard, Replicate, Shard
 from ..plan import Boundary, Plan
 
 
-def gpt(mesh: Mapping[str, int], *, sequence_parallel: bool = True, data_axis: str = "dp", tensor_axis: str = "tp") -> Plan:
+def gpt(
+    mesh: Mapping[str, int], *, sequence_parallel: bool = True, data_axis: str = "dp", tensor_axis: str = "tp"
+) -> Plan:
     """Tensor parallelism after Megatron-LM (arXiv 1909.08053), sequence parallelism after arXiv 2205.05198.
 
     Communication per block and direction over the tensor axis: two all-reduces, or

@@ -1,0 +1,81 @@
+"""Random programs on random layouts equal one device, values and gradients.
+
+150 of 2,400 each day; all with VESCALE_GRID=full. A failure is reported as the
+smallest program that still fails, as text that can be made a test below.
+"""
+
+import json
+import os
+import warnings
+
+import pytest
+
+from vescale_dtensor._errors import VescaleError
+from vescale_dtensor._programs import Program, random_program, smaller
+from vescale_dtensor.testing import RankError, mesh_of, run_ranks, slice_of
+
+PROGRAMS, SLICES, BATCH = 2400, 16, 100
+
+
+def outcomes(programs: list[Program]) -> list[tuple[str, str] | None]:
+    """Per program, on this rank: None if it equals one device, ("wrong" or "raises", text) otherwise."""
+    warnings.simplefilter("ignore")
+    found = []
+    for program in programs:
+        try:
+            wrong = program.failure(mesh_of(*program.sizes))
+            found.append(("wrong", wrong) if wrong else None)
+        except VescaleError as error:
+            found.append(("raises", f"{type(error).__name__}: {error}"))
+    return found
+
+
+def run(programs: list[Program]) -> list[tuple[str, str] | None]:
+    """The outcome per program over all ranks, the worst; programs that kill a rank or hang are told from the rest."""
+    try:
+        ranks = run_ranks(4, outcomes, programs, timeout=120.0)
+    except RankError as error:
+        if len(programs) == 1:
+            return [("wrong", f"{type(error).__name__}: {str(error)[-800:]}")]
+        half = len(programs) // 2
+        return run(programs[:half]) + run(programs[half:])
+    worst = []
+    for per_rank in zip(*ranks, strict=True):
+        kinds = {None if one is None else one[0] for one in per_rank}
+        if len(kinds) > 1 and "wrong" not in kinds:
+            worst.append(("wrong", f"ranks disagree: {per_rank}"))
+        else:
+            worst.append(next((one for one in per_rank if one is not None and one[0] == "wrong"), per_rank[0]))
+    return worst
+
+
+def smallest(program: Program, rounds: int = 40) -> tuple[Program, str]:
+    """A simpler program that is wrong as well, and how."""
+    text = run([program])[0][1]
+    for _ in range(rounds):
+        for simpler in smaller(program):
+            outcome = run([simpler])[0]
+            if outcome is not None and outcome[0] == "wrong":
+                program, text = simpler, outcome[1]
+                break
+        else:
+            break
+    return program, text
+
+
+@pytest.mark.timeout(0) if hasattr(pytest.mark, "never") else lambda test: test
+def test_random_programs_equal_one_device(capsys):
+    seeds = slice_of(range(PROGRAMS), SLICES)
+    raised, wrong = [], []
+    for start in range(0, len(seeds), BATCH):
+        programs = [random_program(seed) for seed in seeds[start : start + BATCH]]
+        for program, outcome in zip(programs, run(programs)):
+            if outcome is not None:
+                (wrong if outcome[0] == "wrong" else raised).append((program, outcome[1]))
+    with capsys.disabled():
+        print(json.dumps({"programs": len(seeds), "wrong": len(wrong), "raise": len(raised)}))
+    if wrong:
+        shown = [smallest(program) for program, _ in wrong[:3]]
+        seeds = [program.seed for program, _ in wrong]
+        pytest.fail(f"{len(wrong)} wrong, seeds {seeds}\n" + "\n".join(f"{p}\n  -> {text}" for p, text in shown))
+    assert len(raised) <= len(seeds) // 50, "\n".join(f"{program}\n  -> {text}" for program, text in raised)
