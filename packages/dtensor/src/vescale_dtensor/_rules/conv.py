@@ -78,8 +78,13 @@ def _convolution(call: Call, groups: int, transposed: bool) -> Signature | None:
         addends = (2,)
     return Signature(
         inputs, [(*batch, channels[1], *window)], summed=summed, linear=[(0,), (1,)], addends=addends,
-        whole=whole, shapes=shapes, local=guarded(run),
+        whole=whole, shapes=shapes, local=guarded(run, _bias if addends else None),
     )  # fmt: skip
+
+
+def _bias(input: Tensor, weight: Tensor, bias: Tensor, *_, **__) -> Tensor:
+    """What a convolution over no input channels adds up to."""
+    return bias.reshape(-1, *[1] * (weight.ndim - 2))
 
 
 def _whole_groups(call: Call, groups: int, channel: int) -> bool:

@@ -14,8 +14,11 @@ from torch import Tensor
 from .._layout import Layout
 
 
-def guarded(function: Callable) -> Callable[[tuple[Layout, ...]], Callable]:
-    """`local` of a Signature: `function`, which is not asked about empty shards."""
+def guarded(function: Callable, addend: Callable | None = None) -> Callable[[tuple[Layout, ...]], Callable]:
+    """`local` of a Signature: `function`, which is not asked about empty shards.
+
+    addend: from the same arguments, what an empty sum still has added to it (a bias).
+    """
 
     def local(outs: tuple[Layout, ...]) -> Callable:
         def run(*args, **kwargs):
@@ -24,6 +27,8 @@ def guarded(function: Callable) -> Callable[[tuple[Layout, ...]], Callable]:
                 return function(*args, **kwargs)
             tie = sum(t.reshape(-1)[:0].sum() for t in tensors if t.is_floating_point())
             zeros = [tensors[0].new_zeros(out.local_shape) for out in outs]
+            if addend is not None:
+                tie = tie + addend(*args, **kwargs)
             results = [zeros[0] + tie, *[z.to(torch.int64) for z in zeros[1:]]]
             return results[0] if len(results) == 1 else tuple(results)
 

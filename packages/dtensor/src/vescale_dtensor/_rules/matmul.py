@@ -223,7 +223,8 @@ def einsum(call: Call):
     extents: dict = {}
     for labels, operand in zip(inputs, call.operands):
         for label, size in zip(labels, operand.shape):
-            extents[label] = max(extents.get(label, 1), size)
+            if extents.setdefault(label, size) == 1:  # a dim of 1 broadcasts, to none as well
+                extents[label] = size
     inputs = [
         tuple(label if extents[label] == size else None for label, size in zip(labels, operand.shape))
         for labels, operand in zip(inputs, call.operands)
