@@ -47,7 +47,7 @@ def spread(value):
 
 
 def sharded(module: nn.Module) -> nn.Module:
-    module = copy.deepcopy(module)
+    """The module, with DTensors in it."""
     moved = {}  # shared stays shared
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -109,11 +109,11 @@ def check_sample(info, sample, training: bool) -> list[str] | None:
         module = info.module_cls(*given.args, **given.kwargs).to(torch.float32).train(training)
         if info.is_lazy:
             module(*tree_map(fresh, asked.args), **tree_map(fresh, asked.kwargs))
-        twin = sharded(module)
+        before = copy.deepcopy(module)
         wanted = run(module, tree_map(fresh, asked.args), tree_map(fresh, asked.kwargs))
     except (RuntimeError, ValueError):
         return None
-    found = run(twin, tree_map(spread, asked.args), tree_map(spread, asked.kwargs))
+    found = run(sharded(before), tree_map(spread, asked.args), tree_map(spread, asked.kwargs))
     return [
         line
         for what, want, have in zip(("output", "gradient of input", "state"), wanted, found)
@@ -122,7 +122,7 @@ def check_sample(info, sample, training: bool) -> list[str] | None:
 
 
 def outcomes(name: str, training: bool, most: int) -> dict[str, list[str]]:
-    """Texts by what came out ("pass", "wrong", "raise" a typed error, "crash"), on this rank."""
+    """Texts by what came out ("pass", "wrong", "raise" a typed error, "crash" any other), on this rank."""
     warnings.simplefilter("ignore")
     info = database()[name]
     torch.manual_seed(0)
@@ -143,6 +143,7 @@ def outcomes(name: str, training: bool, most: int) -> dict[str, list[str]]:
 
 
 def worst(name: str, training: bool, most: int) -> tuple[str, list[str]]:
+    """The worst outcome over all samples and ranks, and its texts; "none" if one device runs no sample."""
     try:
         ranks = run_ranks(2, outcomes, name, training, most, timeout=300.0)
     except RankError as error:
@@ -156,15 +157,32 @@ def worst(name: str, training: bool, most: int) -> tuple[str, list[str]]:
 def test_every_module_equals_one_device(capsys):
     full = os.environ.get("VESCALE_GRID") == "full"
     asked = [(n, mode) for n, mode in slice_of(entries(), SLICES) if not (mode and n.split(".")[-1] in RANDOM)]
+    samples = 0
     by_kind = {"pass": [], "wrong": [], "raise": [], "crash": [], "none": []}
     for name, training in asked:
         kind, texts = worst(name, training, 10**6 if full else SAMPLES)
+        samples += len(texts)
         by_kind[kind].append(((name, training), texts))
     counts = {kind: len(found) for kind, found in by_kind.items()}
     raising = [f"{name}{'' if mode else ' (eval)'}" for (name, mode), _ in by_kind["raise"]]
     with capsys.disabled():
-        print(json.dumps({"entries": len(asked), **counts, "raising": raising}))
+        print(json.dumps({"entries": len(asked), "samples": samples, **counts, "raising": raising}))
     bad = [text for kind in ("crash", "wrong") for _, texts in by_kind[kind] for text in texts[:2]]
     if bad:
         pytest.fail("\n\n".join(bad))
     assert counts["pass"] >= (0.95 if full else 0.8) * (len(asked) - counts["none"])
+
+
+# --- what the module tests found -----------------------------------------------------------
+
+
+def test_an_empty_batch_leaves_running_statistics():
+    """They became NaN."""
+
+    def work():
+        module = sharded(nn.BatchNorm1d(5))
+        module(spread(torch.zeros(0, 5)))
+        assert module.running_mean.full_tensor().tolist() == [0.0] * 5
+        assert module.running_var.full_tensor().tolist() == [1.0] * 5
+
+    run_ranks(2, work)

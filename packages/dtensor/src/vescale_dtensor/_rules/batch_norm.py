@@ -115,7 +115,7 @@ def _batch_norm(
         out = out + _channelwise(bias, x._layout.mesh, x.ndim)
     with torch.no_grad():
         for running, value in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
-            if running is not None:
+            if running is not None and count:  # an empty batch says nothing
                 _update(running, value, momentum)
     return out if out.dtype == input.dtype else out.to(input.dtype)
 
