@@ -31,6 +31,10 @@ PUBLIC = {
         "local_map",
         "no_sync",
         "parallelize",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
         "register_rule",
         "strict",
     },
@@ -85,7 +89,12 @@ PUBLIC = {
         "no_sync",
         "parallelize",
     },
-    "vescale_rng": set(),
+    "vescale_rng": {
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+    },
 }
 
 

@@ -9,7 +9,9 @@ from ._collectives import gather_objects as gather_objects
 from ._convert import convert as convert
 from ._convert import convert_plain as convert_plain
 from ._convert import from_plain as from_plain
+from ._copies import check_writable as check_writable
 from ._events import set_cause as set_cause
+from ._fallback import gathered as gathered
 from ._gradient import after_backward as after_backward
 from ._gradient import in_backward as in_backward
 from ._gradient import settled_layout as settled_layout
@@ -20,10 +22,16 @@ from ._memo import forget_all as forget_all
 from ._memo import open_scope as open_scope
 from ._mesh import Mesh as Mesh
 from ._mesh import mesh_of as mesh_of
+from ._rules.attention import attention as attention
+from ._rules.body import body_of as body_of
+from ._rules.pointwise import elementwise as elementwise
+from ._rules.registry import TABLE as TABLE
+from ._rules.registry import handler as handler
 from ._state import INVARIANT as INVARIANT
 from ._state import PENDING as PENDING
 from ._state import VARYING as VARYING
 from ._tensor import local_only as local_only
+from ._tensor import requires_grad as requires_grad
 from ._tensor import settle as settle
 from ._tensor import stamp as stamp
 from ._tensor import take_pending_grad as take_pending_grad

@@ -1,8 +1,12 @@
 """vescale_plans: plans that say how a model is sharded, and parallelize, which applies them."""
 
+import vescale_rng as _vescale_rng  # registers its rules: random numbers are one device's, at the cost of a shard
+
 from ._apply import no_sync as no_sync
 from ._apply import parallelize as parallelize
 from ._version import __version__ as __version__
 from .plan import Boundary as Boundary
 from .plan import Plan as Plan
 from .plan import PlanError as PlanError
+
+del _vescale_rng

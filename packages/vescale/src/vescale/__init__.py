@@ -18,5 +18,9 @@ from vescale_plans import Plan as Plan
 from vescale_plans import PlanError as PlanError
 from vescale_plans import no_sync as no_sync
 from vescale_plans import parallelize as parallelize
+from vescale_rng import rand as rand
+from vescale_rng import randint as randint
+from vescale_rng import randn as randn
+from vescale_rng import randperm as randperm
 
 from ._version import __version__ as __version__

@@ -9,6 +9,7 @@ v pending                  the result is linear in it -> P
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -28,22 +29,29 @@ def scaled_dot_product_attention(call: Call):
 
     Dropout falls back: its mask is drawn for the whole.
     """
+    return None if call.get(4, "dropout_p", 0.0) else attention(call, F.scaled_dot_product_attention)
+
+
+def attention(call: Call, kernel: Callable):
+    """As the rule above; `kernel`, which takes the same arguments, is what runs on the shards."""
     query, key, value = call.get(0, "query"), call.get(1, "key"), call.get(2, "value")
     mask = call.get(3, "attn_mask")
     causal, grouped = call.get(5, "is_causal", False), call.get(7, "enable_gqa", False)
-    if call.get(4, "dropout_p", 0.0) or min(query.ndim, key.ndim, value.ndim) < 2:
+    if min(query.ndim, key.ndim, value.ndim) < 2:
         return None
     if grouped and (min(query.ndim, key.ndim, value.ndim) < 3 or key.shape[-3] != value.shape[-3]):
         return None
     if not grouped or key.shape[-3] == query.shape[-3]:
-        return _decide(call, query, key, value, mask, causal, "h")
+        return _decide(call, query, key, value, mask, causal, "h", kernel)
     if not key.shape[-3] or query.shape[-3] % key.shape[-3]:
         return None
-    alike = _decide(call, query, key, value, mask, causal, "alike")
-    return _decide(call, query, key, value, mask, causal, "whole") if alike is None else alike
+    alike = _decide(call, query, key, value, mask, causal, "alike", kernel)
+    return _decide(call, query, key, value, mask, causal, "whole", kernel) if alike is None else alike
 
 
-def _decide(call: Call, query: Operand, key: Operand, value: Operand, mask, causal: bool, heads: str):
+def _decide(
+    call: Call, query: Operand, key: Operand, value: Operand, mask, causal: bool, heads: str, kernel: Callable
+):  # fmt: skip
     """`heads`: "h" where k has as many as q, else whether the fewer kv heads are cut "alike" or stay "whole"."""
     shape = _batch_shape(query, key, value, grouped=heads != "h")
     if shape is None or not (mask is None or isinstance(mask, Operand) and mask.ndim <= len(shape) + 2):
@@ -78,7 +86,7 @@ def _decide(call: Call, query: Operand, key: Operand, value: Operand, mask, caus
     if 0 in decision.out.local_shape:
         decision.run = _nothing(decision.out)
     elif rows or own_heads:
-        decision.run = _local(here, key, rows, own_heads)
+        decision.run = _local(here, key, rows, own_heads, kernel)
     return decision
 
 
@@ -115,7 +123,7 @@ def _nothing(out: Layout):
     return run
 
 
-def _local(query: Layout, key: Operand, rows: bool, heads: bool):
+def _local(query: Layout, key: Operand, rows: bool, heads: bool, kernel: Callable):
     """What runs on this rank's shards.
 
     rows: q's sequence is sharded and causal, so the mask is cut out of the whole triangle, and keys
@@ -141,9 +149,7 @@ def _local(query: Layout, key: Operand, rows: bool, heads: bool):
             places = torch.tensor(held, dtype=torch.int64, device=query.device)
             attn_mask = places.unsqueeze(-1) >= torch.arange(reach, device=query.device)
             is_causal = False
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     return run
 

@@ -1,0 +1,102 @@
+"""Dropout in all its forms: the noise is drawn in the layout of the input, which stays as it lies.
+
+    dropout            noise as the input: its part is drawn in the order of the input's memory
+    feature forms      one number per sample and channel: dims of one index, whole where the input is cut there
+    alpha forms        times the noise, plus what keeps mean and variance: a constant, added once where pending
+    pending input      the noise is whole and equal on all ranks: the product is linear in the input
+    nothing drawn      p = 0, p = 1, or not training: no number is taken
+
+What torch does on CPU (ATen/native/Dropout.cpp): noise = empty_like(input).bernoulli_(1 - p).div_(1 - p), then the
+product. rrelu draws for the negative elements only, so that where in the sequence a shard's numbers lie is known
+only with all values: it gathers its input, as the fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vescale_dtensor import DTensor, Layout, register_rule
+from vescale_dtensor.engine import INVARIANT, TABLE, body_of, gathered, handler, layout_of, local_only, stamp
+from vescale_dtensor.rules import Call, composite
+
+from ._fills import on_host, settled
+from ._stream import Draw, fill
+
+_PLAIN = {F.dropout, torch.dropout, torch.dropout_}
+_FEATURE = {torch.feature_dropout, torch.feature_dropout_}
+_ALPHA = {F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_}
+_FEATURE_ALPHA = {F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_}
+_FUNCTIONS = _PLAIN | _FEATURE | _ALPHA | _FEATURE_ALPHA
+# Checks and views around feature_dropout: their Python bodies do.
+_BODIES = [F.dropout1d, F.dropout2d, F.dropout3d]
+_WHOLE = {function: TABLE[function].rule for function in (*_FUNCTIONS, *_BODIES)}
+_SELU = 1.7580993408473766  # ATen's `alpha`: of SELU, scale times alpha
+
+
+def drawn_noise(local: Tensor, layout: Layout, p: float) -> Tensor:
+    """This rank's part of the zeros and ones that one device draws into a fresh tensor; `local` is overwritten."""
+    return fill(local, layout, Draw(Tensor.bernoulli_, (1 - p,)), fresh=True)
+
+
+@register_rule(_FUNCTIONS, exact=True)
+def dropout(call: Call):
+    """The rule of vescale_dtensor where nothing is drawn."""
+    functional = call.function.__module__ == F.__name__
+    p = call.get(1, "p", 0.5)
+    training = call.get(2, "training" if functional else "train", functional)
+    whole = _WHOLE[call.function](call)
+    if not training or p in (0, 1):
+        return whole
+    on_device = whole.composite if whole is not None else gathered(call.function)
+    feature, alpha = call.function in _FEATURE | _FEATURE_ALPHA, call.function in _ALPHA | _FEATURE_ALPHA
+    return composite(_drop(p, feature, alpha, call.inplace, on_device))
+
+
+def _drop(p: float, feature: bool, alpha: bool, inplace: bool, on_device: Callable) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> DTensor:
+        x = args[0] if args else kwargs["input"]
+        if not on_host(x):
+            return on_device(*args, **kwargs)
+        noise = _feature_noise(x, p) if feature else _noise(x, p)
+        shift = None
+        with torch.no_grad():
+            if alpha:
+                scale = 1 / sqrt((_SELU * _SELU * p + 1) * (1 - p))
+                shift = noise.add(-1).mul_(_SELU * scale).add_(_SELU * scale * p)
+                noise.mul_(scale)
+            else:
+                noise.div_(1 - p)
+        out = x.mul_(noise) if inplace else x * noise
+        if shift is None:
+            return out
+        return out.add_(shift) if inplace else out + shift
+
+    return run
+
+
+def _noise(x: DTensor, p: float) -> DTensor:
+    layout = settled(x._layout.base)
+    with torch.no_grad(), local_only():
+        return stamp(drawn_noise(torch.empty_like(x.detach()), layout, p), layout)
+
+
+def _feature_noise(x: DTensor, p: float) -> DTensor:
+    """[N, C, 1, 1, ...]"""
+    if x.ndim < 2:
+        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+    layout = settled(x._layout.base)
+    states = [INVARIANT if state.kind == "S" and state.dim > 1 else state for state in layout.states]
+    layout = layout_of(layout.mesh, states, (*x.shape[:2], *[1] * (x.ndim - 2)))
+    with torch.no_grad(), local_only():
+        return stamp(drawn_noise(x.new_empty(layout.local_shape), layout, p), layout)
+
+
+@handler(_BODIES)
+def feature_dropout(function: Callable, args: tuple, kwargs: dict) -> Any:
+    return body_of(function)(*args, **kwargs)

@@ -1,0 +1,186 @@
+"""The `torch` stream on CPU: a shard's part of what torch draws on one device, in bounded memory.
+
+The whole sequence is drawn by torch's own kernels, a chunk at a time, and of each
+chunk the shard keeps its places. What makes a chunk equal to the same interval of the
+one-shot fill (torch/include/ATen/native/cpu/DistributionTemplates.h):
+
+    contiguous normal, 16 or more   blocks of 16 by Box-Muller, and where they do not come out even the last 16
+                                    once more: so chunks are multiples of 16, and the last takes the remainder
+    contiguous normal, fewer        one by one in double, the second of each pair kept in the generator: one chunk
+    normal of strided memory        likewise one by one, at any size: so the chunk's memory is strided, too
+    all else                        one by one, in the order of memory
+
+Places of other ranks are gone past without being drawn. A kernel that seeds another
+generator with one word (MKL's bernoulli, on Intel CPUs) cannot be drawn in chunks: then
+the whole is drawn, and the memory is that of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Generator, Tensor
+
+from vescale_dtensor import Layout
+from vescale_dtensor.engine import PENDING
+
+from ._mt19937 import discard, generator_or_default, words_taken
+from ._region import Region
+
+CHUNK = 1 << 18  # elements; with strided memory beside it 4 MiB of doubles: stays in the cache
+BLOCK = 16  # elements that torch's normal makes at once
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A fill: `function(tensor, *args, **kwargs)` overwrites the tensor with random numbers of `generator`."""
+
+    function: Callable
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+
+    @property
+    def generator(self) -> Generator:
+        return generator_or_default(self.kwargs.get("generator"))
+
+    def __call__(self, tensor: Tensor) -> None:
+        self.function(tensor, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Order:
+    """How one device's tensor lies in memory: its dims from the outermost, and whether as a fresh tensor does."""
+
+    dims: tuple[int, ...]
+    contiguous: bool
+
+
+def order_of(local: Tensor, shape: Sequence[int], fresh: bool = False) -> Order:
+    """That of the whole tensor, of global `shape`, told from its shard's strides; a fresh one has no gaps.
+
+    Of a dim of one index the stride says where it was made: a fresh [n, 1] has strides (1, 1),
+    so that among equal ones the dim of one index is the inner.
+    """
+    sizes, strides = local.shape, local.stride()
+    dims = sorted(range(local.ndim), key=lambda dim: (-strides[dim], sizes[dim] < 2))
+    long = [dim for dim in dims if shape[dim] != 1]
+    contiguous = long == sorted(long) and (fresh or _has_no_gaps(sizes, strides, dims))
+    return Order(tuple(range(local.ndim)) if contiguous else tuple(dims), contiguous)
+
+
+def _has_no_gaps(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> bool:
+    expected = 1
+    for dim in reversed(dims):
+        if strides[dim] != expected:
+            return False
+        expected *= max(sizes[dim], 1)
+    return True
+
+
+def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False) -> Tensor:
+    """Overwrites this rank's shard `local` (plain) with its part of the draw of the whole; returns it.
+
+    A pending tensor is drawn on the first rank of the axis and zero on the others, whose
+    generators go along. On a meta tensor nothing is drawn, as on one device. fresh: nobody has cut `local`
+    out of another tensor.
+    """
+    if local.is_meta:
+        draw(local)
+        return local
+    order = order_of(local, layout.shape, fresh)
+    ranges = layout.region_at(layout.mesh.coordinate)
+    region = Region(
+        tuple(layout.shape[dim] for dim in order.dims), tuple(ranges[dim] for dim in order.dims)
+    )
+    zero = any(
+        state is PENDING and at != 0 for state, at in zip(layout.states, layout.mesh.coordinate)
+    )
+    if zero:
+        region = Region(region.sizes, tuple(() for _ in region.ranges)) if region.sizes else region
+        target = local.new_empty(region.shape)
+    else:
+        target = local.permute(order.dims)
+    if region.is_whole:
+        draw(target if zero else local)
+    elif _seeds_another(draw, local.dtype):
+        _fill_from_whole(target, region, order, draw)
+    else:
+        _fill_in_chunks(target, region, order, draw)
+    return local.zero_() if zero else local
+
+
+def _fill_in_chunks(target: Tensor, region: Region, order: Order, draw: Draw) -> None:
+    """`target`: the shard, dims in memory order."""
+    if target.is_contiguous():
+        region = region.joined()
+        target = target.view(region.shape)
+    total, generator = region.numel, draw.generator
+    chunk = torch.empty((0,), dtype=target.dtype)
+    ahead = 0  # words to go past before the next draw
+    skips = total > CHUNK and not _waits(draw, order)
+    words = words_taken(draw, target.dtype, generator, BLOCK) // BLOCK if skips else 0
+    start = 0
+    while start < total:
+        stop = start + CHUNK if total - start >= CHUNK + BLOCK else total
+        pieces = list(region.pieces(start, stop))
+        # The last chunk is always drawn: a normal may take more words for it than others.
+        if skips and not pieces and stop < total:
+            ahead += words * (stop - start)
+        else:
+            if ahead:
+                discard(ahead, generator)
+                ahead = 0
+            if len(chunk) < stop - start:
+                chunk = _memory(stop - start, target.dtype, order.contiguous)
+            drawn = chunk[: stop - start]
+            draw(drawn)
+            for piece in pieces:
+                _keep(piece, drawn, start, target, region.strides)
+        start = stop
+
+
+def _waits(draw: Draw, order: Order) -> bool:
+    """Whether normals are made two at a time, the second waiting in the generator: what they take depends on it."""
+    return draw.function is Tensor.log_normal_ or draw.function is Tensor.normal_ and not order.contiguous
+
+
+def _keep(piece, drawn: Tensor, start: int, target: Tensor, strides: tuple[int, ...]) -> None:
+    step = drawn.stride(0)
+    source = drawn.as_strided(
+        piece.shape, [stride * step for stride in strides], drawn.storage_offset() + (piece.start - start) * step
+    )
+    for dim, (at, size) in enumerate(zip(piece.corner, piece.shape)):
+        target = target.narrow(dim, at, size)
+    target.copy_(source)
+
+
+def _memory(count: int, dtype: torch.dtype, contiguous: bool) -> Tensor:
+    return torch.empty(count, dtype=dtype) if contiguous else torch.empty(2 * count, dtype=dtype)[::2]
+
+
+def _fill_from_whole(target: Tensor, region: Region, order: Order, draw: Draw) -> None:
+    whole = _memory(region.numel, target.dtype, order.contiguous)
+    # Such a kernel goes by index, not by memory: it must be given the dims in the user's order.
+    undo = [order.dims.index(dim) for dim in range(len(order.dims))]
+    strides = [stride * whole.stride(0) for stride in region.strides]
+    draw(whole.as_strided(region.sizes, strides).permute(undo))
+    for piece in region.pieces(0, region.numel):
+        _keep(piece, whole, 0, target, region.strides)
+
+
+def _seeds_another(draw: Draw, dtype: torch.dtype) -> bool:
+    return draw.function in _MAY_SEED and _takes_one_word(draw.function, dtype)
+
+
+# Fills with a kernel of MKL's, in some build of torch, on some CPU.
+_MAY_SEED = frozenset({Tensor.bernoulli_, Tensor.exponential_})
+
+
+@lru_cache(maxsize=64)
+def _takes_one_word(function: Callable, dtype: torch.dtype) -> bool:
+    generator = Generator()
+    draw = Draw(function, (0.5,), {"generator": generator})
+    return words_taken(draw, dtype, generator, BLOCK) < BLOCK
