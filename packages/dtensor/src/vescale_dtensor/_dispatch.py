@@ -11,8 +11,8 @@ Budget: at most 1.25x an empty `__torch_function__` that only calls the function
 (design section 4). Of the 3 us that such a pass-through takes on a slow CPU core,
 nearly all is torch's; so what is added here is two dictionary look-ups, one small
 loop over the arguments, one class assignment and one attribute. The common case
-(positional tensors and numbers, nothing to convert) is written out first; all else
-takes `_general`.
+(nothing to convert, nothing written in place) is written out first; all else takes
+`_decided`.
 """
 
 from __future__ import annotations
@@ -224,15 +224,14 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
         decision.targets = ()
     if decision.run is None:
         decision.run = getattr(function, "_local", function)
-    if operands and decision.composite is None:
+    if operands:
         base = (decision.targets[0] if decision.targets else None) or operands[0].layout
         decision.run = as_on_one_device(function, decision.run, base)
     plain = [t for t in tensors if type(t) is not DTensor]
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)
-    decision.ready = seen and not isinstance(function, OpOverload) and not (
-        decision.targets or decision.composite or decision.untracked or decision.mutated
-    )
+    more = decision.targets or decision.untracked or decision.mutated or isinstance(function, OpOverload)
+    decision.ready = seen and not more
     return decision
 
 
