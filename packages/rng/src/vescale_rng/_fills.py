@@ -11,7 +11,9 @@ What is not on a CPU goes the way that vescale_dtensor alone would go: drawn who
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from math import sqrt
 from typing import Any
 
 import torch
@@ -23,7 +25,6 @@ from vescale_dtensor.engine import (
     INVARIANT,
     PENDING,
     TABLE,
-    body_of,
     check_writable,
     gathered,
     handler,
@@ -38,11 +39,10 @@ _FILLS = [
     getattr(Tensor, name)
     for name in "uniform_ normal_ exponential_ cauchy_ geometric_ log_normal_ random_ bernoulli_".split()
 ]
-_INITS = [nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_]
 _LIKE = {torch.rand_like: Tensor.uniform_, torch.randn_like: Tensor.normal_, torch.randint_like: Tensor.random_}
 _REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # What they are without this package.
-_WHOLE = {function: TABLE[function].handler for function in (*_FILLS, *_INITS, *_LIKE)}
+_WHOLE = {function: TABLE[function].handler for function in (*_FILLS, *_LIKE)}
 
 
 def on_host(tensor: DTensor) -> bool:
@@ -97,10 +97,39 @@ def _bernoulli_in_place(own: DTensor, p: Tensor, *, generator: torch.Generator |
     return own.copy_(drawn)
 
 
-@handler(_INITS)
-def initialize(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """torch's formula on the DTensor: sizes are global there, and it ends in a fill."""
-    return body_of(function)(*args, **kwargs)
+@handler(nn.init.normal_)
+def init_normal(function: Callable, args: tuple, kwargs: dict) -> Any:
+    return _filled_without_grad(Tensor.normal_, _given(args, kwargs, mean=0.0, std=1.0))
+
+
+@handler(nn.init.uniform_)
+def init_uniform(function: Callable, args: tuple, kwargs: dict) -> Any:
+    return _filled_without_grad(Tensor.uniform_, _given(args, kwargs, a=0.0, b=1.0))
+
+
+@handler(nn.init.kaiming_uniform_)
+def init_kaiming_uniform(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """torch's formula, on the global sizes. (torch hands this function over whole; its siblings call the fills.)"""
+    tensor, a, mode, nonlinearity, generator = _given(args, kwargs, a=0, mode="fan_in", nonlinearity="leaky_relu")
+    if 0 in tensor.shape:
+        warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=3)
+        return tensor
+    fan = nn.init._calculate_correct_fan(tensor, mode)
+    bound = sqrt(3.0) * (nn.init.calculate_gain(nonlinearity, a) / sqrt(fan))
+    return _filled_without_grad(Tensor.uniform_, (tensor, -bound, bound, generator))
+
+
+def _given(args: tuple, kwargs: dict, **defaults: Any) -> tuple:
+    """The arguments of an init function in order: the tensor, those with `defaults`, the generator."""
+    names = ("tensor", *defaults, "generator")
+    given = {"generator": None, **defaults, **dict(zip(names, args)), **kwargs}
+    return tuple(given[name] for name in names)
+
+
+def _filled_without_grad(fill_: Callable, given: tuple) -> DTensor:
+    tensor, *parameters, generator = given
+    with torch.no_grad():
+        return fill_(tensor, *parameters, generator=generator)
 
 
 @handler(list(_LIKE))
