@@ -22,7 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor import DTensor, Layout, register_rule
-from vescale_dtensor.engine import INVARIANT, TABLE, body_of, gathered, handler, layout_of, local_only, stamp
+from vescale_dtensor.engine import (
+    INVARIANT,
+    PENDING,
+    TABLE,
+    body_of,
+    check_writable,
+    gathered,
+    handler,
+    layout_of,
+    local_only,
+    stamp,
+)
 from vescale_dtensor.rules import Call, composite
 
 from ._fills import on_host, settled
@@ -63,38 +74,44 @@ def _drop(p: float, feature: bool, alpha: bool, inplace: bool, on_device: Callab
         x = args[0] if args else kwargs["input"]
         if not on_host(x):
             return on_device(*args, **kwargs)
-        noise = _feature_noise(x, p) if feature else _noise(x, p)
-        shift = None
-        with torch.no_grad():
-            if alpha:
-                scale = 1 / sqrt((_SELU * _SELU * p + 1) * (1 - p))
-                shift = noise.add(-1).mul_(_SELU * scale).add_(_SELU * scale * p)
-                noise.mul_(scale)
-            else:
-                noise.div_(1 - p)
-        out = x.mul_(noise) if inplace else x * noise
-        if shift is None:
-            return out
-        return out.add_(shift) if inplace else out + shift
+        if inplace:
+            check_writable("dropout", x)
+        layout = x._layout.base
+        # On the shards: a checkpoint that finds a DTensor among what autograd saved compares its global shape.
+        with local_only():
+            noise, shift = _scaled(_noise(x, layout, p, feature), layout, p, alpha)
+            out = x.mul_(noise) if inplace else x * noise
+            if shift is not None:
+                out = out.add_(shift)
+        if inplace:
+            return x
+        return stamp(out, layout if torch.is_grad_enabled() else layout.untracked)
 
     return run
 
 
-def _noise(x: DTensor, p: float) -> DTensor:
-    layout = settled(x._layout.base)
-    with torch.no_grad(), local_only():
-        return stamp(drawn_noise(torch.empty_like(x.detach()), layout, p), layout)
+def _noise(x: Tensor, layout: Layout, p: float, feature: bool) -> Tensor:
+    """The shard's zeros and ones: as the input, or [N, C, 1, 1, ...]."""
+    layout = settled(layout)
+    with torch.no_grad():
+        if not feature:
+            return drawn_noise(torch.empty_like(x.detach()), layout, p)
+        if layout.ndim < 2:
+            raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+        states = [INVARIANT if state.kind == "S" and state.dim > 1 else state for state in layout.states]
+        layout = layout_of(layout.mesh, states, (*layout.shape[:2], *[1] * (layout.ndim - 2)))
+        return drawn_noise(x.detach().new_empty(layout.local_shape), layout, p)
 
 
-def _feature_noise(x: DTensor, p: float) -> DTensor:
-    """[N, C, 1, 1, ...]"""
-    if x.ndim < 2:
-        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
-    layout = settled(x._layout.base)
-    states = [INVARIANT if state.kind == "S" and state.dim > 1 else state for state in layout.states]
-    layout = layout_of(layout.mesh, states, (*x.shape[:2], *[1] * (x.ndim - 2)))
-    with torch.no_grad(), local_only():
-        return stamp(drawn_noise(x.new_empty(layout.local_shape), layout, p), layout)
+def _scaled(noise: Tensor, layout: Layout, p: float, alpha: bool) -> tuple[Tensor, Tensor | None]:
+    """What the input is multiplied by, and what is then added: where it is pending, on the first rank only."""
+    with torch.no_grad():
+        if not alpha:
+            return noise.div_(1 - p), None
+        scale = 1 / sqrt((_SELU * _SELU * p + 1) * (1 - p))
+        shift = noise.add(-1).mul_(_SELU * scale).add_(_SELU * scale * p)
+        elsewhere = any(at and state is PENDING for at, state in zip(layout.mesh.coordinate, layout.states))
+        return noise.mul_(scale), None if elsewhere else shift
 
 
 @handler(_BODIES)
