@@ -103,6 +103,7 @@ CHECKS: tuple[Check, ...] = (
     Check(2, 6, "networked install of each package", ("make", "-s", "smoke-install"), 30 * MINUTES),
     Check(2, 6, "the layers", (PYTHON, "tools/check_layers.py")),
     Check(2, 6, "bazel test //... on a clean clone", (PYTHON, "tools/clean_clone.py"), 40 * MINUTES),
+    Check(3, 1, "no operator is wrong on 2x2 meshes", (PYTHON, "tools/operator_sweep.py"), 60 * MINUTES),
 )
 
 

@@ -1,0 +1,120 @@
+"""Every entry of torch's operator database equals one device on a 2x2 mesh with mixed placements, or says why not.
+
+Some entries each day; all with VESCALE_GRID=full, or `python tools/operator_sweep.py`.
+"""
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import SampleInput
+
+from vescale_dtensor import _errors, _operator_sweep, _worker_pool
+from vescale_dtensor._operator_sweep import RAISES, Outcome, check_entry, database, summary
+from vescale_dtensor.testing import run_ranks, slice_of
+
+SLICES = 16
+
+
+def test_every_entry_equals_one_device():
+    outcomes = {name: check_entry(name) for name in slice_of(database(), SLICES)}
+    wrong = [f"{name}: {one.text}" for name, one in outcomes.items() if one.kind == "wrong"]
+    assert not wrong, "\n\n".join(wrong)
+    assert not [name for name in RAISES.keys() & outcomes.keys() if outcomes[name].kind != "raise"]
+    assert summary(outcomes)["pass"] >= 0.9 * len(outcomes)
+
+
+def test_what_may_raise_is_in_the_database_with_an_error_of_ours():
+    for name, (error, reason) in RAISES.items():
+        assert name in database() and issubclass(getattr(_errors, error), _errors.VescaleError) and reason
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Runs an entry of which the ranks find something else than they should."""
+
+    def run(outcomes):
+        def instead(size, function, *args, timeout):
+            return run_ranks(size, outcomes, timeout=timeout)
+
+        monkeypatch.setattr(_operator_sweep, "run_ranks", instead)
+        monkeypatch.setattr(_worker_pool, "GRACE_SECONDS", 0.5)
+        return check_entry("add", timeout=1.0)
+
+    return run
+
+
+def test_a_wrong_value_on_one_rank_is_wrong(broken):
+    def outcomes():
+        rank = torch.distributed.get_rank()
+        return [Outcome("wrong", "0 for 1") if rank == 2 else Outcome("pass")]
+
+    assert broken(outcomes) == Outcome("wrong", "0 for 1")
+
+
+def test_an_error_on_one_rank_alone_is_wrong_and_does_not_hang(broken):
+    def outcomes():
+        if torch.distributed.get_rank() == 2:
+            raise ValueError("alone")
+        torch.distributed.barrier()
+
+    found = broken(outcomes)
+    assert found.kind == "wrong" and "ValueError: alone" in found.text
+
+
+def test_ranks_that_do_not_answer_are_wrong(broken):
+    def outcomes():
+        if torch.distributed.get_rank():
+            torch.distributed.barrier()
+        return [Outcome("pass")]
+
+    found = broken(outcomes)
+    assert found.kind == "wrong" and "RankTimeout" in found.text
+
+
+def test_an_error_that_is_not_listed_is_wrong(broken):
+    found = broken(lambda: [Outcome("pass"), Outcome("raise", "no", "OperatorError")])
+    assert found.kind == "wrong" and "RAISES does not list it" in found.text
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-3), (torch.float64, 1e-7)])
+def test_rounding_passes_and_more_does_not(dtype, error):
+    want = torch.tensor([1.0, 100.0, float("nan"), float("inf")], dtype=dtype)
+    off = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype)
+    assert _operator_sweep._unlike(want, want + error * off, dtype, True) is None
+    assert "1 of 4 elements" in _operator_sweep._unlike(want, want + 100 * error * off, dtype, True)
+    assert "2 of 4 elements" in _operator_sweep._unlike(want, want.nan_to_num(), dtype, True)
+
+
+class Entry:
+    """Stands in for an entry of the database; its operator errs on DTensors, in the value or in the gradient."""
+
+    name, supports_autograd = "stand-in", True
+
+    def __init__(self, op):
+        self.op = op
+
+    def sample_inputs(self, device, dtype, requires_grad):
+        yield SampleInput(torch.arange(1.0, 16.0, dtype=dtype).reshape(5, 3).requires_grad_(requires_grad))
+
+
+@pytest.mark.parametrize(
+    ("op", "found"),
+    [
+        (lambda x: x * 2, None),
+        (lambda x: x * (2 if type(x) is torch.Tensor else 3), "output 0: 15 of 15 elements"),
+        (lambda x: x * 2 if type(x) is torch.Tensor else x.detach() * 2 + x * 0, "gradient of input 0: 15 of 15"),
+        (lambda x: x if type(x) is torch.Tensor else x[:4], "[4, 3] torch.strided for torch.float32[5, 3]"),
+        (lambda x: (x, x) if type(x) is torch.Tensor else x, "1 outputs for 2"),
+    ],
+    ids=["right", "value", "gradient", "shape", "count"],
+)
+def test_an_operator_that_errs_on_dtensors_is_wrong(op, found):
+    def outcomes():
+        kept, _operator_sweep.database = _operator_sweep.database, lambda: {"stand-in": Entry(op)}
+        try:
+            return _operator_sweep._outcomes("stand-in", 1, torch.float32)
+        finally:
+            _operator_sweep.database = kept
+
+    for rank in run_ranks(4, outcomes):
+        assert len(rank) == len(_operator_sweep.LAYOUTS)
+        assert all(one == Outcome("pass") if found is None else found in one.text for one in rank)
