@@ -11,5 +11,10 @@ from ._factories import randint as randint
 from ._factories import randn as randn
 from ._factories import randperm as randperm
 from ._version import __version__ as __version__
+from .state import RandomStateError as RandomStateError
+from .state import check_in_step as check_in_step
+from .state import fork as fork
+from .state import get_state as get_state
+from .state import set_state as set_state
 
 del _attention, _dropout, _fills

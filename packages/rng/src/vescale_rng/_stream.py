@@ -27,6 +27,7 @@ from torch import Generator, Tensor
 from vescale_dtensor import Layout
 from vescale_dtensor.engine import PENDING
 
+from ._journal import note
 from ._mt19937 import discard, generator_or_default, words_taken
 from ._region import Region
 
@@ -90,6 +91,7 @@ def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False) -> T
     if local.is_meta:
         draw(local)
         return local
+    note(draw.function.__name__, draw.generator)
     order = order_of(local, layout.shape, fresh)
     ranges = layout.region_at(layout.mesh.coordinate)
     region = Region(

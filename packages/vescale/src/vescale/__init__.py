@@ -18,9 +18,15 @@ from vescale_plans import Plan as Plan
 from vescale_plans import PlanError as PlanError
 from vescale_plans import no_sync as no_sync
 from vescale_plans import parallelize as parallelize
+from vescale_rng import RandomStateError as RandomStateError
 from vescale_rng import rand as rand
 from vescale_rng import randint as randint
 from vescale_rng import randn as randn
 from vescale_rng import randperm as randperm
+from vescale_rng import state as _state
 
 from ._version import __version__ as __version__
+
+# Under the names that torch has for its own.
+get_rng_state, set_rng_state, fork_rng = _state.get_state, _state.set_state, _state.fork
+check_rng_in_step = _state.check_in_step

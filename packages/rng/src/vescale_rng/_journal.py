@@ -1,0 +1,56 @@
+"""What was drawn last: for the error that says which call put a rank out of step.
+
+Every draw of this package is noted with the state of its generator before it, as a
+number. Draws that go past it (torch's own, on a plain tensor) leave their trace in
+the state before the next.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Generator
+
+KEPT = 256
+_LIBRARIES = ("vescale_rng", "vescale_dtensor", "torch")
+
+
+class Entry(NamedTuple):
+    number: int
+    name: str
+    site: str
+    state: int
+
+    def __str__(self) -> str:
+        return f"draw {self.number}, {self.name} at {self.site}"
+
+
+entries: deque[Entry] = deque(maxlen=KEPT)
+_count = 0
+
+
+def note(name: str, generator: Generator) -> None:
+    """Notes a draw that is about to be made."""
+    global _count
+    _count += 1
+    entries.append(Entry(_count, name, _site(), fingerprint(generator)))
+
+
+def fingerprint(generator: Generator) -> int:
+    """A number that tells states of a generator apart, the same in every process."""
+    words = generator.get_state().view(torch.int64)
+    return int(words.dot(torch.arange(1, len(words) + 1)))  # by place: a word left is one word further on
+
+
+def _site() -> str:
+    """The line of the user that the draw comes from."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in _LIBRARIES:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
