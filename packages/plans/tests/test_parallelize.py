@@ -245,6 +245,35 @@ def test_names_and_structure_stay():
     run_ranks(4, run)
 
 
+def test_autograd_functions_of_users_are_right():
+    """Design section 3, contract 3: unaware of layouts, this one doubled the gradient of its weight."""
+
+    def run():
+        class Scale(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, w):
+                ctx.save_for_backward(x, w)
+                return x * w
+
+            @staticmethod
+            def backward(ctx, grad):
+                x, w = ctx.saved_tensors
+                return grad * w, (grad * x).sum((0, 1))
+
+        class Scaled(Net):
+            def block(self, x):
+                return super().block(Scale.apply(x, self.norm.weight + 1))
+
+        torch.manual_seed(0)
+        one = Scaled()
+        many, _ = parallelize(PLAN, copy.deepcopy(one))
+        for model in (one, many):
+            model(*data()).backward()
+        assert_same_gradients(one, many)
+
+    run_ranks(4, run)
+
+
 def test_twice_is_an_error():
     def run():
         _, many, _ = pair()
