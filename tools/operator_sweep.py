@@ -19,7 +19,7 @@ SLOW = 10.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("entries", nargs="*", help="name, or name.variant; all by default")
-    parser.add_argument("--samples", type=int, default=2, help="of each entry, the largest")
+    parser.add_argument("--samples", type=int, default=6, help="of each entry, the largest")
     asked = parser.parse_args()
     warm_up(DATABASE)  # once, instead of on each rank
     names = [n for n in database() if not asked.entries or n in asked.entries or database()[n].name in asked.entries]

@@ -75,6 +75,17 @@ def test_an_error_that_is_not_listed_is_wrong(broken):
     assert found.kind == "wrong" and "RAISES does not list it" in found.text
 
 
+@pytest.mark.parametrize("kind", ["pass", "wrong"])
+def test_float64_decides_where_float32_differs(kind, monkeypatch):
+    found = {torch.float32: Outcome("wrong", "a rounding?"), torch.float64: Outcome(kind, "decided")}
+    monkeypatch.setattr(_operator_sweep, "_agreed", lambda name, samples, dtype, timeout: [found[dtype]])
+    assert check_entry("add") == Outcome(kind, "decided")
+
+
+def test_an_entry_that_compares_nothing_is_wrong(broken):
+    assert broken(lambda: [Outcome("none")]).kind == "wrong"
+
+
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-3), (torch.float64, 1e-7)])
 def test_rounding_passes_and_more_does_not(dtype, error):
     want = torch.tensor([1.0, 100.0, float("nan"), float("inf")], dtype=dtype)
