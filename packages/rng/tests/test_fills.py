@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vescale_rng
 from vescale_dtensor import (
@@ -22,9 +23,10 @@ from vescale_dtensor import (
     Replicate,
     Shard,
     distribute_tensor,
+    empty,
 )
 from vescale_dtensor._oracle import shard_of
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks, slice_of
+from vescale_dtensor.testing import fake_world, mesh_of, raises_on_all, run_ranks, slice_of
 
 R, P, S = Replicate(), Partial(), Shard
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -195,6 +197,31 @@ def test_more_than_a_chunk(name):
         if len(shape) > 1 or S(1) not in one[1]
     ]
     run(on_ranks, name, slice_of(cases, 17), timeout=600)
+
+
+class Allocations(TorchDispatchMode):
+    """The largest memory that any operator's result lies in."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("name", ["uniform_", "normal_", "bernoulli_"])
+def test_memory_beside_the_shard_is_bounded(name):
+    with fake_world(64):
+        for shape, place in (((1 << 22,), S(0)), ((1 << 11, 1 << 11), S(1))):
+            x = empty(*shape, device_mesh=mesh_of(64), placements=[place], dtype=torch.float64)
+            for own in (x, x.t() if x.ndim > 1 else x):
+                with Allocations() as seen:
+                    EVERY[name][0](own)
+                assert seen.largest <= 8 << 20  # the whole is 32 MiB, the bound is 64
 
 
 VIEWS = {

@@ -267,7 +267,11 @@ _NCCL_DTYPES = _GLOO_DTYPES | {torch.bfloat16, torch.bool}
 
 def _wire(tensor: Tensor) -> Tensor:
     """The tensor as the backend can move it: flat bytes where gloo does not know the dtype."""
-    return tensor if _moves(tensor) else tensor.view(-1).view(torch.uint8)
+    if _moves(tensor):
+        return tensor
+    flat = tensor.view(-1)
+    # One element may have any stride, and then cannot be viewed as bytes.
+    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
 
 
 def _width(tensor: Tensor) -> int:
