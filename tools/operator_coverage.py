@@ -300,9 +300,10 @@ def page(rows: Sequence[Row], bypasses: Sequence[Sequence[str]]) -> str:
     meaning = "of the first three, those with a sample that moves nothing"
     summary.append(["no collective", str(swept["free"]), str(every["free"]), meaning])
     summary.append(["all", str(swept["entries"]), str(every["entries"]), ""])
+    torch = metadata.version("torch").split("+")[0]
     return f"""# Which operators keep their shards
 
-Written by `{COMMAND}`; do not edit. The entries are those of torch {metadata.version("torch").split("+")[0]}'s own operator
+Written by `{COMMAND}`; do not edit. The entries are those of torch {torch}'s own operator
 database, run on {RANKS} ranks with every tensor `Shard(0)`, its {SAMPLES} largest samples, forward. *Swept* are the
 float32 entries whose results are comparable (not random, not uninitialised).
 

@@ -5,6 +5,7 @@ smallest program that still fails, as text that can be made a test below.
 """
 
 import json
+import re
 import warnings
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
-from vescale_dtensor._errors import VescaleError
+from vescale_dtensor._errors import CommunicationError, VescaleError
 from vescale_dtensor._oracle import compare
 from vescale_dtensor._programs import Program, random_program, smaller
 from vescale_dtensor.testing import RankError, mesh_of, run_ranks, slice_of
@@ -21,27 +22,37 @@ PROGRAMS, SLICES, BATCH = 2400, 16, 100
 
 
 def outcomes(programs: list[Program]) -> list[tuple[str, str] | None]:
-    """Per program, on this rank: None if it equals one device, ("wrong" or "raises", text) otherwise."""
+    """Per program, on this rank: None if it equals one device, ("wrong" or "raises", text) otherwise.
+
+    Any other error may be this rank's alone, with the others in a collective, and ends the call.
+    """
     warnings.simplefilter("ignore")
     found = []
     for program in programs:
         try:
             wrong = program.failure(mesh_of(*program.sizes))
             found.append(("wrong", wrong) if wrong else None)
+        except CommunicationError:
+            raise
         except VescaleError as error:
             found.append(("raises", f"{type(error).__name__}: {error}"))
+        except Exception as error:
+            raise RuntimeError(f"program {program.seed}: {type(error).__name__}: {error}") from error
     return found
 
 
 def run(programs: list[Program]) -> list[tuple[str, str] | None]:
-    """The outcome per program over all ranks, the worst; programs that kill a rank or hang are told from the rest."""
+    """The outcome per program over all ranks, the worst; a program that ends the call is told from the rest."""
+    if not programs:
+        return []
     try:
         ranks = run_ranks(4, outcomes, programs, timeout=120.0)
     except RankError as error:
+        named = re.search(r"program (\d+): ", str(error.__cause__))
+        at = next((i for i, p in enumerate(programs) if named and p.seed == int(named[1])), len(programs) // 2)
         if len(programs) == 1:
-            return [("wrong", f"{type(error).__name__}: {str(error)[-800:]}")]
-        half = len(programs) // 2
-        return run(programs[:half]) + run(programs[half:])
+            return [("wrong", f"ends a rank: {error.__cause__ or error}")]
+        return run(programs[:at]) + run(programs[at : at + 1]) + run(programs[at + 1 :])
     worst = []
     for per_rank in zip(*ranks, strict=True):
         kinds = {None if one is None else one[0] for one in per_rank}
@@ -114,5 +125,19 @@ def test_an_einsum_label_of_size_0_broadcasts_1():
             lambda x, y: torch.einsum("abcd,ad->cdab", x, y), [randn(1, 5, 0, 1), randn(1, 1)], [r, r], mesh_of(2, 2)
         )
         compare(lambda x, y: torch.einsum("ab,ab->ab", x, y), [randn(1, 2), randn(0, 2)], [r, r], mesh)
+
+    run_ranks(4, work)
+
+
+def test_bilinear_on_an_empty_shard():
+    """torch refuses it: that rank raised, and the others waited for it."""
+
+    def work():
+        r, p, s = [Replicate()], [Partial()], [Shard(1)]
+        x, y, w, b = randn(4, 1), randn(4, 6), randn(7, 1, 6), randn(7)
+        compare(F.bilinear, [x, y, w], [r, r, s], mesh_of(4))
+        compare(F.bilinear, [x, y, w, b], [r, r, s, p], mesh_of(4))
+        compare(F.bilinear, [x, y, w, b], [r, [Shard(0)], r, r], mesh_of(4))
+        compare(F.bilinear, [x, y, w, b], [r, r, [Shard(0)], [Shard(0)]], mesh_of(4))
 
     run_ranks(4, work)

@@ -1,204 +1,26 @@
-"""What the steps of a random program may be: functions by name, and how to draw their arguments.
+"""How the steps of a random program are drawn: `PROPOSALS`.
 
-`RUN` has the functions, on one device and on DTensors alike. A row of `PROPOSALS`
-looks at the values so far and answers (name, inputs, static arguments), or None. The
-names in `KINKED` jump, or have a gradient that jumps, where values are equal or zero.
+Each looks at the values so far (a `_programs.Draw`) and answers (name of a function,
+inputs, static arguments), or None. What it proposes may not fit: then it is not taken.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-# --- elementwise ------------------------------------------------------------------------
-
-UNARY: dict[str, Callable] = {
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "exp": torch.exp,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "sin": Tensor.sin,
-    "neg": operator.neg,
-    "square": lambda x: x**2,
-    "plus": lambda x: x + 1.5,
-    "rsub": lambda x: 3 - x,
-    "times": lambda x: 2.5 * x,
-    "over": lambda x: x / 4,
-    "softplus": F.softplus,
-    "clone": Tensor.clone,
-    "contiguous": Tensor.contiguous,
-    "double": Tensor.double,
-    "float": Tensor.float,
-    "add_": lambda x: x.clone().add_(1.0),
-    "mul_": lambda x: x.clone().mul_(-0.5),
-    "tanh_": lambda x: x.clone().tanh_(),
-    "zero_": lambda x: x.clone().zero_() + x,
-    "ones_like": lambda x: torch.ones_like(x) - x,
-    "new_full": lambda x: x.new_full(x.shape, 2.0) * x,
-}
-KINKED_UNARY: dict[str, Callable] = {
-    "relu": F.relu,
-    "abs": torch.abs,
-    "leaky_relu": F.leaky_relu,
-    "clamp_min": lambda x: x.clamp(min=0.0),
-    "sign": torch.sign,
-    "relu_": lambda x: F.relu(x.clone(), inplace=True),
-    "positive": lambda x: x > 0,
-    "not_positive": lambda x: ~(x > 0),
-    "masked_by_itself": lambda x: x.masked_fill(x < 0, 0.25),
-}
-BINARY: dict[str, Callable] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": lambda x, y: x / (y.tanh() + 2),
-    "add_alpha": lambda x, y: torch.add(x, y, alpha=-2),
-    "lerp": lambda x, y: torch.lerp(x, y.to(x.dtype), 0.3),
-    "addcmul": lambda x, y: torch.addcmul(x, y.to(x.dtype), y.to(x.dtype), value=0.5),
-    "iadd": lambda x, y: x.clone().add_(y),
-    "imul": lambda x, y: x.clone().mul_(y),
-    "isub_operator": lambda x, y: operator.isub(x.clone(), y),
-    "copy_": lambda x, y: x.clone().copy_(y),
-    "mse": lambda x, y: F.mse_loss(x, y.to(x.dtype).expand_as(x)),
-    "expand_as": lambda x, y: y.expand_as(x),
-    "cosine": lambda x, y: F.cosine_similarity(x, y.to(x.dtype) + 2, dim=-1),
-}
-KINKED_BINARY: dict[str, Callable] = {
-    "maximum": torch.maximum,
-    "greater": torch.gt,
-    "l1": lambda x, y: F.l1_loss(x, y.expand_as(x)),
-}
-MASKED: dict[str, Callable] = {
-    "where": lambda x, m: torch.where(m, x, -x),
-    "where_scalar": lambda x, m: torch.where(m, x, 0.5),
-    "masked_fill": lambda x, m: x.masked_fill(m, 1.5),
-    "masked_fill_": lambda x, m: x.clone().masked_fill_(m, -1.0),
-    "mask_sum": lambda x, m: m.sum(-1) if m.ndim else m.sum(),
-    "mask_times": lambda x, m: x * m,
-    "mask_and": lambda x, m: (m & ~m) | m,
-}
-
-# --- along dims -------------------------------------------------------------------------
-
-REDUCE: dict[str, Callable] = {
-    "sum": torch.sum,
-    "mean": torch.mean,
-    "logsumexp": torch.logsumexp,
-    "var": torch.var,
-    "prod": torch.prod,
-}
-KINKED_REDUCE: dict[str, Callable] = {
-    "amax": torch.amax,
-    "amin": Tensor.amin,
-    "std": torch.std,
-    "norm": lambda x, dim, keepdim: torch.linalg.vector_norm(x, dim=dim, keepdim=keepdim),
-    "max_values": lambda x, dim, keepdim: x.max(dim, keepdim)[0],
-    "argmax": lambda x, dim, keepdim: x.argmax(dim, keepdim),
-    "median_values": lambda x, dim, keepdim: x.median(dim, keepdim)[0],
-}
-ALONG: dict[str, Callable] = {
-    "softmax": torch.softmax,
-    "log_softmax": F.log_softmax,
-    "cumsum": torch.cumsum,
-    "flip": lambda x, dim: x.flip(dim),
-    "roll": lambda x, dim: torch.roll(x, 2, dim),
-    "unbind": lambda x, dim: torch.unbind(x, dim)[-1],
-    "diff": lambda x, dim: x.diff(dim=dim),
-    "unsqueeze": Tensor.unsqueeze,
-    "squeeze": Tensor.squeeze,
-    "select": lambda x, dim: x.select(dim, -1),
-    "normalize": lambda x, dim: F.normalize(x + 3, dim=dim),
-    "repeat_interleave": lambda x, dim: x.repeat_interleave(2, dim),
-    "chunk_last": lambda x, dim: x.chunk(3, dim)[-1],
-    "chunk_sum": lambda x, dim: sum(c.sum() for c in x.chunk(2, dim)),
-    "glu": F.glu,
-    "stack": lambda x, dim: torch.stack([x, -x], dim),
-    "doubled": lambda x, dim: torch.cat([x, x], dim),
-    "setitem": lambda x, dim: _written(x, dim),
-}
-KINKED_ALONG: dict[str, Callable] = {
-    "sort_values": lambda x, dim: x.sort(dim)[0],
-    "topk_values": lambda x, dim: x.topk(min(2, x.shape[dim]), dim)[0],
-    "cummax_values": lambda x, dim: x.cummax(dim)[0],
-}
-WHOLE: dict[str, Callable] = {
-    "sum_all": torch.sum,
-    "mean_all": Tensor.mean,
-    "flatten": torch.flatten,
-    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
-    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-3),
-    "mT": lambda x: x.mT,
-    "tril": lambda x: torch.tril(x),
-    "gram": lambda x: x @ x.mT,
-    "diagonal": lambda x: x.diagonal(),
-    "cov": lambda x: torch.einsum("...ij,...ik->...jk", x, x),
-}
-
-
-def _written(x: Tensor, dim: int) -> Tensor:
-    """A write to a slice of a copy."""
-    y = x.clone()
-    y[(slice(None),) * (dim % x.ndim) + (slice(1, None),)] = 0.5
-    return y
-
-
-# --- with static arguments, or other tensors ----------------------------------------------
-
-OTHERS: dict[str, Callable] = {
-    "sum_dims": lambda x, dims, keepdim: x.sum(dims, keepdim),
-    "mean_dims": lambda x, dims, keepdim: torch.mean(x, dims, keepdim=keepdim),
-    "reshape": lambda x, shape: x.reshape(shape),
-    "view": lambda x, shape: x.contiguous().view(shape),
-    "permute": lambda x, dims: x.permute(dims),
-    "transpose": lambda x, a, b: x.transpose(a, b),
-    "flatten_dims": lambda x, a, b: x.flatten(a, b),
-    "unflatten": lambda x, dim, sizes: x.unflatten(dim, sizes),
-    "expand": lambda x, shape: x.expand(shape),
-    "repeat": lambda x, times: x.repeat(times),
-    "split": lambda x, sizes, dim, take: x.split(sizes, dim)[take],
-    "narrow": lambda x, dim, start, length: x.narrow(dim, start, length),
-    "getitem": lambda x, index: x[index],
-    "pad": lambda x, widths: F.pad(x, widths, value=0.5),
-    "cat": lambda x, y, dim: torch.cat([x, y], dim),
-    "cat_three": lambda x, y, dim: torch.cat([y, x, y], dim),
-    "matmul": torch.matmul,
-    "mv": lambda x, w: x @ w,
-    "linear": F.linear,
-    "addmm": lambda x, w, b: torch.addmm(b, x, w, beta=0.5),
-    "bmm": torch.bmm,
-    "baddbmm": lambda x, w, b: torch.baddbmm(b, x, w),
-    "einsum": lambda x, y, pattern: torch.einsum(pattern, x, y),
-    "attention": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
-    "affine_layer_norm": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
-    "group_norm": lambda x, w, b, groups: F.group_norm(x, groups, w, b),
-    "embedding": lambda table, i: F.embedding(i, table),
-    "index_select": lambda x, i, dim: x.index_select(dim, i),
-    "index": lambda x, i: x[i],
-    "index_second": lambda x, i: x[:, i],
-    "gather": lambda x, i, dim: x.gather(dim, i),
-    "take_along_dim": lambda x, i, dim: x.take_along_dim(i, dim),
-    "index_add": lambda x, i, y, dim: x.index_add(dim, i, y),
-    "scatter_add": lambda x, i, y, dim: x.scatter_add(dim, i, y),
-    "cross_entropy": F.cross_entropy,
-    "index_put_": lambda x, i: x.clone().index_put_((i,), torch.tensor(0.5, dtype=x.dtype)),
-    "conv1d": lambda x, w, b: F.conv1d(x, w, b, padding=1),
-}
-
-RUN: dict[str, Callable] = {
-    **UNARY, **KINKED_UNARY, **BINARY, **KINKED_BINARY, **MASKED, **REDUCE, **KINKED_REDUCE,
-    **ALONG, **KINKED_ALONG, **WHOLE, **OTHERS,
-}  # fmt: skip
-KINKED = frozenset((*KINKED_UNARY, *KINKED_BINARY, *KINKED_REDUCE, *KINKED_ALONG))
-
-
-# --- proposals: (name, inputs, static arguments), or None ---------------------------------
+from ._program_functions import (
+    ALONG,
+    BINARY,
+    KINKED_ALONG,
+    KINKED_BINARY,
+    KINKED_REDUCE,
+    KINKED_UNARY,
+    MASKED,
+    REDUCE,
+    UNARY,
+    WHOLE,
+)  # fmt: skip
 
 
 def unary(draw):
@@ -402,6 +224,40 @@ def indexed(draw):
     return choice, (x, draw.leaf(other, below)), {"dim": dim}
 
 
+def move(draw):
+    x = draw.floating()
+    return "redistribute", (x,), {"placements": draw.placements(draw.shape(x), True)}
+
+
+def indexed_twice(draw):
+    x, rng = draw.floating(2), draw.rng
+    shape, kind = draw.shape(x), draw.kind(x)
+    some = [draw.size() for _ in range(rng.randint(1, 2))]
+    choice = rng.choice(("index_two", "index_add_scaled", "set_rows", "embedding_rows", "bilinear", "scatter_reduce"))
+    if choice == "index_two":
+        return choice, (x, draw.leaf(some, f"i{shape[0]}"), draw.leaf(some[-1:], f"i{shape[1]}")), {}
+    if choice == "bilinear":
+        y = draw.leaf((*shape[:-1], draw.size()), kind)
+        return choice, (x, y, draw.leaf((draw.size(), shape[-1], draw.shape(y)[-1]), kind)), {}
+    if choice == "scatter_reduce":
+        return choice, (x, draw.leaf(shape, f"i{shape[1]}"), draw.leaf(shape, kind)), {"dim": 1}
+    return choice, (x, draw.leaf(some[:1] if choice == "index_add_scaled" else some, f"i{shape[0]}")), {}
+
+
+def loss(draw):
+    x = draw.floating(2, 3)
+    shape = draw.shape(x)
+    target = draw.leaf((shape[0], *shape[2:]), f"i{shape[1]}")
+    if draw.rng.random() < 0.4:
+        return "cross_entropy_smooth", (x, target), {}
+    return "nll_weighted", (x, draw.leaf(shape[1:2], draw.kind(x)), target), {"ignore": draw.rng.choice((-100, 0, 1))}
+
+
+def image(draw):
+    x = draw.leaf([draw.size() or 1, draw.size() or 1, 5, draw.rng.choice((4, 7))])
+    return "conv2d", (x, draw.leaf((draw.size() or 1, draw.shape(x)[1], 3, 2), draw.kind(x))), {}
+
+
 def convolution(draw):
     x = draw.floating(3, 3)
     channels, out = draw.shape(x)[1], draw.size() or 1
@@ -419,5 +275,5 @@ PROPOSALS = (
     unary, unary, unary, unary, binary, binary, binary, binary, masked, masked, reduce, reduce, reduce, reduce_dims,
     along, along, along, along, whole, whole, regroup, regroup, reorder, reorder, merge, unmerge, widen, part, part,
     pad, join, product, product, product, contraction, contraction, attention, affine_norm, indexed, indexed, indexed,
-    convolution,
+    convolution, move, move, indexed_twice, loss, image,
 )  # fmt: skip

@@ -263,4 +263,5 @@ def bilinear(call: Call) -> Signature:
     return Signature(
         [(*batch, "i"), (*batch, "j"), ("o", "i", "j"), *bias], [(*batch, "o")], summed={"i", "j"},
         linear=[(0,), (1,), (2,)], addends=(3,) if bias else (), shapes=[(*x1.shape[:-1], weight.shape[0])],
+        local=guarded(call.function, (lambda x1, x2, weight, bias: bias) if bias else None),
     )  # fmt: skip
