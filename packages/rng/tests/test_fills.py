@@ -27,6 +27,7 @@ from vescale_dtensor import (
 )
 from vescale_dtensor._oracle import shard_of
 from vescale_dtensor.testing import fake_world, mesh_of, raises_on_all, run_ranks, slice_of
+from vescale_rng import _stream
 
 R, P, S = Replicate(), Partial(), Shard
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -186,7 +187,7 @@ def test_every_fill(name):
 BIG = [(1 << 20) + 3, (1 << 20) + 17, (1 << 18) + 15]
 
 
-@pytest.mark.parametrize("name", [*FILLS, "randn_like", "init.trunc_normal_"])
+@pytest.mark.parametrize("name", [*FILLS, "randn_like"])
 def test_more_than_a_chunk(name):
     shapes = [*((size,) for size in BIG), (1021, 1027), (3, 600, 700)]
     cases = [
@@ -254,6 +255,32 @@ def test_strided_memory(view):
     run(strided)
 
 
+def test_a_kernel_that_cannot_be_drawn_in_chunks_is_drawn_whole():
+    """As on Intel CPUs, where bernoulli_ seeds MKL's generator with one word; here it only takes that path."""
+
+    def whole():
+        mesh, known = mesh_of(2, 2), _stream._takes_one_word
+        _stream._takes_one_word = lambda function, dtype: True
+        try:
+            for view in (lambda x: x, *VIEWS.values()):
+                for places in ((S(0), S(1)), (S(1), S(1)), (P, S(0))):
+                    for fill in (EVERY["bernoulli_"][0], EVERY["exponential_"][0]):
+                        same(lambda x, f=fill, v=view: f(v(x)), value_of((5, 8, 6), torch.float32), mesh, places)
+        finally:
+            _stream._takes_one_word = known
+
+    run(whole)
+
+
+def test_meta_tensors_draw_nothing():
+    with fake_world(4):
+        x = empty(8, 6, device_mesh=mesh_of(4), placements=[S(0)], device="meta")
+        before = torch.get_rng_state()
+        nn.init.kaiming_uniform_(x.normal_())
+        assert torch.nn.functional.dropout(x, 0.5).shape == torch.rand_like(x).shape == (8, 6)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_generator_of_the_user():
     def seeded():
         mesh, default = mesh_of(2, 2), torch.get_rng_state()
@@ -306,6 +333,26 @@ def test_nothing_is_communicated():
         assert len(trace) == 0, str(trace)
 
     run(silent)
+
+
+def test_probabilities_may_be_sharded_otherwise_or_pending():
+    def drawn():
+        mesh = mesh_of(2, 2)
+        p = torch.linspace(0, 1, 35).view(5, 7)
+        torch.manual_seed(2)
+        wanted = torch.zeros(5, 7).bernoulli_(p)
+        after = torch.get_rng_state()
+        for places in ((S(0), S(1)), (R, S(0)), (P, R)):
+            for probabilities in ((S(0), S(1)), (S(1), S(0)), (P, S(0)), (R, R)):
+                torch.manual_seed(2)
+                x = distribute_tensor(torch.zeros(5, 7), mesh, places)
+                assert x.bernoulli_(distribute_tensor(p, mesh, probabilities)) is x
+                assert torch.equal(x.full_tensor(), wanted) and x.placements == places
+                assert torch.equal(torch.get_rng_state(), after)
+                torch.manual_seed(2)
+                assert torch.equal(torch.bernoulli(distribute_tensor(p, mesh, probabilities)).full_tensor(), wanted)
+
+    run(drawn)
 
 
 def test_probabilities_out_of_range_are_refused():
