@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from vescale_dtensor.testing import run_ranks, warm_up
 
 import vescale
+from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")

@@ -1,12 +1,11 @@
-"""The plan of the Llama family in HuggingFace's naming (Llama, Mistral, Qwen2 and their kin)."""
+"""The plan of the Llama family in HuggingFace's naming (Llama, Mistral, Qwen3, Gemma and their kin)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vescale_dtensor import Replicate, Shard
-
 from ..plan import Boundary, Plan
+from ._megatron import megatron
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
@@ -15,16 +14,13 @@ ROWS = ("o_proj", "down_proj")
 def llama(
     mesh: Mapping[str, int], *, sequence_parallel: bool = True, data_axis: str = "dp", tensor_axis: str = "tp"
 ) -> Plan:
-    """Tensor parallelism after Megatron-LM (arXiv 1909.08053), sequence parallelism after arXiv 2205.05198.
+    """Tensor and sequence parallelism over `tensor_axis`, where the mesh has it; data parallelism over `data_axis`.
 
-    Communication per block and direction over the tensor axis: two all-reduces, or
-    with `sequence_parallel` two all-gathers and two reduce-scatters.
+    Cost: as `Megatron` says.
     """
     if tensor_axis not in mesh:
         return Plan(mesh=mesh, parameters={"*": {}}, data_axis=data_axis)
-    columns, rows = {tensor_axis: Shard(0)}, {tensor_axis: Shard(1)}
-    whole = {tensor_axis: Replicate()}
-    stream = {tensor_axis: Shard(1)} if sequence_parallel else whole  # between blocks: [batch, position, channel]
+    columns, rows, whole, stream = megatron(tensor_axis, sequence_parallel)
     return Plan(
         mesh=mesh,
         parameters={
