@@ -61,7 +61,7 @@ class Verdict:
         return self.status == 0
 
     def as_json(self) -> dict[str, Any]:
-        shown = [Path(part).name if part == PYTHON else part for part in self.check.command]
+        shown = [Path(part).name if Path(part).is_absolute() else part for part in self.check.command]
         record = {
             "point": self.check.key,
             "title": self.check.title,
@@ -104,6 +104,11 @@ CHECKS: tuple[Check, ...] = (
     Check(2, 6, "the layers", (PYTHON, "tools/check_layers.py")),
     Check(2, 6, "bazel test //... on a clean clone", (PYTHON, "tools/clean_clone.py"), 40 * MINUTES),
     Check(3, 1, "no operator is wrong on 2x2 meshes", (PYTHON, "tools/operator_sweep.py"), 60 * MINUTES),
+    Check(3, 1, "native rules, and what they move", (PYTHON, "tools/operator_coverage.py", "--check")),
+    Check(3, 2, "random programs", tests("packages/dtensor/tests/test_programs.py"), 30 * MINUTES),
+    Check(3, 3, "torch's module tests", tests("packages/dtensor/tests/test_modules.py"), 30 * MINUTES),
+    Check(4, 1, "random numbers bitwise, CPU", tests("packages/rng/tests"), 30 * MINUTES),
+    Check(4, 2, "training with dropout", tests("packages/vescale/tests/test_dropout_training.py")),
 )
 
 

@@ -39,6 +39,7 @@ _ATOMS = frozenset(
 )
 # Calls a function with dispatch disabled, as `local_only` does, in one step of C.
 _run_local = torch._C._disabled_torch_function_impl
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _KEYWORDS = object()  # divides positional from keyword arguments in a key
 _BOOL = {True: "true", False: "false"}  # True == 1 as a key, and x[True] is not x[1]
 
@@ -68,6 +69,8 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
     except TypeError:  # an argument that cannot be a key: decided anew each time
         key = decision = None
     if decision is not None and decision.ready:
+        if _saved_tensors_hooks(True) is not None:
+            args = substitute(args, _as_saved)
         out = _run_local(decision.run, types, args, kwargs) if kwargs else _run_local(decision.run, types, args)
         if type(out) is Tensor and not (decision.plain and _among(out, args)):
             layout = decision.out
@@ -270,13 +273,17 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
     for index in decision.mutated:
         check_writable(function, tensors[index])
     converted: list[Tensor] = tensors
-    if decision.targets:
+    hooked = _saved_tensors_hooks(True) is not None
+    if decision.targets or hooked:
         converted = list(tensors)
         for index, target in enumerate(decision.targets):
             if target is not None:
                 tensor = tensors[index]
                 source = tensor._layout.base if type(tensor) is DTensor else target.invariant
                 converted[index] = convert_operand(tensor, source, target, function, decision.explanation)
+        if hooked:
+            written = decision.mutated
+            converted = [t if index in written else _as_saved(t) for index, t in enumerate(converted)]
         queue = iter(converted)
         args = substitute(args, lambda _: next(queue))
         kwargs = substitute(kwargs, lambda _: next(queue))
@@ -325,6 +332,18 @@ def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: A
 
 def _among(tensor: Tensor, tensors: Any) -> bool:
     return any(tensor is other for other in tensors)
+
+
+def _as_saved(tensor: Tensor) -> Tensor:
+    """Under saved-tensor hooks (a checkpoint, offloading) an operand without gradient goes as its plain shard.
+
+    Autograd hands a hook the very object that an operator saves. A hook that keeps a
+    DTensor would read the global shape later, where at saving it saw the shard's.
+    """
+    if type(tensor) is not DTensor:
+        return tensor
+    with local_only():
+        return tensor if tensor.requires_grad else tensor.detach()
 
 
 # --- contracts ------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def _local_functions():
                 yield function
 
 
-@handler(list(_local_functions()))
+@handler(list(_local_functions()), torch._has_compatible_shallow_copy_type)
 def local(function, args, kwargs):
     """Answered by the shard."""
     with local_only():

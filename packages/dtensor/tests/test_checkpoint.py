@@ -1,0 +1,44 @@
+"""Activation checkpoints and other saved-tensor hooks see the same tensor at saving and at recomputing."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from vescale_dtensor import Replicate, Shard, distribute_tensor
+from vescale_dtensor.testing import mesh_of, run_ranks
+
+
+def region(x, mask):
+    """Operands without gradient are saved too: an activation's own magnitude, a mask, ids."""
+    y = x.sin() * x.detach().abs() * mask
+    y = y + torch.nn.functional.linear(y, y.detach()[:4]).sum(-1, keepdim=True)
+    return y.clone().mul_(mask)
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Shard(1), Shard(0))])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_operands_without_gradient(placements, reentrant):
+    def run():
+        mesh = mesh_of(2, 2)
+        whole, mask = torch.randn(8, 4, requires_grad=True), (torch.rand(8, 4) > 0.5).float()
+        x = distribute_tensor(whole.detach(), mesh, placements).requires_grad_()
+        m = distribute_tensor(mask, mesh, placements)
+        checkpoint(region, x, m, use_reentrant=reentrant).sum().backward()
+        region(whole, mask).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+
+    run_ranks(4, run)
+
+
+def test_offloading_hooks():
+    def run():
+        mesh = mesh_of(4)
+        whole = torch.randn(8, 4, requires_grad=True)
+        x = distribute_tensor(whole.detach(), mesh, [Shard(0)]).requires_grad_()
+        with torch.autograd.graph.save_on_cpu():
+            loss = region(x, x.detach()).sum()
+        loss.backward()
+        region(whole, whole.detach()).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+
+    run_ranks(4, run)
