@@ -220,6 +220,8 @@ BYPASSING: tuple[tuple[str, str, str], ...] = (
     ("torch.as_tensor(d)", "a sharded d", ""),
     ("numpy.asarray(d)", "a sharded d", ""),
     ("torch.from_dlpack(d)", "a sharded d", ""),
+    ("torch.vmap(torch.neg)(d)", "a sharded d", "`torch.neg(d)`: batch dims need no vmap here"),
+    ("torch.func.grad(torch.sum)(d)", "a sharded d", "`torch.autograd.grad(d.sum(), d)`"),
 )
 
 
