@@ -5,7 +5,6 @@ entries each day, of those some samples; all of both with VESCALE_GRID=full.
 """
 
 import copy
-import functools
 import json
 import os
 import warnings
@@ -23,7 +22,6 @@ from vescale_dtensor.testing import RankError, mesh_of, run_ranks, slice_of
 SLICES, SAMPLES = 8, 8
 
 
-@functools.cache
 def database():
     from torch.testing._internal.common_modules import module_db
 
