@@ -7,6 +7,8 @@ a DeviceMesh (`Mesh(sizes, names, coordinate)`) serves pure geometry.
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +33,7 @@ class Mesh:
         self.coordinate = tuple(coordinate) if coordinate is not None else (0,) * len(self.sizes)
         self.device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], object] = {}
+        _meshes.add(self)
 
     @property
     def ndim(self) -> int:
@@ -91,6 +94,16 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"({', '.join(f'{name}={size}' for name, size in zip(self.names, self.sizes))})"
+
+
+def _let_go() -> None:
+    """At exit: a process group that outlives the interpreter may abort the process, destroyed or not."""
+    for mesh in _meshes:
+        mesh._groups.clear()
+
+
+_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+atexit.register(_let_go)
 
 
 def mesh_of(device_mesh: DeviceMesh | Mesh) -> Mesh:

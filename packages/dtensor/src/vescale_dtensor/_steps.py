@@ -7,6 +7,7 @@ made.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -55,6 +56,8 @@ def route_of(source: Layout, target: Layout) -> Route:
     """The one route between two layouts of the same mesh and shape."""
     return Route(source, target)
 
+
+atexit.register(route_of.cache_clear)  # routes hold process groups, which must not outlive the interpreter
 
 # --- steps without communication ------------------------------------------------
 
