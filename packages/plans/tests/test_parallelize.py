@@ -206,6 +206,27 @@ def test_local_batches():
     run_ranks(4, run)
 
 
+def test_a_batch_sharded_over_two_axes():
+    """9 samples over 2 x 2 ranks: 3, 2 and 2, 2."""
+    plan = Plan(mesh={"dpr": 2, "dp": 2}, parameters={"*": {}}, data_axis=("dpr", "dp"))
+
+    def run():
+        torch.manual_seed(0)
+        one = Net()
+        many, _ = parallelize(plan, copy.deepcopy(one))
+        ids, targets = data(batch=9)
+        starts = [0, 3, 5, 7, 9]
+        rank = torch.distributed.get_rank()
+        part = slice(starts[rank], starts[rank + 1])
+        many(ids, targets).backward()
+        many(**plan.local_batch({"ids": ids[part], "targets": targets[part]})).backward()
+        for _ in range(2):
+            one(ids, targets).backward()
+        assert_same_gradients(one, many)
+
+    run_ranks(4, run)
+
+
 def test_local_batches_that_do_not_fit():
     def run():
         PLAN.local_batch(torch.zeros(2 + torch.distributed.get_rank() % 2, 4))

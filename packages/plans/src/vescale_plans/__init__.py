@@ -6,7 +6,9 @@ from ._apply import no_sync as no_sync
 from ._apply import parallelize as parallelize
 from ._version import __version__ as __version__
 from .plan import Boundary as Boundary
+from .plan import Pipeline as Pipeline
 from .plan import Plan as Plan
 from .plan import PlanError as PlanError
+from .plan import Precision as Precision
 
 del _vescale_rng

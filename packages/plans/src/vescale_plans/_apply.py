@@ -52,7 +52,7 @@ def parallelize(plan: Plan, model: nn.Module, optimizer_fn: OptimizerFn | None =
     for name, boundary in bounded.items():
         install_boundary(model.get_submodule(name), name, boundary)
     install_scopes(model)
-    RootBorder(model, mesh, plan.data_axis)
+    RootBorder(model, mesh, plan.data_axes)
     sync = GradientSync(model)
     object.__setattr__(model, "_vescale", Parallelized(plan, device_mesh, sync))
     _register_foreign_functions()
@@ -127,5 +127,3 @@ def _register_foreign_functions() -> None:
             waiting.append(function)
             if function.__module__.split(".")[0] not in ("torch", "vescale_dtensor", "functorch"):
                 register_function(function)
-
-

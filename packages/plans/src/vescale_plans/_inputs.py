@@ -31,9 +31,9 @@ FIRST_CHECKS, CHECK_EVERY = 3, 100
 class RootBorder:
     """Hooks of the root module."""
 
-    def __init__(self, root: nn.Module, mesh: Mesh, data_axis: str | None) -> None:
+    def __init__(self, root: nn.Module, mesh: Mesh, data_axes: tuple[str, ...]) -> None:
         self._mesh = mesh
-        self._data_axis = data_axis
+        self._data_axes = data_axes
         self._calls = 0
         root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         root.register_forward_hook(self._leave)
@@ -49,7 +49,7 @@ class RootBorder:
         if type(tensor) is DTensor:
             return tensor
         shape = tuple(tensor.shape)
-        placements = [Shard(0) if shape and name == self._data_axis else Replicate() for name in self._mesh.names]
+        placements = [Shard(0) if shape and name in self._data_axes else Replicate() for name in self._mesh.names]
         states = canonical_states("batch", placements, self._mesh, shape, replicated=INVARIANT)
         return convert_plain(tensor, self._mesh, layout_of(self._mesh, states, shape), "batch")
 
@@ -70,8 +70,10 @@ def local_batch(plan: Plan, batch: Any) -> Any:
     """See `Plan.local_batch`."""
     join()
     device_mesh = make_mesh(plan)
-    placements = plan.placements({plan.data_axis: Shard(0)} if plan.data_axis else {})
-    return map_tensors(batch, lambda tensor: from_local(tensor, device_mesh, placements))
+    whole = plan.placements({})
+    return map_tensors(
+        batch, lambda tensor: from_local(tensor, device_mesh, plan.batch_placements if tensor.ndim else whole)
+    )
 
 
 def check_agreement(inputs: Any, mesh: Mesh) -> None:

@@ -1,0 +1,104 @@
+"""The small values that a plan is made of, and the error of all that is wrong with one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vescale_dtensor import Placement, VescaleError
+
+Placements = Mapping[str, Placement]
+"""Axis name -> placement. For a parameter an axis that is not named replicates; at a boundary it stays as it is."""
+
+
+class PlanError(VescaleError):
+    """A plan that does not fit its model, its mesh, or itself."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Layouts at a module's border, converted explicitly when the module is called.
+
+    Arguments:
+        input: of the first tensor among the positional, then the keyword arguments.
+        output: of the first tensor that the module returns.
+        arguments: of further arguments, by parameter name.
+
+    Cost: what `DTensor.redistribute` costs; nothing where the layout is right already.
+    """
+
+    input: Placements = field(default_factory=dict)
+    output: Placements = field(default_factory=dict)
+    arguments: Mapping[str, Placements] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model cut in stages along one mesh axis.
+
+    Arguments:
+        axis: the mesh axis whose ranks hold the stages.
+        cuts: names of the modules that begin stages 1, 2, ...; stage 0 begins with the model.
+        schedule: the name of a schedule, or one written out, as its JSON dict.
+        microbatches: parts that the batch is cut in (dim 0).
+        virtual: stages per rank.
+
+    Raises PlanError for values that are not of these kinds; that the number of stages
+    fits the mesh is checked by `Plan`.
+    """
+
+    axis: str = "pp"
+    cuts: tuple[str, ...] = ()
+    schedule: str | Mapping[str, Any] = "1f1b"
+    microbatches: int = 1
+    virtual: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.cuts, str):
+            raise PlanError("Pipeline", f"cuts is {self.cuts!r}, not names", (), [(f"cuts=({self.cuts!r},)", "")])
+        object.__setattr__(self, "cuts", tuple(self.cuts))
+        for cut in self.cuts:
+            if not isinstance(cut, str) or not cut:
+                raise PlanError("Pipeline", f"cuts holds {cut!r}, which is not the name of a module")
+        if len(set(self.cuts)) < len(self.cuts):
+            twice = next(cut for cut in self.cuts if self.cuts.count(cut) > 1)
+            raise PlanError("Pipeline", f"two stages begin with the module {twice!r}", (), [("name it once", "")])
+        if not isinstance(self.schedule, (str, Mapping)) or not self.schedule:
+            raise PlanError("Pipeline", f"schedule is {self.schedule!r}, neither a name nor a schedule's JSON dict")
+        for name in ("microbatches", "virtual"):
+            check_count("Pipeline", name, getattr(self, name))
+
+    @property
+    def stages(self) -> int:
+        return len(self.cuts) + 1
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Mixed precision: parameters are kept, and stepped, in the dtype in which the model was built.
+
+    Arguments:
+        compute: floating dtype in which parameters and floating inputs enter forward and backward.
+        reduce: floating dtype in which gradients are summed over ranks.
+
+    Raises PlanError for a dtype that is not floating.
+    """
+
+    compute: torch.dtype = torch.bfloat16
+    reduce: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "reduce"):
+            dtype = getattr(self, name)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                remedies = [(f"{name}=torch.bfloat16", ""), (f"{name}=torch.float32", "")]
+                raise PlanError("Precision", f"{name} is {dtype!r}, which is not a floating dtype", (), remedies)
+
+
+def check_count(operation: str, name: str, value: Any) -> None:
+    """Raises PlanError unless `value` is a positive int."""
+    if type(value) is not int or value < 1:
+        raise PlanError(operation, f"{name} is {value!r}, not a positive number", (), [(f"{name}=1", "")])
