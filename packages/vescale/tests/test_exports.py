@@ -88,7 +88,14 @@ PUBLIC = {
         "to_torch",
         "zeros",
     },
-    "vescale_pipeline": set(),
+    "vescale_pipeline": {
+        "Action",
+        "PipelineError",
+        "Schedule",
+        "ScheduleError",
+        "add_communication",
+        "generate",
+    },
     "vescale_plans": {
         "Boundary",
         "Pipeline",

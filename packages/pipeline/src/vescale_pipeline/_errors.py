@@ -1,0 +1,49 @@
+"""The errors that pipelines raise, in the shape of vescale_dtensor's: this package imports torch only.
+
+A `PipelineError` is the user's: it names the operation, the rule that was broken
+with its numbers, the operands, and remedies with what each costs. Texts are the
+same on every rank; what differs by rank goes into a note (`add_note`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class PipelineError(RuntimeError):
+    """Base of every error of this package that a user can mend.
+
+    Arguments: the operation, the rule it broke (with numbers), the operands'
+    descriptions, and remedies as (code, cost) pairs.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        rule: str,
+        operands: Iterable[str] = (),
+        remedies: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        self.operation = operation
+        self.rule = rule
+        self.operands = tuple(operands)
+        self.remedies = tuple(remedies)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        lines = [f"{self.operation}: {self.rule}"]
+        lines += [f"  {operand}" for operand in self.operands]
+        if self.remedies:
+            width = max(len(code) for code, _ in self.remedies)
+            head = "fix: " if len(self.remedies) == 1 else "fix one of: "
+            for i, (code, cost) in enumerate(self.remedies):
+                lead = head if i == 0 else " " * len(head)
+                lines.append(f"{lead}{code:<{width}}  # {cost}" if cost else f"{lead}{code}")
+        return "\n".join(lines)
+
+    def __reduce__(self):
+        return (type(self), (self.operation, self.rule, self.operands, self.remedies))
+
+
+class ScheduleError(PipelineError):
+    """A schedule that cannot be generated or read, or that would deadlock, compute something else, or need too much."""

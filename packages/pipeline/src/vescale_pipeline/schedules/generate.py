@@ -1,0 +1,69 @@
+"""generate: a whole schedule by the name of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .._communication import add_communication
+from .._errors import ScheduleError
+from ..action import Action, Schedule
+from ._shape import Shape
+from .gpipe import gpipe, looped_bfs
+from .one_f_one_b import one_f_one_b
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a kind of schedule is generated.
+
+    Arguments:
+        order: what one rank computes, in order: (shape, rank) -> actions.
+        virtual: stages per rank that it is for; None for any number.
+        v_shaped: whether stages run down the ranks and back up.
+    """
+
+    order: Callable[[Shape, int], list[Action]]
+    virtual: int | None = 1
+    v_shaped: bool = False
+
+
+GENERATORS = {
+    "gpipe": Kind(gpipe),
+    "1f1b": Kind(one_f_one_b),
+    "looped-bfs": Kind(looped_bfs, virtual=None),
+}
+
+
+def generate(kind: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """A schedule of a known kind, with communication; what it computes is in microbatch order on every stage.
+
+    Arguments:
+        kind: a key of GENERATORS, in any case, with - or _.
+        ranks: ranks of the pipeline, 1 or more.
+        microbatches: 1 or more; fewer than ranks, and numbers that do not divide, too.
+        virtual: stages per rank. V-shaped kinds have 2, and take 1 to mean that.
+
+    Raises ScheduleError for an unknown kind, numbers below 1, and a number of
+    virtual stages that the kind cannot have.
+    """
+    key = kind.lower().replace("_", "-")
+    if key not in GENERATORS:
+        raise ScheduleError("generate", f"there is no schedule {kind!r}", [f"known  {', '.join(GENERATORS)}"])
+    for name, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual", virtual)):
+        if not isinstance(number, int) or number < 1:
+            raise ScheduleError("generate", f"{name} is {number!r}, not a positive integer")
+    made = GENERATORS[key]
+    if made.v_shaped and virtual == 1:
+        virtual = 2
+    if made.virtual is not None and virtual != made.virtual:
+        loops = ", ".join(name for name, other in GENERATORS.items() if other.virtual is None)
+        raise ScheduleError(
+            "generate",
+            f"{key} has {made.virtual} stages per rank, not {virtual}",
+            [f"of any number  {loops}"],
+            [(f"virtual={made.virtual}", "")],
+        )
+    shape = Shape(ranks, microbatches, virtual, made.v_shaped)
+    orders = [made.order(shape, rank) for rank in range(ranks)]
+    return add_communication(key, shape.placement, microbatches, orders)
