@@ -1,6 +1,6 @@
 # Every target works from a bare Python 3.11 or newer; `make setup` comes by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test verify bench check smoke-install clean
+.PHONY: help setup demo test verify bench bench-history dashboard check smoke-install clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -33,6 +33,13 @@ verify: $(STAMP) ## run every "What it must show" check in full, and write resul
 
 bench: $(STAMP) ## print the headline ratios of this commit against their budgets
 	@$(RUN) benchmarks/ratios.py --report-only
+
+bench-history: $(STAMP) ## measure the last N commits (N=20) that have no figures yet
+	@$(RUN) benchmarks/history.py $(or $(N),20)
+
+dashboard: $(STAMP) ## write the benchmark pages, then fail if a headline regressed
+	@$(RUN) benchmarks/dashboard.py
+	@$(RUN) benchmarks/gate.py
 
 check: $(STAMP) ## ruff, and the layering of the packages
 	@$(RUN) -m ruff check .

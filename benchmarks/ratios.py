@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 
 import torch
+
 from benchmarks import _headlines
 from benchmarks._fake_group import fake_mesh
 from benchmarks._headlines import VESCALE, Headline

@@ -8,6 +8,7 @@ from timeit import Timer
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks._budgets import budget_of
 from benchmarks._llama_blocks import Sizes, activations, blocks, rotary_table
 from benchmarks._llama_by_hand import blocks_by_hand
 from benchmarks._llama_torch import parallelize_by_torch
@@ -15,7 +16,7 @@ from benchmarks._llama_vescale import parallelize_by_vescale, tokens_by_vescale
 from benchmarks._pairwise import timer
 
 BY_HAND, VESCALE, TORCH = "by hand", "veScale", "torch DTensor"
-BUDGET = 1.30
+BUDGET = budget_of("bench_dispatch.LlamaBlocks.track_over_by_hand", VESCALE)
 SIZES = Sizes()
 
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+
 from benchmarks._llama_blocks import Sizes, activations, blocks, rotary_table, shard_dim
 from benchmarks._llama_by_hand import blocks_by_hand
 

@@ -6,6 +6,7 @@ Run by a target of its own, never with the tests; nothing is asserted on time (`
 import time
 
 import pytest
+
 from benchmarks import _block_cases, _headlines
 
 # CPU time, as in the races: wall time here is mostly the machine's other tenants.

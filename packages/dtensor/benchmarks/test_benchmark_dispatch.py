@@ -6,6 +6,7 @@ Run by a target of its own, never with the tests; nothing is asserted on time (`
 import time
 
 import pytest
+
 from benchmarks import _dispatch_cases
 from benchmarks._headlines import dispatch_of
 

@@ -1,0 +1,147 @@
+"""The per-commit history, the gate and the dashboard, on a repository of four commits of which one is slowed."""
+
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).absolute().parents[2]
+SCRIPTS = TOP / "benchmarks"
+
+SUITE = '''
+"""A suite of one figure."""
+import toy
+
+
+class Toy:
+    params = (["small", "large"],)
+
+    def track_steps(self, size):
+        return toy.steps(size)
+
+    track_steps.unit = "x"
+
+
+def track_other():
+    return 7
+'''
+CONFIG = """
+{"version": 1, "project": "toy", "repo": "..", "branches": ["main"], "dvcs": "git", "environment_type": "existing",
+ "benchmark_dir": "benchmarks", "env_dir": ".asv/env", "results_dir": ".asv/results", "html_dir": ".asv/site/asv"}
+"""
+HEADLINES = """
+[[headline]]
+benchmark = "bench_toy.Toy.track_steps"
+parameters = ["small"]
+title = "steps <small>"
+budget = 1.5
+
+[[headline]]
+benchmark = "bench_toy.Toy.track_steps"
+parameters = ["large"]
+title = "steps, large"
+"""
+
+
+def run(command, folder, home, status=0):
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "GIT_DIR")}
+    names = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**environment, **names, "HOME": str(home)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """Four commits, measured; the third is slowed for one of the two sizes, and the fourth is no better."""
+    home = tmp_path_factory.mktemp("home")
+    top = tmp_path_factory.mktemp("toy")
+    source = top / "packages/toy/src/toy.py"
+    suite = top / "benchmarks/benchmarks"
+    source.parent.mkdir(parents=True)
+    suite.mkdir(parents=True)
+    (suite / "__init__.py").write_text("")
+    (suite / "bench_toy.py").write_text(SUITE)
+    (top / "benchmarks/asv.conf.json").write_text(CONFIG)
+    (top / "benchmarks/headlines.toml").write_text(HEADLINES)
+    (top / ".gitignore").write_text(".asv\n__pycache__\n")
+    run(["git", "init", "-q", "-b", "main"], top, home)
+    for name, factor in (("first", 1.0), ("second", 1.02), ("slowed", 1.4), ("still slow", 1.41)):
+        source.write_text(f'def steps(size):\n    return 1.2 if size == "small" else 10 * {factor}\n')
+        run(["git", "add", "."], top, home)
+        run(["git", "commit", "-q", "-m", name], top, home)
+    return top, home
+
+
+def script(repository, name, *words, status=0):
+    top, home = repository
+    command = [sys.executable, SCRIPTS / f"{name}.py", *words, "--config", top / "benchmarks/asv.conf.json"]
+    return run([str(part) for part in command], top, home, status)
+
+
+@pytest.fixture(scope="module")
+def measured(repository):
+    assert "0 measured before" in script(repository, "history", "4")
+    return repository
+
+
+def test_nothing_measured_is_not_a_pass(repository):
+    top, home = repository
+    (top / "benchmarks/empty.conf.json").write_text(CONFIG.replace(".asv/results", ".asv/elsewhere"))
+    for name, words in (("gate", "no headline was measured"), ("dashboard", "nothing was measured yet")):
+        command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--config", str(top / "benchmarks/empty.conf.json")]
+        assert words in run(command, top, home, 2)
+
+
+def test_the_gate_is_red_for_the_slowed_commit_and_those_after_it(measured):
+    said = script(measured, "gate", status=1)
+    assert "FAIL" in said and "steps, large: regressed at" in said and "from 14.000 to 14.100" in said
+    assert "ok      1.200  steps <small>" in said
+    assert "gate: 1 of 2 headlines fail" in said
+
+
+def test_a_measured_commit_is_not_measured_again(measured):
+    assert "4 measured before" in script(measured, "history", "4")
+    assert list((measured[0] / ".git/worktrees").glob("*")) == []
+
+
+class Links(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.links, self.scripts, self.text = [], 0, []
+
+    def handle_starttag(self, tag, attributes):
+        self.scripts += tag == "script"
+        self.links += [value for key, value in attributes if key in ("href", "src") and not value.startswith("data:")]
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_dashboard_shows_the_regression(measured, tmp_path):
+    record = {"commit": "c" * 40, "torch": "2.13.0", "machine": "x86_64"}
+    check = {"point": "1.1", "title": "a check", "holds": True, "figures": {"ratio": 0.5}}
+    (tmp_path / "2026.json").write_text(json.dumps({**record, "checks": [check]}))
+    script(measured, "dashboard", "--results", tmp_path)
+    site = measured[0] / "benchmarks/.asv/site"
+    page = Links()
+    page.feed((site / "index.html").read_text())
+    text = " ".join(page.text)
+    assert page.scripts == 0
+    assert page.links == ["asv/index.html"] and all((site / link).exists() for link in page.links)
+    assert "1 of 2 headlines fail" in text and "4 commits" in text
+    assert text.count("slowed") == 1 and "10.200 to 14.000" in text
+    assert "steps <small>" in text and "a check" in text and '{"ratio": 0.5}' in text
