@@ -37,6 +37,7 @@ COMMUNICATES = {
     "plans": {
         "_data_parallel",  # reduces gradients
         "_join",  # joins torchrun's process group
+        "_together",  # lets all ranks know how one fared
     },
 }
 # What torch.distributed defines that is a value: naming it neither communicates nor needs a process group.

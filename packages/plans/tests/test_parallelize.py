@@ -234,6 +234,28 @@ def test_local_batches_that_do_not_fit():
     assert "ranks disagree on the size of dim 0" in raises_on_all(4, ShapeError, run)
 
 
+def test_a_loss_outside_of_the_model():
+    """The call gives the loss; the targets, which the forward does not take, go to the loss alone."""
+
+    def mean_error(output, x, targets):
+        return (output - targets).square().mean()
+
+    def run():
+        torch.manual_seed(0)
+        one = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+        plan = Plan({"dp": 2, "tp": 2}, {"0.*": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}, "*": {}})
+        many, _ = parallelize(plan, copy.deepcopy(one), loss_fn=mean_error)
+        x, targets = torch.randn(2, 5, 6)
+        wanted = mean_error(one(x), x, targets)
+        wanted.backward()
+        loss = many(x, targets=targets)
+        torch.testing.assert_close(loss.item(), wanted.item(), rtol=1e-6, atol=0)
+        loss.backward()
+        assert_same_gradients(one, many)
+
+    run_ranks(4, run)
+
+
 def test_inputs_that_differ_between_ranks():
     def run():
         _, many, _ = pair()

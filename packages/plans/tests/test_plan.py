@@ -88,7 +88,7 @@ def test_the_first_pattern_decides():
 
 def test_a_pattern_that_matches_nothing_names_the_nearest():
     assert message(match, {"*.mlp.upp.weight": 1, "*": 2}, NAMES, "parameter", complete=True) == (
-        "parallelize: the pattern '*.mlp.upp.weight' matches no parameter of the model\n"
+        "Plan: the pattern '*.mlp.upp.weight' matches no parameter of the model\n"
         "  nearest  layers.0.mlp.up.weight, embed.weight, head.weight\n"
         "fix: use 'layers.0.mlp.up.weight'"
     )
@@ -96,7 +96,7 @@ def test_a_pattern_that_matches_nothing_names_the_nearest():
 
 def test_an_undecided_name_names_the_nearest_pattern():
     assert message(match, {"*.up.weight": 1, "embed.*": 2}, NAMES, "parameter", complete=True) == (
-        "parallelize: no pattern decides the parameter 'head.weight'\n"
+        "Plan: no pattern decides the parameter 'head.weight'\n"
         "  nearest pattern  '*.up.weight'\n"
         'fix one of: add "head.weight": {...}  # places it\n'
         '            end with "*": {}          # replicates the rest'

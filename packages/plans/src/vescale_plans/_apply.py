@@ -9,20 +9,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_dtensor import PlainTensorError, distribute_tensor, register_function
-from vescale_dtensor.engine import Mesh, forget_all, gather_objects, mesh_of
+from vescale_dtensor import distribute_tensor, register_function
+from vescale_dtensor.engine import forget_all, mesh_of
 
+from ._agreement import check_same_plan, check_same_values, checksums
 from ._boundary import install_boundary, install_scopes
 from ._data_parallel import GradientSync
-from ._inputs import RootBorder, checksum
+from ._inputs import RootBorder
 from ._join import join, make_mesh
-from ._match import match
+from ._loss import LossBorder, LossFn
+from ._together import together
+from ._validate import fit
 from .plan import Plan, PlanError
 
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def parallelize(plan: Plan, model: nn.Module, optimizer_fn: OptimizerFn | None = None) -> tuple[nn.Module, Any]:
+def parallelize(
+    plan: Plan, model: nn.Module, optimizer_fn: OptimizerFn | None = None, *, loss_fn: LossFn | None = None
+) -> tuple[nn.Module, Any]:
     """Shards `model` by `plan`, in place, and makes its optimizer.
 
     Joins torch.distributed from torchrun's environment when nobody has; outside
@@ -33,42 +38,53 @@ def parallelize(plan: Plan, model: nn.Module, optimizer_fn: OptimizerFn | None =
         plan: see `Plan`.
         model: a single-device model, built with the same values on every rank (same seed).
         optimizer_fn: makes the optimizer from an iterable of parameters.
+        loss_fn: for a model whose forward does not compute the loss. From then on
+            `model(...)` returns `loss_fn(output, ...)`, called with the arguments of the
+            call: `model(batch)` is `loss_fn(output, batch)`. Keyword arguments that the
+            forward does not take go to `loss_fn` alone. It runs where the output is: under a
+            pipeline on the last stage, per microbatch.
 
     Returns: the same model, and the optimizer (None without `optimizer_fn`).
 
-    Communicates: one small all-gather of parameter checksums. Raises MeshError,
-    PlanError, or PlainTensorError when ranks hold different values.
+    Communicates: a few small all-gathers, of the plan, of parameter checksums and of
+    how every rank fared: what fails on one rank fails on all, with one message. Raises
+    MeshError, PlanError, or PlainTensorError when ranks hold different values.
     """
-    if hasattr(model, "_vescale"):
-        raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
     join()
+    with together("checking the plan"):
+        if hasattr(model, "_vescale"):
+            raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
+        fitted = fit(plan, model)
+        sums = checksums(model)
+    check_same_plan(plan)
+    check_same_values(sums)
     device_mesh = make_mesh(plan)
     mesh = mesh_of(device_mesh)
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # both names of a tied one
-    placed = match(plan.parameters, names, "parameter", complete=True)
-    bounded = match(plan.boundaries, _called_modules(model), "module", complete=False)
-    _check_same_values(model, mesh)
-    _shard_parameters(plan, model, device_mesh, placed)
-    for name, boundary in bounded.items():
-        install_boundary(model.get_submodule(name), name, boundary)
-    install_scopes(model)
-    RootBorder(model, mesh, plan.data_axes)
-    sync = GradientSync(model)
-    object.__setattr__(model, "_vescale", Parallelized(plan, device_mesh, sync))
-    _register_foreign_functions()
+    with together("sharding the model"):
+        _shard_parameters(plan, model, device_mesh, fitted.parameters)
+        for name, boundary in fitted.boundaries.items():
+            install_boundary(model.get_submodule(name), name, boundary)
+        install_scopes(model)
+        if loss_fn is not None and plan.pipeline is None:
+            LossBorder(model, loss_fn)
+        RootBorder(model, mesh, plan.data_axes)
+        sync = GradientSync(model)
+        object.__setattr__(model, "_vescale", Parallelized(plan, device_mesh, sync, loss_fn))
+        _register_foreign_functions()
     optimizer = None
     if optimizer_fn is not None:
-        optimizer = optimizer_fn(model.parameters())
-        optimizer.register_step_pre_hook(lambda *_: sync.flush())
-        optimizer.register_step_post_hook(lambda *_: forget_all())
+        with together("making the optimizer"):
+            optimizer = optimizer_fn(model.parameters())
+            optimizer.register_step_pre_hook(lambda *_: sync.flush())
+            optimizer.register_step_post_hook(lambda *_: forget_all())
     return model, optimizer
 
 
 class Parallelized:
-    """What `parallelize` keeps with a model: the plan, the mesh, the gradient reduction."""
+    """What `parallelize` keeps with a model: the plan, the mesh, the gradient reduction, the loss."""
 
-    def __init__(self, plan: Plan, device_mesh, sync: GradientSync) -> None:
-        self.plan, self.device_mesh, self.sync = plan, device_mesh, sync
+    def __init__(self, plan: Plan, device_mesh, sync: GradientSync, loss_fn: LossFn | None) -> None:
+        self.plan, self.device_mesh, self.sync, self.loss_fn = plan, device_mesh, sync, loss_fn
 
 
 @contextlib.contextmanager
@@ -78,22 +94,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _called_modules(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_modules() if name]
-
-
 def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> None:
     """Replaces every parameter by its shard; tied parameters stay tied."""
     shards: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = shards.get(id(parameter))
-        if first is not None and plan.placements(placed[first[0]]) != plan.placements(placed[name]):
-            raise PlanError(
-                "parallelize",
-                f"{first[0]!r} and {name!r} are one tied parameter, and the plan places them differently",
-                [f"{one}  {dict(placed[one])}" for one in (first[0], name)],
-                [("place both alike", "")],
-            )
         if first is None:
             placements = plan.placements(placed[name])
             sharded = distribute_tensor(parameter.detach(), device_mesh, placements)
@@ -103,20 +108,6 @@ def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -
             first = shards[id(parameter)] = (name, shard)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = first[1]
-
-
-def _check_same_values(model: nn.Module, mesh: Mesh) -> None:
-    sums = {name: checksum(parameter) for name, parameter in model.named_parameters()}
-    everyone = gather_objects(tuple(sums.items()), mesh)
-    for rank, theirs in enumerate(everyone):
-        for (name, mine), (_, other) in zip(everyone[0], theirs):
-            if mine != other:
-                raise PlainTensorError(
-                    "parallelize",
-                    f"the parameter {name!r} has other values on rank {rank} than on rank 0 of {mesh}",
-                    (),
-                    [("torch.manual_seed(seed) before the model is built", "the same on every rank")],
-                )
 
 
 def _register_foreign_functions() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from .plan import PlanError
+from ._parts import PlanError
 
 T = TypeVar("T")
 
@@ -15,42 +15,75 @@ T = TypeVar("T")
 def match(patterns: Mapping[str, T], names: Iterable[str], what: str, *, complete: bool) -> dict[str, T]:
     """name -> the value of the first pattern that matches it.
 
-    Raises PlanError for a pattern that matches no name (a bare "*" excepted), and, if
-    `complete`, for a name that no pattern matches; both name the nearest.
+    Raises PlanError for a pattern (a bare "*" excepted) that matches no name, or none
+    that is not decided before it, and, if `complete`, for a name that no pattern
+    matches; they name the nearest.
     """
     names = list(names)
-    decided: dict[str, T] = {}
-    used: set[str] = set()
-    for name in names:
-        for pattern, value in patterns.items():
-            if fnmatchcase(name, pattern):
-                used.add(pattern)
-                decided.setdefault(name, value)
+    deciding = {name: first_match(patterns, name) for name in names}
+    used = set(deciding.values())
     for pattern in patterns:
         if pattern not in used and pattern != "*":
-            near = nearest(pattern, names)
-            raise PlanError(
-                "parallelize",
-                f"the pattern {pattern!r} matches no {what} of the model",
-                [f"nearest  {', '.join(near) or 'none'}"],
-                [(f"use {near[0]!r}" if near else "remove the pattern", "")],
-            )
+            raise _unused(pattern, names, deciding, what)
     if complete:
-        for name in names:
-            if name not in decided:
+        for name, pattern in deciding.items():
+            if pattern is None:
                 near = nearest(name, list(patterns))
                 raise PlanError(
-                    "parallelize",
+                    "Plan",
                     f"no pattern decides the {what} {name!r}",
                     [f"nearest pattern  {near[0]!r}"] if near else (),
                     [(f'add "{name}": {{...}}', "places it"), ('end with "*": {}', "replicates the rest")],
                 )
+    return {name: patterns[pattern] for name, pattern in deciding.items() if pattern is not None}
+
+
+def match_inside(patterns: Mapping[str, T], names: Iterable[str], what: str) -> dict[str, T]:
+    """Like `match`, for what holds inside a module: a pattern also decides all names under one that it matches."""
+    names = list(names)
+    match(patterns, names, what, complete=False)
+    decided = {}
+    for name in names:
+        parts = name.split(".")
+        inside_of = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        pattern = next((p for p in patterns if any(fnmatchcase(one, p) for one in inside_of)), None)
+        if pattern is not None:
+            decided[name] = patterns[pattern]
     return decided
 
 
-def nearest(name: str, among: list[str]) -> list[str]:
+def first_match(patterns: Iterable[str], name: str) -> str | None:
+    """The pattern that decides `name`."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+
+
+def covers(pattern: str, other: str) -> bool:
+    """Whether `pattern` surely matches whatever `other` matches."""
+    return "?" not in pattern and "[" not in pattern and fnmatchcase(other, pattern)
+
+
+def nearest(name: str, among: Sequence[str]) -> list[str]:
     """The most similar names, numbers and stars counting as equal, at most three."""
     plain = {candidate: "".join("*" if c.isdigit() else c for c in candidate) for candidate in among}
     wanted = "".join("*" if c.isdigit() else c for c in name)
     close = difflib.get_close_matches(wanted, list(dict.fromkeys(plain.values())), n=3, cutoff=0.4)
     return [next(candidate for candidate, text in plain.items() if text == one) for one in close]
+
+
+def _unused(pattern: str, names: list[str], deciding: Mapping[str, str | None], what: str) -> PlanError:
+    before = list(dict.fromkeys(deciding[name] for name in names if fnmatchcase(name, pattern)))
+    if before:
+        return PlanError(
+            "Plan",
+            f"the pattern {pattern!r} decides no {what}: {', '.join(map(repr, before))} before it matches all that it "
+            "matches, and the first match decides",
+            (),
+            [(f"write {pattern!r} first", ""), ("remove it", "")],
+        )
+    near = nearest(pattern, names)
+    return PlanError(
+        "Plan",
+        f"the pattern {pattern!r} matches no {what} of the model",
+        [f"nearest  {', '.join(near) or 'none'}"],
+        [(f"use {near[0]!r}" if near else "remove the pattern", "")],
+    )

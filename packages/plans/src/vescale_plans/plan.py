@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
+from torch import nn
+
 from vescale_dtensor import Placement, Replicate, Shard
 
+from . import _plan_json, _plan_table
+from ._match import covers, nearest
 from ._parts import Boundary as Boundary
 from ._parts import Pipeline as Pipeline
 from ._parts import Placements as Placements
@@ -17,7 +21,7 @@ from ._parts import Precision as Precision
 from ._self_check import check_itself
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The whole sharding of one model.
 
@@ -76,6 +80,13 @@ class Plan:
         object.__setattr__(self, "data_axis", axes if len(axes) > 1 else next(iter(axes), None))
         check_itself(self)
 
+    def __eq__(self, other: object) -> bool:
+        """Also the order of globs is the same: it decides."""
+        return isinstance(other, Plan) and not self.diff(other)
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
     @property
     def world_size(self) -> int:
         """Ranks that the plan needs."""
@@ -96,6 +107,65 @@ class Plan:
     def batch_placements(self) -> tuple[Placement, ...]:
         """Of the tensors that enter the model: dim 0 is sharded over the data axes."""
         return self.placements({axis: Shard(0) for axis in self.data_axes})
+
+    def __str__(self) -> str:
+        """An aligned table: a line per glob, a column per mesh axis."""
+        return _plan_table.table(self)
+
+    def to_json(self) -> str:
+        """JSON text, one glob a line, in a fixed order of fields: equal plans give equal text."""
+        return _plan_json.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str | Mapping[str, Any]) -> Plan:
+        """The plan that `to_json` wrote, from its text or from the object that it parses to.
+
+        Raises PlanError for another format version, an unknown field, or a value that
+        a plan does not take.
+        """
+        return cls(**_plan_json.from_json(text))
+
+    def diff(self, other: Plan) -> _plan_table.PlanDiff:
+        """What differs in `other`: `Change(where, before, after)`s, none for equal plans; prints as a table."""
+        return _plan_table.diff(self, other)
+
+    def override(self, **changes: Any) -> Plan:
+        """The plan with other values of some fields.
+
+        Globs (`parameters`, `boundaries`, `checkpointing`, `regather`, `blocks`) are
+        added to those of the plan and come first, so that they decide; a glob of the
+        plan that one of them surely covers goes, and None removes a glob. Any other
+        value replaces the plan's.
+
+        Example:
+            >>> plan.override(zero=3, parameters={"lm_head.weight": {}}, boundaries={"lm_head": None})
+
+        Raises PlanError for a field that plans do not have, or as `Plan` does.
+        """
+        names = [f.name for f in fields(self)]
+        for name, value in changes.items():
+            if name not in names:
+                near = nearest(name, names)
+                remedies = [(f"use {near[0]!r}", "")] if near else [("remove it", "")]
+                raise PlanError("Plan.override", f"a plan has no field {name!r}", (), remedies)
+            if name in _plan_table.GLOBS and isinstance(value, Mapping):
+                kept = {g: v for g, v in getattr(self, name).items() if not any(covers(new, g) for new in value)}
+                changes[name] = {glob: v for glob, v in value.items() if v is not None} | kept
+        return replace(self, **changes)
+
+    def validate(self, model: nn.Module, *, even: bool = False) -> None:
+        """Raises PlanError for the first thing in which the plan does not fit `model`.
+
+        That is: a glob that matches nothing or decides nothing, a parameter that none
+        decides, a dim that a parameter does not have or that does not divide into groups,
+        tied parameters placed differently, a boundary's argument that a forward does not
+        take, a cut at a module that is not there or is never called. With `even` also
+        dims and attention heads that do not divide by their axes: such shards are right,
+        and cost more communication. `parallelize` validates without `even`.
+        """
+        from ._validate import fit
+
+        fit(self, model, even=even)
 
     def local_batch(self, batch: Any) -> Any:
         """This rank's part of the batch as DTensors sharded over the data axes (dim 0); nothing is moved.

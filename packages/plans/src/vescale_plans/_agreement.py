@@ -1,0 +1,57 @@
+"""What must be the same on all ranks before a model is sharded: the plan, and the values of the model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vescale_dtensor import PlainTensorError
+
+from ._inputs import checksum
+from ._together import gather
+from .plan import Plan, PlanError
+
+
+def check_same_plan(plan: Plan) -> None:
+    """Raises PlanError, on all ranks alike, when a rank was given another plan than rank 0.
+
+    Cost: one small all-gather over the world.
+    """
+    everyone = gather(plan, "comparing the plans of all ranks")
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise PlanError(
+                "parallelize",
+                f"rank {rank} was given another plan than rank 0",
+                str(everyone[0].diff(theirs)).splitlines(),
+                [("make the plan from what all ranks know alike", "not from a rank, a host or a clock")],
+            )
+
+
+def check_same_values(sums: dict[str, int]) -> None:
+    """Raises PlainTensorError, on all ranks alike, when a parameter has other values on a rank than on rank 0.
+
+    Cost: one small all-gather over the world.
+    """
+    everyone = gather(tuple(sums.items()), "comparing the parameters of all ranks")
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        names = [name for name, _ in everyone[0]]
+        if names != [name for name, _ in theirs]:
+            raise PlainTensorError(
+                "parallelize",
+                f"the model has other parameters on rank {rank} than on rank 0",
+                [f"{len(names)} parameters on rank 0, {len(theirs)} on rank {rank}"],
+                [("build the same model on every rank", "")],
+            )
+        name = next(name for (name, mine), (_, other) in zip(everyone[0], theirs) if mine != other)
+        raise PlainTensorError(
+            "parallelize",
+            f"the parameter {name!r} has other values on rank {rank} than on rank 0",
+            (),
+            [("torch.manual_seed(seed) before the model is built", "the same on every rank")],
+        )
+
+
+def checksums(model: nn.Module) -> dict[str, int]:
+    return {name: checksum(parameter) for name, parameter in model.named_parameters()}
