@@ -90,11 +90,16 @@ PUBLIC = {
     },
     "vescale_pipeline": {
         "Action",
+        "Costs",
+        "Event",
         "PipelineError",
         "Schedule",
         "ScheduleError",
+        "Simulation",
         "add_communication",
         "generate",
+        "peak_memory",
+        "simulate",
     },
     "vescale_plans": {
         "Boundary",

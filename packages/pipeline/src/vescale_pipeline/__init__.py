@@ -1,4 +1,4 @@
-"""Pipeline parallelism without a graph: schedules as data."""
+"""Pipeline parallelism without a graph: schedules as data, and what they take."""
 
 from ._errors import PipelineError as PipelineError
 from ._errors import ScheduleError as ScheduleError
@@ -6,4 +6,9 @@ from ._communication import add_communication as add_communication
 from .action import Action as Action
 from .action import Schedule as Schedule
 from .schedules import generate as generate
+from .simulate import Costs as Costs
+from .simulate import Event as Event
+from .simulate import Simulation as Simulation
+from .simulate import peak_memory as peak_memory
+from .simulate import simulate as simulate
 from ._version import __version__ as __version__

@@ -1,12 +1,12 @@
 """Adds sends, receives and reduces to per-rank lists of compute actions; pure.
 
-The transfers of all ranks are put in one total order, that in which their
-tensors are computed at unit costs, and each rank's list is its part of it. So
-the two ends of every channel agree on its order, and no schedule made here can
-deadlock, however little its transport buffers: whichever transfer comes first
-in the total order can always run. A receive stands where its tensor is sent,
-which is no later than where it is needed: a runtime that posts it there overlaps
-the transfer with what the rank computes in between.
+The compute actions of all ranks are put in one total order, by when they start
+at unit costs; a transfer follows the action that makes its tensor; and each
+rank's list is its part of that order. So the two ends of every channel agree on
+its order, and no schedule made here can deadlock, however little its transport
+buffers: whichever transfer comes first in the total order can always run. A
+receive is posted before what its rank computes while the tensor is being made:
+so it never holds a transfer up, and transfers run beside computation.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from .action import ALL_MICROBATCHES, COMPUTE, FORMAT_VERSION, Action, Schedule
 
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 """What the published analyses of schedules assume compute actions to cost."""
+
+_TIES = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 Orders = Sequence[Sequence[Action]]
 """Per rank, its compute actions in order."""
@@ -75,33 +77,34 @@ def _last_weight_gradients(orders: Orders) -> dict[int, Action]:
     return {action.stage: action for order in orders for action in order if action.kind in "BW"}
 
 
-def _in_time_order(stages: int, orders: Orders):
-    """All compute actions by when they end, each at its unit cost and as early as its inputs allow.
+def _in_time_order(stages: int, orders: Orders) -> list[Action]:
+    """All compute actions by when they start, each at its unit cost and as early as its inputs allow.
 
-    Equal times go by rank, so that the order is the same wherever it is computed.
+    Of those that start together, a sender goes before what its receiver computes, so that its receive is posted by
+    then: forwards down the stages, then backwards up.
     """
-    outputs: dict[tuple[int, int], int] = {}
-    gradients: dict[tuple[int, int], int] = {}
+    ends: dict[tuple[bool, int, int], int] = {}
     waiting: dict[tuple[bool, int, int], int] = {}
     clocks, places = [0] * len(orders), [0] * len(orders)
     running: list[tuple[int, int, Action]] = []
+    started: list[tuple[int, int, int, Action]] = []
 
     def start(rank: int) -> None:
         if places[rank] == len(orders[rank]):
             return
         action = orders[rank][places[rank]]
         kind, stage, microbatch, _ = action
-        forward, arrived = kind == "F", 0
-        if kind != "W":
-            source = stage - 1 if forward else stage + 1
-            made = outputs if forward else gradients
-            if 0 <= source < stages:
-                if (source, microbatch) not in made:
-                    waiting[forward, source, microbatch] = rank
-                    return
-                arrived = made[source, microbatch]
+        begin = clocks[rank]
+        source = stage - 1 if kind == "F" else stage + 1
+        if kind != "W" and 0 <= source < stages:
+            needs = (kind == "F", source, microbatch)
+            if needs not in ends:
+                waiting[needs] = rank
+                return
+            begin = max(begin, ends[needs])
         places[rank] += 1
-        heappush(running, (max(clocks[rank], arrived) + UNITS[kind], rank, action))
+        heappush(running, (begin + UNITS[kind], rank, action))
+        started.append((begin, _TIES[kind], stage if kind == "F" else -stage, action))
 
     for rank in range(len(orders)):
         start(rank)
@@ -109,12 +112,13 @@ def _in_time_order(stages: int, orders: Orders):
         end, rank, action = heappop(running)
         kind, stage, microbatch, _ = action
         clocks[rank] = end
+        made = (kind == "F", stage, microbatch)
         if kind != "W":
-            (outputs if kind == "F" else gradients)[stage, microbatch] = end
-        yield action
+            ends[made] = end
         start(rank)
-        if kind != "W" and (waiter := waiting.pop((kind == "F", stage, microbatch), None)) is not None:
-            start(waiter)
+        if kind != "W" and made in waiting:
+            start(waiting.pop(made))
     if stuck := [rank for rank, order in enumerate(orders) if places[rank] < len(order)]:
         lines = [f"rank {rank} waits before {orders[rank][places[rank]]}" for rank in stuck]
         raise ScheduleError("add_communication", "the orders of these ranks wait for each other", lines)
+    return [action for *_, action in sorted(started)]

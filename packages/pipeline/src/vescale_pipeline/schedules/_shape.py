@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,3 @@ class Shape:
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.placement) if owner == rank]
-
-    def of(self, microbatches: int) -> Shape:
-        """The same shape for another number of microbatches."""
-        return replace(self, microbatches=microbatches)

@@ -9,8 +9,13 @@ from .._communication import add_communication
 from .._errors import ScheduleError
 from ..action import Action, Schedule
 from ._shape import Shape
+from .dualpipe_v import dualpipe_v
 from .gpipe import gpipe, looped_bfs
-from .one_f_one_b import one_f_one_b
+from .one_f_one_b import interleaved, interleaved_zb, one_f_one_b, zb_h1, zb_h2
+from .v_pattern import v_half, v_min
+from .zbv import zbv
+
+Orders = list[list[Action]]
 
 
 @dataclass(frozen=True)
@@ -18,20 +23,33 @@ class Kind:
     """How a kind of schedule is generated.
 
     Arguments:
-        order: what one rank computes, in order: (shape, rank) -> actions.
+        orders: what each rank computes, in order.
         virtual: stages per rank that it is for; None for any number.
         v_shaped: whether stages run down the ranks and back up.
     """
 
-    order: Callable[[Shape, int], list[Action]]
+    orders: Callable[[Shape], Orders]
     virtual: int | None = 1
     v_shaped: bool = False
 
 
+def _each(order: Callable[[Shape, int], list[Action]]) -> Callable[[Shape], Orders]:
+    """Orders of ranks that are each written down without looking at the others."""
+    return lambda shape: [order(shape, rank) for rank in range(shape.ranks)]
+
+
 GENERATORS = {
-    "gpipe": Kind(gpipe),
-    "1f1b": Kind(one_f_one_b),
-    "looped-bfs": Kind(looped_bfs, virtual=None),
+    "gpipe": Kind(_each(gpipe)),
+    "1f1b": Kind(_each(one_f_one_b)),
+    "interleaved": Kind(_each(interleaved), virtual=None),
+    "looped-bfs": Kind(_each(looped_bfs), virtual=None),
+    "zb-h1": Kind(_each(zb_h1)),
+    "zb-h2": Kind(_each(zb_h2)),
+    "interleaved-zb": Kind(_each(interleaved_zb), virtual=None),
+    "zbv": Kind(_each(zbv), virtual=2, v_shaped=True),
+    "v-half": Kind(v_half, virtual=2, v_shaped=True),
+    "v-min": Kind(v_min, virtual=2, v_shaped=True),
+    "dualpipe-v": Kind(_each(dualpipe_v), virtual=2, v_shaped=True),
 }
 
 
@@ -65,5 +83,4 @@ def generate(kind: str, ranks: int, microbatches: int, virtual: int = 1) -> Sche
             [(f"virtual={made.virtual}", "")],
         )
     shape = Shape(ranks, microbatches, virtual, made.v_shaped)
-    orders = [made.order(shape, rank) for rank in range(ranks)]
-    return add_communication(key, shape.placement, microbatches, orders)
+    return add_communication(key, shape.placement, microbatches, made.orders(shape))
