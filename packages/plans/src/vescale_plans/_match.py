@@ -63,11 +63,24 @@ def covers(pattern: str, other: str) -> bool:
 
 
 def nearest(name: str, among: Sequence[str]) -> list[str]:
-    """The most similar names, numbers and stars counting as equal, at most three."""
-    plain = {candidate: "".join("*" if c.isdigit() else c for c in candidate) for candidate in among}
-    wanted = "".join("*" if c.isdigit() else c for c in name)
-    close = difflib.get_close_matches(wanted, list(dict.fromkeys(plain.values())), n=3, cutoff=0.4)
-    return [next(candidate for candidate, text in plain.items() if text == one) for one in close]
+    """The most similar names, numbers and stars counting almost as equal, at most three."""
+    masked: dict[str, list[str]] = {}
+    for candidate in among:
+        masked.setdefault(_masked(candidate), []).append(candidate)
+    close = difflib.get_close_matches(_masked(name), list(masked), n=3, cutoff=0.4)
+    return [max(masked[one], key=lambda c: difflib.SequenceMatcher(a=c, b=name).ratio()) for one in close]
+
+
+def nearest_globs(pattern: str, names: Sequence[str]) -> list[str]:
+    """Like `nearest`; for "*.x.y" what comes back are globs, of the ends of names."""
+    if not pattern.startswith("*."):
+        return nearest(pattern, names)
+    parts = pattern.count(".")
+    return nearest(pattern, list(dict.fromkeys(".".join(["*", *name.split(".")[-parts:]]) for name in names)))
+
+
+def _masked(name: str) -> str:
+    return "".join("*" if c.isdigit() else c for c in name)
 
 
 def _unused(pattern: str, names: list[str], deciding: Mapping[str, str | None], what: str) -> PlanError:
@@ -80,10 +93,11 @@ def _unused(pattern: str, names: list[str], deciding: Mapping[str, str | None], 
             (),
             [(f"write {pattern!r} first", ""), ("remove it", "")],
         )
-    near = nearest(pattern, names)
+    near = nearest_globs(pattern, names)
+    shown = ", ".join(near or list({_masked(name): name for name in names}.values())[:6])
     return PlanError(
         "Plan",
         f"the pattern {pattern!r} matches no {what} of the model",
-        [f"nearest  {', '.join(near) or 'none'}"],
+        [f"{'nearest' if near else 'there are'}  {shown}"],
         [(f"use {near[0]!r}" if near else "remove the pattern", "")],
     )

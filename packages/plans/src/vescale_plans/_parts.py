@@ -62,12 +62,15 @@ class Pipeline:
         object.__setattr__(self, "cuts", tuple(self.cuts))
         for cut in self.cuts:
             if not isinstance(cut, str) or not cut:
-                raise PlanError("Pipeline", f"cuts holds {cut!r}, which is not the name of a module")
+                remedies = [('cuts=("layers.4",)', "names, as in model.named_modules()")]
+                raise PlanError("Pipeline", f"cuts holds {cut!r}, which is not the name of a module", (), remedies)
         if len(set(self.cuts)) < len(self.cuts):
             twice = next(cut for cut in self.cuts if self.cuts.count(cut) > 1)
             raise PlanError("Pipeline", f"two stages begin with the module {twice!r}", (), [("name it once", "")])
         if not isinstance(self.schedule, (str, Mapping)) or not self.schedule:
-            raise PlanError("Pipeline", f"schedule is {self.schedule!r}, neither a name nor a schedule's JSON dict")
+            remedies = [('schedule="1f1b"', "")]
+            rule = f"schedule is {self.schedule!r}, neither a name nor a schedule's JSON dict"
+            raise PlanError("Pipeline", rule, (), remedies)
         for name in ("microbatches", "virtual"):
             check_count("Pipeline", name, getattr(self, name))
 

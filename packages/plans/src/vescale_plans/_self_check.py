@@ -22,9 +22,12 @@ def check_itself(plan: Plan) -> None:
 def _mesh(plan: Plan) -> None:
     for name, size in plan.mesh.items():
         if not isinstance(name, str) or not name:
-            raise PlanError("Plan", f"a mesh axis is named {name!r}, which is not a name")
+            raise PlanError("Plan", f"a mesh axis is named {name!r}, not by a word", (), [('mesh={"dp": 2}', "")])
         if type(size) is not int or size < 1:
-            raise PlanError("Plan", f"mesh axis {name!r} has size {size!r}, which is not a positive number")
+            remedies = [(f'mesh={{"{name}": 2}}', "so many ranks")]
+            raise PlanError(
+                "Plan", f"mesh axis {name!r} has size {size!r}, which is not a positive number", (), remedies
+            )
 
 
 def _data_axes(plan: Plan) -> None:
@@ -124,7 +127,12 @@ def _pipeline(plan: Plan) -> None:
         raise PlanError("Plan", f"pipeline is {pipeline!r}, not a Pipeline", (), [("pipeline=Pipeline(...)", "")])
     _known_axis(plan, "pipeline", pipeline.axis)
     if pipeline.axis in plan.data_axes:
-        raise PlanError("Plan", f"axis {pipeline.axis!r} is both the pipeline's and a data axis")
+        raise PlanError(
+            "Plan",
+            f"axis {pipeline.axis!r} is both the pipeline's and a data axis",
+            [f"mesh  {plan.mesh}"],
+            [('mesh={"pp": 2, "dp": 2}', "an axis for each")],
+        )
     for where, placements in _placements_of(plan):
         if pipeline.axis in placements:
             raise PlanError(
