@@ -137,8 +137,14 @@ CASES = {
     "units that do not divide": (
         PlacementError, lambda: distribute_tensor(torch.ones(8), mesh(), [R, RaggedShard((0,), (2, 1))]),
     ),
-    "a ragged shard of two dims": (
+    "a flat shard with too few elements": (
         PlacementError, lambda: distribute_tensor(torch.ones(8, 2), mesh(), [R, RaggedShard((0, 1), (2, 1))]),
+    ),
+    "a ragged shard of some dims": (
+        PlacementError, lambda: distribute_tensor(torch.ones(8, 2, 3), mesh(), [R, RaggedShard((0, 1), (8, 8))]),
+    ),
+    "two flat shards": (
+        PlacementError, lambda: distribute_tensor(torch.ones(8, 2), mesh(), [RaggedShard((0, 1), (8, 8))] * 2),
     ),
     "not a placement": (PlacementError, lambda: distribute_tensor(torch.ones(8), mesh(), [R, "shard"])),
     "a maximum of a whole tensor": (

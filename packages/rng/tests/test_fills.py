@@ -397,3 +397,19 @@ def test_factories():
         assert vescale_rng.randn(4, device_mesh=mesh, placements=(R, R), requires_grad=True).requires_grad
 
     run(made)
+
+
+def test_flat_shards():
+    """A shard flattened and cut, after another axis has cut a dim; the generators go along as on one device."""
+
+    def run():
+        mesh = mesh_of(2, 2, names=("dp", "tp"))
+        own = empty(6, 4, device_mesh=mesh, placements=(RaggedShard((0, 1), (5, 7)), Shard(1)))
+        torch.manual_seed(3)
+        nn.init.normal_(own)
+        after = torch.rand(2)
+        torch.manual_seed(3)
+        assert torch.equal(own.full_tensor(), nn.init.normal_(torch.empty(6, 4)))
+        assert torch.equal(after, torch.rand(2))
+
+    run_ranks(4, run)

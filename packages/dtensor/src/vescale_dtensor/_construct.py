@@ -22,7 +22,7 @@ from ._mesh import Mesh, mesh_of
 from ._state import INVARIANT, PENDING, VARYING
 from ._steps import route_of
 from ._tensor import DTensor, local_only, stamp
-from .placement import Partial, Placement
+from .placement import Partial, Placement, RaggedShard
 
 
 def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -247,6 +247,8 @@ def _agreed_shape(shapes: list[tuple[int, ...]], mesh: Mesh, placements) -> tupl
 
     if len({len(shape) for shape in shapes}) > 1:
         fail("ranks disagree on the number of dims of their local tensors")
+    if any(isinstance(p, RaggedShard) and len(p.dims) > 1 for p in placements):
+        fail("the shards of a flattened tensor do not tell its shape")
     states = canonical_states("from_local", placements, mesh, shapes[0], sizes_known=False)
     shape = list(shapes[0])
     for dim in range(len(shape)):

@@ -20,6 +20,10 @@ table below (design section 3):
     R -> P      keep on first    R -> P                 keep on first
     S -> P      pad              R -> S                 slice
 
+A flat shard (F) has the steps of S to and from I, R and P, and all-to-all between two
+flat cuts of one axis; between S and F the way leads through R. It is cut last, so it is
+there only while no other axis starts or stops sharding.
+
 The cheapest sequence is found by uniform-cost search over the states of all axes
 (few: at most four per axis), cost being the elements a rank receives, forward and
 backward. A dim sharded by several axes nests, so an axis may only start or stop
@@ -50,6 +54,13 @@ STEP = {
     ("I", "P"): "keep_on_first",
     ("R", "P"): "keep_on_first",
     ("S", "P"): "pad",
+    ("I", "F"): "slice",
+    ("R", "F"): "slice",
+    ("P", "F"): "reduce_scatter",
+    ("F", "R"): "all_gather",
+    ("F", "I"): "all_gather",
+    ("F", "F"): "all_to_all",
+    ("F", "P"): "pad",
 }
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
 # Elements received per rank, in units of the tensor with this axis whole, for n ranks.
@@ -82,7 +93,7 @@ def step_elements(kind: str, axis: int, before: Layout) -> float:
     if received is None:
         return 0.0
     mesh = before.mesh
-    others = prod(mesh.sizes[a] for a, s in enumerate(before.states) if s.kind == "S" and a != axis)
+    others = prod(mesh.sizes[a] for a, s in enumerate(before.states) if s.kind in "SF" and a != axis)
     return received(mesh.sizes[axis]) * before.numel / others
 
 
@@ -142,7 +153,9 @@ def plan(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def _may_change(layout: Layout, axis: int, here: State, state: State) -> bool:
-    """An axis starts or stops sharding a dim only while nothing to its right shards that dim."""
+    """An axis starts or stops sharding a dim only while nothing to its right shards that dim, and none is flat."""
+    if layout.flat_axis not in (None, axis) and (here.kind in "SF" or state.kind in "SF"):
+        return False
     dims = {s.dim for s in (here, state) if s.kind == "S"}
     return not any(s.kind == "S" and s.dim in dims for s in layout.states[axis + 1 :])
 

@@ -28,6 +28,7 @@ from ._conversion import is_alias
 from ._convert import alias, convert_operand, describe
 from ._copies import as_on_one_device, check_writable, mark_copy
 from ._errors import GradientError, InternalError, MeshError, PlainTensorError, VescaleError
+from ._flat_rules import decide_flat
 from ._layout import Layout, layout_of
 from ._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from ._signature import Signature, solve
@@ -204,7 +205,8 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
         decision = _forms.out_form(function)
     elif entry.rule is not None and not (inplace and operands[0].plain):
         asked = Call(function, abstract_args, abstract_kwargs, operands, mesh, inplace)
-        decision = entry.rule(asked)
+        is_flat = any(operand.layout.flat_axis is not None for operand in operands)
+        decision = decide_flat(entry, asked) if is_flat else entry.rule(asked)
         if isinstance(decision, Signature):
             signature = decision
             decision = solve(asked, signature)

@@ -8,16 +8,17 @@ what dispatch looks decisions up with.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from math import prod
 from weakref import WeakValueDictionary
 
 import torch
 
-from ._errors import MeshError, PlacementError
+from ._errors import InternalError, MeshError, PlacementError
 from ._mesh import Mesh, mesh_of
-from ._region import Ranges, cut, cut_sizes, divides
-from ._state import INVARIANT, PENDING, VARYING, State, sharded
+from ._region import Box, Ranges, boxes, cut, cut_sizes, divides, flat_cut
+from ._state import INVARIANT, PENDING, VARYING, State, flat, sharded
 from .placement import InterleavedShard, Partial, Placement, RaggedShard, Replicate, Shard
 
 
@@ -38,6 +39,7 @@ class Layout:
         "base",
         "untracked",
         "local_shape",
+        "flat_axis",
         "_gradient",
         "_invariant",
         "__weakref__",
@@ -46,6 +48,7 @@ class Layout:
     mesh: Mesh
     states: tuple[State, ...]
     shape: torch.Size
+    flat_axis: int | None  # the axis whose ranks hold parts of the flattened shard, if there is one
 
     @property
     def is_untracked(self) -> bool:
@@ -105,6 +108,13 @@ class Layout:
                 sizes = {part for size in sizes for part in cut_sizes(state, size, count)}
         return sizes
 
+    @property
+    def opened(self) -> Layout:
+        """The same with the shard whole where it was flattened and cut: what the flat axis cuts."""
+        if self.flat_axis is None:
+            return self.base
+        return self.with_states(VARYING if s.kind == "F" else s for s in self.states)
+
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """The mesh axes that shard tensor dim `dim`, outermost first."""
         return tuple(axis for axis, state in enumerate(self.states) if state.kind == "S" and state.dim == dim)
@@ -126,7 +136,10 @@ class Layout:
         return size
 
     def shape_at(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the shard at a mesh coordinate."""
+        """The shape of the shard at a mesh coordinate: 1-D where it is flat."""
+        if self.flat_axis is not None:
+            start, stop = self.flat_range_at(coordinate)
+            return (stop - start,)
         shape = list(self.shape)
         for axis, state in enumerate(self.states):
             if state.kind == "S":
@@ -134,7 +147,12 @@ class Layout:
         return tuple(shape)
 
     def region_at(self, coordinate: tuple[int, ...]) -> tuple[Ranges, ...]:
-        """Per dim, the global index ranges that the shard at `coordinate` holds, in local order."""
+        """Per dim, the global index ranges that the shard at `coordinate` holds, in local order.
+
+        A flat shard is not a product of ranges: see `boxes_at`.
+        """
+        if self.flat_axis is not None:
+            raise InternalError("a flat shard has no ranges per dim", layout=self)
         regions: list[Ranges] = [((0, size),) for size in self.shape]
         for axis, state in enumerate(self.states):
             if state.kind == "S":
@@ -143,6 +161,25 @@ class Layout:
                 inner = cut(state, size, self.mesh.sizes[axis])[coordinate[axis]]
                 regions[state.dim] = _compose(outer, inner)
         return tuple(regions)
+
+    def flat_range_at(self, coordinate: tuple[int, ...]) -> tuple[int, int]:
+        """The half-open range of the flattened shard that the rank at `coordinate` holds."""
+        whole = prod(self.opened.shape_at(coordinate))
+        if self.flat_axis is None:
+            return 0, whole
+        (held,) = flat_cut(self.states[self.flat_axis], whole)[coordinate[self.flat_axis]]
+        return held
+
+    def boxes_at(self, coordinate: tuple[int, ...]) -> list[Box]:
+        """What the rank at `coordinate` holds, as boxes of the global tensor, in the order of its memory.
+
+        Each is (per dim a half-open index range, where its elements begin in the flattened
+        local tensor). A box's elements are contiguous there, row-major; the boxes follow one
+        another without gaps. A contiguous flat range of n dims is at most 2n - 1 boxes; an
+        interleaved dim splits what lies around it. No elements, no boxes.
+        """
+        start, stop = self.flat_range_at(coordinate)
+        return boxes(self.opened.region_at(coordinate), start, stop)
 
     def __repr__(self) -> str:
         states = ", ".join(map(repr, self.states))
@@ -177,6 +214,7 @@ def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layo
                 one.mesh, one.states, one.shape, one.ndim = mesh, states, torch.Size(shape), len(shape)
                 one.base, one.untracked = layout, twin
                 one._gradient = one._invariant = None
+                one.flat_axis = next((axis for axis, state in enumerate(states) if state.kind == "F"), None)
                 one.local_shape = one.shape_at(mesh.coordinate)
         _interned[key] = layout
     return layout
@@ -185,6 +223,9 @@ def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layo
 def _plain_cut(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, ...]) -> State:
     """A ragged or grouped cut that equals the plain one is written as the plain one."""
     state = states[axis]
+    if state.kind == "F":  # of a 1-D tensor that nobody else cuts, it is a cut of its dim
+        alone = len(shape) == 1 and sum(state.units) == shape[0] > 0 and not any(s.kind == "S" for s in states)
+        state = sharded(0, units=state.units) if alone else state
     if state.kind != "S" or state.units is None:  # groups are never one chunk; there may be too many to compare
         return state
     nested = any(s.kind == "S" and s.dim == state.dim for s in states[:axis])
@@ -216,6 +257,9 @@ def canonical_states(
         )
     states = []
     for axis, placement in enumerate(placements):
+        if _flattens(placement, len(shape)) and (len(shape) != 1 or _cut_elsewhere(placements, axis)):
+            states.append(VARYING)  # it is applied last, below
+            continue
         name, count = mesh.names[axis], mesh.sizes[axis]
         if isinstance(placement, Replicate):
             states.append(replicated)
@@ -227,9 +271,13 @@ def canonical_states(
             if len(placement.dims) != 1:
                 raise PlacementError(
                     operation,
-                    f"RaggedShard over {len(placement.dims)} dims on axis {name!r}: one dim is what this version holds",
+                    f"RaggedShard over dims {placement.dims} on axis {name!r} of a tensor with {len(shape)} dims: it "
+                    "takes one dim, or all of them",
                     [described],
-                    [("flatten the dims first: tensor.flatten(), then RaggedShard((0,), units)", "")],
+                    [
+                        (f"RaggedShard({tuple(range(len(shape)))}, local_units)", "units are elements of the shard"),
+                        ("RaggedShard((dim,), local_units)", "units are proportions of the dim"),
+                    ],
                 )
             dim, groups, units = placement.dims[0], 1, placement.local_units
             if len(units) != count or min(units) < 0:
@@ -271,7 +319,55 @@ def canonical_states(
                 [described],
                 [(f"use Shard({state.dim})", "uneven sizes are allowed there")],
             )
-    return tuple(states)
+    return _flattened(operation, mesh, placements, tuple(states), shape, described, sizes_known)
+
+
+def _flattens(placement: Placement, ndim: int) -> bool:
+    return isinstance(placement, RaggedShard) and placement.dims == tuple(range(ndim))
+
+
+def _cut_elsewhere(placements: tuple[Placement, ...], axis: int) -> bool:
+    """Whether another axis cuts the one dim of a 1-D tensor, and not in proportions, which nest."""
+    others = [p for at, p in enumerate(placements) if at != axis]
+    return any(isinstance(p, (Shard, InterleavedShard)) for p in others)
+
+
+def _flattened(operation, mesh: Mesh, placements, states, shape, described: str, sizes_known: bool):
+    """`states` with the flat cut in its place, which comes last. Raises PlacementError with the numbers."""
+    axes = [a for a, p in enumerate(placements) if _flattens(p, len(shape)) and states[a].kind != "S"]
+    if not axes:
+        return states
+    if len(axes) > 1:
+        names = ", ".join(repr(mesh.names[axis]) for axis in axes)
+        raise PlacementError(
+            operation,
+            f"RaggedShard over all dims on axes {names}: one axis at most can cut the flattened shard",
+            [described],
+            [("Replicate() on the others", ""), ("Shard(dim) on the others", "they cut before it")],
+        )
+    axis, units = axes[0], placements[axes[0]].local_units
+    name, count = mesh.names[axis], mesh.sizes[axis]
+    if len(units) != count or min(units) < 0:
+        raise PlacementError(
+            operation,
+            f"RaggedShard has {len(units)} units {units} for the {count} ranks of axis {name!r}",
+            [described],
+            [(f"give {count} units, none negative", "")],
+        )
+    if sizes_known:
+        opened = layout_of(mesh, states, shape)
+        largest = max(prod(opened.shape_at(c)) for c in itertools.product(*map(range, mesh.sizes)))
+        if sum(units) != largest:
+            each = -(-largest // count)
+            even = tuple(min((r + 1) * each, largest) - min(r * each, largest) for r in range(count))
+            raise PlacementError(
+                operation,
+                f"the units {units} of RaggedShard over all dims on axis {name!r} sum to {sum(units)}, and the "
+                f"shard that they cut has {largest} elements",
+                [described],
+                [(f"RaggedShard({placements[axis].dims}, {even})", "even parts")],
+            )
+    return (*states[:axis], flat(len(shape), units), *states[axis + 1 :])
 
 
 def _compose(outer: Ranges, inner: Ranges) -> Ranges:

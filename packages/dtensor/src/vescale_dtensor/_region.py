@@ -9,10 +9,13 @@ of their lengths; the ranges of all ranks partition the dim.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 
 from ._state import State
 
 Ranges = tuple[tuple[int, int], ...]
+Box = tuple[tuple[tuple[int, int], ...], int]
+"""Per dim a half-open index range of the global tensor, and the offset of the first element in the flat local one."""
 
 
 @lru_cache(maxsize=65536)
@@ -43,6 +46,61 @@ def cut_sizes(state: State, size: int, count: int) -> tuple[int, ...]:
     if state.units is not None:
         return tuple(stop - start for ((start, stop),) in cut(state, size, count))
     return tuple(state.groups * length for length in chunks(size // state.groups, count))
+
+
+@lru_cache(maxsize=65536)
+def flat_cut(state: State, size: int) -> tuple[Ranges, ...]:
+    """The range of a flattened shard of `size` elements that each rank holds under the flat `state`."""
+    bounds, at = [], 0
+    for unit in state.units:
+        bounds.append(((min(at, size), min(at + unit, size)),))
+        at += unit
+    return tuple(bounds)
+
+
+def boxes(region: tuple[Ranges, ...], start: int, stop: int) -> list[Box]:
+    """The flat range [start, stop) of a row-major shard that holds `region`, as boxes; each contiguous in the shard."""
+    sizes = [sum(high - low for low, high in ranges) for ranges in region]
+    found: list[Box] = []
+
+    def global_ranges(dim: int, low: int, high: int) -> Ranges:
+        at, ranges = 0, []
+        for first, last in region[dim]:
+            a, b = max(low, at), min(high, at + last - first)
+            if a < b:
+                ranges.append((first + a - at, first + b - at))
+            at += last - first
+        return tuple(ranges)
+
+    def walk(dim: int, prefix: Ranges, low: int, high: int, offset: int) -> None:
+        """Elements [low, high) of dims `dim` and on, flattened, within the one index that `prefix` names."""
+        if low >= high:
+            return
+        if dim == len(sizes):
+            found.append((prefix, offset))
+            return
+        inner = prod(sizes[dim + 1 :])
+        first, last = -(-low // inner), high // inner
+        if first > last:  # within one index
+            index = low // inner
+            walk(dim + 1, (*prefix, *global_ranges(dim, index, index + 1)), low % inner, high - index * inner, offset)
+            return
+        if low % inner:
+            walk(dim + 1, (*prefix, *global_ranges(dim, first - 1, first)), low % inner, inner, offset)
+            offset += first * inner - low
+        if all(len(ranges) == 1 for ranges in region[dim + 1 :]):
+            for span in global_ranges(dim, first, last):
+                found.append(((*prefix, span, *(ranges[0] for ranges in region[dim + 1 :])), offset))
+                offset += (span[1] - span[0]) * inner
+        else:
+            for index in range(first, last):
+                walk(dim + 1, (*prefix, *global_ranges(dim, index, index + 1)), 0, inner, offset)
+                offset += inner
+        walk(dim + 1, (*prefix, *global_ranges(dim, last, last + 1)), 0, high - last * inner, offset)
+
+    if all(sizes):
+        walk(0, (), start, stop, 0)
+    return found
 
 
 def chunks(size: int, count: int) -> list[int]:

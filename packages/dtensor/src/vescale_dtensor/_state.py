@@ -10,6 +10,8 @@ two kinds of gradient (design section 3):
 
 A sharding carries how the dim is cut: into equal chunks, into `groups` groups
 cut alike (InterleavedShard), or in the proportions of `units` (RaggedShard).
+A fifth state, F, is a shard of what all other axes leave, flattened and cut into
+parts of `units` elements (RaggedShard over all dims); its gradient is F.
 States are interned: compare them with `is`.
 """
 
@@ -21,7 +23,10 @@ from .placement import InterleavedShard, Partial, Placement, RaggedShard, Replic
 
 
 class State:
-    """One mesh axis of a layout. Make one with `sharded(...)` or use `PENDING`, `INVARIANT`, `VARYING`."""
+    """One mesh axis of a layout. Make one with `sharded(...)`, `flat(...)`, or use `PENDING`, `INVARIANT`, `VARYING`.
+
+    `dim` is the tensor dim that is cut; of a flat state, how many dims are flattened.
+    """
 
     __slots__ = ("kind", "dim", "groups", "units", "__weakref__")
 
@@ -33,6 +38,7 @@ class State:
 
     @property
     def is_sharded(self) -> bool:
+        """Whether it cuts a dim."""
         return self.kind == "S"
 
     @property
@@ -51,6 +57,8 @@ class State:
             if self.units is not None:
                 return RaggedShard((self.dim,), self.units)
             return Shard(self.dim) if self.groups == 1 else InterleavedShard(self.dim, self.groups)
+        if self.kind == "F":
+            return RaggedShard(tuple(range(self.dim)), self.units)
         return Partial() if self.kind == "P" else Replicate()
 
     def at(self, dim: int) -> State:
@@ -58,6 +66,8 @@ class State:
         return sharded(dim, self.groups, self.units)
 
     def __repr__(self) -> str:
+        if self.kind == "F":
+            return f"F({':'.join(map(str, self.units))})"
         if self.kind != "S":
             return self.kind
         if self.units is not None:
@@ -71,7 +81,7 @@ class State:
 PENDING = State("P")
 INVARIANT = State("I")
 VARYING = State("R")
-_GRADIENT = {"S": None, "P": VARYING, "I": INVARIANT, "R": PENDING}
+_GRADIENT = {"S": None, "F": None, "P": VARYING, "I": INVARIANT, "R": PENDING}
 _UNSHARDED = {"P": PENDING, "I": INVARIANT, "R": VARYING}
 
 
@@ -92,5 +102,18 @@ def sharded(dim: int, groups: int = 1, units: tuple[int, ...] | None = None) -> 
     return state
 
 
+_flat: dict[tuple, State] = {}
+
+
+def flat(ndim: int, units: tuple[int, ...]) -> State:
+    """The interned flat state of a tensor of `ndim` dims: parts of `units` elements of the flattened shard."""
+    state = _flat.get((ndim, units))
+    if state is None:
+        state = _flat[ndim, units] = State("F", ndim, units=units)
+    return state
+
+
 def _restore(kind: str, dim: int, groups: int, units: tuple[int, ...] | None) -> State:
+    if kind == "F":
+        return flat(dim, units)
     return sharded(dim, groups, units) if kind == "S" else _UNSHARDED[kind]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from ._collectives import Recipe, all_gather, all_reduce, exchange, gather_recipe, reduce_scatter, scatter_recipe
 from ._conversion import COLLECTIVES, Step, plan
 from ._layout import Layout
-from ._region import Ranges, cut, intersect, local_offset
+from ._region import Ranges, cut, flat_cut, intersect, local_offset
 
 
 class Route:
@@ -71,11 +72,24 @@ def _keep_on_first(step: Step) -> Recipe | None:
 
 
 def _slice(step: Step) -> Recipe:
+    if step.after.flat_axis == step.axis:
+        start, stop = step.after.flat_range_at(step.after.mesh.coordinate)
+        return lambda local: local.reshape(-1)[start:stop]
     ranges, dim = _my_ranges(step.after, step.axis)
     return lambda local: _take(local, dim, ranges).contiguous()
 
 
 def _pad(step: Step) -> Recipe:
+    if step.before.flat_axis == step.axis:
+        start, stop = step.before.flat_range_at(step.before.mesh.coordinate)
+        shape = step.after.local_shape
+
+        def pad_flat(local: Tensor) -> Tensor:
+            full = local.new_zeros(shape)
+            full.view(-1)[start:stop] = local
+            return full
+
+        return pad_flat
     ranges, dim = _my_ranges(step.before, step.axis)
     whole = step.before.size_at(step.axis, dim)
 
@@ -95,6 +109,8 @@ def _pad(step: Step) -> Recipe:
 
 def _all_gather(step: Step) -> Recipe | None:
     layout, axis = step.before, step.axis
+    if layout.flat_axis == axis:
+        return _gather_flat(step)
     mesh, state = layout.mesh, layout.states[axis]
     dim, count, groups = state.dim, mesh.sizes[axis], state.groups
     if count == 1:
@@ -120,8 +136,31 @@ def _all_gather(step: Step) -> Recipe | None:
     return gather_uneven
 
 
+def _gather_flat(step: Step) -> Recipe:
+    layout, axis = step.before, step.axis
+    mesh, shape = layout.mesh, step.after.local_shape
+    sizes = [_length(ranges) for ranges in flat_cut(layout.states[axis], prod(shape))]
+    longest = max(sizes)
+    if mesh.sizes[axis] == 1 or not longest:
+        return lambda local: local.view(shape)
+    gather = gather_recipe(mesh, (axis,), (longest,), step.kind)
+    if min(sizes) == longest:
+        return lambda local: gather(local).view(shape)
+
+    def gather_uneven(local: Tensor) -> Tensor:
+        rows = gather(local if local.numel() == longest else _grown(local, 0, longest)).view(-1, longest)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes)]).view(shape)
+
+    return gather_uneven
+
+
 def _reduce_scatter(step: Step) -> Recipe | None:
     layout, axis = step.after, step.axis
+    if layout.flat_axis == axis:
+        mesh, sizes = layout.mesh, [_length(r) for r in flat_cut(layout.states[axis], prod(step.before.local_shape))]
+        if mesh.sizes[axis] == 1:
+            return lambda local: local.reshape(-1)
+        return lambda local: reduce_scatter(list(local.reshape(-1).split(sizes)), mesh, (axis,), step.kind)
     mesh, state = layout.mesh, layout.states[axis]
     dim, count, groups = state.dim, mesh.sizes[axis], state.groups
     if count == 1:
@@ -155,10 +194,13 @@ def _all_to_all(step: Step) -> Recipe | None:
     old, new = step.before.states[axis], step.after.states[axis]
     if count == 1:
         return None
+    if old.kind == "F":
+        whole = prod(step.before.opened.local_shape)
+        return _recut(step, 0, flat_cut(old, whole), flat_cut(new, whole))
     old_cuts = cut(old, step.before.size_at(axis, old.dim), count)
     new_cuts = cut(new, step.after.size_at(axis, new.dim), count)
     if old.dim == new.dim:
-        return _recut(step, old_cuts, new_cuts)
+        return _recut(step, old.dim, old_cuts, new_cuts)
 
     def swap(local: Tensor) -> Tensor:
         pieces = [_take(local, new.dim, ranges) for ranges in new_cuts]
@@ -168,9 +210,9 @@ def _all_to_all(step: Step) -> Recipe | None:
     return swap
 
 
-def _recut(step: Step, old_cuts: tuple[Ranges, ...], new_cuts: tuple[Ranges, ...]) -> Recipe:
+def _recut(step: Step, dim: int, old_cuts: tuple[Ranges, ...], new_cuts: tuple[Ranges, ...]) -> Recipe:
     """The same dim cut another way: every rank sends what lies in each other's new ranges."""
-    mesh, axis, dim = step.before.mesh, step.axis, step.before.states[step.axis].dim
+    mesh, axis = step.before.mesh, step.axis
     held, wanted = old_cuts[mesh.coordinate[axis]], new_cuts[mesh.coordinate[axis]]
     sent = [intersect(held, ranges) for ranges in new_cuts]
     received = [intersect(ranges, wanted) for ranges in old_cuts]

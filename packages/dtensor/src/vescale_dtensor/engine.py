@@ -22,6 +22,7 @@ from ._memo import forget_all as forget_all
 from ._memo import open_scope as open_scope
 from ._mesh import Mesh as Mesh
 from ._mesh import mesh_of as mesh_of
+from ._region import Box as Box
 from ._rules.attention import attention as attention
 from ._rules.body import body_of as body_of
 from ._rules.pointwise import elementwise as elementwise
@@ -30,6 +31,7 @@ from ._rules.registry import handler as handler
 from ._state import INVARIANT as INVARIANT
 from ._state import PENDING as PENDING
 from ._state import VARYING as VARYING
+from ._state import flat as flat
 from ._tensor import local_only as local_only
 from ._tensor import requires_grad as requires_grad
 from ._tensor import settle as settle

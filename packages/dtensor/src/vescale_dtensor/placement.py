@@ -5,8 +5,8 @@ written for torch's DTensor reads the same here. Two are ours:
 
 - `InterleavedShard(dim, groups)`: the dim is `groups` equal groups one after the
   other (a merged QKV is 3, a merged gate-up 2), and every group is sharded alike.
-- `RaggedShard(dims, local_units)`: contiguous parts of unequal size, in the
-  proportions of `local_units`, zero allowed.
+- `RaggedShard(dims, local_units)`: contiguous parts of unequal size, zero allowed:
+  of one dim, in the proportions of `local_units`, or of the whole shard, flattened.
 
 Uneven sizes follow `torch.chunk` wherever nothing else is said.
 """
@@ -48,13 +48,20 @@ class InterleavedShard(Placement):
 
 
 class RaggedShard(Placement):
-    """Shard contiguously in the proportions of `local_units`, one entry per rank of the axis.
+    """Shard contiguously, in parts of unequal size, one entry of `local_units` per rank of the axis.
 
-    `dims` names one dim for now: a range of dims flattened together belongs to
-    ZeRO's buffers.
+    One dim: `dims=(d,)`, cut in the proportions of `local_units`.
+
+    All dims: `dims=(0, ..., n-1)` of a tensor of n dims. The shard that the other axes leave
+    is flattened row-major and cut into parts of `local_units` elements, so the local tensor
+    is 1-D. This cut comes last, whatever the axis's place in the mesh. The units sum to the
+    elements of the largest shard; where the other axes leave a smaller one, the last parts
+    end early. (A dim of a 1-D tensor that no other axis shards is both.)
 
     >>> RaggedShard((0,), (3, 2))
     RaggedShard(dims=(0,), local_units=(3, 2))
+    >>> RaggedShard((0, 1), (5, 0, 7))
+    RaggedShard(dims=(0, 1), local_units=(5, 0, 7))
     """
 
     def __init__(self, dims: tuple[int, ...], local_units: tuple[int, ...]) -> None:

@@ -91,6 +91,10 @@ def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False) -> T
     if local.is_meta:
         draw(local)
         return local
+    if layout.flat_axis is not None:  # what it is cut from is drawn, for the time of the draw
+        start, stop = layout.flat_range_at(layout.mesh.coordinate)
+        whole = fill(local.new_empty(layout.opened.local_shape), layout.opened, draw, fresh=True)
+        return local.copy_(whole.reshape(-1)[start:stop])
     note(draw.function.__name__, draw.generator)
     order = order_of(local, layout.shape, fresh)
     ranges = layout.region_at(layout.mesh.coordinate)

@@ -46,7 +46,7 @@ def foreach(call: Call) -> Decision:
     values = [*call.args, *call.kwargs.values()]
     lists = [value for value in values if _has_operands(value)]
     alone = [value for value in values if isinstance(value, Operand)]
-    loop = composite(_looped(call.function))
+    loop = composite(looped(call.function))
     if len({len(items) for items in lists}) != 1:
         return loop  # says what torch says
     first_is_list = _has_operands(call.args[0])
@@ -91,7 +91,7 @@ def _has_operands(value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(isinstance(item, Operand) for item in value)
 
 
-def _looped(function: Callable) -> Callable:
+def looped(function: Callable) -> Callable:
     """`function` as a walk over its items with the function of single tensors, dispatch on."""
     name = function.__name__.removeprefix("_foreach_")
     single = getattr(Tensor, name, None) or getattr(torch, name, None)
@@ -123,7 +123,7 @@ def _looped(function: Callable) -> Callable:
 
 @rule(torch._foreach_max, getattr(torch, "_foreach_mm", None))
 def foreach_single(call: Call) -> Decision:
-    return composite(_looped(call.function))
+    return composite(looped(call.function))
 
 
 @rule(getattr(torch, "_foreach_powsum", None))
@@ -155,8 +155,14 @@ def _power_sum(x: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
     if type(x) is DTensor and x._layout.is_pending:  # reduced once, not once per use
         x = convert(x, x._layout.base.with_states([INVARIANT if s is PENDING else s for s in x._layout.states]))
-    return (x.abs() if ord == 1 else (x * x.conj()).real if x.is_complex() and ord == 2
-            else x * x if ord == 2 else x.abs().pow(ord)).sum()  # fmt: skip
+    powers = (x.abs() if ord == 1 else (x * x.conj()).real if x.is_complex() and ord == 2
+              else x * x if ord == 2 else x.abs().pow(ord))  # fmt: skip
+    if type(x) is not DTensor or x._layout.flat_axis is None:
+        return powers.sum()
+    layout = x._layout.base
+    with local_only():
+        total = powers.sum()
+    return stamp(total, layout_of(layout.mesh, [PENDING if s.kind in "SF" else s for s in layout.states], ()))
 
 
 # --- fused optimizers -----------------------------------------------------------------

@@ -39,6 +39,8 @@ def _blank(tensor: DTensor) -> Tensor:
     (A shard with a dim of size 1 does not tell that order; then it is the order of the dims.)
     """
     shape = tensor._layout.shape
+    if tensor._layout.flat_axis is not None:  # flattened row-major
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     with local_only():
         strides = tensor.stride()
         order = sorted(range(len(shape)), key=lambda d: -strides[d]) if 0 not in tensor.shape else range(len(shape))

@@ -1,0 +1,98 @@
+"""Functions on tensors of which an axis holds parts of the flattened shard (state F).
+
+elementwise      all operands take the first flat one's layout (a replica is sliced: free), the result has it
+detach, *_like   local
+lists            item by item, each under its own rule
+anything else    the flat operand is gathered over its axis, and the function decided anew
+in place         as above on the flat shard; what is not elementwise runs whole, and the result is cut again
+
+Flat shards are parameters, gradients and optimizer states at rest: what computes with
+them sees them gathered, block by block. So few functions stay on them, and the others
+are right, not fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ._convert import convert_operand
+from ._copies import mark_copy
+from ._fallback import gathered
+from ._rules.registry import Call, Decision, Entry, composite
+from ._signature import Signature
+from ._state import INVARIANT, PENDING
+from ._tensor import DTensor
+
+
+def decide_flat(entry: Entry, call: Call) -> Decision:
+    """The decision for a call of which some operand is flat."""
+    family = entry.rule.__module__.rpartition(".")[2] if entry.rule is not None else ""
+    if family == "optim":
+        return _listed(entry, call)
+    if family in ("pointwise", "metadata"):
+        decision = entry.rule(call)
+        if isinstance(decision, Signature):
+            decision = _elementwise(call, decision)
+        if decision is not None:
+            return decision
+    return composite(gathered(call.function) if call.inplace else _opened(call.function, entry.view))
+
+
+def _listed(entry: Entry, call: Call) -> Decision:
+    from ._rules.optim import foreach, looped
+
+    return composite(looped(call.function)) if entry.rule is foreach else entry.rule(call)
+
+
+def _elementwise(call: Call, signature: Signature) -> Decision | None:
+    """On flat shards; None when the function looks at dims, or a pending operand would have to be reduced in place."""
+    flat = [operand for operand in call.operands if operand.layout.flat_axis is not None]
+    lead = flat[0].layout
+    outputs = set(signature.outputs)
+    full = [operand for operand, labels in zip(call.operands, signature.inputs) if labels in outputs]
+    scalars = [operand for operand in call.operands if not operand.ndim]
+    if (
+        len(outputs) != 1 or None in next(iter(outputs)) or signature.summed or signature.whole or signature.local
+        or any(operand not in full and operand not in scalars for operand in call.operands)
+        or any(operand.shape != lead.shape for operand in full)
+        or (call.inplace and call.operands[0] is not flat[0])
+    ):  # fmt: skip
+        return None
+    linear = any(
+        all(call.operands[i].layout is lead for i in together) and len(together) == len(full)
+        for together in signature.linear
+    )
+    if lead.is_pending and not linear:
+        if call.inplace:
+            return None
+        lead = lead.with_states(INVARIANT if state is PENDING else state for state in lead.states)
+    targets = []
+    for operand in call.operands:
+        target = lead if operand in full else operand.layout.invariant
+        targets.append(None if operand.layout is target or (operand in scalars and operand.plain) else target)
+    outs = (lead,) * len(signature.outputs)
+    return Decision(targets=tuple(targets), out=outs[0] if signature.single else outs)
+
+
+def _opened(function: Callable, view: bool) -> Callable:
+    """`function` with its flat operands gathered over their axes. What would be a view of one is marked as a copy."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from ._dispatch import substitute
+
+        source = None
+
+        def opened(tensor: Tensor) -> Tensor:
+            nonlocal source
+            if type(tensor) is not DTensor or tensor._layout.flat_axis is None:
+                return tensor
+            source, layout = tensor, tensor._layout.base
+            return convert_operand(tensor, layout, layout.opened, function)
+
+        out = function(*substitute(args, opened), **substitute(kwargs, opened))
+        return substitute(out, lambda one: mark_copy(one, source)) if view else out
+
+    return run
