@@ -17,6 +17,7 @@ PUBLIC = {
     "vescale": {
         "Boundary",
         "DTensor",
+        "GlobalBatchSampler",
         "InterleavedShard",
         "Partial",
         "Pipeline",
@@ -26,6 +27,7 @@ PUBLIC = {
         "RaggedShard",
         "RandomStateError",
         "Replicate",
+        "SeededSamples",
         "Shard",
         "VescaleError",
         "breakpoint",
@@ -103,10 +105,12 @@ PUBLIC = {
     },
     "vescale_plans": {
         "Boundary",
+        "GlobalBatchSampler",
         "Pipeline",
         "Plan",
         "PlanError",
         "Precision",
+        "SeededSamples",
         "no_sync",
         "parallelize",
     },

@@ -10,5 +10,7 @@ from .plan import Pipeline as Pipeline
 from .plan import Plan as Plan
 from .plan import PlanError as PlanError
 from .plan import Precision as Precision
+from .sampler import GlobalBatchSampler as GlobalBatchSampler
+from .sampler import SeededSamples as SeededSamples
 
 del _vescale_rng

@@ -18,6 +18,7 @@ from vescale_dtensor.engine import (
     convert_plain,
     gather_objects,
     layout_of,
+    mesh_of,
 )
 
 from ._containers import map_tensors
@@ -46,16 +47,21 @@ class RootBorder:
         return args, kwargs
 
     def _distribute(self, tensor: Tensor) -> Tensor:
-        if type(tensor) is DTensor:
-            return tensor
-        shape = tuple(tensor.shape)
-        placements = [Shard(0) if shape and name in self._data_axes else Replicate() for name in self._mesh.names]
-        states = canonical_states("batch", placements, self._mesh, shape, replicated=INVARIANT)
-        return convert_plain(tensor, self._mesh, layout_of(self._mesh, states, shape), "batch")
+        return distributed(tensor, self._mesh, self._data_axes)
 
     def _leave(self, root: nn.Module, args: tuple, output: Any) -> Any:
         """A pending number (a loss) becomes whole here, so that `loss.item()` never communicates."""
         return map_tensors(output, _whole_number)
+
+
+def distributed(tensor: Tensor, mesh: Mesh, data_axes: tuple[str, ...]) -> Tensor:
+    """A plain tensor that all ranks hold alike, with dim 0 sharded over the data axes; a DTensor as it is."""
+    if type(tensor) is DTensor:
+        return tensor
+    shape = tuple(tensor.shape)
+    placements = [Shard(0) if shape and name in data_axes else Replicate() for name in mesh.names]
+    states = canonical_states("batch", placements, mesh, shape, replicated=INVARIANT)
+    return convert_plain(tensor, mesh, layout_of(mesh, states, shape), "batch")
 
 
 def _whole_number(tensor: Tensor) -> Tensor:
@@ -64,6 +70,13 @@ def _whole_number(tensor: Tensor) -> Tensor:
     layout = tensor.mesh_layout
     states = [INVARIANT if state is PENDING else state for state in layout.states]
     return convert(tensor, layout.with_states(states), "loss (root border)")
+
+
+def shard_batch(plan: Plan, batch: Any) -> Any:
+    """See `Plan.shard_batch`."""
+    join()
+    mesh = mesh_of(make_mesh(plan))
+    return map_tensors(batch, lambda tensor: distributed(tensor, mesh, plan.data_axes))
 
 
 def local_batch(plan: Plan, batch: Any) -> Any:

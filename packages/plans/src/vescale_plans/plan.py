@@ -167,6 +167,18 @@ class Plan:
 
         fit(self, model, even=even)
 
+    def shard_batch(self, global_batch: Any) -> Any:
+        """The global batch, the same on every rank, as DTensors sharded over the data axes (dim 0).
+
+        What a model does to plain tensors that enter it, made ahead: a slice, no
+        communication, and no check that the ranks agree.
+
+        Arguments: tensors, in any nesting of tuples, lists and dicts.
+        """
+        from ._inputs import shard_batch
+
+        return shard_batch(self, global_batch)
+
     def local_batch(self, batch: Any) -> Any:
         """This rank's part of the batch as DTensors sharded over the data axes (dim 0); nothing is moved.
 

@@ -14,10 +14,12 @@ from vescale_dtensor import local_map as local_map
 from vescale_dtensor import register_rule as register_rule
 from vescale_dtensor import strict as strict
 from vescale_plans import Boundary as Boundary
+from vescale_plans import GlobalBatchSampler as GlobalBatchSampler
 from vescale_plans import Pipeline as Pipeline
 from vescale_plans import Plan as Plan
 from vescale_plans import PlanError as PlanError
 from vescale_plans import Precision as Precision
+from vescale_plans import SeededSamples as SeededSamples
 from vescale_plans import no_sync as no_sync
 from vescale_plans import parallelize as parallelize
 from vescale_rng import RandomStateError as RandomStateError
