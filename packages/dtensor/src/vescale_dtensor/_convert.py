@@ -28,7 +28,7 @@ class Convert(Function):
 
     @staticmethod
     def forward(ctx, local: Tensor, route: Route, own: bool) -> Tensor:
-        ctx.way = (route, _events.current())
+        ctx.way = (route, _events.current_cause())
         return _moved(local, route, own)
 
     @staticmethod
@@ -119,6 +119,12 @@ def convert_operand(
 
 
 def _converted(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own: bool = False) -> Tensor:
+    if _events.watch is not None:
+        return _events.watch(_make, tensor, source, target, fresh, own)
+    return _make(tensor, source, target, fresh, own)
+
+
+def _make(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own: bool) -> Tensor:
     with local_only():
         known = None if own else recall(tensor, target)
         if known is not None:

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 import torch
 
+_PACKAGES = ("vescale_dtensor", "vescale_rng", "vescale_plans", "vescale_pipeline", "vescale_checkpoint", "vescale")
 _INTERNAL = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
@@ -50,6 +52,8 @@ class Event:
 listeners: list[Callable[[Event], None]] = []
 module_path: Callable[[], str] = lambda: ""  # set by debug while somebody traces
 strict_depth = 0
+# Called in place of a conversion, with what would make it: set while a pass is recorded (`_static_tape`).
+watch: Callable | None = None
 _current: Cause | Callable | str = "a conversion"
 _direction = "forward"
 
@@ -63,7 +67,7 @@ def set_cause(function: object) -> None:
         _current = Cause(function_name(function), module_path(), user_line())
 
 
-def current() -> object:
+def current_cause() -> object:
     """The cause in its cheap form, for a Function to keep until its backward."""
     return _current
 
@@ -102,12 +106,31 @@ def raw_name(function: object) -> str:
     return name
 
 
+def is_strict() -> bool:
+    """Whether a `strict()` is open."""
+    return strict_depth > 0
+
+
+def set_watch(function: Callable | None) -> Callable | None:
+    """Sets `watch`; returns what it was."""
+    global watch
+    before, watch = watch, function
+    return before
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs code that is neither torch's nor ours."""
+    path = frame.f_code.co_filename
+    if path.startswith(_INTERNAL) or path.startswith("<"):
+        return False
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES
+
+
 def user_line() -> str:
     """`file.py:12` of the innermost frame outside torch and this package."""
     frame = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(_INTERNAL) and not path.startswith("<"):
-            return f"{path}:{frame.f_lineno}"
+        if is_users(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

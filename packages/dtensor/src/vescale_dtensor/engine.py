@@ -6,11 +6,17 @@ numbers and checkpoints read regions. Nothing here is a promise to anybody else.
 
 from ._collectives import PendingSum as PendingSum
 from ._collectives import gather_objects as gather_objects
+from ._conversion import communicates as communicates
 from ._convert import convert as convert
 from ._convert import convert_plain as convert_plain
 from ._convert import from_plain as from_plain
 from ._copies import check_writable as check_writable
+from ._events import current_cause as current_cause
+from ._events import is_strict as is_strict
+from ._events import is_users as is_users
 from ._events import set_cause as set_cause
+from ._events import set_watch as set_watch
+from ._events import user_line as user_line
 from ._fallback import gathered as gathered
 from ._gradient import after_backward as after_backward
 from ._gradient import in_backward as in_backward
@@ -31,7 +37,29 @@ from ._rules.registry import handler as handler
 from ._state import INVARIANT as INVARIANT
 from ._state import PENDING as PENDING
 from ._state import VARYING as VARYING
+<<<<<<< HEAD
 from ._state import flat as flat
+=======
+from ._static_compare import Difference as Difference
+from ._static_compare import Pairs as Pairs
+from ._static_compare import first_difference as first_difference
+from ._static_compare import graph_difference as graph_difference
+from ._static_compare import same_bits as same_bits
+from ._static_erase import convert_erased as convert_erased
+from ._static_erase import erase as erase
+from ._static_erase import restore as restore
+from ._static_erase import route_between as route_between
+from ._static_tape import Conversion as Conversion
+from ._static_tape import Crossing as Crossing
+from ._static_tape import Op as Op
+from ._static_tape import Ref as Ref
+from ._static_tape import Storages as Storages
+from ._static_tape import Tape as Tape
+from ._static_tape import Taping as Taping
+from ._static_tape import grad_state as grad_state
+from ._static_tape import refs_of as refs_of
+from ._steps import Route as Route
+>>>>>>> 59582f1 (plans: static mode: recorded passes, trials, regions on plain shards)
 from ._tensor import local_only as local_only
 from ._tensor import requires_grad as requires_grad
 from ._tensor import settle as settle

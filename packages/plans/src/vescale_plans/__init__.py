@@ -4,6 +4,10 @@ import vescale_rng as _vescale_rng  # registers its rules: random numbers are on
 
 from ._apply import no_sync as no_sync
 from ._apply import parallelize as parallelize
+from ._static import StaticTree as StaticTree
+from ._static import StaticWarning as StaticWarning
+from ._static import explain_static as explain_static
+from ._static import static as static
 from ._version import __version__ as __version__
 from .plan import Boundary as Boundary
 from .plan import Pipeline as Pipeline

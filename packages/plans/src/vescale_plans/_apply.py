@@ -18,6 +18,7 @@ from ._data_parallel import GradientSync
 from ._inputs import RootBorder
 from ._join import join, make_mesh
 from ._loss import LossBorder, LossFn
+from ._static import check_mode, static
 from ._together import together
 from ._validate import fit
 from .plan import Plan, PlanError
@@ -26,7 +27,12 @@ OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def parallelize(
-    plan: Plan, model: nn.Module, optimizer_fn: OptimizerFn | None = None, *, loss_fn: LossFn | None = None
+    plan: Plan,
+    model: nn.Module,
+    optimizer_fn: OptimizerFn | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    mode: str = "eager",
 ) -> tuple[nn.Module, Any]:
     """Shards `model` by `plan`, in place, and makes its optimizer.
 
@@ -43,6 +49,8 @@ def parallelize(
             call: `model(batch)` is `loss_fn(output, batch)`. Keyword arguments that the
             forward does not take go to `loss_fn` alone. It runs where the output is: under a
             pipeline on the last stage, per microbatch.
+        mode: "eager", or "static": modules whose own code computes on local shards what it
+            computes on the whole run on plain tensors from the second call on (see `static`).
 
     Returns: the same model, and the optimizer (None without `optimizer_fn`).
 
@@ -52,6 +60,7 @@ def parallelize(
     """
     join()
     with together("checking the plan"):
+        check_mode(mode)
         if hasattr(model, "_vescale"):
             raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
         fitted = fit(plan, model)
@@ -77,6 +86,8 @@ def parallelize(
             optimizer = optimizer_fn(model.parameters())
             optimizer.register_step_pre_hook(lambda *_: sync.flush())
             optimizer.register_step_post_hook(lambda *_: forget_all())
+    if mode != "eager":
+        static(model)
     return model, optimizer
 
 
@@ -85,6 +96,7 @@ class Parallelized:
 
     def __init__(self, plan: Plan, device_mesh, sync: GradientSync, loss_fn: LossFn | None) -> None:
         self.plan, self.device_mesh, self.sync, self.loss_fn = plan, device_mesh, sync, loss_fn
+        self.static = None  # what `static` makes
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from vescale_dtensor.engine import (
     open_scope,
 )
 
+from . import _passes
 from ._containers import map_first, map_tensors
 from .plan import Boundary, Placements
 
@@ -27,22 +28,29 @@ class Converter:
 
     def __init__(self, placements: Placements, where: str) -> None:
         self._placements = placements
-        self._where = where
+        self.__name__ = where  # what traces and errors call it
         self._targets: dict[Layout, Layout] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        running = _passes.running
+        if running is not None:
+            return running.at_border(self, tensor)
+        return self.convert(tensor)
+
+    def convert(self, tensor: Tensor) -> Tensor:
+        """Of a DTensor; a plain tensor stays."""
         if type(tensor) is not DTensor:
             return tensor
         layout = tensor.mesh_layout
         target = self._targets.get(layout)
         if target is None:
             target = self._targets[layout] = self._target(layout)
-        return tensor if target is layout else convert(tensor, target, self._where)
+        return tensor if target is layout else convert(tensor, target, self)
 
     def _target(self, layout: Layout) -> Layout:
         mesh = layout.mesh
         placements = [self._placements.get(name, now) for name, now in zip(mesh.names, layout.placements)]
-        wanted = canonical_states(self._where, placements, mesh, layout.shape)
+        wanted = canonical_states(self.__name__, placements, mesh, layout.shape)
         states = []
         for name, now, goal in zip(mesh.names, layout.states, wanted):
             if name not in self._placements or (goal is VARYING and now.is_replicated):

@@ -20,8 +20,11 @@ from vescale_plans import Plan as Plan
 from vescale_plans import PlanError as PlanError
 from vescale_plans import Precision as Precision
 from vescale_plans import SeededSamples as SeededSamples
+from vescale_plans import StaticWarning as StaticWarning
+from vescale_plans import explain_static as explain_static
 from vescale_plans import no_sync as no_sync
 from vescale_plans import parallelize as parallelize
+from vescale_plans import static as static
 from vescale_rng import RandomStateError as RandomStateError
 from vescale_rng import rand as rand
 from vescale_rng import randint as randint

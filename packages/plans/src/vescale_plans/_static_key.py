@@ -1,0 +1,71 @@
+"""The key of a call: everything about its arguments, and around it, that a region was found for."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.nn.modules import module as _global
+
+from vescale_dtensor import DTensor
+from vescale_dtensor.engine import erase
+
+_VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def take_key(args: tuple, kwargs: dict) -> tuple[tuple | None, list[DTensor]]:
+    """The key, or None where an argument cannot be compared; and the inputs that it erased, for `restore`."""
+    found: list = []
+    tensors: list[Tensor] = []
+    if not (_describe(args, found, tensors) and (not kwargs or _describe(kwargs, found, tensors))):
+        return None, []
+    erased = erase(tensors)
+    for tensor in tensors:
+        found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad))
+    found.append(is_grad_enabled())
+    found.append(torch.is_inference_mode_enabled())
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        found += [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+    return tuple(found), erased
+
+
+def _describe(value: Any, found: list, tensors: list[Tensor]) -> bool:
+    kind = type(value)
+    if kind is DTensor:
+        found.append(value._layout)
+        tensors.append(value)
+    elif kind is tuple or kind is list:
+        found.append((kind, len(value)))
+        for item in value:
+            if not _describe(item, found, tensors):
+                return False
+    elif kind in _VALUES:
+        found.append((kind, value))  # 1 == True
+    elif isinstance(value, Tensor):
+        found.append(kind)
+        tensors.append(value)
+    elif kind is slice:
+        return _describe((value.start, value.stop, value.step), found, tensors)
+    elif isinstance(value, dict):
+        found.append((kind, tuple(value)))
+        for item in value.values():
+            if not _describe(item, found, tensors):
+                return False
+    elif isinstance(value, enum.Enum):
+        found.append(value)
+    else:
+        return False
+    return True
+
+
+def foreign_global_hooks() -> bool:
+    """Whether somebody watches every module's call: such hooks see what modules take."""
+    hooks = (*_global._global_forward_pre_hooks.values(), *_global._global_forward_hooks.values())
+    return any(not is_ours(hook) for hook in hooks)
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a module hook is one of this library's, which know plain tensors."""
+    return getattr(hook, "__module__", "").startswith("vescale")

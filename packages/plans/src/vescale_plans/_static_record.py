@@ -1,0 +1,124 @@
+"""The recorded pass: modules run eagerly, each call is written down as a frame and judged as it ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from vescale_dtensor import Layout
+from vescale_dtensor.engine import (
+    Conversion,
+    Crossing,
+    Difference,
+    Storages,
+    Taping,
+    current_cause,
+    local_only,
+    refs_of,
+    restore,
+    set_watch,
+    user_line,
+)
+
+from ._passes import entered
+from ._static_frame import RANDOM, Frame, changed, kept_by, layout_at, tensors_of
+from ._static_key import take_key
+from ._static_trial import judge
+
+
+class Recording:
+    """The pass that writes down. `root`: the outermost frame, when it has ended."""
+
+    def __init__(self) -> None:
+        self.root: Frame | None = None
+        self._storages = Storages()
+        self._taping = Taping(self._storages)
+        self._stack: list[Frame] = []
+        self._by: object = None
+
+    def run(self, site: Any, args: tuple, kwargs: dict) -> Any:
+        """The module's forward, eagerly, with all that it calls."""
+        before = set_watch(self._watch)
+        try:
+            with entered(self), self._taping:
+                return self.enter(site, args, kwargs)
+        finally:
+            set_watch(before)
+
+    def enter(self, site: Any, args: tuple, kwargs: dict) -> Any:
+        """Runs a module's forward as a frame of its own."""
+        key, erased = take_key(args, kwargs)
+        restore(erased)
+        frame = Frame(site, args, kwargs, key)
+        self.root = self.root or frame
+        if self._stack:
+            parent = self._stack[-1]
+            parent.children.append(frame)
+            with local_only():
+                inputs = refs_of((args, kwargs), self._storages)
+            parent.tape.append(Crossing(frame, inputs))
+        before = kept_by(site.module)
+        self._stack.append(frame)
+        self._taping.tapes.append(frame.tape)
+        try:
+            frame.out = out = site.forward(*args, **kwargs)
+        finally:
+            self._taping.tapes.pop()
+            self._stack.pop()
+        self._end(frame, before)
+        return out
+
+    def _end(self, frame: Frame, before: dict[str, Any]) -> None:
+        frame.outputs = [layout_at(tensor) for tensor in tensors_of(frame.out)]
+        with _silent(self._taping):
+            frame.reason = self._outside(frame, before) or judge(frame, self._storages)
+        for child in frame.children:
+            child.forget()
+        if not self._stack:
+            frame.forget()
+
+    def _outside(self, frame: Frame, before: dict[str, Any]) -> Difference | None:
+        """What the module did beside computing: attributes, hooks of its children, Python's random numbers."""
+        name = changed(before, kept_by(frame.module))
+        if name:
+            frame.keeps = True
+            what = "draws from Python's own generator" if name == RANDOM else f"sets {name}"
+            return Difference(what, frame.site.line)
+        for child in frame.children:
+            if child.site.has_foreign_hooks():
+                return Difference(f"calls {child.site.name}, which has hooks of yours", child.site.line)
+        return None
+
+    def at_border(self, converter: Any, tensor: Tensor) -> Tensor:
+        """Converts, noting whose border it is."""
+        before, self._by = self._by, converter
+        try:
+            return converter.convert(tensor)
+        finally:
+            self._by = before
+
+    def _watch(self, make: Callable, tensor: Tensor, source: Layout, target: Layout, *how: bool) -> Tensor:
+        """In place of every conversion: makes it, and writes it down as one item."""
+        taping = self._taping
+        if taping.paused or not taping.tapes:
+            return make(tensor, source, target, *how)
+        cause, line = current_cause(), user_line()
+        with _silent(taping):
+            result = make(tensor, source, target, *how)
+        with local_only():
+            refs = (self._storages.ref(tensor), self._storages.ref(result))
+        taping.tapes[-1].append(Conversion(tensor, source, result, target, cause, line, self._by, refs))
+        return result
+
+
+@contextlib.contextmanager
+def _silent(taping: Taping) -> Iterator[None]:
+    """Nothing is written on the tape."""
+    before, taping.paused = taping.paused, True
+    try:
+        yield
+    finally:
+        taping.paused = before
