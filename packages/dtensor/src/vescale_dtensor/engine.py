@@ -37,9 +37,7 @@ from ._rules.registry import handler as handler
 from ._state import INVARIANT as INVARIANT
 from ._state import PENDING as PENDING
 from ._state import VARYING as VARYING
-<<<<<<< HEAD
 from ._state import flat as flat
-=======
 from ._static_compare import Difference as Difference
 from ._static_compare import Pairs as Pairs
 from ._static_compare import first_difference as first_difference
@@ -59,7 +57,6 @@ from ._static_tape import Taping as Taping
 from ._static_tape import grad_state as grad_state
 from ._static_tape import refs_of as refs_of
 from ._steps import Route as Route
->>>>>>> 59582f1 (plans: static mode: recorded passes, trials, regions on plain shards)
 from ._tensor import local_only as local_only
 from ._tensor import requires_grad as requires_grad
 from ._tensor import settle as settle

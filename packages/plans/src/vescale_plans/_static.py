@@ -289,9 +289,7 @@ class StaticTree:
 
     def __init__(self, model: nn.Module, sites: list[Site]) -> None:
         self._type = type(model).__name__
-        self.calls = {
-            "" if site.module is model else site.name: (site.verdict, site.reason) for site in sites
-        }
+        self.calls = {"" if site.module is model else site.name: (site.verdict, site.reason) for site in sites}
 
     @property
     def share(self) -> float:
