@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from ._jump import N, blocks_ahead
+
 # Bytes of `Generator.get_state` on CPU: seed, words left, seeded, index of the next word, 624 words, cached normals
 # (ATen/CPUGeneratorImpl.cpp, CPUGeneratorImplStateLegacy).
-_NEXT = slice(16, 24)
+_LEFT, _NEXT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * N)
 _DISCARD = 1 << 18
+FAR = 1 << 22  # words from which on a jump is cheaper than drawing
 
 
 def generator_or_default(generator: Generator | None) -> Generator:
@@ -34,7 +38,22 @@ def words_taken(fill: Callable[[Tensor], object], dtype: torch.dtype, generator:
 
 
 def discard(words: int, generator: Generator) -> None:
-    """Moves `generator` past `words` of its tape. The cheapest fill takes one word per element."""
-    waste = torch.empty(min(words, _DISCARD), dtype=torch.uint8)
+    """Moves `generator` past `words` of its tape, one by one or, if they are many, by a jump."""
+    if words >= FAR:
+        _jump(words, generator)
+        return
+    waste = torch.empty(min(words, _DISCARD), dtype=torch.uint8)  # one word per element
     for done in range(0, words, _DISCARD):
         waste[: min(_DISCARD, words - done)].random_(generator=generator)
+
+
+def _jump(words: int, generator: Generator) -> None:
+    """The words of the state are made anew, all at once, when the last was taken and one more is asked for."""
+    state = generator.get_state().numpy().copy()
+    left, following, block = (state[part].view(kind) for part, kind in ((_LEFT, "i4"), (_NEXT, "u8"), (_WORDS, "u8")))
+    taken = N if left[0] == 1 else int(following[0])  # fresh from a seed all count as taken
+    blocks, last = divmod(taken + words - 1, N)
+    block[:] = blocks_ahead(block.astype(np.uint32), blocks)
+    following[0] = last + 1
+    left[0] = N - last
+    generator.set_state(torch.from_numpy(state))

@@ -18,7 +18,7 @@ the whole is drawn, and the memory is that of the whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -96,6 +96,44 @@ def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False) -> T
         whole = fill(local.new_empty(layout.opened.local_shape), layout.opened, draw, fresh=True)
         return local.copy_(whole.reshape(-1)[start:stop])
     note(draw.function.__name__, draw.generator)
+    return _place(local, layout, draw, fresh)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A draw that the generator went past, and the generator's state before it: to be placed later, or never."""
+
+    draw: Draw
+    state: Tensor
+
+    def place(self, local: Tensor, layout: Layout | None = None) -> Tensor:
+        """Overwrites `local`, the shard of `layout` or all of the tensor, as the draw would have then."""
+        generator = Generator()
+        generator.set_state(self.state)
+        draw = replace(self.draw, kwargs={**self.draw.kwargs, "generator": generator})
+        if layout is not None:
+            return _place(local, layout, draw, True)
+        draw(local)
+        return local
+
+
+def take(draw: Draw, like: Tensor) -> Taken:
+    """Goes past what a draw into a tensor like this one, which may be a meta tensor, takes from the generator."""
+    generator = draw.generator
+    note(draw.function.__name__, generator)
+    state = generator.get_state()
+    if like.numel() <= CHUNK:  # the memory order counts, gaps do not: they change what a normal takes
+        order = order_of(like, like.shape)
+        draw(_memory(like.numel(), like.dtype, order.contiguous))
+    elif _seeds_another(draw, like.dtype):
+        draw(torch.empty(BLOCK, dtype=like.dtype))
+    else:
+        nowhere = Region((like.numel(),), ((),))
+        _fill_in_chunks(torch.empty(0, dtype=like.dtype), nowhere, order_of(like, like.shape), draw)
+    return Taken(draw, state)
+
+
+def _place(local: Tensor, layout: Layout, draw: Draw, fresh: bool) -> Tensor:
     order = order_of(local, layout.shape, fresh)
     ranges = layout.region_at(layout.mesh.coordinate)
     region = Region(
