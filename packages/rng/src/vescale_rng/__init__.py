@@ -6,10 +6,15 @@ Importing it registers its rules with vescale_dtensor, in place of those that dr
 from . import _attention as _attention
 from . import _dropout as _dropout
 from . import _fills as _fills
+from ._deferred import deferred_init as deferred_init
+from ._deferred import is_deferred as is_deferred
 from ._factories import rand as rand
 from ._factories import randint as randint
 from ._factories import randn as randn
 from ._factories import randperm as randperm
+from ._materialize import distribute as distribute
+from ._materialize import materialize as materialize
+from ._materialize import recorded as recorded
 from ._version import __version__ as __version__
 from .state import RandomStateError as RandomStateError
 from .state import check_in_step as check_in_step

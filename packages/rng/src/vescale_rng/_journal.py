@@ -12,7 +12,7 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 KEPT = 256
 _LIBRARIES = ("vescale_rng", "vescale_dtensor", "torch")
@@ -41,7 +41,12 @@ def note(name: str, generator: Generator) -> None:
 
 def fingerprint(generator: Generator) -> int:
     """A number that tells states of a generator apart, the same in every process."""
-    words = generator.get_state().view(torch.int64)
+    return fingerprint_of(generator.get_state())
+
+
+def fingerprint_of(state: Tensor) -> int:
+    """Likewise, of a state."""
+    words = state.view(torch.int64)
     return int(words.dot(torch.arange(1, len(words) + 1)))  # by place: a word left is one word further on
 
 

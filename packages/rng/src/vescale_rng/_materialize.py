@@ -1,0 +1,191 @@
+"""Deferred tensors get memory and values: whole, or this rank's shard only.
+
+A shard is made by the same ATen calls on shards, where each of them allows it:
+
+    empty, zeros, full, ...         with the shard's sizes
+    fills with random numbers       the shard's part, from the generator's state of then
+    elementwise functions, casts    of shards, of numbers, and of values cut to the shard
+    a constant in rows or columns   `weight[padding_idx].zero_()`: where they meet the shard
+
+Anything else (orthogonal_, a view that is drawn into) is made whole and cut: the
+memory is then that of the one tensor, for a moment.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+from vescale_dtensor import DTensor, Layout, Placement, distribute_tensor
+from vescale_dtensor.engine import stamp
+
+from ._deferred import Deferred, is_deferred, value_of
+from ._journal import fingerprint_of
+from ._tape import Entry, Slot, history
+
+aten = torch.ops.aten
+# Position of the sizes.
+_SIZED = {
+    aten.empty.memory_format: 0, aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0,
+    aten.new_empty.default: 1, aten.new_zeros.default: 1, aten.new_ones.default: 1, aten.new_full.default: 1,
+}  # fmt: skip
+_ALIKE = {
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default, aten.copy_.default,
+    aten.zero_.default, aten.fill_.Scalar,
+}  # fmt: skip
+_CONSTANT = {aten.zero_.default, aten.fill_.Scalar}
+Ranges = Sequence[tuple[int, int]]
+
+
+def distribute(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """`distribute_tensor`, of a tensor that may be deferred: then only the shard is made. No communication."""
+    if not is_deferred(tensor):
+        return distribute_tensor(tensor, device_mesh, placements)
+    slot = tensor._slot
+    layout = distribute_tensor(slot.meta, device_mesh, placements)._layout.base
+    with torch.no_grad():
+        local = None if layout.is_replicated or layout.is_pending else _shard(slot, layout)
+        if local is None:
+            return distribute_tensor(value_of(slot), device_mesh, placements).requires_grad_(tensor.requires_grad)
+        return stamp(local.to(layout.mesh.device_type), layout).requires_grad_(tensor.requires_grad)
+
+
+def materialize(target: nn.Module | Tensor) -> nn.Module | Tensor:
+    """Gives the deferred parameters, buffers and other tensors of a module their values, whole, on this rank.
+
+    In place for a module, which is returned; a tensor is returned anew. What is tied stays tied. Parameters keep
+    their attributes. No communication.
+    """
+    done: dict[int, Tensor] = {}
+
+    def make(value: object) -> object:
+        if not is_deferred(value):
+            return value
+        if id(value) not in done:
+            done[id(value)] = _whole(value)
+        return done[id(value)]
+
+    if not isinstance(target, nn.Module):
+        return make(target)
+    for module in target.modules():
+        for owner in (module._parameters, module._buffers, module.__dict__):
+            for name, value in list(owner.items()):
+                if is_deferred(value):
+                    owner[name] = make(value)
+                elif owner is module.__dict__ and type(value) in (list, tuple, dict):
+                    leaves = tree_flatten(value)[0]
+                    if any(map(is_deferred, leaves)):
+                        owner[name] = tree_map(make, value)
+    return target
+
+
+def _whole(tensor: Deferred) -> Tensor:
+    value = value_of(tensor._slot).requires_grad_(tensor.requires_grad)
+    if getattr(tensor, "_is_param", False):
+        value = nn.Parameter(value.detach(), tensor.requires_grad)
+    for key, one in tensor.__dict__.items():
+        if key not in ("_slot", "_is_param"):
+            setattr(value, key, one)
+    return value
+
+
+def recorded(tensor: Deferred) -> int:
+    """A number that tells apart what deferred tensors will be: it is the same on ranks that recorded the same."""
+    digest = 0
+    for entry in history(tensor._slot):
+        inputs = (entry.args, entry.kwargs)
+        shapes = [tuple(slot.meta.shape) for slot in tree_flatten(inputs)[0] if isinstance(slot, Slot)]
+        numbers = tree_map_only((Slot, torch.Generator), lambda _: None, inputs)
+        drawn = (entry.taken.draw.args, fingerprint_of(entry.taken.state)) if entry.taken else None
+        digest = zlib.crc32(repr((str(entry.function), shapes, numbers, drawn)).encode(), digest)
+        if entry.constant is not None:
+            digest = zlib.crc32(entry.constant.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), digest)
+    return digest
+
+
+# --- a shard ----------------------------------------------------------------------
+
+
+class _Whole(Exception):  # noqa: N818 - not an error: the tensor is to be made whole
+    """A shard cannot be made by itself."""
+
+
+def _shard(slot: Slot, layout: Layout) -> Tensor | None:
+    ranges = layout.region_at(layout.mesh.coordinate)
+    values: dict[Slot, Tensor | list[Tensor]] = {}
+    try:
+        for entry in history(slot):
+            out = _on_shards(entry, layout, ranges, values)
+            values.update((made, out) for _, made in entry.made)
+    except _Whole:
+        return None
+    return values[slot] if isinstance(values[slot], Tensor) else None
+
+
+def _on_shards(entry: Entry, layout: Layout, ranges: Sequence[Ranges], values: dict) -> Tensor | list[Tensor]:
+    """One entry on this rank's part; a list of views is what a row or a slice has of it."""
+    function, args, kwargs = entry.function, entry.args, entry.kwargs
+    if entry.constant is not None:
+        return _cut(entry.constant.clone(), layout, ranges)
+    parts = [values[one] for one in tree_flatten((args, kwargs))[0] if isinstance(one, Slot)]
+    if any(isinstance(part, list) for part in parts):
+        if function not in _CONSTANT:
+            raise _Whole
+        for view in parts[0]:
+            function(view, *args[1:])
+        return parts[0]
+    for _, made in entry.made:
+        if function in _VIEWS:
+            return _VIEWS[function](parts[0], layout.shape, ranges, *args[1:], **kwargs)
+        if made.meta.shape != layout.shape or not made.meta.is_contiguous():
+            raise _Whole
+    if entry.taken is not None:
+        return entry.taken.place(parts[0], layout)
+    if function in _SIZED:
+        at = _SIZED[function]
+        args = (*args[:at], layout.local_shape, *args[at + 1 :])
+    elif function not in _ALIKE and torch.Tag.pointwise not in getattr(function, "tags", ()):
+        raise _Whole
+    args, kwargs = tree_map_only(Slot, values.__getitem__, (args, kwargs))
+    return function(*args, **kwargs)
+
+
+def _cut(value: Tensor, layout: Layout, ranges: Sequence[Ranges]) -> Tensor:
+    if not value.dim():
+        return value
+    if value.shape != layout.shape:
+        raise _Whole
+    for dim, held in enumerate(ranges):
+        value = torch.cat([value.narrow(dim, start, stop - start) for start, stop in held or ((0, 0),)], dim)
+    return value
+
+
+def _selected(local: Tensor, shape: Sequence[int], ranges: Sequence[Ranges], dim: int, index: int) -> list[Tensor]:
+    index %= shape[dim]
+    return [part.squeeze(dim) for part in _sliced(local, shape, ranges, dim, index, index + 1)]
+
+
+def _sliced(
+    local: Tensor, shape: Sequence[int], ranges: Sequence[Ranges],
+    dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1,
+) -> list[Tensor]:  # fmt: skip
+    """What the shard holds of the indices from `start` to `end` of a dim."""
+    if step != 1:
+        raise _Whole
+    start, end, _ = slice(start, end).indices(shape[dim])
+    parts, at = [], 0
+    for low, high in ranges[dim]:
+        first, last = max(low, start), min(high, end)
+        if first < last:
+            parts.append(local.narrow(dim, at + first - low, last - first))
+        at += high - low
+    return parts
+
+
+_VIEWS: dict[Callable, Callable] = {aten.select.int: _selected, aten.slice.Tensor: _sliced}
