@@ -159,3 +159,52 @@ def test_loss_and_gradients_equal_one_device(name, plan):
         assert loss <= 1e-6
         assert by_scale <= 1e-6
         assert by_norm <= 1e-4
+
+
+def built(name, deferred):
+    """The model from its config, initialised by its own code, and the generator's state after that."""
+    import transformers
+
+    kind, config, _ = MODELS[name]
+    kind = getattr(transformers, kind)
+    torch.manual_seed(0)
+    if not deferred:
+        return kind(kind.config_class(**config)), torch.get_rng_state()
+    with vescale.deferred_init():
+        return kind(kind.config_class(**config)), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_deferred_initialisation_is_its_own(name):
+    (plain, state), (model, after) = built(name, False), built(name, True)
+    assert torch.equal(after, state) and all(map(vescale.is_deferred, model.parameters()))
+    vescale.materialize(model)
+    for kind in ("named_parameters", "named_buffers"):
+        found = dict(getattr(model, kind)(remove_duplicate=False))
+        wanted = dict(getattr(plain, kind)(remove_duplicate=False))
+        assert list(found) == list(wanted)
+        assert [n for n in found if found[n].dtype != wanted[n].dtype or not torch.equal(found[n], wanted[n])] == []
+    assert len(list(model.parameters())) == len(list(plain.parameters()))  # tied as before
+
+
+def trained(name, plan, deferred):
+    """Losses of three steps, and the shards after them."""
+    model, _ = built(name, deferred)
+    model, optimizer = vescale.parallelize(PLANS[plan](), model, lambda p: torch.optim.AdamW(p, lr=1e-3))
+    losses = []
+    for _ in range(3):
+        loss = MODELS[name][2](model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {n: p.detach().to_local() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("name", "plan"), [("llama", "tp + sp"), ("gemma", "tp"), ("t5", "replicated")])
+def test_deferred_and_parallelized_trains_alike(name, plan):
+    def both():
+        (losses, shards), (wanted, wanted_shards) = trained(name, plan, True), trained(name, plan, False)
+        return losses == wanted and all(torch.equal(shards[n], wanted_shards[n]) for n in wanted_shards)
+
+    assert run_ranks(4, both, timeout=180) == [True] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from vescale_dtensor import PlainTensorError
+from vescale_rng import is_deferred, recorded
 
 from ._inputs import checksum
 from ._together import gather
@@ -54,4 +55,7 @@ def check_same_values(sums: dict[str, int]) -> None:
 
 
 def checksums(model: nn.Module) -> dict[str, int]:
-    return {name: checksum(parameter) for name, parameter in model.named_parameters()}
+    return {
+        name: recorded(parameter) if is_deferred(parameter) else checksum(parameter)
+        for name, parameter in model.named_parameters()
+    }

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_dtensor import distribute_tensor, register_function
+from vescale_dtensor import register_function
 from vescale_dtensor.engine import forget_all, mesh_of
+from vescale_rng import distribute, materialize
 
 from ._agreement import check_same_plan, check_same_values, checksums
 from ._boundary import install_boundary, install_scopes
@@ -42,7 +43,8 @@ def parallelize(
 
     Arguments:
         plan: see `Plan`.
-        model: a single-device model, built with the same values on every rank (same seed).
+        model: a single-device model, built with the same values on every rank (same seed). If it was built
+            under `deferred_init`, this rank's shards are all that is allocated.
         optimizer_fn: makes the optimizer from an iterable of parameters.
         loss_fn: for a model whose forward does not compute the loss. From then on
             `model(...)` returns `loss_fn(output, ...)`, called with the arguments of the
@@ -71,6 +73,7 @@ def parallelize(
     mesh = mesh_of(device_mesh)
     with together("sharding the model"):
         _shard_parameters(plan, model, device_mesh, fitted.parameters)
+        materialize(model)  # what is no parameter: buffers
         for name, boundary in fitted.boundaries.items():
             install_boundary(model.get_submodule(name), name, boundary)
         install_scopes(model)
@@ -113,7 +116,7 @@ def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -
         first = shards.get(id(parameter))
         if first is None:
             placements = plan.placements(placed[name])
-            sharded = distribute_tensor(parameter.detach(), device_mesh, placements)
+            sharded = distribute(parameter.detach(), device_mesh, placements)
             shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             for key, value in parameter.__dict__.items():
                 setattr(shard, key, value)

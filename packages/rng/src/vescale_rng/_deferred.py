@@ -65,7 +65,7 @@ def is_deferred(tensor: object) -> bool:
 class Deferred(Tensor):
     """A tensor that has no memory yet: an entry of the tape stands for its values."""
 
-    _slot: Slot
+    __slots__ = ("_slot",)
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -97,7 +97,7 @@ class Deferred(Tensor):
         if id(self) not in memo:
             with torch.no_grad():
                 copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
-            copied.__dict__.update((key, value) for key, value in self.__dict__.items() if key != "_slot")
+            copied.__dict__.update((key, value) for key, value in self.__dict__.items())
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -234,7 +234,9 @@ def _filled_factory(name: str, function: Callable, args: tuple, kwargs: dict) ->
     names = _argument_names(function)
     given = dict(zip(names, args)) | kwargs
     generator = given.pop("generator", None)
-    options = {key: given[key] for key in ("dtype", "layout", "device", "pin_memory", "memory_format") if given.get(key)}
+    if name == "randint":
+        given.setdefault("dtype", torch.int64)
+    options = {key: given[key] for key in ("dtype", "device", "pin_memory", "memory_format") if given.get(key)}
     if name.endswith("_like"):
         fresh = record(aten.empty_like.default, (given["self"],), options)
     else:

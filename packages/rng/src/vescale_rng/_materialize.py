@@ -90,7 +90,7 @@ def _whole(tensor: Deferred) -> Tensor:
     if getattr(tensor, "_is_param", False):
         value = nn.Parameter(value.detach(), tensor.requires_grad)
     for key, one in tensor.__dict__.items():
-        if key not in ("_slot", "_is_param"):
+        if key != "_is_param":
             setattr(value, key, one)
     return value
 
@@ -112,7 +112,7 @@ def recorded(tensor: Deferred) -> int:
 # --- a shard ----------------------------------------------------------------------
 
 
-class _Whole(Exception):  # noqa: N818 - not an error: the tensor is to be made whole
+class _Whole(Exception):
     """A shard cannot be made by itself."""
 
 
@@ -150,10 +150,19 @@ def _on_shards(entry: Entry, layout: Layout, ranges: Sequence[Ranges], values: d
     if function in _SIZED:
         at = _SIZED[function]
         args = (*args[:at], layout.local_shape, *args[at + 1 :])
-    elif function not in _ALIKE and torch.Tag.pointwise not in getattr(function, "tags", ()):
+    elif function not in _ALIKE and not _is_elementwise(function):
         raise _Whole
     args, kwargs = tree_map_only(Slot, values.__getitem__, (args, kwargs))
     return function(*args, **kwargs)
+
+
+def _is_elementwise(function: Callable) -> bool:
+    """By torch's own tag, which some functions have in place only, some only out of place."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return False
+    packet = getattr(aten, function._schema.name.removeprefix("aten::").rstrip("_"), None)
+    one = getattr(packet, function._overloadname, function) if packet is not None else function
+    return torch.Tag.pointwise in function.tags or torch.Tag.pointwise in one.tags
 
 
 def _cut(value: Tensor, layout: Layout, ranges: Sequence[Ranges]) -> Tensor:

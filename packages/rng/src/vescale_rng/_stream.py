@@ -17,7 +17,7 @@ the whole is drawn, and the memory is that of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -29,7 +29,7 @@ from vescale_dtensor.engine import PENDING
 
 from ._journal import note
 from ._mt19937 import discard, generator_or_default, words_taken
-from ._region import Region
+from ._region import Piece, Region
 
 CHUNK = 1 << 18  # elements; with strided memory beside it 4 MiB of doubles: stays in the cache
 BLOCK = 16  # elements that torch's normal makes at once
@@ -166,24 +166,36 @@ def _fill_in_chunks(target: Tensor, region: Region, order: Order, draw: Draw) ->
     ahead = 0  # words to go past before the next draw
     skips = total > CHUNK and not _waits(draw, order)
     words = words_taken(draw, target.dtype, generator, BLOCK) // BLOCK if skips else 0
-    start = 0
-    while start < total:
-        stop = start + CHUNK if total - start >= CHUNK + BLOCK else total
-        pieces = list(region.pieces(start, stop))
+    for start, stop, pieces in _steps(region, skips):
         # The last chunk is always drawn: a normal may take more words for it than others.
         if skips and not pieces and stop < total:
             ahead += words * (stop - start)
-        else:
-            if ahead:
-                discard(ahead, generator)
-                ahead = 0
-            if len(chunk) < stop - start:
-                chunk = _memory(stop - start, target.dtype, order.contiguous)
-            drawn = chunk[: stop - start]
-            draw(drawn)
-            for piece in pieces:
-                _keep(piece, drawn, start, target, region.strides)
+            continue
+        if ahead:
+            discard(ahead, generator)
+            ahead = 0
+        if len(chunk) < stop - start:
+            chunk = _memory(stop - start, target.dtype, order.contiguous)
+        drawn = chunk[: stop - start]
+        draw(drawn)
+        for piece in pieces:
+            _keep(piece, drawn, start, target, region.strides)
+
+
+def _steps(region: Region, skips: bool) -> Iterator[tuple[int, int, list[Piece]]]:
+    """The sequence in chunks, with the shard's pieces of each; with `skips`, gaps in larger and larger steps."""
+    start, width, total = 0, CHUNK, region.numel
+    while start < total:
+        last = total - start < width + BLOCK
+        if width > CHUNK and (last or next(region.pieces(start, start + width), None) is not None):
+            width //= 2
+            continue
+        stop = total if last else start + width
+        pieces = [] if width > CHUNK else list(region.pieces(start, stop))
+        yield start, stop, pieces
         start = stop
+        if skips and not pieces:
+            width *= 2
 
 
 def _waits(draw: Draw, order: Order) -> bool:
@@ -191,7 +203,7 @@ def _waits(draw: Draw, order: Order) -> bool:
     return draw.function is Tensor.log_normal_ or draw.function is Tensor.normal_ and not order.contiguous
 
 
-def _keep(piece, drawn: Tensor, start: int, target: Tensor, strides: tuple[int, ...]) -> None:
+def _keep(piece: Piece, drawn: Tensor, start: int, target: Tensor, strides: tuple[int, ...]) -> None:
     step = drawn.stride(0)
     source = drawn.as_strided(
         piece.shape, [stride * step for stride in strides], drawn.storage_offset() + (piece.start - start) * step

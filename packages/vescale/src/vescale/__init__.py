@@ -26,6 +26,9 @@ from vescale_plans import no_sync as no_sync
 from vescale_plans import parallelize as parallelize
 from vescale_plans import static as static
 from vescale_rng import RandomStateError as RandomStateError
+from vescale_rng import deferred_init as deferred_init
+from vescale_rng import is_deferred as is_deferred
+from vescale_rng import materialize as materialize
 from vescale_rng import rand as rand
 from vescale_rng import randint as randint
 from vescale_rng import randn as randn
