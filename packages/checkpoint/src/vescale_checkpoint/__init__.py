@@ -1,3 +1,17 @@
-"""Checkpoints of sharded tensors. Today this package holds only its version: see its README."""
+"""vescale_checkpoint: checkpoints of sharded tensors that load under any other cluster size and plan."""
 
+from ._choice import Report as Report
+from ._commit import Retention as Retention
+from ._errors import CheckpointError as CheckpointError
+from ._errors import ConflictError as ConflictError
+from ._errors import CorruptError as CorruptError
+from ._errors import FormatError as FormatError
+from ._errors import MismatchError as MismatchError
+from ._errors import PeerError as PeerError
+from ._errors import StorageError as StorageError
+from ._errors import UnsafeError as UnsafeError
+from ._job import PendingSave as PendingSave
+from ._job import close as close
 from ._version import __version__ as __version__
+from .api import load as load
+from .api import save as save

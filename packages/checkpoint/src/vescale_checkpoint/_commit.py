@@ -1,0 +1,306 @@
+"""Which steps exist, how one comes into being, and how one goes.
+
+On a local file system a step is written into `step-N.tmp-ID` and committed by one
+rename to `step-N`; nothing is ever written into a committed directory. "Latest" is
+the highest committed step: it is derived, never stored. Who uses a directory holds
+a lock on it (flock, gone with its process): its saver exclusively, readers shared.
+So debris of killed saves is what nobody has locked, and retention deletes only what
+nobody reads. Where the file system has no locks everything counts as in use.
+
+Object stores cannot rename: there the manifest, written last, is the commit, and
+debris is left alone, as nobody can tell it from a save that is under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from . import manifest
+from ._errors import ConflictError, StorageError
+from ._storage import LocalStorage, Storage, guarded, storage_of
+
+_STEP = re.compile(r"step-(\d{1,18})")
+_LEFT = re.compile(r"step-(\d{1,18})\.(tmp|old|gone)-([0-9a-f]+)")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which committed steps stay; a step that any rule names stays, and so does the newest.
+
+    Arguments:
+        last: the newest so many.
+        every: every step that is a multiple of this.
+        best: a metric's name (`save(..., metrics={"loss": 0.3})`); the `count` best steps by it.
+        count: see `best`.
+        largest: whether the best is the largest value, not the smallest.
+    """
+
+    last: int = 1
+    every: int | None = None
+    best: str | None = None
+    count: int = 1
+    largest: bool = False
+
+    def __post_init__(self) -> None:
+        if self.last < 1 or self.count < 1 or (self.every is not None and self.every < 1):
+            raise ValueError(f"{self}: last, every and count are at least 1")
+
+    def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """Of the steps, each with its metrics, those that stay."""
+        steps = sorted(metrics)
+        kept = set(steps[-self.last :])
+        if self.every is not None:
+            kept |= {step for step in steps if step % self.every == 0}
+        if self.best is not None:
+            valued = [step for step in steps if isinstance(metrics[step].get(self.best), int | float)]
+            valued.sort(key=lambda step: (metrics[step][self.best], -step), reverse=self.largest)
+            kept |= set(valued[: self.count])
+        return kept
+
+
+class Root:
+    """The directory of a run: its steps."""
+
+    def __init__(self, path: str | os.PathLike[str], operation: str) -> None:
+        self.given, self.operation = os.fspath(path), operation
+        self.storage, self.path = storage_of(path)
+
+    def committed(self) -> dict[int, str]:
+        """Step -> its directory's name, ascending."""
+        found: dict[int, str] = {}
+        with guarded(self.operation, self.path, "cannot list the checkpoints"):
+            for name in self.storage.names(self.path):
+                plain, left = _STEP.fullmatch(name), _LEFT.fullmatch(name)
+                if plain and self._is_whole(name):
+                    found[int(plain[1])] = name
+                elif left and left[2] == "old" and self._is_whole(name):  # its successor never came
+                    found.setdefault(int(left[1]), name)
+        return dict(sorted(found.items()))
+
+    def resolve(self, step: int | None) -> str:
+        """The name of the directory of `step`, or of the latest. Raises StorageError that lists those there are."""
+        steps = self.committed()
+        if step is None and steps:
+            return steps[max(steps)]
+        if step in steps:
+            return steps[step]
+        with guarded(self.operation, self.path, "cannot read the checkpoints"):
+            is_dir = self.storage.is_dir(self.path)
+        if not is_dir:
+            what = "it is a file" if self.storage.exists(self.path) else "it does not exist"
+            raise StorageError(self.operation, f"there is no checkpoint: {what}", [f"path  {self.path}"])
+        there = ", ".join(map(str, [*steps][-8:])) or "none"
+        wanted = "no step is committed" if step is None else f"step {step} is not committed"
+        raise StorageError(self.operation, wanted, [f"path  {self.path}", f"committed steps  {there}"])
+
+    def begin(self, step: int, overwrite: bool) -> Draft:
+        """A directory to write `step` into. Sweeps what killed saves left. Raises ConflictError, StorageError."""
+        with guarded(self.operation, self.path, "cannot make the directory"):
+            self.storage.make_dirs(self.path)
+        if not overwrite and step in self.committed():
+            raise self.conflict(step)
+        identity = secrets.token_hex(8)
+        if not isinstance(self.storage, LocalStorage):
+            with guarded(self.operation, self.path, "cannot make the directory"):
+                self.storage.make_dirs(f"{self.path}/step-{step:08d}")
+            return Draft(self, step, identity, f"step-{step:08d}", overwrite, None)
+        self.sweep()
+        while True:
+            name = f"step-{step:08d}.tmp-{identity}"
+            path = f"{self.path}/{name}"
+            with guarded(self.operation, path, "cannot make the directory"):
+                self.storage.make_dir(path)
+                lock = _lock(path, fcntl.LOCK_EX)
+            if lock is not None:  # else a sweep took it for debris before it was locked
+                return Draft(self, step, identity, name, overwrite, lock)
+            identity = secrets.token_hex(8)
+
+    def conflict(self, step: int) -> ConflictError:
+        return ConflictError(
+            self.operation,
+            f"step {step} is committed already",
+            [f"path  {self.path}"],
+            [
+                ("save(..., overwrite=True)", "the old one stays until the new one is committed"),
+                ("save another step", ""),
+            ],
+        )
+
+    def sweep(self) -> list[str]:
+        """Removes what killed saves left, and nothing that anybody uses; returns the names."""
+        if not isinstance(self.storage, LocalStorage):
+            return []
+        removed = []
+        for name in self.storage.names(self.path):
+            left = _LEFT.fullmatch(name)
+            if left is None:
+                continue
+            path = f"{self.path}/{name}"
+            with contextlib.suppress(OSError), _held(path) as held:
+                if not held:
+                    continue
+                final = f"step-{int(left[1]):08d}"
+                if left[2] == "old" and self._is_whole(name) and not self._is_whole(final):
+                    self.storage.rename(path, f"{self.path}/{final}")
+                    continue
+                self.storage.remove_tree(path)
+                removed.append(name)
+        return removed
+
+    def retain(self, policy: Retention, keep: int) -> list[int]:
+        """Deletes committed steps that `policy` does not name, and that nobody reads; `keep` stays. Returns them."""
+        steps = self.committed()
+        metrics = {step: self._metrics(name) if policy.best else {} for step, name in steps.items()}
+        kept = policy.kept(metrics) | {keep, max(steps, default=keep)}
+        return [step for step, name in steps.items() if step not in kept and self._delete(step, name)]
+
+    def _delete(self, step: int, name: str) -> bool:
+        path = f"{self.path}/{name}"
+        if not isinstance(self.storage, LocalStorage):
+            self.storage.remove_tree(path)
+            return True
+        with contextlib.suppress(OSError), _held(path) as held:
+            if held:
+                gone = f"{self.path}/step-{step:08d}.gone-{secrets.token_hex(8)}"
+                self.storage.rename(path, gone)  # from here on it is no committed step, whole or not
+                self.storage.remove_tree(gone)
+                return True
+        return False
+
+    def _metrics(self, name: str) -> Mapping[str, float]:
+        try:
+            path = f"{self.path}/{name}/{manifest.NAME}"
+            return manifest.parse(self.storage.read(path, manifest.MOST_BYTES), path).about.get("metrics", {})
+        except (OSError, RuntimeError):  # an unreadable step has no metrics; it stays or goes by the other rules
+            return {}
+
+    def _is_whole(self, name: str) -> bool:
+        return self.storage.exists(f"{self.path}/{name}/{manifest.NAME}")
+
+
+@dataclass
+class Draft:
+    """A step being written. `path` is where its files go; one process commits or discards it."""
+
+    root: Root
+    step: int
+    identity: str
+    name: str
+    overwrite: bool
+    lock: int | None
+
+    @property
+    def path(self) -> str:
+        return f"{self.root.path}/{self.name}"
+
+    @property
+    def final(self) -> str:
+        """The directory's path once it is committed."""
+        return f"{self.root.path}/step-{self.step:08d}"
+
+    def commit(self, text: bytes) -> None:
+        """Writes the manifest, and makes the step visible by one rename. Raises ConflictError, StorageError."""
+        storage = self.root.storage
+        target = f"{self.path}/{manifest.NAME}"
+        if self.lock is None and not self.overwrite and storage.exists(target):
+            raise self.root.conflict(self.step)
+        with guarded(self.root.operation, target, f"cannot write {len(text)} bytes of manifest"):
+            writer = storage.create(target)
+            try:
+                writer.write([text])
+            finally:
+                writer.close()
+        if isinstance(storage, LocalStorage):
+            self._rename(storage)
+
+    def _rename(self, storage: LocalStorage) -> None:
+        with guarded(self.root.operation, self.final, "cannot commit the step"):
+            storage.sync_dir(self.path)
+            old = None
+            if self.overwrite and storage.exists(self.final):
+                old = f"{self.final}.old-{self.identity}"
+                storage.rename(self.final, old)
+            try:
+                storage.rename(self.path, self.final)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise self.root.conflict(self.step) from error
+                raise
+            storage.sync_dir(self.root.path)
+        self.release()
+        if old is not None:
+            with contextlib.suppress(OSError), _held(old) as held:
+                if held:
+                    storage.remove_tree(old)
+
+    def discard(self) -> None:
+        """Removes what was written; a committed step is left alone."""
+        if isinstance(self.root.storage, LocalStorage) and self.lock is not None:
+            self.root.storage.remove_tree(self.path)
+        self.release()
+
+    def release(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+
+@contextlib.contextmanager
+def leased(storage: Storage, path: str) -> Iterator[bool]:
+    """Within the block nobody deletes the directory `path`. False where it is not there (any more)."""
+    if not isinstance(storage, LocalStorage):
+        yield storage.exists(path)
+        return
+    try:
+        lock = _lock(path, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        lock = None
+    except OSError:  # a file system without locks: nothing is deleted there either
+        yield True
+        return
+    if lock is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _held(path: str) -> Iterator[bool]:
+    """Whether nobody else uses the directory, and then nobody will within the block."""
+    try:
+        lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock = None
+    if lock is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(lock)
+
+
+def _lock(path: str, how: int) -> int | None:
+    """A descriptor that holds a lock on the directory; None where it was renamed or removed meanwhile."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, how)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    except FileNotFoundError:
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None

@@ -1,0 +1,79 @@
+"""The errors of checkpoints: each a `VescaleError`, with the same text on all ranks.
+
+An error of one rank travels to the others as JSON (`to_json`, `from_json`), so
+that every rank raises the first cause and none waits for what will not come.
+"""
+
+from __future__ import annotations
+
+import json
+
+from vescale_dtensor import VescaleError
+
+
+class CheckpointError(VescaleError):
+    """Base of every error of saving and loading."""
+
+
+class StorageError(CheckpointError):
+    """A path that cannot be read or written: names the path, the bytes and the system's reason."""
+
+
+class CorruptError(CheckpointError):
+    """Bytes that are not those that were written: truncated, altered, missing, or of another checkpoint."""
+
+
+class FormatError(CheckpointError):
+    """A manifest that breaks the format, or one of a newer major version."""
+
+
+class ConflictError(CheckpointError):
+    """Two savers on one step, or a step that exists already."""
+
+
+class MismatchError(CheckpointError):
+    """Names, shapes or dtypes of the checkpoint that are not those of the state; or ranks that disagree."""
+
+
+class UnsafeError(CheckpointError):
+    """A value that cannot be stored without pickle, or a file that can only be read with it."""
+
+
+class PeerError(CheckpointError):
+    """Another rank died, or did not arrive in time."""
+
+
+_TYPES = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointError, StorageError, CorruptError, FormatError, ConflictError, MismatchError, UnsafeError, PeerError,
+    )
+}  # fmt: skip
+
+
+def to_json(error: BaseException, operation: str) -> bytes:
+    """The error as bytes for other ranks; what is not ours is described by type and text."""
+    ours = isinstance(error, VescaleError)
+    rule = error.rule if ours else f"{type(error).__name__}: {error}"
+    fields = {
+        "type": type(error).__name__ if type(error).__name__ in _TYPES else "CheckpointError",
+        "operation": error.operation if ours else operation,
+        "rule": rule,
+        "operands": list(error.operands) if ours else [],
+        "remedies": [list(pair) for pair in error.remedies] if ours else [],
+    }
+    return json.dumps(fields).encode()
+
+
+def from_json(data: bytes) -> CheckpointError:
+    """The error that another rank sent."""
+    fields = json.loads(data)
+    kind = _TYPES[fields["type"]]
+    remedies = [(code, cost) for code, cost in fields["remedies"]]
+    return kind(fields["operation"], fields["rule"], fields["operands"], remedies)
+
+
+def of_system(error: OSError, operation: str, path: str, doing: str) -> StorageError:
+    """An operating system's error, with the path and what was being done."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return StorageError(operation, f"{doing}: {reason}", [f"path  {path}"])

@@ -1,0 +1,38 @@
+"""Tensors' memory as bytes: views without copies where there can be any, checksums, strided copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from crc32c import crc32c
+from torch import Tensor
+
+from ._box import Piece, shape_of
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """The bytes of a contiguous CPU tensor, as a writable view of its memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def checksum_of(tensor: Tensor) -> str:
+    """CRC-32C over the values of a plain tensor on any device, as text; "" of one on the meta device."""
+    if tensor.device.type == "meta":
+        return ""
+    value = tensor.detach().resolve_conj().resolve_neg()
+    return f"{crc32c(bytes_of(value.cpu().contiguous())):08x}"
+
+
+def block_checks(data: Any, block: int) -> str:
+    """CRC-32C of each block of the bytes, as the manifest writes them."""
+    size = len(data)
+    if size <= block:
+        return f"{crc32c(data):08x}" if size else ""
+    return "".join([f"{crc32c(data[at : at + block]):08x}" for at in range(0, size, block)])
+
+
+def view_of(flat: Tensor, piece: Piece) -> Tensor:
+    """The piece of a flat local tensor, in its box's shape."""
+    return flat.as_strided(shape_of(piece.box), piece.strides, flat.storage_offset() + piece.offset)

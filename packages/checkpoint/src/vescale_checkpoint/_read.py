@@ -1,0 +1,185 @@
+"""Carries out a load plan: reads in parallel, checks every block it uses, and copies into the tensors' memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from crc32c import crc32c
+from torch import Tensor
+
+from ._box import Piece, span
+from ._dtypes import DTYPES
+from ._errors import CorruptError
+from ._load_plan import Part, Target, grouped
+from ._memory import block_checks, bytes_of, view_of
+from ._storage import Reader, Storage, guarded
+from .manifest import FileInfo
+
+_THREADS = max(1, min(4, os.cpu_count() or 1))
+
+
+class Destination(NamedTuple):
+    """A target's memory, flat; and its bytes where they are CPU memory of the stored dtype."""
+
+    flat: Tensor
+    memory: np.ndarray | None
+
+
+def destination_of(flat: Tensor, target: Target) -> Destination:
+    plain = flat.device.type == "cpu" and target.dtype == target.stored.dtype
+    return Destination(flat, bytes_of(flat) if plain else None)
+
+
+class Files:
+    """The data files of one checkpoint, opened once each and checked before anything is read into a tensor."""
+
+    def __init__(self, storage: Storage, folder: str, infos: Mapping[str, FileInfo], verify: bool) -> None:
+        self._storage, self._folder, self._infos, self._verify = storage, folder, infos, verify
+        self._readers: dict[str, Reader] = {}
+        self.bytes_read = 0
+
+    def check(self, names: Sequence[str]) -> None:
+        """Opens the files, and compares sizes and headers. Raises CorruptError, StorageError; touches no tensor."""
+        for name in names:
+            reader = self.reader(name)
+            info = self._infos[name]
+            if reader.nbytes != info.nbytes:
+                raise CorruptError(
+                    "load",
+                    f"{name!r} has {reader.nbytes} bytes, and was written with {info.nbytes}",
+                    [f"path  {self._folder}/{name}"],
+                    [("load an earlier step", "nothing was loaded from this one")],
+                )
+            if self._verify and info.header_check:
+                header = bytearray(info.header_nbytes)
+                self.fill(name, header, 0)
+                if f"{crc32c(header):08x}" != info.header_check:
+                    raise CorruptError(
+                        "load",
+                        f"the header of {name!r} is not the one that was written: altered, or of another checkpoint",
+                        [f"path  {self._folder}/{name}"],
+                        [("load an earlier step", "nothing was loaded from this one")],
+                    )
+
+    def reader(self, name: str) -> Reader:
+        found = self._readers.get(name)
+        if found is None:
+            path = f"{self._folder}/{name}"
+            try:
+                with guarded("load", path, "cannot open the file"):
+                    found = self._readers[name] = self._storage.open(path)
+            except RuntimeError as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    raise CorruptError("load", f"the file {name!r} is missing", [f"path  {path}"]) from error
+                raise
+        return found
+
+    def fill(self, name: str, buffer: Any, start: int) -> None:
+        with guarded("load", f"{self._folder}/{name}", f"cannot read {len(buffer)} bytes at {start}"):
+            self.reader(name).read_into(buffer, start)
+        self.bytes_read += len(buffer)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+
+def read_all(
+    files: Files, plan: Mapping[str, Sequence[Part]], targets: Sequence[Target],
+    destinations: Sequence[Destination], block: int, verify: bool,
+) -> None:  # fmt: skip
+    """Fills the destinations. Raises CorruptError that names the tensor and the block; others may be filled by then."""
+    work = [(name, group) for name, parts in plan.items() for group in grouped(parts)]
+    run = _Run(files, targets, destinations, block, verify)
+    if len(work) < 2 * _THREADS:
+        for item in work:
+            run.fetch(*item)
+        return
+    with ThreadPoolExecutor(_THREADS, "vescale-checkpoint-read") as pool:
+        waiting = [pool.submit(run.fetch_all, work[i::_THREADS]) for i in range(_THREADS)]
+        try:
+            for future in waiting:
+                future.result()
+        except BaseException:
+            run.stopped = True
+            raise
+
+
+class _Run:
+    def __init__(
+        self, files: Files, targets: Sequence[Target], destinations: Sequence[Destination], block: int, verify: bool
+    ) -> None:
+        self.files, self.targets, self.destinations = files, targets, destinations
+        self.block, self.verify, self.stopped = block, verify, False
+
+    def fetch_all(self, work: Sequence[tuple[str, list[Part]]]) -> None:
+        for item in work:
+            if self.stopped:
+                return
+            self.fetch(*item)
+
+    def fetch(self, name: str, group: list[Part]) -> None:
+        first = group[0]
+        if len(group) == 1 and first.is_direct and (memory := self.destinations[first.target].memory) is not None:
+            into = memory[first.run[2] : first.run[2] + first.stop - first.start]
+            self.files.fill(name, into, first.start)
+            self._check(first, into)
+            return
+        start, stop = first.start, max(part.stop for part in group)
+        buffer = np.empty(stop - start, dtype=np.uint8)
+        self.files.fill(name, buffer, start)
+        for part in group:
+            if self.verify:
+                self._check(part, buffer[part.start - start : part.stop - start])
+            self._place(part, buffer, start)
+
+    def _check(self, part: Part, data: np.ndarray) -> None:
+        section, block = part.section, self.block
+        if not self.verify or not section.checks:
+            return
+        low, high = part.start - section.start, part.stop - section.start
+        wanted = section.checks[8 * (low // block) : 8 * -(-high // block)]
+        found = block_checks(data, block)
+        if found != wanted:
+            bad = next(i for i in range(0, len(wanted), 8) if found[i : i + 8] != wanted[i : i + 8]) // 8
+            raise CorruptError(
+                "load",
+                f"block {low // block + bad} of {self.targets[part.target].name!r} is not as it was written",
+                [f"file  {section.file}, bytes from {section.start + (low // block + bad) * block}"],
+                [("load an earlier step", "what was loaded until here is of this one, and the rest is not")],
+            )
+
+    def _place(self, part: Part, buffer: np.ndarray, start: int) -> None:
+        flat, memory = self.destinations[part.target]
+        if part.run is not None:
+            low, high, into = part.run
+            data = buffer[low - start : high - start]
+            if memory is not None:
+                memory[into : into + high - low] = data
+            else:
+                size = flat.element_size()
+                flat[into // size : (into + high - low) // size].copy_(_typed(data, flat.dtype))
+            return
+        _, source, wanted = part.patch
+        dtype = DTYPES[self.targets[part.target].stored.dtype]
+        low, high = (part.section.start + edge * dtype.itemsize for edge in span(source))
+        values = _typed(buffer[low - start : high - start], dtype)
+        copy_piece(values, source._replace(offset=0), flat, wanted)
+
+
+def copy_piece(source: Tensor, from_: Piece, target: Tensor, into: Piece) -> None:
+    """Copies a box between two flat memories, converting the dtype where they differ."""
+    view_of(target, into).copy_(view_of(source, from_))
+
+
+def _typed(data: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Bytes as a 1-D tensor; a copy where they are not aligned for the dtype."""
+    if data.ctypes.data % dtype.itemsize:
+        data = data.copy()
+    return torch.from_numpy(data).view(dtype)

@@ -1,0 +1,323 @@
+"""From a checkpoint's manifest to a user's state: which stored tensor fills which memory, and what is set afterwards.
+
+Three phases, so that an error leaves the state as it was: `Restore` matches names,
+shapes and dtypes and touches nothing; then the targets are read; then `apply` sets
+what is no tensor, and hands fresh optimizer states and objects their values.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+from vescale_dtensor.engine import forget_all
+
+from ._box import Piece, pieces_of, stored, whole
+from ._catalogue import local_of
+from ._choice import Choice
+from ._dtypes import DTYPES, NAMES
+from ._errors import MismatchError
+from ._load_plan import Target
+from ._read import Destination, destination_of
+from ._state import PLAN_KEY, first_names, is_optimizer, named_parameters_of, optimizer_parts, parameter_names
+from ._values import decode, encode, tensors_in
+from .manifest import Manifest, Stored
+
+_ABSENT = object()
+_SHOWN = 8
+
+
+class Restore:
+    """A state matched with a manifest.
+
+    Raises MismatchError that lists what is missing, extra, or of another shape or dtype.
+    """
+
+    def __init__(self, manifest: Manifest, state: MutableMapping[str, Any], choice: Choice) -> None:
+        self._manifest, self._choice = manifest, choice
+        self._stored: dict[str, tuple[str, Stored]] = {}
+        for name, tensor in manifest.tensors.items():
+            for alias in (name, *tensor.tied):
+                self._stored[alias] = (name, tensor)
+        self.targets: list[Target] = []
+        self.destinations: list[Destination] = []
+        self.matched: list[str] = []
+        self.missing: list[str] = []
+        self.skipped: list[str] = []
+        self.converted: dict[str, str] = {}
+        self._faults: list[str] = []
+        self._used: set[str] = set()
+        self._after: list[Callable[[], None]] = []
+        self._names = parameter_names(state)
+        values = manifest.values if isinstance(manifest.values, dict) else {}
+        for key in state:
+            if key != PLAN_KEY:
+                self._item(key, state, key, values.get(key, _ABSENT))
+        self.extra = self._unused(state, values)
+        self._check()
+
+    def apply(self) -> None:
+        """Sets everything that is not memory of the state's own tensors."""
+        for step in self._after:
+            step()
+        forget_all()
+
+    # --- one entry of the state -----------------------------------------------------
+
+    def _item(self, path: str, container: Any, key: Any, saved: Any) -> None:
+        value = container[key]
+        if isinstance(value, nn.Module):
+            self._module(path, value, _part(saved, "$module"))
+        elif is_optimizer(value):
+            self._optimizer(path, value, _part(saved, "$optimizer"))
+        elif hasattr(value, "state_dict"):
+            self._object(path, value, saved)
+        elif isinstance(value, Tensor):
+            self._fill(path, path, value)
+        elif isinstance(value, dict) and value and _is_plain(saved):
+            for inner in value:
+                self._item(f"{path}.{inner}", value, inner, saved.get(inner, _ABSENT))
+        elif isinstance(value, list) and isinstance(saved, list) and len(value) == len(saved):
+            for i in range(len(value)):
+                self._item(f"{path}.{i}", value, i, saved[i])
+        elif not self._choice.takes(path):
+            self.skipped.append(path)
+        elif saved is _ABSENT:
+            self.missing.append(path)
+        else:
+            tensors = {name: self._fresh(name) for name in tensors_in(saved)}
+            self.matched.append(path)
+            self._after.append(lambda: container.__setitem__(key, decode(saved, tensors.__getitem__)))
+
+    def _module(self, path: str, module: nn.Module, saved: Any) -> None:
+        index = self._index(f"{path}.")
+        first, extra = first_names(module), {}
+        for name, value in module.state_dict().items():
+            full = f"{path}.{name}"
+            if not isinstance(value, Tensor):
+                if isinstance(saved, dict) and name in saved and self._choice.takes(full):
+                    extra[name] = decode(saved[name], self._fresh)
+            elif first.get(name, name) != name:
+                self._alias(index.get(name), index.get(first[name]))
+            else:
+                aliases = [alias for alias, one in first.items() if one == name] or [name]
+                found = next((index[alias] for alias in aliases if alias in index), full)
+                self._fill(full, found, value)
+        if extra:
+            self._after.append(lambda: module.load_state_dict(extra, strict=False) and None)
+
+    def _alias(self, mine: str | None, firsts: str | None) -> None:
+        """A further name of a tied parameter: served by the first if the checkpoint ties them too."""
+        if mine is not None and (firsts is None or self._stored[mine][0] == self._stored[firsts][0]):
+            self._used.add(self._stored[mine][0])
+
+    def _optimizer(self, path: str, optimizer: Any, saved: Any) -> None:
+        if not any(self._choice.takes(f"{path}.{part}") for part in ("state.", "groups")):
+            self.skipped.append(path)
+            return
+        index: dict[str, dict[str, str]] = {}
+        for rest, name in self._index(f"{path}.state.", renames=False).items():
+            parameter, _, key = rest.rpartition(".")
+            index.setdefault(self._choice.renamed(parameter), {})[key] = name
+        saved = saved if isinstance(saved, dict) else {"state": {}, "groups": []}
+        values = {self._choice.renamed(name): entries for name, entries in saved["state"].items()}
+        if hasattr(optimizer, "sharded_state_dict"):
+            self._sharded_optimizer(path, optimizer, index, values, saved["groups"])
+        else:
+            self._plain_optimizer(path, optimizer, index, values, saved["groups"])
+
+    def _sharded_optimizer(self, path: str, optimizer: Any, index: Mapping, values: Mapping, groups: list) -> None:
+        parts = optimizer_parts(optimizer, self._names, materialize=True)
+        for name, entries in parts["state"].items():
+            for key, value in entries.items():
+                full = f"{path}.state.{name}.{key}"
+                if isinstance(value, Tensor):
+                    self._fill(full, index.get(name, {}).get(key, full), value)
+                elif key in values.get(name, {}):
+                    entries[key] = decode(values[name][key], self._fresh)
+                    self.matched.append(full)
+        for options, group in self._groups(path, [group["params"] for group in parts["param_groups"]], groups):
+            self._after.append(lambda group=parts["param_groups"][group], options=options: group.update(options()))
+        self._after.append(lambda: optimizer.load_sharded_state_dict(parts))
+
+    def _plain_optimizer(self, path: str, optimizer: Any, index: Mapping, values: Mapping, groups: list) -> None:
+        named = list(named_parameters_of(optimizer, self._names))
+        for name, parameter in named:
+            entries: dict[str, Any] = {}
+            for key, found in index.get(name, {}).items():
+                full = f"{path}.state.{name}.{key}"
+                tensor = self._state_tensor(parameter, optimizer.state.get(parameter, {}).get(key), found)
+                self._fill(full, found, tensor)
+                entries[key] = tensor
+            for key, value in values.get(name, {}).items():
+                entries[key] = decode(value, self._fresh)
+                self.matched.append(f"{path}.state.{name}.{key}")
+            if entries:
+                self._after.append(lambda p=parameter, entries=entries: optimizer.state[p].update(entries))
+        by_id = {id(parameter): name for name, parameter in named}
+        names = [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        for options, group in self._groups(path, names, groups):
+            self._after.append(lambda group=optimizer.param_groups[group], options=options: group.update(options()))
+
+    def _state_tensor(self, parameter: Tensor, there: Any, name: str) -> Tensor:
+        """The memory for one tensor of a parameter's state: what is there, or fresh and laid out like the parameter."""
+        tensor = self._stored[name][1]
+        dtype = DTYPES[tensor.dtype]
+        if isinstance(there, Tensor):
+            return there
+        if tensor.shape == tuple(parameter.shape):
+            return torch.empty_like(parameter.detach(), dtype=dtype)
+        return torch.empty(tensor.shape, dtype=dtype)
+
+    def _groups(self, path: str, names: list[list[str]], saved: list) -> list[tuple[Callable[[], dict], int]]:
+        """For each of the optimizer's groups the saved options of the group that its parameters were in."""
+        of = {
+            self._choice.renamed(name): i
+            for i, group in enumerate(saved)
+            for name in decode(group["params"], self._fresh)
+        }
+        found = []
+        for i, group in enumerate(names):
+            sources = {of[name] for name in group if name in of}
+            if len(sources) > 1:
+                self._faults.append(f"{path}: group {i} has parameters of the saved groups {sorted(sources)}")
+            elif sources:
+                options = saved[sources.pop()]["options"]
+                tensors = {name: self._fresh(name) for name in tensors_in(options)}
+                found.append((lambda o=options, t=tensors: decode(o, t.__getitem__), i))
+                self.matched.append(f"{path}.groups.{i}")
+            elif group:
+                self.missing.append(f"{path}.groups.{i}")
+        return found
+
+    def _object(self, path: str, value: Any, saved: Any) -> None:
+        """Anything with state_dict and load_state_dict: the saved tree is rebuilt and handed over whole."""
+        tree = _part(saved, "$state")
+        if not self._choice.takes(path):
+            self.skipped.append(path)
+            return
+        if tree is _ABSENT:
+            self.missing.append(path)
+            return
+        own: dict[str, Tensor] = {}
+        encode(value.state_dict(), path, lambda name, tensor: own.setdefault(name, tensor) is None or name)
+        tensors = {name: self._fresh(name, own.get(name)) for name in tensors_in(tree)}
+        self.matched.append(path)
+        self._after.append(lambda: value.load_state_dict(decode(tree, tensors.__getitem__)))
+
+    # --- tensors --------------------------------------------------------------------
+
+    def _index(self, prefix: str, *, renames: bool = True) -> dict[str, str]:
+        """What the state calls the stored tensors under a prefix, without it -> their stored (or tied) name."""
+        size = len(prefix)
+        return {
+            (self._choice.renamed(name[size:]) if renames else name[size:]): name
+            for name in self._stored
+            if name.startswith(prefix)
+        }
+
+    def _fresh(self, name: str, like: Tensor | None = None) -> Tensor:
+        """New memory for a stored tensor, laid out like `like` if that is a DTensor of the same shape."""
+        if name not in self._stored:
+            raise MismatchError("load", f"the checkpoint names a tensor {name!r} that it does not hold")
+        tensor = self._stored[name][1]
+        dtype = DTYPES[tensor.dtype]
+        if type(like) is DTensor and tuple(like.shape) == tensor.shape:
+            fresh = torch.empty_like(like.detach(), dtype=dtype)
+        else:
+            fresh = torch.empty(tensor.shape, dtype=dtype)
+        self._fill(name, name, fresh)
+        return fresh
+
+    def _fill(self, full: str, name: str, tensor: Tensor) -> None:
+        """Notes that `tensor`, called `full` in the state, is to be filled from the stored `name`."""
+        found = self._stored.get(name)
+        if not self._choice.takes(full):
+            self.skipped.append(full)
+            if found is not None:
+                self._used.add(found[0])
+            return
+        if found is None:
+            self.missing.append(full)
+            return
+        canonical, kept = found
+        self._used.add(canonical)
+        if tuple(tensor.shape) != kept.shape:
+            self._faults.append(f"{full}  has shape {list(tensor.shape)}, saved {list(kept.shape)}")
+            return
+        dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
+        if not self._choice.permits(kept.dtype, dtype):
+            cast = f"{kept.dtype}->{dtype}"
+            self._faults.append(f"{full}  is {dtype}, saved as {kept.dtype}: cast={cast!r} permits it")
+            return
+        if dtype != kept.dtype:
+            self.converted[full] = f"{kept.dtype}->{dtype}"
+        self.matched.append(full)
+        local = local_of(tensor)
+        memory = local
+        if not local.is_contiguous() or local.is_conj() or local.is_neg():
+            memory = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+            self._after.append(lambda: local.copy_(memory))
+        target = Target(full, kept, _pieces(tensor), dtype)
+        self.targets.append(target)
+        self.destinations.append(destination_of(memory.view(-1), target))
+
+    # --- what does not fit ----------------------------------------------------------
+
+    def _unused(self, state: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+        extra = []
+        for name in self._manifest.tensors:
+            if name in self._used:
+                continue
+            asked = any(name == key or name.startswith(f"{key}.") for key in state)
+            (extra if asked and self._choice.only is None else self.skipped).append(name)
+        self.skipped.extend(key for key in values if key not in state)
+        return extra
+
+    def _check(self) -> None:
+        missing = [] if self._choice.keeps_missing else self.missing
+        extra = [] if self._choice.ignores_extra else self.extra
+        if not (missing or extra or self._faults):
+            return
+        operands = [f"missing in the checkpoint  {_near(name, self.extra)}" for name in missing[:_SHOWN]]
+        operands += [f"not in the state  {_near(name, self.missing)}" for name in extra[:_SHOWN]]
+        operands += self._faults[:_SHOWN]
+        counts = f"{len(missing)} missing, {len(extra)} extra, {len(self._faults)} of another shape or dtype"
+        remedies = []
+        if missing and extra:
+            renamed = f"rename={{{_short(extra[0])!r}: {_short(missing[0])!r}}}"
+            remedies.append((renamed, "name in the checkpoint: name in the state"))
+        if missing:
+            remedies.append(('missing="keep"', "they keep the values they have"))
+        if extra:
+            remedies.append(('extra="ignore"', ""))
+        raise MismatchError("load", f"the checkpoint does not fit the state: {counts}", operands, remedies)
+
+
+def _pieces(tensor: Tensor) -> tuple[Piece, ...]:
+    if type(tensor) is DTensor:
+        layout = tensor.mesh_layout
+        return pieces_of(layout, layout.mesh.coordinate)
+    return (stored(whole(tuple(tensor.shape))),) if tensor.numel() else ()
+
+
+def _part(saved: Any, kind: str) -> Any:
+    return saved[kind] if isinstance(saved, dict) and set(saved) == {kind} else _ABSENT
+
+
+def _is_plain(saved: Any) -> bool:
+    return isinstance(saved, dict) and next(iter(saved), "")[:1] != "$"
+
+
+def _near(name: str, others: list[str]) -> str:
+    close = difflib.get_close_matches(name, others[:4096], 1)
+    return f"{name} (nearest: {close[0]})" if close else name
+
+
+def _short(name: str) -> str:
+    return name.partition(".")[2] or name

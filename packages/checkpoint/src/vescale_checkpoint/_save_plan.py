@@ -1,0 +1,136 @@
+"""The save plan: which rank writes what. A pure function of the catalogue and the rank.
+
+No rank needs to know what another one writes to know its own part. A shard that k
+ranks hold alike is written once: a large one is cut into k parts, one each; small
+ones go, in the catalogue's order, to whichever of the k has the fewest bytes so far.
+Every rank of such a group computes the same assignment.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from ._box import Box, Piece, pieces_of, shape_of, split, stored, volume, whole, window
+from ._catalogue import Entry, Holder
+from ._dtypes import SIZES, header_entry
+
+SPLIT_BYTES = 1 << 20  # the smallest part that a shard is cut into for its replicas
+_BLOCK_BYTES = 64 << 10
+_MOST_BLOCKS = 1 << 20
+_ALIGNMENT = 64
+
+
+class Write(NamedTuple):
+    """One section that this rank writes: a box of `entry`, and where this rank's memory holds it."""
+
+    entry: Entry
+    piece: Piece
+
+    @property
+    def nbytes(self) -> int:
+        return volume(self.piece.box) * SIZES[self.entry.dtype]
+
+
+def plan_writes(entries: Sequence[Entry], rank: int) -> list[Write]:
+    """What `rank` writes: sections in the file's order, larger dtypes first, so that all are aligned."""
+    loads: dict[tuple, list[tuple[int, int]]] = {}
+    found = []
+    for entry in entries:
+        holder = entry.holders[0]
+        if rank not in holder.ranks:
+            continue
+        group, replica, count, pieces = _share(holder, rank, entry.shape)
+        if count == 1:
+            found.extend([Write(entry, piece) for piece in pieces])
+            continue
+        if not pieces:
+            continue
+        heap = loads.get(group)
+        if heap is None:
+            heap = loads[group] = [(0, i) for i in range(count)]
+        size = SIZES[entry.dtype]
+        for piece in pieces:
+            found.extend([Write(entry, part) for part in _assigned(piece, size, count, replica, heap)])
+    found.sort(key=lambda write: -SIZES[write.entry.dtype])
+    return found
+
+
+def _assigned(piece: Piece, size: int, count: int, replica: int, heap: list[tuple[int, int]]) -> list[Piece]:
+    """The parts of a piece, held by `count` replicas, that `replica` writes."""
+    nbytes = volume(piece.box) * size
+    parts = split(piece.box, min(count, nbytes // SPLIT_BYTES)) if nbytes >= 2 * SPLIT_BYTES else [piece.box]
+    if len(parts) == count:  # one each: the loads stay as they are to each other
+        return [window(piece, parts[replica])]
+    mine = []
+    for part in parts:
+        load, writer = heap[0]
+        heapq.heapreplace(heap, (load + volume(part) * size, writer))
+        if writer == replica:
+            mine.append(window(piece, part))
+    return mine
+
+
+def _share(holder: Holder, rank: int, shape: tuple[int, ...]) -> tuple[tuple, int, int, Sequence[Piece]]:
+    """The replicas that hold what `rank` holds, as a key; its place among them; their number; and the pieces."""
+    place = holder.ranks.index(rank)
+    layout = holder.layout
+    if layout is None:
+        return (holder.ranks,), place, len(holder.ranks), [stored(whole(shape))] if prod(shape) else []
+    coordinate = coordinate_of(layout.mesh.sizes, place)
+    replica, count, fixed = 0, 1, []
+    for axis, (state, size) in enumerate(zip(layout.states, layout.mesh.sizes)):
+        if state.is_sharded:
+            fixed.append((axis, coordinate[axis]))
+        else:
+            replica = replica * size + coordinate[axis]
+            count *= size
+    return (holder.ranks, tuple(fixed)), replica, count, pieces_of(layout, coordinate)
+
+
+def coordinate_of(sizes: Sequence[int], place: int) -> tuple[int, ...]:
+    """The mesh coordinate of a place in row-major order."""
+    found = []
+    for size in reversed(sizes):
+        found.append(place % size)
+        place //= size
+    return tuple(reversed(found))
+
+
+def block_bytes(total: int) -> int:
+    """Bytes under one checksum, for a checkpoint of `total` bytes: 64 KiB, more beyond 64 GiB."""
+    block = _BLOCK_BYTES
+    while total > block * _MOST_BLOCKS:
+        block *= 2
+    return block
+
+
+def section_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """What a section is called in its safetensors file: the tensor's name, with the box unless it is all of it."""
+    if box == whole(shape):
+        return name
+    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def header_of(writes: Sequence[Write], step: int, identity: str) -> tuple[bytes, list[int]]:
+    """The safetensors header of a file of these sections, padded, and where each section starts in the file."""
+    fields: dict[str, object] = {
+        "__metadata__": {"format": "pt", "vescale-checkpoint": identity, "step": str(step)}
+    }  # fmt: skip
+    at, starts = 0, []
+    for write in writes:
+        entry, box = write.entry, write.piece.box
+        code, shape = header_entry(entry.dtype, shape_of(box))
+        nbytes = write.nbytes
+        fields[section_name(entry.name, box, entry.shape)] = {
+            "dtype": code, "shape": shape, "data_offsets": (at, at + nbytes),
+        }  # fmt: skip
+        starts.append(at)
+        at += nbytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, [len(header) + start for start in starts]

@@ -1,0 +1,80 @@
+"""What is loaded from: a committed step, found, kept from deletion, and read as a manifest. Alike on all ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from . import manifest
+from ._commit import Root, leased
+from ._errors import CorruptError, MismatchError, StorageError
+from ._storage import LocalStorage, Storage, guarded, storage_of
+from ._sync import Session
+from .manifest import Manifest
+
+_TRIES = 8
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to read: where its files are, and its manifest."""
+
+    storage: Storage
+    folder: str
+    manifest: Manifest
+
+
+@contextmanager
+def opened(session: Session, path: str | os.PathLike[str], step: int | None) -> Iterator[Source]:
+    """The source that rank 0 finds, on every rank; within the block nobody deletes it.
+
+    Raises StorageError, CorruptError, FormatError, or MismatchError where ranks see other files.
+    """
+    for attempt in range(_TRIES):
+        folder = ""
+        if session.rank == 0:
+            folder = locate(path, step)
+        folder = session.gather(f"folder {attempt}", folder.encode())[0].decode()
+        storage, _ = storage_of(path)
+        with leased(storage, folder) as there:
+            # A rank that came too late for a step that retention deleted makes all of them look again.
+            if not all(answer == b"yes" for answer in session.gather(f"there {attempt}", b"yes" if there else b"no")):
+                continue
+            data = read_manifest(storage, folder)
+            odd = session.agree("manifest", blake2b(data, digest_size=16).digest())
+            if odd:
+                raise MismatchError(
+                    "load", f"rank {odd[0]} reads another checkpoint than rank 0", [f"path  {folder}"],
+                    [("use a file system that all ranks share", "")],
+                )  # fmt: skip
+            yield Source(storage, folder, manifest.parse(data, f"{folder}/{manifest.NAME}"))
+            return
+    raise StorageError("load", f"the checkpoint vanished {_TRIES} times while it was opened", [f"path  {path}"])
+
+
+def locate(path: str | os.PathLike[str], step: int | None) -> str:
+    """The directory of a step: `path` itself if it is one, else the given or latest step under it."""
+    root = Root(path, "load")
+    if step is None:
+        with guarded("load", root.path, "cannot read the directory"):
+            if root.storage.exists(f"{root.path}/{manifest.NAME}"):
+                return os.path.realpath(root.path) if isinstance(root.storage, LocalStorage) else root.path
+        if re.fullmatch(r"step-\d+", os.path.basename(root.path)) and root.storage.is_dir(root.path):
+            raise CorruptError("load", "the manifest is missing", [f"path  {root.path}/{manifest.NAME}"])
+    return f"{root.path}/{root.resolve(step)}"
+
+
+def read_manifest(storage: Storage, folder: str) -> bytes:
+    """The manifest's bytes, at most manifest.MOST_BYTES of them. Raises CorruptError where it is missing."""
+    target = f"{folder}/{manifest.NAME}"
+    try:
+        with guarded("load", target, "cannot read the manifest"):
+            return storage.read(target, manifest.MOST_BYTES)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise CorruptError("load", "the manifest is missing", [f"path  {target}"]) from error
+        raise

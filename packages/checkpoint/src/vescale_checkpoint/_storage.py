@@ -1,0 +1,248 @@
+"""Where bytes go: a local directory tree through the operating system, anything else through fsspec.
+
+Both offer the same few operations on absolute paths. Local files are written and
+read with vectored positional calls straight from and into tensors' memory; nothing
+below follows a symbolic link out of the checkpoint. OSErrors are raised as they
+are, or by these classes with a path; `guarded` makes StorageErrors of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from ._errors import StorageError, of_system
+
+_MOST_BUFFERS = 512  # of one vectored call; IOV_MAX is 1024
+
+
+class Writer(Protocol):
+    """A file being written from front to back."""
+
+    def write(self, buffers: Sequence[Any]) -> None: ...
+
+    def close(self) -> None:
+        """Returns when the bytes will survive a crash of the machine."""
+
+
+class Reader(Protocol):
+    """A file open for reads of ranges, from several threads."""
+
+    nbytes: int
+
+    def read_into(self, buffer: Any, start: int) -> None:
+        """Fills the buffer from byte `start`. Raises EOFError where the file is shorter."""
+
+    def close(self) -> None: ...
+
+
+class LocalStorage:
+    """Paths of this machine's file system."""
+
+    can_rename = True
+
+    def make_dirs(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def make_dir(self, path: str) -> None:
+        """Raises FileExistsError."""
+        os.mkdir(path)
+
+    def names(self, path: str) -> list[str]:
+        """Of a directory's entries; none where it does not exist."""
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            return []
+
+    def is_dir(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
+    def create(self, path: str) -> _LocalWriter:
+        return _LocalWriter(path)
+
+    def open(self, path: str) -> _LocalReader:
+        return _LocalReader(path)
+
+    def read(self, path: str, most: int) -> bytes:
+        """A whole file. Raises OSError(EFBIG) where it has more than `most` bytes."""
+        with contextlib.closing(self.open(path)) as reader:
+            if reader.nbytes > most:
+                raise OSError(errno.EFBIG, f"the file has {reader.nbytes} bytes, more than {most}", path)
+            data = bytearray(reader.nbytes)
+            reader.read_into(data, 0)
+            return bytes(data)
+
+    def rename(self, source: str, target: str) -> None:
+        """Atomic. Raises OSError where a target exists that is not an empty directory."""
+        os.rename(source, target)
+
+    def sync_dir(self, path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove_tree(self, path: str) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class _LocalWriter:
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+    def write(self, buffers: Sequence[Any]) -> None:
+        for at in range(0, len(buffers), _MOST_BUFFERS):
+            self._write_all([memoryview(buffer).cast("B") for buffer in buffers[at : at + _MOST_BUFFERS]])
+
+    def _write_all(self, views: list[memoryview]) -> None:
+        while views:
+            written = os.writev(self._fd, views)
+            if not written and any(map(len, views)):
+                raise OSError(errno.EIO, "the system wrote nothing")
+            while views and written >= len(views[0]):  # a short write: go on where it ended
+                written -= len(views.pop(0))
+            if written:
+                views[0] = views[0][written:]
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+
+class _LocalReader:
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(self._fd)
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        self.nbytes = found.st_size
+
+    def read_into(self, buffer: Any, start: int) -> None:
+        view = memoryview(buffer).cast("B")
+        while len(view):
+            count = os.preadv(self._fd, [view], start)
+            if not count:
+                raise EOFError
+            view, start = view[count:], start + count
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class RemoteStorage:
+    """Paths of any file system that fsspec opens, by URL ("s3://bucket/run", "memory://run").
+
+    Objects appear whole or not at all, but directories cannot be renamed atomically:
+    a checkpoint is committed by its manifest, which is written last.
+    """
+
+    can_rename = False
+
+    def __init__(self, protocol: str, options: dict[str, Any] | None = None) -> None:
+        import fsspec
+
+        self._files = fsspec.filesystem(protocol, **(options or {}))
+
+    def make_dirs(self, path: str) -> None:
+        self._files.makedirs(path, exist_ok=True)
+
+    make_dir = make_dirs
+
+    def names(self, path: str) -> list[str]:
+        self._files.invalidate_cache(path)
+        try:
+            found = self._files.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted({entry.rstrip("/").rsplit("/", 1)[-1] for entry in found} - {""})
+
+    def is_dir(self, path: str) -> bool:
+        return self._files.isdir(path)
+
+    def exists(self, path: str) -> bool:
+        self._files.invalidate_cache(path)
+        return self._files.exists(path)
+
+    def create(self, path: str) -> _RemoteWriter:
+        return _RemoteWriter(self._files.open(path, "wb"))
+
+    def open(self, path: str) -> _RemoteReader:
+        return _RemoteReader(self._files, path)
+
+    def read(self, path: str, most: int) -> bytes:
+        if (nbytes := self._files.size(path)) > most:
+            raise OSError(errno.EFBIG, f"the file has {nbytes} bytes, more than {most}", path)
+        return self._files.cat_file(path)
+
+    def sync_dir(self, path: str) -> None:
+        """Nothing to do: an object is stored when its writer has closed."""
+
+    def remove_tree(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(path, recursive=True)
+
+
+class _RemoteWriter:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, buffers: Sequence[Any]) -> None:
+        for buffer in buffers:
+            self._file.write(memoryview(buffer).cast("B"))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _RemoteReader:
+    def __init__(self, files: Any, path: str) -> None:
+        self._files, self._path = files, path
+        self.nbytes = files.size(path)
+
+    def read_into(self, buffer: Any, start: int) -> None:
+        view = memoryview(buffer).cast("B")
+        data = self._files.cat_file(self._path, start=start, end=start + len(view)) if len(view) else b""
+        if len(data) != len(view):
+            raise EOFError
+        view[:] = data
+
+    def close(self) -> None:
+        pass
+
+
+Storage = LocalStorage | RemoteStorage
+
+
+def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """The storage of a path or URL, and the path in it."""
+    text = os.fspath(path)
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStorage(), os.path.abspath(text)
+    if protocol in ("file", "local"):
+        return LocalStorage(), os.path.abspath(rest)
+    return RemoteStorage(protocol), rest.rstrip("/")
+
+
+@contextlib.contextmanager
+def guarded(operation: str, path: str, doing: str) -> Iterator[None]:
+    """OSErrors within become StorageErrors that name the path and what was being done."""
+    try:
+        yield
+    except EOFError as error:
+        raise StorageError(operation, f"{doing}: the file ends too early", [f"path  {path}"]) from error
+    except OSError as error:
+        raise of_system(error, operation, path, doing) from error

@@ -1,0 +1,141 @@
+"""save and load: the order of things, on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from ._choice import Choice, Report
+from ._commit import Retention
+from ._job import PendingSave, SaveJob, in_background, settle
+from ._load_plan import plan_reads
+from ._read import Files, read_all
+from ._restore import Restore
+from ._source import opened
+from ._state import contents_of
+from ._sync import forget_finished, open_session, session_of, shared
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    asynchronous: bool = False,
+    step: int | None = None,
+    retention: Retention | None = None,
+    metrics: Mapping[str, float] | None = None,
+    overwrite: bool = False,
+) -> PendingSave:
+    """Saves `state` as one step under `path`. Call it on every rank of the world.
+
+    Arguments:
+        path: the run's directory, or a URL that fsspec knows. The step becomes
+            `path/step-N`, whole or not at all.
+        state: any of "plan" (for information), models, optimizers, tensors and
+            DTensors, anything with `state_dict`, and plain values, in nested dicts and
+            lists. Values that are not sharded must be the same on all ranks.
+        asynchronous: return when the values are copied; the rest is done by a thread.
+            At most one save is in flight: the next one waits for it.
+        step: its number; by default `state["step"]`, else one more than the last.
+        retention: what to delete once this step is committed; by default nothing.
+        metrics: numbers that belong to this step, for `Retention(best=...)`.
+        overwrite: replace a committed step of this number once the new one is whole.
+
+    Returns: a `PendingSave`; for a synchronous save it is done already.
+
+    Raises, on all ranks alike, the first cause: UnsafeError for what cannot be stored
+    without pickle, MismatchError where ranks disagree, StorageError, ConflictError,
+    PeerError when a rank dies. A background failure is raised by the next save, `wait` or
+    `close`. Communication: some hundred bytes per rank through the process group's store
+    (catalogues as well, where ranks hold different tensors), and each rank's checksums to rank 0.
+    """
+    settle()
+    session = open_session("save")
+    try:
+        with shared(session):
+            job = SaveJob(session, path, contents_of(state), _step_of(state, step), retention, metrics, overwrite)
+            if asynchronous:
+                job.stage()
+            else:
+                job.finish()
+    except BaseException:
+        session.close()
+        raise
+    if asynchronous:
+        return in_background(job)
+    session.close()
+    return PendingSave(job.path)
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    *,
+    step: int | None = None,
+    only: Iterable[str] | str | None = None,
+    rename: Mapping[str, str] | None = None,
+    cast: Iterable[str] | str = (),
+    missing: str = "error",
+    extra: str = "error",
+    verify: bool = True,
+) -> Report:
+    """Fills `state` from a checkpoint, whatever mesh and plan that was saved under. Call it on every rank.
+
+    Tensors and optimizers are filled in place, objects get `load_state_dict`, plain
+    values are replaced in `state`. Every rank reads the bytes of its own shards only.
+
+    Arguments:
+        path: a run's directory (its latest committed step is taken), or one step's.
+        state: as for `save`; keys that it lacks are not loaded.
+        step: a committed step of the run.
+        only: globs over names of the state, such as "model.*"; the rest stays as it is.
+        rename: names in the checkpoint -> names in the state; one "*" on each side stands
+            for the same text. Optimizer states follow their parameters.
+        cast: conversions of dtypes that are permitted: "lossless", or by name, such as
+            "float32->bfloat16". None by default.
+        missing: "error", or "keep" the values of what the checkpoint lacks.
+        extra: "error", or "ignore" what the state lacks.
+        verify: whether to check each block that is read (CRC-32C).
+
+    Returns: a Report of what was matched, missing, extra and converted.
+
+    Raises, on all ranks alike: MismatchError, FormatError, StorageError, and CorruptError.
+    Names, shapes, dtypes, files and their sizes are checked before any tensor is touched; an
+    altered block is found when it is read, and the state is then partly loaded.
+    Communication: some hundred bytes per rank through the process group's store.
+    """
+    settle(raises=False)
+    choice = Choice(only, rename, cast, missing, extra)
+    with session_of("load") as session, opened(session, path, step) as source:
+        manifest = source.manifest
+        restore = Restore(manifest, state, choice)
+        plan = plan_reads(restore.targets, manifest.block_bytes)
+        files = Files(source.storage, source.folder, manifest.files, verify)
+        try:
+            files.check(sorted(plan))
+            session.gather("planned")
+            forget_finished(session)
+            with torch.no_grad():
+                read_all(files, plan, restore.targets, restore.destinations, manifest.block_bytes, verify)
+                session.gather("read")
+                restore.apply()
+        finally:
+            files.close()
+        return Report(
+            path=source.folder,
+            step=manifest.step,
+            matched=tuple(restore.matched),
+            missing=tuple(restore.missing),
+            extra=tuple(restore.extra),
+            skipped=tuple(restore.skipped),
+            converted=restore.converted,
+            bytes_read=files.bytes_read,
+        )
+
+
+def _step_of(state: Mapping[str, Any], step: int | None) -> int | None:
+    found = state.get("step") if step is None else step
+    return found if type(found) is int else None

@@ -1,0 +1,253 @@
+"""The manifest: what a checkpoint holds, as one JSON file that checks itself.
+
+README.md describes the format for whoever writes another reader. `Manifest.to_text`
+and `parse` are inverse; `parse` trusts nothing: sizes, ranges and boxes are
+checked before anybody reads a byte of data by them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from crc32c import crc32c
+
+from ._box import Box, partition_fault, volume
+from ._dtypes import SIZES
+from ._errors import CorruptError, FormatError
+
+NAME = "manifest.json"
+FORMAT = "vescale-checkpoint"
+VERSION = (1, 0)
+MOST_BYTES = 256 << 20  # of a manifest: a million sections; bounds what a hostile one can make us allocate
+MOST_DIMS = 64
+_TAIL = ',\n"checksum": "crc32c:%08x"}\n'
+_TAIL_BYTES = len(_TAIL % 0)
+
+
+class Section(NamedTuple):
+    """One box of a tensor as it lies in a file: row-major, bytes [start, stop) of the file.
+
+    `checks` is the CRC-32C of each block of the section (the last may be shorter), 8
+    hexadecimal digits each, one after the other; empty where a foreign file has none.
+    """
+
+    box: Box
+    file: str
+    start: int
+    stop: int
+    checks: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor: its global shape, torch's name of its dtype, and sections that partition it.
+
+    `tied`: further names of the same tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    sections: tuple[Section, ...]
+    tied: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * SIZES[self.dtype]
+
+
+class FileInfo(NamedTuple):
+    """One data file: its size, and the length and CRC-32C of what precedes the tensors' bytes."""
+
+    nbytes: int
+    header_nbytes: int
+    header_check: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that a checkpoint holds but the tensors' bytes.
+
+    `values` is the tree of all that is no tensor; `about` is information that loading
+    does not need: plan, mesh, world size, library versions, metrics, time.
+    """
+
+    step: int
+    identity: str
+    block_bytes: int
+    files: Mapping[str, FileInfo]
+    tensors: Mapping[str, Stored]
+    values: Any = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+    version: tuple[int, int] = VERSION
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def to_text(self) -> bytes:
+        """The file's bytes, its checksum included. Raises FormatError beyond MOST_BYTES."""
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            tensors[name] = entry = {"dtype": tensor.dtype, "shape": tensor.shape, "sections": tensor.sections}
+            if tensor.tied:
+                entry["tied"] = tensor.tied
+        fields = {
+            "format": FORMAT,
+            "version": self.version,
+            "step": self.step,
+            "identity": self.identity,
+            "about": self.about,
+            "values": self.values,
+            "block_bytes": self.block_bytes,
+            "files": self.files,
+            "tensors": tensors,
+        }
+        body = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()[:-1]
+        if len(body) > MOST_BYTES:
+            raise FormatError(
+                "save", f"the manifest would have {len(body)} bytes, more than {MOST_BYTES}",
+                (), [("save larger tensors, or fewer", "")],
+            )  # fmt: skip
+        return body + (_TAIL % crc32c(body)).encode()
+
+
+def parse(data: bytes, path: str) -> Manifest:
+    """The manifest of a file's bytes. Raises CorruptError where they were altered, FormatError where they lie."""
+    body = data[:-_TAIL_BYTES]
+    if len(data) <= _TAIL_BYTES or data[-_TAIL_BYTES:] != (_TAIL % crc32c(body)).encode():
+        raise CorruptError(
+            "load", "the manifest is not as it was written: its checksum does not fit", [f"path  {path}"],
+            [("load an earlier step", "`vescale checkpoint verify` tells which are whole")],
+        )  # fmt: skip
+    return _checked(_decoded(body + b"}", path), path)
+
+
+def _decoded(data: bytes, path: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("load", f"the manifest is no JSON that we read: {error}", [f"path  {path}"]) from error
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise FormatError("load", f"the file is not a manifest of format {FORMAT!r}", [f"path  {path}"])
+    return fields
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _checked(fields: dict[str, Any], path: str) -> Manifest:
+    try:
+        version = _pair(fields["version"])
+        if version[0] > VERSION[0]:
+            raise FormatError(
+                "load",
+                f"the checkpoint has format version {version[0]}.{version[1]}, and this is a reader of {VERSION[0]}.x",
+                [f"path  {path}"],
+                [(f"pip install -U vescale-checkpoint  # upgrade to >= {version[0]}.0", "")],
+            )
+        block = _natural(fields["block_bytes"])
+        _require(block > 0, "block_bytes is 0")
+        files = {_plain_name(name): _file_info(info) for name, info in _mapping(fields["files"]).items()}
+        tensors = {name: _stored(name, entry, files, block) for name, entry in _mapping(fields["tensors"]).items()}
+        _check_bytes(files, tensors)
+        return Manifest(
+            step=_natural(fields["step"]),
+            identity=_text(fields["identity"]),
+            block_bytes=block,
+            files=files,
+            tensors=tensors,
+            values=fields["values"],
+            about=_mapping(fields.get("about", {})),
+            version=version,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise FormatError("load", f"the manifest breaks the format: {reason}", [f"path  {path}"]) from error
+
+
+def _stored(name: str, entry: Mapping[str, Any], files: Mapping[str, FileInfo], block: int) -> Stored:
+    dtype, shape = entry["dtype"], tuple(map(_natural, entry["shape"]))
+    _require(dtype in SIZES, f"tensor {name!r} has an unknown dtype {dtype!r}")
+    _require(len(shape) <= MOST_DIMS, f"tensor {name!r} has {len(shape)} dims")
+    sections = []
+    for box, file, start, stop, checks in entry["sections"]:
+        box = tuple([(low, high) for low, high in box])
+        for low, high in box:
+            if type(low) is not int or type(high) is not int:
+                raise ValueError(f"tensor {name!r} has the box {box}")
+        if file not in files:
+            raise ValueError(f"tensor {name!r} names the file {file!r}, which is not listed")
+        if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= files[file].nbytes:
+            raise ValueError(f"tensor {name!r} has the bytes [{start}, {stop}) of {file!r}, which are not in the file")
+        if type(checks) is not str or len(checks) != 8 * -(-(stop - start) // block):
+            raise ValueError(f"tensor {name!r} has another number of checksums than blocks in {file!r}")
+        sections.append(Section(box, file, start, stop, checks))
+    size = SIZES[dtype]
+    fault = partition_fault(shape, [section.box for section in sections])
+    _require(fault is None, f"tensor {name!r}: {fault}")
+    for section in sections:
+        if section.stop - section.start != volume(section.box) * size:
+            raise ValueError(f"tensor {name!r}: {section.stop - section.start} bytes for the box {section.box}")
+    return Stored(dtype, shape, tuple(sections), tuple(map(_text, entry.get("tied", ()))))
+
+
+def _check_bytes(files: Mapping[str, FileInfo], tensors: Mapping[str, Stored]) -> None:
+    """Per file, header and sections follow each other without overlap or hole: every byte is under a checksum."""
+    spans: dict[str, list[tuple[int, int]]] = {name: [(0, info.header_nbytes)] for name, info in files.items()}
+    for tensor in tensors.values():
+        for section in tensor.sections:
+            spans[section.file].append((section.start, section.stop))
+    for name, found in spans.items():
+        found.sort()
+        at = 0
+        for start, stop in found:
+            _require(start >= at, f"two sections of {name!r} overlap at byte {start}")
+            _require(start == at, f"bytes [{at}, {start}) of {name!r} belong to no tensor")
+            at = stop
+        _require(at == files[name].nbytes, f"bytes [{at}, {files[name].nbytes}) of {name!r} belong to no tensor")
+
+
+def _file_info(info: Any) -> FileInfo:
+    nbytes, header_nbytes, check = info
+    _require(len(_text(check)) == 8, f"{check!r} is no checksum")
+    return FileInfo(_natural(nbytes), _natural(header_nbytes), check)
+
+
+def _plain_name(name: str) -> str:
+    """A file of the checkpoint's own directory: nothing that could lead out of it."""
+    _require(
+        name not in ("", ".", "..", NAME) and not any(c in name for c in "/\\:\0") and len(name) < 256,
+        f"{name!r} is not the name of a file in this directory",
+    )
+    return name
+
+
+def _natural(value: Any) -> int:
+    _require(type(value) is int and 0 <= value < 1 << 63, f"{value!r} is not a size")
+    return value
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    major, minor = map(_natural, value)
+    return major, minor
+
+
+def _text(value: Any) -> str:
+    _require(type(value) is str, f"{value!r} is no text")
+    return value
+
+
+def _mapping(value: Any) -> dict:
+    _require(isinstance(value, dict), f"{value!r} is no object")
+    return value
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
