@@ -34,6 +34,9 @@ COMMUNICATES = {
         "_worker",  # a rank of the test pool
         "testing",
     },
+    "checkpoint": {
+        "_sync",  # what ranks tell each other during a save or a load
+    },
     "plans": {
         "_data_parallel",  # reduces gradients
         "_join",  # joins torchrun's process group

@@ -83,11 +83,11 @@ def _share(holder: Holder, rank: int, shape: tuple[int, ...]) -> tuple[tuple, in
     coordinate = coordinate_of(layout.mesh.sizes, place)
     replica, count, fixed = 0, 1, []
     for axis, (state, size) in enumerate(zip(layout.states, layout.mesh.sizes)):
-        if state.is_sharded:
-            fixed.append((axis, coordinate[axis]))
-        else:
+        if state.is_replicated:
             replica = replica * size + coordinate[axis]
             count *= size
+        else:
+            fixed.append((axis, coordinate[axis]))
     return (holder.ranks, tuple(fixed)), replica, count, pieces_of(layout, coordinate)
 
 

@@ -1,5 +1,9 @@
 """veScale in one import: the public names of its packages, under one name."""
 
+from vescale_checkpoint import CheckpointError as CheckpointError
+from vescale_checkpoint import Retention as Retention
+from vescale_checkpoint import load as load
+from vescale_checkpoint import save as save
 from vescale_dtensor import DTensor as DTensor
 from vescale_dtensor import InterleavedShard as InterleavedShard
 from vescale_dtensor import Partial as Partial

@@ -1,0 +1,203 @@
+"""Values come back bit for bit, under any mesh: tensors, optimizer states, plain values."""
+
+import random
+from collections import Counter
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from vescale_checkpoint import load, save
+from vescale_dtensor import InterleavedShard, RaggedShard, Replicate, Shard, distribute_tensor
+from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def whole_of(shape, dtype, seed):
+    """Random bits of any dtype: NaN payloads and subnormal numbers included."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(2, shape, generator=generator).bool()
+    count = prod(shape) * dtype.itemsize
+    return torch.randint(256, (count,), generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+# Name -> (shape, dtype, placements for a mesh of one, two axes); uneven, nested, interleaved, flat, empty, scalar.
+def tensors(mesh, how):
+    rng = random.Random(how)
+    shapes = [(7, 5), (12,), (3, 4, 6), (6, 8), (1,), (), (0, 3), (64, 33), (2, 3)]
+    found = {}
+    for i, shape in enumerate(shapes):
+        placements = [placement(rng, shape, groups=not axis) for axis in range(mesh.ndim)]
+        if mesh.ndim > 1 and len(shape) > 1 and i % 3 == how % 3:
+            placements = [Replicate()] * (mesh.ndim - 1) + [flat(rng, shape, mesh.mesh.shape[-1])]
+        dtype = DTYPES[i % len(DTYPES)]
+        found[f"t{i}"] = distribute_tensor(whole_of(shape, dtype, i), mesh, placements)
+    return found
+
+
+def placement(rng, shape, groups):
+    choices = [Replicate()]
+    for dim, length in enumerate(shape):
+        choices.append(Shard(dim))
+        if groups and length % 3 == 0 and length:
+            choices.append(InterleavedShard(dim, 3))
+    return rng.choice(choices)
+
+
+def flat(rng, shape, size):
+    """Contiguous uneven parts of the flattened tensor, some of them empty."""
+    count, parts = prod(shape), []
+    for _ in range(size - 1):
+        parts.append(rng.randint(0, count - sum(parts)))
+    return RaggedShard(tuple(range(len(shape))), (*parts, count - sum(parts)))
+
+
+def save_under(path, sizes, how):
+    state = {"model": tensors(mesh_of(*sizes), how), "step": 3}
+    return save(path, state).path
+
+
+def load_under(path, sizes, how):
+    there = tensors(mesh_of(*sizes), how)
+    for tensor in there.values():
+        local = tensor.to_local()
+        if local.numel():
+            local.view(-1).view(torch.uint8).fill_(1)
+    state = {"model": there, "step": 0}
+    report = load(path, state)
+    assert state["step"] == 3 and not report.missing and not report.extra
+    wrong = []
+    for i, (name, tensor) in enumerate(there.items()):
+        wanted = distribute_tensor(
+            whole_of(tuple(tensor.shape), tensor.dtype, i), tensor.device_mesh, tensor.placements
+        )
+        if not torch.equal(bits(tensor.to_local()), bits(wanted.to_local())):
+            wrong.append((name, tensor.mesh_layout, tensor.to_local(), wanted.to_local()))
+    return wrong
+
+
+PAIRS = [
+    (saved, loaded, how)
+    for saved in [(1,), (2,), (2, 2), (4,), (2, 4)]
+    for loaded in [(1,), (2,), (3,), (4,), (2, 2), (8,), (2, 4)]
+    for how in range(3)
+]
+
+
+@pytest.mark.parametrize("saved, loaded, how", slice_of(PAIRS, 7))
+def test_every_mesh_change(tmp_path, saved, loaded, how):
+    run_ranks(prod(saved), save_under, tmp_path, saved, how)
+    for wrong in run_ranks(prod(loaded), load_under, tmp_path, loaded, how + 1):
+        assert not wrong
+
+
+def test_plain_values(tmp_path):
+    values = {
+        "a": [1, 2.5, None, True, "text"],
+        "b": {"c": (1, (2, 3)), 4: "int key", (5, "x"): {"deep": float("inf")}},
+        "nan": float("nan"),
+        "counter": Counter({3: 1, 7: 2}),
+        "bytes": b"\0\xff",
+        "dtype": torch.bfloat16,
+        "big": 1 << 70,
+        "empty": {},
+        "$odd": {"$tensor": "not one"},
+    }
+    save(tmp_path, {"v": values, "step": 1})
+    state = {"v": None, "step": None}
+    load(tmp_path, state)
+    assert repr(state["v"]) == repr(values)
+    assert type(state["v"]["counter"]) is Counter
+
+
+class Loader:
+    """An object with a state, tensors in it."""
+
+    def __init__(self):
+        self.state = {"position": 0, "order": torch.arange(3)}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_objects_with_a_state(tmp_path):
+    loader, generator = Loader(), torch.Generator().manual_seed(5)
+    loader.state = {"position": 17, "order": torch.randperm(10), "seen": (1, 2)}
+    save(tmp_path, {"loader": loader, "rng": generator.get_state(), "nested": [{"loader": loader}, 2]})
+    other, rng = Loader(), torch.zeros_like(generator.get_state())
+    state = {"loader": other, "rng": rng, "nested": [{"loader": Loader()}, 0]}
+    load(tmp_path, state)
+    assert torch.equal(other.state.pop("order"), loader.state["order"])
+    assert other.state == {"position": 17, "seen": (1, 2)}
+    assert torch.equal(rng, generator.get_state()) and state["nested"][1] == 2
+    assert state["nested"][0]["loader"].state["position"] == 17
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(4)
+
+
+def test_tied_parameters_are_stored_once(tmp_path):
+    model, other = Tied(), Tied()
+    path = save(tmp_path, {"model": model}).path
+    report = load(tmp_path, {"model": other})
+    assert torch.equal(model.head.weight, other.head.weight) and other.head.weight is other.embed.weight
+    assert report.extra == report.missing == ()
+    (file,) = Path(path).glob("*.safetensors")
+    with safe_open(file, "pt") as opened:
+        names = set(opened.keys())
+        assert "model.embed.weight" in names and "model.head.weight" not in names
+        assert torch.equal(opened.get_tensor("model.embed.weight"), model.embed.weight)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_optimizers(tmp_path, make):
+    def run(model, optimizer, seed):
+        torch.manual_seed(seed)
+        for _ in range(2):
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def build(lr):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+        groups = [
+            {"params": [model[0].weight, model[1].weight]},
+            {"params": [model[0].bias, model[1].bias], "lr": 7 * lr},
+        ]
+        return model, make(groups, lr=lr)
+
+    model, optimizer = build(0.01)
+    run(model, optimizer, 0)
+    save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, other_optimizer = build(0.5)
+    load(tmp_path, {"model": other, "optimizer": other_optimizer})
+    for m, o in ((model, optimizer), (other, other_optimizer)):
+        run(m, o, 1)
+    for mine, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(mine, theirs)
+    assert [g["lr"] for g in other_optimizer.param_groups] == [0.01, 7 * 0.01]
+
+
+def test_non_contiguous_and_transposed_memory(tmp_path):
+    value = torch.randn(6, 4)
+    save(tmp_path, {"x": value.t(), "y": value[:, 1]})
+    x, y = torch.zeros(6, 4).t(), torch.zeros(6, 8)[:, 3]
+    load(tmp_path, {"x": x, "y": y})
+    assert torch.equal(x, value.t()) and torch.equal(y, value[:, 1])

@@ -1,0 +1,127 @@
+"""Training goes on from a checkpoint as if it had not stopped, under any plan."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import vescale
+from vescale_dtensor import DTensor
+from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_plans import library
+
+warm_up("torch._dynamo", "vescale")
+
+VOCABULARY, POSITIONS, BATCH = 61, 16, 12
+STEPS, MORE = 5, 5
+LOSS = 1e-5
+
+
+def build(dropout=0.0):
+    from nanogpt.model import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    return GPT(GPTConfig(VOCABULARY, POSITIONS, n_layer=2, n_head=4, n_embd=32, dropout=dropout))
+
+
+def plan_of(mesh, **fields):
+    plan = library.gpt(mesh=mesh)
+    return plan.override(**fields) if fields else plan
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(VOCABULARY, (2, BATCH, POSITIONS), generator=generator) for _ in range(count)]
+
+
+def start(mesh, fields, dropout=0.0):
+    """Model, optimizer and scheduler under a plan, and the state that a checkpoint holds of them."""
+    plan = plan_of(mesh, **fields)
+    model, optimizer = vescale.parallelize(plan, build(dropout), partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    rng = vescale.get_rng_state()
+    return {"plan": plan, "model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": rng, "step": 0}
+
+
+def train(state, steps):
+    losses = []
+    for inputs, targets in batches(STEPS + MORE)[state["step"] : state["step"] + steps]:
+        loss = state["model"](inputs, targets)
+        loss.backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["scheduler"].step()
+        losses.append(loss.item())
+        state["step"] += 1
+    return losses
+
+
+def global_values(state):
+    """Every parameter and optimizer state, whole."""
+    found = {f"model.{name}": value for name, value in state["model"].state_dict().items()}
+    optimizer = state["optimizer"]
+    if hasattr(optimizer, "sharded_state_dict"):
+        per_name = optimizer.sharded_state_dict()["state"]
+    else:
+        names = {id(p): name for name, p in state["model"].named_parameters()}
+        per_name = {names[id(p)]: entries for p, entries in optimizer.state.items()}
+    for name, entries in per_name.items():
+        found |= {f"optimizer.{name}.{key}": value for key, value in entries.items()}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)).detach().clone()
+        for name, value in found.items()
+    }
+
+
+def save_and_go_on(path, mesh, fields, dropout):
+    torch.manual_seed(3)
+    state = start(mesh, fields, dropout)
+    train(state, STEPS)
+    state["rng"] = vescale.get_rng_state()
+    vescale.save(path, state)
+    return global_values(state), train(state, MORE), global_values(state)
+
+
+def resume(path, mesh, fields, dropout):
+    torch.manual_seed(4)
+    state = start(mesh, fields, dropout)
+    report = vescale.load(path, state)
+    assert not report.missing and not report.extra
+    vescale.set_rng_state(state["rng"])
+    values = global_values(state)
+    return values, train(state, MORE), global_values(state)
+
+
+SAVED = ({"dp": 2, "tp": 2}, {})
+RESUMED = [
+    (1, {"dp": 1}, {}),
+    (2, {"dp": 2}, {}),
+    (2, {"tp": 2}, {}),
+    (3, {"dp": 3}, {}),
+    (4, {"tp": 4}, {}),
+    (4, {"dp": 4}, {}),
+    (8, {"dp": 2, "tp": 4}, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    return path, run_ranks(4, save_and_go_on, path, *SAVED, 0.0, timeout=120)[0]
+
+
+@pytest.mark.parametrize("world, mesh, fields", RESUMED)
+def test_resumes_under_another_plan(saved, world, mesh, fields):
+    path, (wanted, losses, _) = saved
+    for values, found, _ in run_ranks(world, resume, path, mesh, fields, 0.0, timeout=120):
+        assert set(values) == set(wanted)
+        assert [name for name in wanted if not torch.equal(values[name], wanted[name])] == []
+        assert max(abs(a - b) / abs(b) for a, b in zip(found, losses, strict=True)) <= LOSS
+
+
+def test_resumes_bitwise_on_the_same_mesh_with_dropout(tmp_path):
+    before = run_ranks(4, save_and_go_on, tmp_path, *SAVED, 0.2, timeout=120)
+    after = run_ranks(4, resume, tmp_path, *SAVED, 0.2, timeout=120)
+    for (_, wanted_losses, wanted), (_, losses, values) in zip(before, after):
+        assert losses == wanted_losses
+        assert all(torch.equal(values[name], wanted[name]) for name in wanted)
