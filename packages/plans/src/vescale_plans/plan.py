@@ -11,7 +11,7 @@ from torch import nn
 
 from vescale_dtensor import Placement, Replicate, Shard
 
-from . import _plan_json, _plan_table
+from . import _plan_json, _plan_table, import_hf
 from ._match import covers, nearest
 from ._parts import Boundary as Boundary
 from ._parts import Pipeline as Pipeline
@@ -124,6 +124,22 @@ class Plan:
         a plan does not take.
         """
         return cls(**_plan_json.from_json(text))
+
+    @classmethod
+    def from_huggingface(
+        cls, model: nn.Module, *, mesh: Mapping[str, int], tensor_axis: str = "tp", **fields: Any
+    ) -> Plan:
+        """The tensor parallelism that a HuggingFace model ships as its `tp_plan`.
+
+        Arguments:
+            model: a transformers model; its `tp_plan` may have been changed.
+            mesh, tensor_axis: without that axis in the mesh, parameters replicate.
+            fields: further fields of the plan, such as `zero`.
+
+        Raises PlanError for a model that ships none, and for a style that is not known,
+        naming the parameter.
+        """
+        return cls(**import_hf.from_huggingface(model, mesh, tensor_axis, fields))
 
     def diff(self, other: Plan) -> _plan_table.PlanDiff:
         """What differs in `other`: `Change(where, before, after)`s, none for equal plans; prints as a table."""
