@@ -156,4 +156,3 @@ def _place_tied(placed: dict, parameters: Mapping[str, nn.Parameter], axis: str)
     for name, parameter in parameters.items():
         if id(parameter) in named:
             placed.setdefault(name, named[id(parameter)])
-
