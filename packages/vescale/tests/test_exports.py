@@ -123,10 +123,12 @@ PUBLIC = {
         "Schedule",
         "ScheduleError",
         "Simulation",
+        "Verdict",
         "add_communication",
         "generate",
         "peak_memory",
         "simulate",
+        "verify",
     },
     "vescale_plans": {
         "Boundary",

@@ -1,4 +1,4 @@
-"""Pipeline parallelism without a graph: schedules as data, and what they take."""
+"""Pipeline parallelism without a graph: schedules as data, proofs that they are right, and what they take."""
 
 from ._errors import PipelineError as PipelineError
 from ._errors import ScheduleError as ScheduleError
@@ -11,4 +11,6 @@ from .simulate import Event as Event
 from .simulate import Simulation as Simulation
 from .simulate import peak_memory as peak_memory
 from .simulate import simulate as simulate
+from .verify import Verdict as Verdict
+from .verify import verify as verify
 from ._version import __version__ as __version__
