@@ -48,7 +48,7 @@ WRONG = {
     ),
     "too many": (
         _with(microbatches=10**12),
-        "coverage: 17 actions cannot cover 2 stages and 1000000000000 microbatches",
+        "coverage: 18 actions cannot cover 2 stages and 1000000000000 microbatches",
     ),
     "not reduced": (_with(FIRST[:-1]), "coverage: REDUCE(0) is there 0 times, not 1"),
     "other end": (_with(_put(FIRST, 1, Action("SEND_F", 0, 0, 0))), "coverage: the other end is on rank 1"),
