@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, RaggedShard, Replicate, Shard
+from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor._oracle import compare, placements_for
 from vescale_dtensor.testing import mesh_of, run_ranks
 
@@ -195,6 +195,22 @@ def test_cross_entropy_of_ignored_targets_only_and_under_autocast():
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="not in this torch")
+def test_a_mean_in_double_precision_is_exact():
+    """The count of an uneven batch is an integer: dividing by its reciprocal would round to float32."""
+
+    def check():
+        x = torch.randn(15, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        target = _targets((15,), 6, ignored=False)
+        mesh = mesh_of(4)
+        found = F.cross_entropy(
+            distribute_tensor(x, mesh, (Shard(0),)), distribute_tensor(target, mesh, (Shard(0),))
+        ).full_tensor()
+        expected = F.cross_entropy(x, target)
+        assert abs(found - expected) < 1e-15 * expected
+
+    run_ranks(4, check)
+
+
 def test_linear_cross_entropy():
     def check():
         warnings.simplefilter("error", FallbackWarning)

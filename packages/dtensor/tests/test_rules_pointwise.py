@@ -273,3 +273,17 @@ def test_plain_operands_and_constants():
         assert type(distribute_tensor(x.detach(), mesh, (S(0), R)) * torch.tensor(2.0)) is DTensor
 
     strictly(check)
+
+
+def test_a_plain_tensor_divided_by_a_sharded_one_is_rounded_once():
+    """Through a reciprocal it is rounded twice, and in float32 where the divisor is an integer."""
+
+    def check():
+        mesh = mesh_of(4)
+        x, y = value(40, 3, grad=False), value(3, 40, grad=False).T.contiguous()
+        whole = torch.arange(3, 123).view(40, 3)
+        for one, other in ((x, y), (x.double(), whole)):
+            found = one / distribute_tensor(other, mesh, (S(0),))
+            assert torch.equal(found.full_tensor(), one / other)
+
+    run_ranks(4, check)

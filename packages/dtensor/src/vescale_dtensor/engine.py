@@ -5,6 +5,7 @@ numbers and checkpoints read regions. Nothing here is a promise to anybody else.
 """
 
 from ._collectives import PendingSum as PendingSum
+from ._collectives import exchange_rows as exchange_rows
 from ._collectives import gather_objects as gather_objects
 from ._conversion import communicates as communicates
 from ._convert import convert as convert
@@ -37,7 +38,9 @@ from ._rules.registry import handler as handler
 from ._state import INVARIANT as INVARIANT
 from ._state import PENDING as PENDING
 from ._state import VARYING as VARYING
+from ._state import State as State
 from ._state import flat as flat
+from ._state import sharded as sharded
 from ._static_compare import Difference as Difference
 from ._static_compare import Pairs as Pairs
 from ._static_compare import first_difference as first_difference

@@ -16,6 +16,7 @@ from vescale_rng import distribute, materialize
 from ._agreement import check_same_plan, check_same_values, checksums
 from ._boundary import install_boundary, install_scopes
 from ._data_parallel import GradientSync
+from ._experts import ExpertsBorder, find_experts, place_experts
 from ._inputs import RootBorder
 from ._join import join, make_mesh
 from ._loss import LossBorder, LossFn
@@ -66,22 +67,27 @@ def parallelize(
         if hasattr(model, "_vescale"):
             raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
         fitted = fit(plan, model)
+        experts, placed = place_experts(plan, model, find_experts(plan, model), fitted.parameters)
         sums = checksums(model)
     check_same_plan(plan)
     check_same_values(sums)
     device_mesh = make_mesh(plan)
     mesh = mesh_of(device_mesh)
     with together("sharding the model"):
-        _shard_parameters(plan, model, device_mesh, fitted.parameters)
+        _shard_parameters(plan, model, device_mesh, placed)
         materialize(model)  # what is no parameter: buffers
         for name, boundary in fitted.boundaries.items():
             install_boundary(model.get_submodule(name), name, boundary)
+        borders = [
+            ExpertsBorder(model.get_submodule(name), name, mesh, plan.expert_axis, count)
+            for name, count in experts.items()
+        ]
         install_scopes(model)
         if loss_fn is not None and plan.pipeline is None:
             LossBorder(model, loss_fn)
         RootBorder(model, mesh, plan.data_axes)
         sync = GradientSync(model)
-        object.__setattr__(model, "_vescale", Parallelized(plan, device_mesh, sync, loss_fn))
+        object.__setattr__(model, "_vescale", Parallelized(plan, device_mesh, sync, loss_fn, borders))
         _register_foreign_functions()
     optimizer = None
     if optimizer_fn is not None:
@@ -95,10 +101,13 @@ def parallelize(
 
 
 class Parallelized:
-    """What `parallelize` keeps with a model: the plan, the mesh, the gradient reduction, the loss."""
+    """What `parallelize` keeps with a model: the plan, the mesh, the gradient reduction, the loss, the experts."""
 
-    def __init__(self, plan: Plan, device_mesh, sync: GradientSync, loss_fn: LossFn | None) -> None:
+    def __init__(
+        self, plan: Plan, device_mesh, sync: GradientSync, loss_fn: LossFn | None, experts: list[ExpertsBorder]
+    ) -> None:
         self.plan, self.device_mesh, self.sync, self.loss_fn = plan, device_mesh, sync, loss_fn
+        self.experts = experts
         self.static = None  # what `static` makes
 
 
@@ -107,6 +116,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside leave gradients pending; the first outside, or the step, reduces their sum."""
     with model._vescale.sync.paused():
         yield
+
+
+def expert_load(model: nn.Module) -> dict[str, list[int]]:
+    """How many token copies every expert received in the last forward, by experts module.
+
+    Nothing is ever dropped: the numbers of a module sum to tokens x k. Cost: one small
+    all-gather per experts module.
+    """
+    return {border.name: border.total_load() for border in model._vescale.experts}
 
 
 def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> None:

@@ -1,0 +1,172 @@
+"""Expert parallelism of unmodified HuggingFace models against one device: training, skew, and what is moved."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import vescale
+from vescale_dtensor import InterleavedShard, Replicate, Shard
+from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_plans import Boundary, Plan, expert_load
+
+warm_up("torch._dynamo", "vescale", "transformers")
+
+VOCABULARY, HIDDEN, LAYERS, EXPERTS, CHOSEN = 64, 32, 2, 8, 2
+BATCH, POSITIONS, STEPS = 8, 12, 10
+LOSS, PARAMETER = 1e-5, 1e-4  # the standard tolerances of docs/design.md, section 11
+
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48, "moe_intermediate_size": 24,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "num_experts_per_tok": CHOSEN, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LOSSES = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+MODELS = {
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_local_experts": EXPERTS, "router_jitter_noise": 0.1, "attention_dropout": 0.1, **LOSSES},
+    ),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {"num_experts": EXPERTS, "head_dim": 8, "norm_topk_prob": True, **LOSSES}),
+    "olmoe": ("OlmoeForCausalLM", {"num_experts": EXPERTS, **LOSSES}),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+         "num_key_value_heads": 4},
+    ),
+}  # fmt: skip
+
+# Tensor parallelism inside the experts: gate and up are one weight [experts, 2 * inner, hidden].
+INNER = {"*.experts.gate_up_proj": {"tp": InterleavedShard(1, 2)}, "*.experts.down_proj": {"tp": Shard(2)}, "*": {}}
+WHOLE = {"*.mlp": Boundary(output={"tp": Replicate()})}
+PLANS = {
+    "ep4": partial(Plan, {"ep": 4}, {"*": {}}, data_axis="ep", expert_axis="ep"),
+    "ep4, the batch whole": partial(Plan, {"ep": 4}, {"*": {}}, data_axis=None, expert_axis="ep"),
+    "ep2 tp2": partial(Plan, {"ep": 2, "tp": 2}, INNER, WHOLE, data_axis="ep", expert_axis="ep"),
+    "dp2 ep2": partial(Plan, {"dp": 2, "ep": 2}, {"*": {}}, data_axis=("dp", "ep"), expert_axis="ep"),
+}
+
+
+def build(name, implementation="eager", skewed=False):
+    import transformers
+
+    kind, extra = MODELS[name]
+    kind = getattr(transformers, kind)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**{**SIZES, **extra}, experts_implementation=implementation)).train()
+    if skewed:  # every token finds all experts equally good: top-k breaks the tie, for all tokens alike
+        for module in model.modules():
+            if type(module).__name__.endswith("Router"):
+                torch.nn.init.zeros_(module.weight)
+    return model
+
+
+def batches(batch, positions, steps):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCABULARY, (batch, positions), generator=generator) for _ in range(steps)]
+
+
+def train(model, optimizer, data):
+    losses = []
+    torch.manual_seed(11)
+    for tokens in data:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def compared(name, plan, batch=BATCH, positions=POSITIONS, steps=STEPS, **how):
+    """Relative errors of losses and of parameters. Runs on every rank."""
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    data = batches(batch, positions, steps)
+    alone = build(name, **how)
+    expected = train(alone, adamw(alone.parameters()), data)
+    model, optimizer = vescale.parallelize(plan(), build(name, **how), adamw)
+    losses = train(model, optimizer, data)
+    whole = {key: value.detach().full_tensor() for key, value in model.named_parameters()}
+    errors = {
+        key: ((whole[key] - value).norm() / value.norm().clamp_min(1e-12)).item()
+        for key, value in alone.named_parameters()
+    }
+    return [abs(a - b) / abs(b) for a, b in zip(losses, expected)], errors
+
+
+def check(found):
+    for losses, errors in found:
+        assert max(losses) < LOSS, losses
+        assert {key: error for key, error in errors.items() if error > PARAMETER} == {}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_one_device(name, plan):
+    check(run_ranks(4, compared, name, PLANS[plan]))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+def test_grouped_matrix_products_of_the_model_run_on_local_experts(name):
+    check(run_ranks(4, compared, name, PLANS["dp2 ep2"], implementation="grouped_mm"))
+
+
+def load_when_skewed():
+    model, _ = vescale.parallelize(PLANS["ep4"](), build("mixtral", skewed=True))
+    model(input_ids=batches(BATCH, POSITIONS, 1)[0])
+    return expert_load(model)
+
+
+def test_load_is_counted_over_all_ranks():
+    for loads in run_ranks(4, load_when_skewed):
+        for load in loads.values():
+            assert sorted(load) == [0] * (EXPERTS - CHOSEN) + [BATCH * POSITIONS] * CHOSEN
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_all_tokens_to_the_same_experts(implementation):
+    """Three of four ranks compute no row, and take part in every exchange all the same."""
+    check(run_ranks(4, compared, "mixtral", PLANS["ep4"], implementation=implementation, skewed=True))
+
+
+def test_fewer_tokens_than_ranks():
+    check(run_ranks(4, compared, "qwen3-moe", PLANS["ep4"], batch=1, positions=3))
+
+
+def traced(plan):
+    model, _ = vescale.parallelize(plan(), build("mixtral"))
+    tokens = batches(BATCH, POSITIONS, 1)[0]
+    with vescale.comm_trace(model) as trace:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    moved = {}
+    for event in trace.events:
+        if event.cause.function.startswith("expert"):
+            count, received = moved.get((event.cause.function, event.cause.direction), (0, 0))
+            assert event.kind == "all_to_all"
+            moved[event.cause.function, event.cause.direction] = (count + event.count, received + event.received)
+    elsewhere = [event for event in trace.events if "experts" in event.cause.module and event.kind != "all_to_all"]
+    return moved, len(elsewhere), expert_load(model)
+
+
+def test_two_exchanges_each_way_of_the_rows_and_no_more():
+    found = run_ranks(4, traced, PLANS["ep4"])
+    loads = found[0][2]
+    assert all(load == loads for _, _, load in found) and len(loads) == LAYERS
+    assert all(sum(load) == BATCH * POSITIONS * CHOSEN for load in loads.values())
+    total = {}
+    for moved, elsewhere, _ in found:
+        assert elsewhere == 0
+        assert {key: count for key, (count, _) in moved.items()} == {
+            ("expert counts", "forward"): LAYERS,
+            ("expert dispatch", "forward"): LAYERS,
+            ("expert combine", "forward"): LAYERS,
+            ("expert dispatch", "backward"): LAYERS,
+            ("expert combine", "backward"): LAYERS,
+        }
+        for key, (_, received) in moved.items():
+            total[key] = total.get(key, 0) + received
+    rows = BATCH * POSITIONS * CHOSEN * LAYERS * HIDDEN * 4
+    exchanged = {received for key, received in total.items() if key[0] != "expert counts"}
+    assert len(exchanged) == 1 and exchanged.pop() < rows  # all of them, less those that stay on their rank
+    assert total["expert counts", "forward"] == LAYERS * 4 * 3 * (EXPERTS // 4) * 8
