@@ -109,6 +109,9 @@ CHECKS: tuple[Check, ...] = (
     Check(3, 3, "torch's module tests", tests("packages/dtensor/tests/test_modules.py"), 30 * MINUTES),
     Check(4, 1, "random numbers bitwise, CPU", tests("packages/rng/tests"), 30 * MINUTES),
     Check(4, 2, "training with dropout", tests("packages/vescale/tests/test_dropout_training.py")),
+    Check(10, 1, "mixtures of experts as on one device", tests("packages/vescale/tests/test_experts.py")),
+    Check(10, 1, "experts of a user's own making", tests("packages/plans/tests/test_experts.py")),
+    Check(10, 3, "what spreading experts is worth", (PYTHON, "benchmarks/experts.py")),
 )
 
 

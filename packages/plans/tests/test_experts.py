@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vescale_dtensor import Replicate, Shard
+from vescale_dtensor import Replicate, Shard, comm_trace
 from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, expert_load, parallelize
 
@@ -68,6 +68,8 @@ PLANS = {
     "dp2 ep2": Plan({"dp": 2, "ep": 2}, {"*": {}}, data_axis=("dp", "ep"), expert_axis="ep"),
     "ep2 dp2": Plan({"ep": 2, "dp": 2}, {"*": {}}, data_axis=("ep", "dp"), expert_axis="ep"),
     "ep2 beside dp2": Plan({"dp": 2, "ep": 2}, {"*": {}}, data_axis="dp", expert_axis="ep"),
+    "experts whole, dp4": Plan({"dp": 4}, {"stack.*": {"dp": Replicate()}, "*": {}}, expert_axis="dp"),
+    "experts whole, dp2 tp2": Plan({"dp": 2, "tp": 2}, {"stack.*": {"dp": Replicate()}, "*": {}}, expert_axis="dp"),
     "ep2 tp2": Plan(
         {"ep": 2, "tp": 2},
         {"stack.into": {"tp": Shard(2)}, "stack.gate": {"tp": Shard(2)}, "stack.out": {"tp": Shard(1)},
@@ -102,6 +104,20 @@ def test_gradients_equal_one_device(plan, count):
     assert max(run_ranks(4, gradients, PLANS[plan], count=count)) < 1e-13
 
 
+def whole_experts():
+    model, _ = parallelize(PLANS["experts whole, dp4"], build())
+    x, y = data()
+    with comm_trace(model) as trace:
+        model(x, y)
+    return [e.kind for e in trace.events if e.cause.module == "stack"], expert_load(model)["stack"]
+
+
+def test_experts_that_a_plan_keeps_whole_compute_the_rows_that_are_there():
+    found = run_ranks(4, whole_experts)
+    assert all(kinds == [] and load == found[0][1] for kinds, load in found)
+    assert sum(found[0][1]) == 5 * 3 * 3
+
+
 def test_experts_split_inside():
     assert max(run_ranks(4, gradients, PLANS["ep2 tp2"], biased=False)) < 1e-13
 
@@ -125,21 +141,6 @@ def test_the_module_is_as_it_was_after_its_forward():
     for load, (count, shapes) in run_ranks(4, loads):
         assert load == torch.bincount(picked.reshape(-1), minlength=6).tolist()
         assert (count, shapes) == (6, [tuple(p.shape) for p in alone.stack.parameters()])
-
-
-def explicit():
-    plan = Plan(
-        {"dp": 2, "ep": 2}, {"stack.*": {"ep": Replicate()}, "*": {}}, data_axis=("dp", "ep"), expert_axis="ep"
-    )
-    alone = build()
-    model, _ = parallelize(plan, copy.deepcopy(alone))
-    loss, expected = model(*data()), alone(*data())
-    return abs(loss.item() - expected.item()) < 1e-6, [tuple(p.to_local().shape) for p in model.stack.parameters()]
-
-
-def test_a_plan_that_keeps_experts_whole_is_kept_to():
-    alone = build()
-    assert run_ranks(4, explicit) == [(True, [tuple(p.shape) for p in alone.stack.parameters()])] * 4
 
 
 class Fails(Stack):

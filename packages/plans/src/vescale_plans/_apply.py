@@ -67,7 +67,8 @@ def parallelize(
         if hasattr(model, "_vescale"):
             raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
         fitted = fit(plan, model)
-        experts, placed = place_experts(plan, model, find_experts(plan, model), fitted.parameters)
+        experts = find_experts(plan, model)
+        placed = place_experts(plan, model, experts, fitted.parameters)
         sums = checksums(model)
     check_same_plan(plan)
     check_same_values(sums)

@@ -61,7 +61,7 @@ def stacked_experts(module: nn.Module) -> int:
 def find_experts(plan: Plan, model: nn.Module) -> dict[str, int]:
     """module name -> how many experts, of every experts module, when the plan has an expert axis.
 
-    Raises PlanError when there is none, or fewer experts than ranks would leave a rank without one.
+    Raises PlanError when there is none.
     """
     if plan.expert_axis is None:
         return {}
@@ -77,32 +77,15 @@ def find_experts(plan: Plan, model: nn.Module) -> dict[str, int]:
                 ("nn.Parameter(torch.stack(...)) of the experts' weights", "when they are a ModuleList"),
             ],
         )
-    ranks = plan.mesh[plan.expert_axis]
-    for name, count in found.items():
-        used = -(-count // -(-count // ranks))
-        if used < ranks:
-            raise PlanError(
-                "parallelize",
-                f"{name!r} has {count} experts, and torch.chunk over the {ranks} ranks of axis {plan.expert_axis!r} "
-                f"leaves {ranks - used} without one",
-                [f"mesh  {plan.mesh}"],
-                [(f"{plan.expert_axis!r}: {_degree(count, ranks)}", "every rank holds an expert")],
-            )
     return found
 
 
-def _degree(count: int, ranks: int) -> int:
-    return max(n for n in range(1, ranks) if -(-count // -(-count // n)) == n)
+def place_experts(plan: Plan, model: nn.Module, experts: dict[str, int], placed: Placed) -> Placed:
+    """`placed` with the parameters of experts sharded over the expert axis.
 
-
-def place_experts(
-    plan: Plan, model: nn.Module, experts: dict[str, int], placed: Placed
-) -> tuple[dict[str, int], Placed]:
-    """`placed` with the parameters of experts sharded over the expert axis, and the modules where they are.
-
-    What the plan itself says of that axis stands: a module whose parameters it keeps whole there is left alone.
+    What the plan itself says of that axis stands: experts that it keeps whole there compute the rows that are there.
     """
-    spread, added = {}, {}
+    added = {}
     for module, count in experts.items():
         own = {
             name: {plan.expert_axis: Shard(0), **placed[name]}
@@ -110,30 +93,51 @@ def place_experts(
             if parameter.shape[:1] == (count,) and (name := f"{module}.{leaf}")
         }
         kinds = {placements[plan.expert_axis] for placements in own.values()}
-        if kinds == {Replicate()}:
-            continue
-        if kinds != {Shard(0)}:
+        if len(kinds) > 1 or not kinds <= {Shard(0), Replicate()}:
             raise PlanError(
                 "parallelize",
                 f"the parameters of {module!r}, one slice per expert, lie differently on axis {plan.expert_axis!r}",
                 [f"{name}  {dict(placements)}" for name, placements in own.items()],
                 [(f"leave {plan.expert_axis!r} out of their placements", "each expert is on one rank, whole")],
             )
-        spread[module] = count
+        if kinds == {Shard(0)}:
+            _check_enough(plan, module, count)
         added.update(own)
-    return spread, {**placed, **added}
+    return {**placed, **added}
+
+
+def _check_enough(plan: Plan, name: str, count: int) -> None:
+    """Every rank must hold an expert: a forward over none is nothing that a model is written for."""
+    ranks = plan.mesh[plan.expert_axis]
+    used = _ranks_used(count, ranks)
+    if used < ranks:
+        best = max(n for n in range(1, ranks) if _ranks_used(count, n) == n)
+        raise PlanError(
+            "parallelize",
+            f"{name!r} has {count} experts, and torch.chunk over the {ranks} ranks of axis {plan.expert_axis!r} "
+            f"leaves {ranks - used} without one",
+            [f"mesh  {plan.mesh}"],
+            [(f"{plan.expert_axis!r}: {best}", "every rank holds an expert")],
+        )
+
+
+def _ranks_used(count: int, ranks: int) -> int:
+    """How many of `ranks` get something when torch.chunk cuts `count`."""
+    return -(-count // -(-count // ranks))
 
 
 class ExpertsBorder:
-    """The two hooks around an experts module."""
+    """The two hooks around an experts module, whose parameters are on the mesh already."""
 
     def __init__(self, module: nn.Module, name: str, mesh: Mesh, axis: str, experts: int) -> None:
         self.name, self.mesh, self.experts = name, mesh, experts
         self.axis = mesh.names.index(axis)
-        self.ranks = mesh.sizes[self.axis]
+        self.spread = any(p.mesh_layout.states[self.axis].is_sharded for p in module.parameters(recurse=False))
+        self.ranks = mesh.sizes[self.axis] if self.spread else 1
         chunk = -(-experts // self.ranks)
         self.held = [min((rank + 1) * chunk, experts) - rank * chunk for rank in range(self.ranks)]
-        self.local = self.held[mesh.coordinate[self.axis]]
+        self.mine = mesh.coordinate[self.axis] if self.spread else 0
+        self.local = self.held[self.mine]
         # A forward may count its experts by an attribute; inside it there are as many as this rank holds.
         self.counters = [
             key for key, value in vars(module).items() if type(value) is int and value == experts and "expert" in key
@@ -162,7 +166,7 @@ class ExpertsBorder:
         totals = [0] * self.experts
         for coordinate, counts in gather_objects((self.mesh.coordinate, self.load), self.mesh):
             if not any(coordinate[axis] for axis in self.replicas):
-                first = sum(self.held[: coordinate[self.axis]])
+                first = sum(self.held[: coordinate[self.axis]]) if self.spread else 0
                 for i, count in enumerate(counts):
                     totals[first + i] += count
         return totals
@@ -200,19 +204,28 @@ class _Call:
             for one in given
         )
         self._rows = rows
-        self._shape = (*indices.shape, tokens.shape[1])
-        self._route = route = _Route(border, indices)
-        border.load = route.arrived.sum(0).tolist()
         border.replicas = tuple(a for a, state in enumerate(rows) if not state.is_sharded)
+        if border.spread:
+            fresh = self._dispatch(tokens, indices)
+        else:
+            border.load = torch.bincount(indices.reshape(-1), minlength=border.experts).tolist()
+            fresh = (tokens, indices, self._weights)
+        replaced = dict(zip(map(id, given), fresh))
+        self.args = tuple(replaced.get(id(one), one) for one in args)
+        self.kwargs = {key: replaced.get(id(one), one) for key, one in kwargs.items()}
+        self._swap_in()
+
+    def _dispatch(self, tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the module's forward gets: the rows that arrived, the local expert of each, ones."""
+        self._shape = (*indices.shape, tokens.shape[1])
+        self._route = route = _Route(self._border, indices)
+        self._border.load = route.arrived.sum(0).tolist()
         copies = tokens.unsqueeze(1).expand(self._shape).reshape(-1, self._shape[2])
         moved, ids = _Out.apply(copies, route), route.arrived_ids()
         self._none = moved.shape[0] == 0
         if self._none:  # one row of zeros, so that the graph and its exchanges are the same on every rank
             moved, ids = torch.cat([moved, moved.new_zeros(1, moved.shape[1])]), ids.new_zeros(1)
-        fresh = dict(zip(map(id, given), (moved, ids[:, None], self._weights.new_ones(len(moved), 1))))
-        self.args = tuple(fresh.get(id(one), one) for one in args)
-        self.kwargs = {key: fresh.get(id(one), one) for key, one in kwargs.items()}
-        self._swap_in()
+        return moved, ids[:, None], self._weights.new_ones(len(moved), 1)
 
     def _row_states(self) -> tuple[State, ...]:
         """Of tokens, indices and weights alike: sharded over the expert axis, elsewhere as they are, or whole."""
@@ -220,7 +233,7 @@ class _Call:
         for axis, state in enumerate(self._was.states):
             if state.is_sharded and state.dim == 0:
                 states.append(state)
-            elif axis == self._border.axis:
+            elif axis == self._border.axis and self._border.spread:
                 states.append(sharded(0))
             else:  # where the weights are split, ranks do different work with the same tokens
                 states.append(VARYING if axis in self._border.split or state is VARYING else INVARIANT)
@@ -250,18 +263,18 @@ class _Call:
             setattr(self._module, name, self._border.experts)
 
     def combine(self, output: Tensor) -> DTensor:
-        """The rows back at their tokens, weighted and summed."""
-        if self._none:
-            output = output[:0]
-        back = _Back.apply(output, self._route).view(self._shape)
-        whole = (back * self._weights.unsqueeze(-1).to(back.dtype)).sum(1)
+        """The result as a DTensor; where rows travelled, they go back to their tokens, are weighted and summed."""
         border = self._border
+        if border.spread:
+            output = output[:0] if self._none else output
+            back = _Back.apply(output, self._route).view(self._shape)
+            output = (back * self._weights.unsqueeze(-1).to(back.dtype)).sum(1)
         states = [
             PENDING if axis in border.split and not state.is_sharded else state for axis, state in enumerate(self._rows)
         ]
-        result = from_plain(whole, layout_of(border.mesh, tuple(states), self._was.shape))
+        result = from_plain(output, layout_of(border.mesh, tuple(states), self._was.shape))
         before = self._was.states[border.axis]
-        if before.is_sharded and before.dim == 0:
+        if not border.spread or before.is_sharded and before.dim == 0:
             return result
         states[border.axis] = VARYING if before is VARYING else INVARIANT
         return convert(result, result.mesh_layout.base.with_states(states), f"{border.name} (experts)")
