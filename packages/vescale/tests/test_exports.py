@@ -27,6 +27,7 @@ PUBLIC = {
         "Precision",
         "RaggedShard",
         "RandomStateError",
+        "RandomStreamError",
         "Replicate",
         "Retention",
         "SeededSamples",
@@ -45,6 +46,7 @@ PUBLIC = {
         "is_deferred",
         "load",
         "local_map",
+        "manual_seed",
         "materialize",
         "no_sync",
         "parallelize",
@@ -57,6 +59,7 @@ PUBLIC = {
         "set_rng_state",
         "static",
         "strict",
+        "use_rng_stream",
     },
     "vescale_checkpoint": {
         "CheckpointError",
@@ -149,12 +152,15 @@ PUBLIC = {
     },
     "vescale_rng": {
         "RandomStateError",
+        "RandomStreamError",
         "check_in_step",
+        "current_stream",
         "deferred_init",
         "distribute",
         "fork",
         "get_state",
         "is_deferred",
+        "manual_seed",
         "materialize",
         "rand",
         "randint",
@@ -162,6 +168,7 @@ PUBLIC = {
         "randperm",
         "recorded",
         "set_state",
+        "use_stream",
     },
 }
 

@@ -15,6 +15,10 @@ from ._factories import randperm as randperm
 from ._materialize import distribute as distribute
 from ._materialize import materialize as materialize
 from ._materialize import recorded as recorded
+from ._select import RandomStreamError as RandomStreamError
+from ._select import current_stream as current_stream
+from ._select import manual_seed as manual_seed
+from ._select import use_stream as use_stream
 from ._version import __version__ as __version__
 from .state import RandomStateError as RandomStateError
 from .state import check_in_step as check_in_step

@@ -36,7 +36,7 @@ from vescale_dtensor.engine import (
 )
 from vescale_dtensor.rules import Call, composite
 
-from ._fills import on_host, settled
+from ._fills import draws_for, settled
 from ._stream import Draw, fill
 
 _PLAIN = {F.dropout, torch.dropout, torch.dropout_}
@@ -72,7 +72,7 @@ def dropout(call: Call):
 def _drop(p: float, feature: bool, alpha: bool, inplace: bool, on_device: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> DTensor:
         x = args[0] if args else kwargs["input"]
-        if not on_host(x):
+        if not draws_for(x):
             return on_device(*args, **kwargs)
         if inplace:
             check_writable("dropout", x)

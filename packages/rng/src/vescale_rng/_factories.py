@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, Placement, distribute_tensor, empty
 from vescale_dtensor.engine import mesh_of
 
-from ._fills import draw_into, on_host
+from ._fills import draw_into, draws_for
 from ._stream import Draw
 
 
@@ -48,7 +48,7 @@ def _made(
     wants_grad = options.pop("requires_grad", False)
     seeded = {} if generator is None else {"generator": generator}
     fresh = empty(*size, device_mesh=device_mesh, placements=placements, **options)
-    if on_host(fresh):
+    if draws_for(fresh):
         fresh = draw_into(fresh, Draw(function, bounds, seeded), fresh=True)
     else:
         options.setdefault("device", fresh.device)

@@ -33,6 +33,7 @@ from vescale_dtensor.engine import (
     stamp,
 )
 
+from ._select import current_stream
 from ._stream import Draw, fill
 
 _FILLS = [
@@ -45,9 +46,9 @@ _REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _WHOLE = {function: TABLE[function].handler for function in (*_FILLS, *_LIKE)}
 
 
-def on_host(tensor: DTensor) -> bool:
-    """Whether this package draws for it: on CPU, and on meta, where nothing is drawn."""
-    return tensor.device.type in ("cpu", "meta")
+def draws_for(tensor: DTensor) -> bool:
+    """Whether this package draws for it: on CPU, on meta, where nothing is drawn, and from the philox stream."""
+    return tensor.device.type in ("cpu", "meta") or current_stream() == "philox"
 
 
 def draw_into(own: DTensor, draw: Draw, *, fresh: bool = False) -> DTensor:
@@ -76,7 +77,7 @@ def settled(layout: Layout) -> Layout:
 @handler(_FILLS)
 def fill_in_place(function: Callable, args: tuple, kwargs: dict) -> Any:
     own, *rest = args
-    if type(own) is not DTensor or not on_host(own):
+    if type(own) is not DTensor or not draws_for(own):
         return _WHOLE[function](function, args, kwargs)
     if function is Tensor.bernoulli_ and isinstance(rest[0] if rest else kwargs.get("p"), Tensor):
         return _bernoulli_in_place(own, *rest, **kwargs)
@@ -135,7 +136,7 @@ def _filled_without_grad(fill_: Callable, given: tuple) -> DTensor:
 @handler(list(_LIKE))
 def like(function: Callable, args: tuple, kwargs: dict) -> Any:
     own, *rest = args if args else (kwargs["input"],)
-    if not on_host(own) or torch.device(kwargs.get("device") or own.device) != own.device:
+    if not draws_for(own) or torch.device(kwargs.get("device") or own.device) != own.device:
         return _WHOLE[function](function, args, kwargs)
     options = {name: value for name, value in kwargs.items() if name not in ("input", "generator", "low", "high")}
     wants_grad = options.pop("requires_grad", False)
@@ -152,7 +153,7 @@ def bernoulli(function: Callable, args: tuple, kwargs: dict) -> Any:
     """A fresh tensor of zeros and ones, by the probabilities in the input or by the one number given."""
     kwargs = dict(kwargs)
     own, *rest = args if args else (kwargs.pop("input"),)
-    if type(own) is not DTensor or not on_host(own) or kwargs.get("out") is not None:
+    if type(own) is not DTensor or not draws_for(own) or kwargs.get("out") is not None:
         return gathered(function)(*args, **kwargs)
     p = rest[0] if rest else kwargs.pop("p", own)
     with torch.no_grad():
@@ -166,7 +167,7 @@ def normal(function: Callable, args: tuple, kwargs: dict) -> Any:
     mean, std, generator = given["mean"], given.get("std", 1.0), given.get("generator")
     leading = mean if isinstance(mean, Tensor) else std
     alike = not isinstance(mean, Tensor) or not isinstance(std, Tensor) or mean.shape == std.shape
-    if type(leading) is not DTensor or not on_host(leading) or not alike or given.get("out") is not None:
+    if type(leading) is not DTensor or not draws_for(leading) or not alike or given.get("out") is not None:
         return gathered(function)(*args, **kwargs)
     with torch.no_grad():
         drawn = empty_as(leading, memory_format=torch.contiguous_format)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Generator, Tensor
@@ -29,7 +30,10 @@ from vescale_dtensor.engine import PENDING
 
 from ._journal import note
 from ._mt19937 import discard, generator_or_default, words_taken
+from ._philox import Key, next_key
+from ._philox_fill import fill_part
 from ._region import Piece, Region
+from ._select import current_stream
 
 CHUNK = 1 << 18  # elements; with strided memory beside it 4 MiB of doubles: stays in the cache
 BLOCK = 16  # elements that torch's normal makes at once
@@ -91,23 +95,25 @@ def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False) -> T
     if local.is_meta:
         draw(local)
         return local
-    if layout.flat_axis is not None:  # what it is cut from is drawn, for the time of the draw
-        start, stop = layout.flat_range_at(layout.mesh.coordinate)
-        whole = fill(local.new_empty(layout.opened.local_shape), layout.opened, draw, fresh=True)
-        return local.copy_(whole.reshape(-1)[start:stop])
     note(draw.function.__name__, draw.generator)
+    if current_stream() == "philox":
+        return _place_philox(local, layout, draw, next_key(draw.generator))
     return _place(local, layout, draw, fresh)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A draw that the generator went past, and the generator's state before it: to be placed later, or never."""
+    """A draw that the generator went past, to be placed later, or never: with the generator's state before it, or
+    the key that it took."""
 
     draw: Draw
     state: Tensor
+    key: Key | None = None
 
     def place(self, local: Tensor, layout: Layout | None = None) -> Tensor:
         """Overwrites `local`, the shard of `layout` or all of the tensor, as the draw would have then."""
+        if self.key is not None:
+            return _place_philox(local, layout, self.draw, self.key)
         generator = Generator()
         generator.set_state(self.state)
         draw = replace(self.draw, kwargs={**self.draw.kwargs, "generator": generator})
@@ -122,51 +128,78 @@ def take(draw: Draw, like: Tensor) -> Taken:
     generator = draw.generator
     note(draw.function.__name__, generator)
     state = generator.get_state()
+    if current_stream() == "philox":
+        return Taken(draw, state, next_key(generator))
     if like.numel() <= CHUNK:  # the memory order counts, gaps do not: they change what a normal takes
         order = order_of(like, like.shape)
         draw(_memory(like.numel(), like.dtype, order.contiguous))
     elif _seeds_another(draw, like.dtype):
         draw(torch.empty(BLOCK, dtype=like.dtype))
     else:
-        nowhere = Region((like.numel(),), ((),))
-        _fill_in_chunks(torch.empty(0, dtype=like.dtype), nowhere, order_of(like, like.shape), draw)
+        _fill_in_chunks([], like.numel(), like.dtype, order_of(like, like.shape), draw)
     return Taken(draw, state)
 
 
+def _place_philox(local: Tensor, layout: Layout | None, draw: Draw, key: Key) -> Tensor:
+    args, kwargs = draw.args, {name: value for name, value in draw.kwargs.items() if name != "generator"}
+    if layout is None:
+        shape = tuple(local.shape)
+        parts = [(local, Region(shape, tuple(((0, size),) for size in shape)))]
+    elif any(state is PENDING and at for state, at in zip(layout.states, layout.mesh.coordinate)):
+        return local.zero_()
+    else:
+        parts = parts_of(local, layout, range(layout.ndim))
+    for target, region in parts:
+        fill_part(target, region, draw.function, args, kwargs, key)
+    return local
+
+
+Part = tuple[Tensor, Region]
+"""A part of the shard, and what it is of the whole: their dims in the same order."""
+
+
 def _place(local: Tensor, layout: Layout, draw: Draw, fresh: bool) -> Tensor:
-    order = order_of(local, layout.shape, fresh)
-    ranges = layout.region_at(layout.mesh.coordinate)
-    region = Region(
-        tuple(layout.shape[dim] for dim in order.dims), tuple(ranges[dim] for dim in order.dims)
-    )
-    zero = any(
-        state is PENDING and at != 0 for state, at in zip(layout.states, layout.mesh.coordinate)
-    )
-    if zero:
-        region = Region(region.sizes, tuple(() for _ in region.ranges)) if region.sizes else region
-        target = local.new_empty(region.shape)
-    else:
-        target = local.permute(order.dims)
-    if region.is_whole:
-        draw(target if zero else local)
+    zero = any(state is PENDING and at for state, at in zip(layout.states, layout.mesh.coordinate))
+    order = _in_rows(layout.shape) if layout.flat_axis is not None else order_of(local, layout.shape, fresh)
+    parts = [] if zero else parts_of(local, layout, order.dims)
+    if not zero and parts and parts[0][1].is_whole and layout.flat_axis is None:
+        draw(local)
     elif _seeds_another(draw, local.dtype):
-        _fill_from_whole(target, region, order, draw)
+        _fill_from_whole(parts, _sizes(layout, order), local.dtype, order, draw)
     else:
-        _fill_in_chunks(target, region, order, draw)
+        _fill_in_chunks(parts, layout.numel, local.dtype, order, draw)
     return local.zero_() if zero else local
 
 
-def _fill_in_chunks(target: Tensor, region: Region, order: Order, draw: Draw) -> None:
-    """`target`: the shard, dims in memory order."""
-    if target.is_contiguous():
-        region = region.joined()
-        target = target.view(region.shape)
-    total, generator = region.numel, draw.generator
-    chunk = torch.empty((0,), dtype=target.dtype)
+def _in_rows(shape: Sequence[int]) -> Order:
+    return Order(tuple(range(len(shape))), True)
+
+
+def _sizes(layout: Layout, order: Order) -> tuple[int, ...]:
+    return tuple(layout.shape[dim] for dim in order.dims)
+
+
+def parts_of(local: Tensor, layout: Layout, dims: Sequence[int]) -> list[Part]:
+    """The shard with its dims in the order `dims`: one part, or the boxes of a flat one."""
+    sizes, here = tuple(layout.shape[dim] for dim in dims), layout.mesh.coordinate
+    if layout.flat_axis is None:
+        ranges = layout.region_at(here)
+        return [(local.permute(tuple(dims)), Region(sizes, tuple(ranges[dim] for dim in dims)))]
+    parts = []
+    for box, offset in layout.boxes_at(here):
+        region = Region(sizes, tuple((held,) for held in box))
+        parts.append((local[offset : offset + prod(region.shape)].view(region.shape), region))
+    return parts
+
+
+def _fill_in_chunks(parts: list[Part], total: int, dtype: torch.dtype, order: Order, draw: Draw) -> None:
+    parts = [_joined(*part) if part[0].is_contiguous() else part for part in parts]
+    generator = draw.generator
+    chunk = torch.empty((0,), dtype=dtype)
     ahead = 0  # words to go past before the next draw
     skips = total > CHUNK and not _waits(draw, order)
-    words = words_taken(draw, target.dtype, generator, BLOCK) // BLOCK if skips else 0
-    for start, stop, pieces in _steps(region, skips):
+    words = words_taken(draw, dtype, generator, BLOCK) // BLOCK if skips else 0
+    for start, stop, pieces in _steps(parts, total, skips):
         # The last chunk is always drawn: a normal may take more words for it than others.
         if skips and not pieces and stop < total:
             ahead += words * (stop - start)
@@ -175,23 +208,32 @@ def _fill_in_chunks(target: Tensor, region: Region, order: Order, draw: Draw) ->
             discard(ahead, generator)
             ahead = 0
         if len(chunk) < stop - start:
-            chunk = _memory(stop - start, target.dtype, order.contiguous)
+            chunk = _memory(stop - start, dtype, order.contiguous)
         drawn = chunk[: stop - start]
         draw(drawn)
-        for piece in pieces:
+        for target, region, piece in pieces:
             _keep(piece, drawn, start, target, region.strides)
 
 
-def _steps(region: Region, skips: bool) -> Iterator[tuple[int, int, list[Piece]]]:
+def _joined(target: Tensor, region: Region) -> Part:
+    region = region.joined()
+    return target.view(region.shape), region
+
+
+def _steps(parts: list[Part], total: int, skips: bool) -> Iterator[tuple[int, int, list[tuple[Tensor, Region, Piece]]]]:
     """The sequence in chunks, with the shard's pieces of each; with `skips`, gaps in larger and larger steps."""
-    start, width, total = 0, CHUNK, region.numel
+
+    def held(start: int, stop: int) -> Iterator[tuple[Tensor, Region, Piece]]:
+        return ((target, region, piece) for target, region in parts for piece in region.pieces(start, stop))
+
+    start, width = 0, CHUNK
     while start < total:
         last = total - start < width + BLOCK
-        if width > CHUNK and (last or next(region.pieces(start, start + width), None) is not None):
+        if width > CHUNK and (last or next(held(start, start + width), None) is not None):
             width //= 2
             continue
         stop = total if last else start + width
-        pieces = [] if width > CHUNK else list(region.pieces(start, stop))
+        pieces = [] if width > CHUNK else list(held(start, stop))
         yield start, stop, pieces
         start = stop
         if skips and not pieces:
@@ -217,14 +259,15 @@ def _memory(count: int, dtype: torch.dtype, contiguous: bool) -> Tensor:
     return torch.empty(count, dtype=dtype) if contiguous else torch.empty(2 * count, dtype=dtype)[::2]
 
 
-def _fill_from_whole(target: Tensor, region: Region, order: Order, draw: Draw) -> None:
-    whole = _memory(region.numel, target.dtype, order.contiguous)
+def _fill_from_whole(parts: list[Part], sizes: tuple[int, ...], dtype: torch.dtype, order: Order, draw: Draw) -> None:
+    whole = _memory(prod(sizes), dtype, order.contiguous)
     # Such a kernel goes by index, not by memory: it must be given the dims in the user's order.
     undo = [order.dims.index(dim) for dim in range(len(order.dims))]
-    strides = [stride * whole.stride(0) for stride in region.strides]
-    draw(whole.as_strided(region.sizes, strides).permute(undo))
-    for piece in region.pieces(0, region.numel):
-        _keep(piece, whole, 0, target, region.strides)
+    strides = [prod(sizes[dim + 1 :]) * whole.stride(0) for dim in range(len(sizes))]
+    draw(whole.as_strided(sizes, strides).permute(undo))
+    for target, region in parts:
+        for piece in region.pieces(0, region.numel):
+            _keep(piece, whole, 0, target, region.strides)
 
 
 def _seeds_another(draw: Draw, dtype: torch.dtype) -> bool:

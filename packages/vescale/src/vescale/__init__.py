@@ -31,17 +31,20 @@ from vescale_plans import no_sync as no_sync
 from vescale_plans import parallelize as parallelize
 from vescale_plans import static as static
 from vescale_rng import RandomStateError as RandomStateError
+from vescale_rng import RandomStreamError as RandomStreamError
 from vescale_rng import deferred_init as deferred_init
 from vescale_rng import is_deferred as is_deferred
+from vescale_rng import manual_seed as manual_seed
 from vescale_rng import materialize as materialize
 from vescale_rng import rand as rand
 from vescale_rng import randint as randint
 from vescale_rng import randn as randn
 from vescale_rng import randperm as randperm
 from vescale_rng import state as _state
+from vescale_rng import use_stream as _use_stream
 
 from ._version import __version__ as __version__
 
 # Under the names that torch has for its own.
 get_rng_state, set_rng_state, fork_rng = _state.get_state, _state.set_state, _state.fork
-check_rng_in_step = _state.check_in_step
+check_rng_in_step, use_rng_stream = _state.check_in_step, _use_stream

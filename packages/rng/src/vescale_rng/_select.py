@@ -1,0 +1,61 @@
+"""Which stream sharded and deferred tensors are drawn from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Generator
+
+from vescale_dtensor import VescaleError
+
+Stream = Literal["torch", "philox"]
+_STREAMS = ("torch", "philox")
+_current: Stream = "torch"
+
+
+def current_stream() -> Stream:
+    """The name of the stream in use."""
+    return _current
+
+
+class use_stream:
+    """Draws from another stream from now on, or within a `with` block.
+
+        vescale_rng.use_stream("philox")            # from now on
+        with vescale_rng.use_stream("philox"): ...  # here
+
+    `"torch"`, the default: bitwise what stock torch draws on one device; on CPU the time is that of the global
+    tensor, or less. `"philox"`: every value is a function of 128 bits that the draw takes from the generator and of
+    the element's global index; the same numbers on every mesh and world size, at the cost of the shard, but not
+    those that torch would draw. Only DTensors and deferred tensors are drawn from it: plain tensors are torch's own.
+
+    Use the same on every rank. Both streams keep their state in torch's generators: `manual_seed`, `get_state`,
+    `fork`, and the recompute of a checkpoint are right for either. Raises RandomStreamError for another name.
+    """
+
+    def __init__(self, name: Stream) -> None:
+        global _current
+        if name not in _STREAMS:
+            raise RandomStreamError(
+                "use_stream", f"there is no stream {name!r}", (), [(f"use_stream({known!r})", "") for known in _STREAMS]
+            )
+        self._before, _current = _current, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        global _current
+        _current = self._before
+
+
+class RandomStreamError(VescaleError):
+    """A stream that does not exist."""
+
+
+def manual_seed(seed: int, *, stream: Stream | None = None) -> Generator:
+    """`torch.manual_seed(seed)`, and the stream to draw from, if named. Call it on every rank alike."""
+    if stream is not None:
+        use_stream(stream)
+    return torch.manual_seed(seed)
