@@ -40,6 +40,7 @@ COMMUNICATES = {
     "plans": {
         "_data_parallel",  # reduces gradients
         "_join",  # joins torchrun's process group
+        "_recompute",  # torch's checkpoint by hooks lives there
         "_together",  # lets all ranks know how one fared
     },
 }

@@ -20,6 +20,7 @@ from ._experts import ExpertsBorder, find_experts, place_experts
 from ._inputs import RootBorder
 from ._join import join, make_mesh
 from ._loss import LossBorder, LossFn
+from ._recompute import install_recompute
 from ._static import check_mode, static
 from ._together import together
 from ._validate import fit
@@ -77,6 +78,7 @@ def parallelize(
     with together("sharding the model"):
         _shard_parameters(plan, model, device_mesh, placed)
         materialize(model)  # what is no parameter: buffers
+        install_recompute(model, fitted)
         for name, boundary in fitted.boundaries.items():
             install_boundary(model.get_submodule(name), name, boundary)
         borders = [

@@ -40,9 +40,10 @@ class Plan:
         zero: 1 shards optimizer states over the data axis, 2 gradients too, 3 parameters too.
         pipeline: the stages, see `Pipeline`.
         checkpointing: glob over module names -> whether the activations inside are
-            computed again in backward.
-        regather: glob over module names -> whether what a conversion inside gathered
-            for a whole activation is gathered again in backward, not kept.
+            computed again in backward. A glob also decides for all modules inside those
+            that it matches; of nested modules the outermost is checkpointed.
+        regather: glob over module names, likewise -> whether an activation that a
+            conversion inside gathered is gathered again in backward, not kept.
         precision: see `Precision`; None computes in the parameters' dtype.
         offload: optimizer states live in host memory.
         blocks: glob over parameter names -> rows (dim 0) that ZeRO must not split.
