@@ -129,6 +129,8 @@ PUBLIC = {
         "Simulation",
         "Verdict",
         "add_communication",
+        "chrome_trace",
+        "draw",
         "generate",
         "peak_memory",
         "simulate",
