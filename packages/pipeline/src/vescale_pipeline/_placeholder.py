@@ -150,7 +150,7 @@ def _getters(*names: str) -> list[Callable]:
 _METADATA: dict[Callable, Callable] = {
     **dict.fromkeys(
         [
-            *_getters("shape", "dtype", "ndim", "layout", "is_sparse", "is_quantized", "is_nested", "names"),
+            *_getters("shape", "dtype", "ndim", "layout", "is_sparse", "is_quantized", "is_nested"),
             *_getters("itemsize", "nbytes", "is_leaf", "grad", "grad_fn", "_base", "is_mkldnn"),
             *(getattr(Tensor, name) for name in ("size", "dim", "ndimension", "numel", "nelement", "stride")),
             *(getattr(Tensor, name) for name in ("is_contiguous", "is_floating_point", "is_complex", "element_size")),

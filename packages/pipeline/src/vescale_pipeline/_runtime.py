@@ -18,25 +18,23 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._containers import map_tensors, tensors_in
 from ._errors import PipelineError
-from ._faults import Faults, PipelineFailure, failure
+from ._faults import Faults, failure
 from ._loss import Gradients, Release, loss_in, no_loss, with_loss
 from ._microbatches import loss_weights, split
-from ._ownership import Ownership, check_uses, let_go, ownership
+from ._ownership import Ownership, let_go, ownership
 from ._p2p import Arrival, Header, Link, LinkError, Part, part_of
-from ._placeholder import Current, Placeholder
+from ._placeholder import Current
 from ._record import Record, dry_run
 from ._skeleton import Station
-from ._stage import Codec, Stage
+from ._stage import Codec, Stage, check_uses
 from .action import Action, Schedule
 
 TIMEOUT = timedelta(minutes=10)
 _FORWARD = frozenset(("F", "SEND_F", "RECV_F"))
-_AHEAD = 4  # receives are posted this many actions before their turn, where messages have tags
 _PARTS = 64  # tensors per message, at most: tags are numbered so
 
 
@@ -147,6 +145,7 @@ class Pipeline:
         for action in call.actions(self.schedule, self.rank, trains):
             doing.action = action
             state.do(action)
+        state.end()
         doing.action = "the end of the call"
         if not trains:
             return self._evaluated(call, state, weights)
@@ -343,6 +342,11 @@ class Interpreter:
         kind, stage, microbatch, peer = action
         self._table[kind](stage, microbatch, peer)
 
+    def end(self) -> None:
+        """The generator goes past the last microbatch."""
+        if self._random is not None:
+            self._random.end()
+
     # --- compute ------------------------------------------------------------------------
 
     def _do_forward(self, stage: int, microbatch: int, peer: int | None) -> None:
@@ -519,5 +523,3 @@ def _number_of(ranks: list[int]) -> int:
     _numbers[key] = _numbers.get(key, 0) + 1
     return _numbers[key]
 
-
-__all__ = ["Pipeline", "PipelineFailure", "Placeholder", "dist"]

@@ -16,10 +16,8 @@ from torch._C import DisableTorchFunctionSubclass as local_only
 from torch.autograd.graph import get_gradient_edge
 
 from ._backward import Gradients, Split, whole
-from ._containers import tensors_in
 from ._errors import PipelineError
 from ._p2p import Header, Part, part_of
-from ._placeholder import Placeholder
 from ._record import Record
 from ._skeleton import Run
 
@@ -178,11 +176,6 @@ class Stage:
         if into:
             with torch.no_grad():
                 torch._foreach_add_(into, added)
-
-
-def revealed(value: Any) -> list[Tensor]:
-    """The placeholders among the tensors of an output."""
-    return [tensor for tensor in tensors_in(value) if type(tensor) is Placeholder]
 
 
 def check_uses(record: Record, stages: dict[str, tuple[int, ...]], cuts: Sequence[str]) -> None:
