@@ -49,6 +49,8 @@ class Placeholder(Tensor):
     origin: str
     home: torch.device
     is_weight: bool
+    before_dtensor = True
+    """Functions on a placeholder and a vescale_dtensor.DTensor come here."""
 
     __hash__ = Tensor.__hash__
 

@@ -13,19 +13,18 @@ the forward actions run.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._containers import map_tensors, tensors_in
+from ._containers import fill, map_tensors, tensors_in
 from ._errors import PipelineError
 from ._faults import Faults, failure
 from ._loss import Gradients, Release, loss_in, no_loss, with_loss
 from ._microbatches import loss_weights, split
-from ._ownership import Ownership, let_go, ownership
+from ._ownership import Ownership, let_go
 from ._p2p import Arrival, Header, Link, LinkError, Part, part_of
 from ._placeholder import Current
 from ._record import Record, dry_run
@@ -38,37 +37,33 @@ _FORWARD = frozenset(("F", "SEND_F", "RECV_F"))
 _PARTS = 64  # tensors per message, at most: tags are numbered so
 
 
-class Pipeline:
+class Runtime:
     """Stands before the root module's call.
 
     Arguments:
         model: whose parameters of other stages are let go.
         schedule: verified; its ranks are `ranks`.
-        cuts: names of the modules that begin stages 1, 2, ...
+        owned: the cuts, and who owns what: `ownership(model, cuts)` of the whole model.
         ranks: this pipeline's global ranks, in order.
         group: a process group of these ranks that nothing else uses; closed when anything fails.
-        loss_fn: `loss_fn(output, target)`, where the call's `target=` goes.
         codec: for values that are not plain tensors.
-        owned: what `ownership(model, cuts)` gave, when the model has been changed since.
     """
 
     def __init__(
         self,
         model: nn.Module,
         schedule: Schedule,
-        cuts: tuple[str, ...],
+        owned: Ownership,
         ranks: list[int],
         group: Any,
         *,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
         codec: Codec | None = None,
         timeout: timedelta = TIMEOUT,
         device: torch.device | None = None,
-        owned: Ownership | None = None,
     ) -> None:
-        self.schedule, self.loss_fn = schedule, loss_fn
+        self.schedule = schedule
         self._codec = codec or Codec()
-        self._owned = owned or ownership(model, cuts)
+        self._owned = owned
         self._link = Link(ranks, device or torch.device("cpu"), timeout, group)
         self._faults = Faults(f"{'-'.join(map(str, ranks))}/{_number_of(ranks)}")
         self.rank = self._link.rank
@@ -98,9 +93,7 @@ class Pipeline:
             return self._root(*args, **kwargs)
         if self._broken is not None:
             raise failure(self._broken)
-        target = kwargs.pop("target") if self.loss_fn is not None and "target" in kwargs else None
-        inputs = (args, kwargs, target)
-        parts = split(inputs, self.schedule.microbatches)
+        parts = split((args, kwargs), self.schedule.microbatches)
         doing = _Doing(self.rank)
         try:
             return self._run(self._call_of(parts), parts, doing)
@@ -128,9 +121,8 @@ class Pipeline:
         return call
 
     def _forward(self, part: Any) -> Any:
-        args, kwargs, target = part
-        output = self._root(*args, **kwargs)
-        return output if self.loss_fn is None or target is None else self.loss_fn(output, target)
+        args, kwargs = part
+        return self._root(*args, **kwargs)
 
     def _run(self, call: Call, parts: list[Any], doing: _Doing) -> Any:
         trains = torch.is_grad_enabled()
@@ -235,33 +227,24 @@ class Pipeline:
         tag = self._tag("loss")
         if self.rank == last:
             columns = list(zip(*(tensors_in(state.outputs[i]) for i in range(self.schedule.microbatches))))
-            whole = []
-            for template, column in zip(tensors, columns):
-                encoded = [self._codec.encode(value)[0] for value in column]
-                if template is own:
-                    made = sum((v * w for v, w in zip(encoded[1:], weights[1:])), encoded[0] * weights[0])
-                else:
-                    made = torch.cat(encoded) if encoded[0].ndim else encoded[-1]
-                form = self._codec.encode(column[0])[1]
-                whole.append((made, form))
-            header = tuple(part_of(made, form) for made, form in whole)
+            whole = [self._joined(template is own, column, weights) for template, column in zip(tensors, columns)]
+            header = tuple(map(part_of, whole))
             for peer in range(self.schedule.ranks):
                 if peer != last:
                     self._link.send_object(peer, tag, header)
-                    self._link.send(peer, tag + 2, [made for made, _ in whole])
-            received = [made for made, _ in whole]
-            self._link.flush()
+                    self._link.send(peer, tag + 2, whole)
         else:
             header = self._link.receive_object(last, tag)
-            received = self._link.post(last, tag + 2, header).wait()
-            self._link.flush()
-        following = iter(zip(received, header))
+            whole = self._link.post(last, tag + 2, header).wait()
+        self._link.flush()
+        return fill(result, whole)
 
-        def real(_: Tensor) -> Tensor:
-            tensor, part = next(following)
-            return tensor if part.form is None else self._codec.decode(tensor, part.form)
-
-        return map_tensors(result, real)
+    def _joined(self, is_loss: bool, column: tuple[Tensor, ...], weights: list[float]) -> Tensor:
+        """One output of all microbatches."""
+        values = [self._codec.whole(value) for value in column]
+        if is_loss:
+            return sum((v * w for v, w in zip(values[1:], weights[1:])), values[0] * weights[0])
+        return torch.cat(values) if values[0].ndim else values[-1]
 
     # --- tags and closing ---------------------------------------------------------------
 
@@ -313,14 +296,14 @@ class Interpreter:
     """The state of one call: what was posted, what waits, what was made."""
 
     def __init__(
-        self, pipeline: Pipeline, call: Call, parts: list[Any], weights: list[float], scale: float, trains: bool
+        self, runtime: Runtime, call: Call, parts: list[Any], weights: list[float], scale: float, trains: bool
     ) -> None:
-        self._pipeline, self._call, self._parts = pipeline, call, parts
+        self._runtime, self._call, self._parts = runtime, call, parts
         self._weights, self._scale, self._trains = weights, scale, trains
-        self._link, self._stages = pipeline._link, pipeline._stages
-        self._stages_in_all = pipeline.schedule.stages
-        self._placement = pipeline.schedule.placement
-        self._rank = pipeline.rank
+        self._link, self._stages = runtime._link, runtime._stages
+        self._stages_in_all = runtime.schedule.stages
+        self._placement = runtime.schedule.placement
+        self._rank = runtime.rank
         self._posted: dict[tuple[str, int, int], Arrival] = {}
         self._made: dict[tuple[str, int, int], tuple[list[Tensor | None], Header]] = {}
         self.losses: dict[int, Tensor] = {}
@@ -354,13 +337,13 @@ class Interpreter:
         part = self._parts[microbatch]
         if self._random is not None:
             self._random.before(microbatch)
-        slot = self._stages[stage].forward(microbatch, arrived, header, lambda: self._pipeline._forward(part))
+        slot = self._stages[stage].forward(microbatch, arrived, header, lambda: self._runtime._forward(part))
         if self._random is not None:
             self._random.after(microbatch)
         if stage == self._stages_in_all - 1:
             loss = loss_in(slot.output)
             if loss is not None:
-                slot.loss = self._pipeline._codec.encode(loss)[0]
+                slot.loss = self._runtime._codec.whole(loss)
                 self.losses[microbatch] = slot.loss.detach()
             if not self._trains:
                 self.outputs[microbatch] = slot.output
@@ -427,13 +410,13 @@ class Interpreter:
 
     def _send(self, kind: str, to_stage: int, microbatch: int, peer: int) -> None:
         tensors, header = self._made.pop((kind, to_stage, microbatch))
-        tag = self._pipeline._tag(kind, to_stage, microbatch)
+        tag = self._runtime._tag(kind, to_stage, microbatch)
         known = self._call.headers.get((kind, to_stage, self._trains))
         if known is None:
             if len(header) > _PARTS:
                 raise PipelineError("pipeline", f"{len(header)} tensors cross one cut, more than {_PARTS}")
             self._call.headers[kind, to_stage, self._trains] = header
-            self._link.send_object(peer, self._pipeline._tag(f"header {kind}", to_stage), header)
+            self._link.send_object(peer, self._runtime._tag(f"header {kind}", to_stage), header)
         elif known != header:
             tensors = _like(known, header, tensors, kind, to_stage)
         self._link.send(peer, tag, tensors)
@@ -441,9 +424,9 @@ class Interpreter:
     def _post(self, kind: str, stage: int, microbatch: int, peer: int) -> None:
         header = self._call.headers.get((kind, stage, self._trains))
         if header is None:
-            header = self._link.receive_object(peer, self._pipeline._tag(f"header {kind}", stage))
+            header = self._link.receive_object(peer, self._runtime._tag(f"header {kind}", stage))
             self._call.headers[kind, stage, self._trains] = header
-        tag = self._pipeline._tag(kind, stage, microbatch)
+        tag = self._runtime._tag(kind, stage, microbatch)
         self._posted[kind, stage, microbatch] = self._link.post(peer, tag, header)
 
 

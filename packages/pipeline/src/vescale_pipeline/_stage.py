@@ -37,6 +37,10 @@ class Codec:
         """The value of a plain tensor that arrived."""
         return tensor
 
+    def whole(self, value: Tensor) -> Tensor:
+        """A loss or an output as one device has it, the same on every rank of the stage; differentiable."""
+        return value
+
 
 @dataclass
 class Slot:
