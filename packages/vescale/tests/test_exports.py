@@ -124,6 +124,7 @@ PUBLIC = {
         "Costs",
         "Event",
         "PipelineError",
+        "PipelineFailure",
         "Schedule",
         "ScheduleError",
         "Simulation",

@@ -46,7 +46,7 @@ _BOOL = {True: "true", False: "false"}  # True == 1 as a key, and x[True] is not
 
 
 def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-    """`DTensor.__torch_function__`."""
+    """`DTensor.__torch_function__`. A subclass with `before_dtensor` (a placeholder, without values) goes first."""
     if len(types) > 1 and any(getattr(kind, "before_dtensor", False) for kind in types):
         return NotImplemented
     entry = TABLE.get(function)
@@ -82,10 +82,6 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
             return out
         return _finish(out, decision.out, args, decision)
     return _decided(entry, function, args, kwargs or {}, key, decision)
-
-
-# A tensor subclass with `before_dtensor = True` decides itself what a function on it and a DTensor is: a placeholder
-# of another pipeline stage, which has no value.
 
 
 def call(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from ._errors import PipelineError as PipelineError
 from ._errors import ScheduleError as ScheduleError
+from ._faults import PipelineFailure as PipelineFailure
 from ._communication import add_communication as add_communication
 from .action import Action as Action
 from .action import Schedule as Schedule

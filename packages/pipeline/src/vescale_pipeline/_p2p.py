@@ -59,6 +59,24 @@ def _flat(tensor: Tensor) -> Tensor:
 Header = tuple[Part | None, ...]
 
 
+PARTS = 64
+"""Tensors in one message, at most."""
+_KINDS = ("F", "B", "header F", "header B", "greet", "loss", "tied")
+
+
+class Tags:
+    """A number for each message of a call; the same message of the next call follows it in order.
+
+    Activations and gradients (F, B) are numbered by the stage that they reach.
+    """
+
+    def __init__(self, stages: int, microbatches: int) -> None:
+        self._stages, self._microbatches = stages, microbatches
+
+    def __call__(self, kind: str, stage: int = 0, microbatch: int = 0) -> int:
+        return ((_KINDS.index(kind) * self._stages + stage) * self._microbatches + microbatch) * PARTS
+
+
 class LinkError(RuntimeError):
     """A transfer that failed or took too long."""
 

@@ -235,9 +235,7 @@ class Recorder:
         self._born[self._keys] = self._stage
         return placeholder(meta, self._keys, origin, home, is_weight)
 
-    def _event(
-        self, module: nn.Module | None, function: Callable | None, out: Any, name: str, drawn: int
-    ) -> Event:
+    def _event(self, module: nn.Module | None, function: Callable | None, out: Any, name: str, drawn: int) -> Event:
         keys = tuple(tensor.key for tensor in tensors_in(out) if type(tensor) is Placeholder)
         return Event(self._stage, name, module, function, out, keys, tuple(self._draws[drawn:]))
 
@@ -280,11 +278,7 @@ class Recorder:
         made = {key: event.stage for event in reversed(events) for key in event.keys}
         crossing = []
         for cut in range(1, stages):
-            keys = [
-                key
-                for key, uses in self._used.items()
-                if key in made and made[key] < cut and max(uses) >= cut
-            ]
+            keys = [key for key, uses in self._used.items() if key in made and made[key] < cut and max(uses) >= cut]
             crossing.append(tuple(sorted(keys)))
         uses = {name: tuple(sorted(stages)) for name, stages in self._weight_uses.items()}
         return Record(events, result, tuple(crossing), uses, any(event.draws for event in events))

@@ -190,8 +190,9 @@ def check_uses(record: Record, stages: dict[str, tuple[int, ...]], cuts: Sequenc
         if strange:
             raise PipelineError(
                 "pipeline",
-                f"the parameter {name!r} is owned by stage {', '.join(map(str, owners))} and used by stage {strange[0]}: "
-                "stages are told from the order in which modules are registered, and the forward calls them in another",
+                f"the parameter {name!r} is owned by stage {', '.join(map(str, owners))} and used by stage "
+                f"{strange[0]}: stages are told from the order in which modules are registered, and the forward calls "
+                "them in another",
                 [f"cuts  {', '.join(cuts)}"],
                 [
                     ("register the module where it is called", "the order of __init__ is that of forward"),

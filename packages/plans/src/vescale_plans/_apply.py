@@ -28,8 +28,8 @@ from .plan import Plan, PlanError
 
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Stages = Callable[[Plan, nn.Module, Any], tuple[Plan, Any, Callable[[], None]]]
-"""What the facade does for a plan with a pipeline, given the mesh: takes the other stages' parameters off the model, and
-gives the plan and the mesh of this stage's ranks, and what is to be called last."""
+"""What the facade does for a plan with a pipeline, given the mesh: takes the other stages' parameters off the model,
+and gives the plan and the mesh of this stage's ranks, and what is to be called last."""
 
 
 def parallelize(
