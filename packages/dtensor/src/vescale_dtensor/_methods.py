@@ -34,9 +34,7 @@ _NAMES = """
 def _direct(function: Callable) -> Callable:
     def method(*args, **kwargs):
         if _is_torch_function_enabled() and not _len_torch_function_stack():
-            out = dispatch(DTensor, function, (), args, kwargs)
-            if out is not NotImplemented:
-                return out
+            return dispatch(DTensor, function, (), args, kwargs)
         return function(*args, **kwargs)
 
     return method

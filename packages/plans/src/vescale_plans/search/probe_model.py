@@ -1,0 +1,108 @@
+"""A model as it is probed: a copy without weights, plain kernels, and hooks that tell which modules run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .._containers import map_first
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of the model with its parameters on the meta device, and its buffers with values on the CPU."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        empty.__dict__.update(parameter.__dict__)
+        memo[id(parameter)] = empty
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "cpu":
+                module._buffers[name] = _values(buffer)
+    return copied
+
+
+def _values(buffer: Tensor) -> Tensor:
+    if not buffer.is_meta:
+        return buffer.detach().cpu()
+    if buffer.is_floating_point():
+        return (
+            torch.rand(buffer.shape, generator=torch.Generator().manual_seed(buffer.numel())).add_(0.5).to(buffer.dtype)
+        )
+    return (
+        torch.ones(buffer.shape, dtype=buffer.dtype)
+        if buffer.dtype == torch.bool
+        else torch.zeros(buffer.shape, dtype=buffer.dtype)
+    )
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What a forward writes into buffers is put back."""
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in kept:
+            buffer.copy_(value) if buffer.shape == value.shape else buffer.set_(value)
+            module._buffers[name] = buffer
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Attention in elementary steps: a fused kernel may swallow a NaN. One thread: what is computed is small."""
+    fast, threads = torch.backends.mha.get_fastpath_enabled(), torch.get_num_threads()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.set_num_threads(1)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def paths(model: nn.Module, path: list[str], note: Callable[[str, Any, Any], None] | None) -> Iterator[None]:
+    """Keeps in `path` the modules that are running, outermost first; `note` sees what each takes and returns."""
+    handles = []
+    for name, module in model.named_modules():
+
+        def enter(_, __, name=name):
+            path.append(name)
+
+        def leave(_, args, kwargs, output, name=name):
+            path.pop()
+            if note is not None:
+                note(name, (args, kwargs), output)
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_first(value, keep)
+    return found[0] if found else None

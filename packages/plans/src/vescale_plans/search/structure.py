@@ -1,0 +1,237 @@
+"""Structure: what a model is made of, as far as parallelism cares, found without a look at any name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from vescale_dtensor import InterleavedShard, Placement, Shard
+
+Span = tuple[int, int]
+"""First and past-the-last in feature of a sink."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parameter whose out features flow into a sink without passing another contraction.
+
+    Arguments:
+        parameter: its name.
+        bias: of the parameter added to the same features, if any.
+        dim: of the parameter, that holds the out features.
+        size: of that dim.
+        unit: neighbouring features that were probed together.
+        spans: per unit what it reaches of the sink's in features; each span is one atom or more.
+        module: the innermost whose input is a whole activation that the parameter meets.
+        by_norm: a norm over all features lies between; sharded, it costs an all-reduce of one number per position.
+        companion: a table of rows looked up (an expert's bias), which is split only where a weight is.
+    """
+
+    parameter: str
+    bias: str | None
+    dim: int
+    size: int
+    unit: int
+    spans: tuple[Span, ...] = field(repr=False)
+    module: str | None = None
+    by_norm: bool = False
+    companion: bool = False
+
+    def groups(self, features: int, degree: int) -> int | None:
+        """How many equal segments the features are in, each to be cut in `degree` parts, so that every part reaches
+        its own part of the sink's `features` alone; None where no such cut exists."""
+        if features % degree or self.size % degree:
+            return None
+        part = features // degree
+        owners: list[int | None] = []
+        for start, stop in self.spans:
+            if start < stop and start // part != (stop - 1) // part:
+                return None
+            owners.append(start // part if start < stop else None)  # one that reaches nothing may go anywhere
+        if not any(owner is not None for owner in owners):
+            return None
+        units = len(owners)
+        for groups in range(1, units // degree + 1):
+            if units % (groups * degree) == 0 and self.size % (groups * degree) == 0:
+                run, each = units // groups, units // groups // degree
+                if all(owner in (None, (at % run) // each) for at, owner in enumerate(owners)):
+                    return groups
+        return None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A row-sharded parameter and the column-sharded ones that feed it: what Megatron splits together.
+
+    Arguments:
+        sink: the parameter whose in features are split.
+        dim, features: of the sink, its in features, which lie along `dim`.
+        bias: the sink's, which stays whole.
+        sources: parameters whose out features may be split with them.
+        kept: parameters that reach the sink too, and stay whole.
+        module: the innermost whose output is a whole activation that the sink had a part in.
+        experts: entries of the stack that sink and sources are, 0 if they are none.
+    """
+
+    sink: str
+    dim: int
+    features: int
+    bias: str | None
+    sources: tuple[Source, ...]
+    kept: tuple[str, ...] = ()
+    module: str | None = None
+    experts: int = 0
+
+    @property
+    def atoms(self) -> int:
+        """Parts that can never be cut: KV groups, neurons."""
+        return len(self._merged([span for source in self.sources for span in source.spans]))
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The degrees, from 2 on, by which the group can be split."""
+        return tuple(d for d in range(2, self.features + 1) if self.features % d == 0 and self.split(d))
+
+    def split(self, degree: int) -> dict[str, tuple[Source, Placement]]:
+        """Parameter -> how its out features are cut; empty where the group cannot be split by `degree`.
+
+        A source of fewer features than the sink, which share it (keys and values of grouped heads), stays whole
+        where it cannot be cut; with any other, the group does.
+        """
+        placed: dict[str, tuple[Source, Placement]] = {}
+        for source in self.sources:
+            groups = source.groups(self.features, degree)
+            if groups is None:
+                if source.size >= self.features:
+                    return {}
+            else:
+                placement = Shard(source.dim) if groups == 1 else InterleavedShard(source.dim, groups)
+                placed[source.parameter] = (source, placement)
+        if all(source.companion for source, _ in placed.values()):
+            return {}
+        return placed
+
+    @staticmethod
+    def _merged(spans: list[Span]) -> list[Span]:
+        merged: list[Span] = []
+        for start, stop in sorted(set(spans)):
+            if start >= stop:
+                continue
+            if merged and start < merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        return merged
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A table that data look up, or a last contraction whose out features leave the model: split by entries.
+
+    Arguments:
+        parameter, bias: names.
+        dim: of the parameter, that holds the entries.
+        module: that calls it.
+    """
+
+    parameter: str
+    bias: str | None
+    dim: int
+    module: str | None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A stack of experts: parameters with one entry per expert along dim 0.
+
+    Arguments:
+        parameters: names.
+        count: experts.
+        module: that holds them.
+    """
+
+    parameters: tuple[str, ...]
+    count: int
+    module: str | None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Repeated blocks in order.
+
+    Arguments:
+        names: of the modules.
+        kinds: per block a number; equal numbers are equal structure.
+        chained: each takes exactly what the one before returns, so that a pipeline can be cut between any two.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[int, ...]
+    chained: bool = False
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What probing found. A value: no tensor, no module, equal for equal models.
+
+    Arguments:
+        shapes: parameter -> shape.
+        modules: names of all modules.
+        groups: see `Group`, in the order of calls.
+        lookups, heads: see `Vocabulary`.
+        experts: see `Experts`.
+        routers: parameters whose result something is selected by.
+        blocks: repeated blocks, outermost containers.
+        tied: parameters with several names.
+        coupled: parameters whose rows depend on other rows of the batch; empty where data parallelism is exact.
+        position_dim: of the residual stream, along which sequence parallelism splits; None where a position reaches
+            others outside the groups, or nothing is known of positions.
+        stream_entries: modules whose output starts the residual stream.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
+    modules: tuple[str, ...] = field(repr=False)
+    groups: tuple[Group, ...]
+    lookups: tuple[Vocabulary, ...] = ()
+    heads: tuple[Vocabulary, ...] = ()
+    experts: tuple[Experts, ...] = ()
+    routers: tuple[str, ...] = ()
+    blocks: tuple[Blocks, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    coupled: tuple[str, ...] = ()
+    position_dim: int | None = None
+    stream_entries: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all parameters together, tied ones once."""
+        again = {name for names in self.tied for name in names[1:]}
+        return sum(prod(shape) for name, shape in self.shapes.items() if name not in again)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees that split every group that any degree splits, the most useful ones to try."""
+        useful = [set(group.degrees) for group in self.groups if group.degrees]
+        return tuple(sorted(set.intersection(*useful))) if useful else ()
+
+    @property
+    def cut_points(self) -> tuple[str, ...]:
+        """Modules that may begin a pipeline stage."""
+        return tuple(name for blocks in self.blocks if blocks.chained for name in blocks.names[1:])
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for models of equal structure, whatever their names (hex, 16 digits)."""
+        numbers = {name: at for at, name in enumerate(self.shapes)}
+        facts = [
+            list(self.shapes.values()),
+            [
+                (numbers[g.sink], g.dim, g.features, [(numbers[s.parameter], s.dim, s.spans) for s in g.sources])
+                for g in self.groups
+            ],
+            [numbers.get(v.parameter) for v in (*self.lookups, *self.heads)],
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

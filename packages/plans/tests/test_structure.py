@@ -1,0 +1,343 @@
+"""Structure without names: models that resemble none, their groups, atoms and plans; the same under any naming."""
+
+import resource
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vescale_dtensor import InterleavedShard, Replicate, Shard
+from vescale_plans import PlanError
+from vescale_plans.search import sample_of, structure_of, tensor_parallel_plan
+
+WIDTH, WORDS = 48, 37
+
+
+class Norm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+
+
+class Attention(nn.Module):
+    """Grouped heads; `packed` keeps q, k and v in one weight, `normed` puts a norm over all heads' queries."""
+
+    def __init__(self, heads, shared, size, *, packed=False, normed=False, width=WIDTH):
+        super().__init__()
+        self.heads, self.shared, self.size = heads, shared, size
+        widths = [heads * size, shared * size, shared * size]
+        self.inward = nn.ModuleList(
+            [nn.Linear(width, sum(widths))] if packed else [nn.Linear(width, w) for w in widths]
+        )
+        self.widths = widths
+        self.norm = Norm(heads * size) if normed else nn.Identity()
+        self.outward = nn.Linear(heads * size, width)
+
+    def forward(self, x):
+        parts = [one(x) for one in self.inward]
+        q, k, v = parts if len(parts) == 3 else parts[0].split(self.widths, -1)
+        q, k, v = (t.unflatten(-1, (-1, self.size)).transpose(1, 2) for t in (self.norm(q), k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.outward(out.transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """A gated unit with one packed weight, the parameters held by itself, and their output features first or last."""
+
+    def __init__(self, inner, *, transposed=False, width=WIDTH):
+        super().__init__()
+        self.transposed = transposed
+        shape = (width, 2 * inner) if transposed else (2 * inner, width)
+        self.wide = nn.Parameter(torch.randn(shape) * 0.1)
+        self.back = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x):
+        wide = x @ self.wide if self.transposed else F.linear(x, self.wide)
+        gate, value = wide.chunk(2, -1)
+        return self.back(F.silu(gate) * value)
+
+
+class Experts(nn.Module):
+    """Each position goes to two of the experts, chosen by value."""
+
+    def __init__(self, count, inner, *, width=WIDTH):
+        super().__init__()
+        self.choose = nn.Linear(width, count, bias=False)
+        self.up = nn.Parameter(torch.randn(count, inner, width) * 0.1)
+        self.down = nn.Parameter(torch.randn(count, width, inner) * 0.1)
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        weights, chosen = self.choose(flat).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(flat)
+        for expert in range(self.up.shape[0]):
+            rows, slot = torch.where(chosen == expert)
+            hidden = F.gelu(F.linear(flat[rows], self.up[expert]))
+            out = out.index_add(0, rows, F.linear(hidden, self.down[expert]) * weights[rows, slot, None])
+        return out.view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, attention, mixer, width=WIDTH):
+        super().__init__()
+        self.one, self.two = Norm(width), nn.LayerNorm(width)
+        self.attention, self.mixer = attention, mixer
+
+    def forward(self, x):
+        x = x + self.attention(self.one(x))
+        return x + self.mixer(self.two(x))
+
+
+class Words(nn.Module):
+    def __init__(self, blocks, *, tied=False, width=WIDTH, words=WORDS):
+        super().__init__()
+        self.table = nn.Embedding(words, width)
+        self.places = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.last = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x))
+
+
+def structure(model, batch=None):
+    ids = torch.arange(5)[None] * 5 % WORDS
+    return structure_of(model, sample_of(model, ids if batch is None else batch))
+
+
+def words(make_attention, make_mixer, layers=2, **settings):
+    torch.manual_seed(0)
+    return Words([Block(make_attention(), make_mixer()) for _ in range(layers)], **settings)
+
+
+# --------------------------------------------------------------------- groups
+
+
+def test_heads_and_neurons_are_found_with_their_groups():
+    found = structure(words(lambda: Attention(6, 3, 8), lambda: Gated(40)))
+    attention, gated = found.groups[:2]
+    assert attention.sink == "blocks.0.attention.outward.weight"
+    assert [source.parameter[-8:] for source in attention.sources] == ["0.weight", "1.weight", "2.weight"]
+    assert (attention.atoms, attention.degrees) == (3, (2, 3, 6))
+    assert attention.bias == "blocks.0.attention.outward.bias"
+    assert gated.sources[0].parameter == "blocks.0.mixer.wide"
+    assert gated.atoms == 40
+    assert found.cut_points == ("blocks.1",)
+    assert found.position_dim == 1
+    assert [one.parameter for one in found.lookups] == ["table.weight"]  # positions are no data
+    assert [one.parameter for one in found.heads] == ["head.weight"]
+    assert found.coupled == ()
+
+
+def test_shared_keys_stay_whole_where_ranks_outnumber_them():
+    found = structure(words(lambda: Attention(6, 3, 8), lambda: Gated(40)))
+    assert len(found.groups[0].split(3)) == 3
+    assert list(found.groups[0].split(6)) == ["blocks.0.attention.inward.0.weight"]
+    assert list(found.groups[0].split(2)) == ["blocks.0.attention.inward.0.weight"]  # three of them on two ranks
+
+
+def test_one_shared_key_is_kept_whole():
+    found = structure(words(lambda: Attention(6, 1, 8), lambda: Gated(40)))
+    group = found.groups[0]
+    assert [source.parameter for source in group.sources] == [
+        "blocks.0.attention.inward.0.weight",
+        "blocks.0.attention.inward.2.weight",
+    ]
+    assert group.kept == ("blocks.0.attention.inward.1.weight",)
+    assert list(group.split(6)) == ["blocks.0.attention.inward.0.weight"]
+
+
+def test_packed_weights_are_segments():
+    found = structure(words(lambda: Attention(4, 4, 12, packed=True), lambda: Gated(40, transposed=True)))
+    attention, gated = found.groups[:2]
+    assert attention.split(2)["blocks.0.attention.inward.0.weight"][1] == InterleavedShard(0, 3)
+    assert gated.split(4)["blocks.0.mixer.wide"][1] == InterleavedShard(1, 2)
+    plan = tensor_parallel_plan(found, 2)
+    assert plan.parameters["blocks.*.attention.inward.*.bias"] == {"tp": InterleavedShard(0, 3)}
+    assert plan.parameters["blocks.*.mixer.wide"] == {"tp": InterleavedShard(1, 2)}
+
+
+def test_segments_of_unequal_size_are_not_split():
+    found = structure(words(lambda: Attention(6, 3, 8, packed=True), lambda: Gated(40)))
+    assert found.groups[0].atoms == 3
+    assert found.groups[0].degrees == ()
+
+
+def test_a_norm_over_all_heads_is_a_bridge():
+    found = structure(words(lambda: Attention(6, 3, 8, normed=True), lambda: Gated(40)))
+    by_norm = {source.parameter: source.by_norm for source in found.groups[0].sources}
+    assert by_norm == {
+        "blocks.0.attention.inward.0.weight": True,
+        "blocks.0.attention.inward.1.weight": False,
+        "blocks.0.attention.inward.2.weight": False,
+    }
+
+
+def test_experts_and_their_router():
+    found = structure(words(lambda: Attention(4, 2, 12), lambda: Experts(4, 32)))
+    assert found.routers == ("blocks.0.mixer.choose.weight", "blocks.1.mixer.choose.weight")
+    assert [(one.parameters, one.count) for one in found.experts] == [
+        ((f"blocks.{at}.mixer.up", f"blocks.{at}.mixer.down"), 4) for at in range(2)
+    ]
+    group = found.groups[1]
+    assert (group.sink, group.dim, group.experts) == ("blocks.0.mixer.down", 2, 4)
+    assert group.split(2)["blocks.0.mixer.up"][1] == Shard(1)
+
+
+def test_tied_weights_are_split_alike():
+    found = structure(words(lambda: Attention(4, 2, 12), lambda: Gated(40), tied=True))
+    assert found.tied == (("table.weight", "head.weight"),)
+    plan = tensor_parallel_plan(found, 2)
+    assert plan.split["table.weight"] == plan.split["head.weight"] == Shard(0)
+
+
+def test_a_custom_kernel_is_seen_through():
+    class Mix(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+    class Kernel(Attention):
+        def forward(self, x):
+            q, k, v = (one(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for one in self.inward)
+            return self.outward(Mix.apply(q, k, v).transpose(1, 2).flatten(2))
+
+    found = structure(words(lambda: Kernel(4, 4, 12), lambda: Gated(40)))
+    assert (found.groups[0].atoms, found.groups[0].degrees) == (4, (2, 4))
+
+
+def test_rows_of_a_batch_that_meet_are_reported():
+    class Meeting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            h = torch.relu(self.up(x))
+            return self.down(h - h.mean(0, keepdim=True))
+
+    found = structure_of(Meeting(), sample_of(Meeting(), torch.randn(4, 5, 8)))
+    assert found.coupled == ("down.weight",)
+
+
+def test_positions_that_meet_outside_the_groups_forbid_sequence_parallelism():
+    class Smeared(Block):
+        def forward(self, x):
+            return super().forward(x + x.roll(1, 1))
+
+    torch.manual_seed(0)
+    found = structure(Words([Smeared(Attention(4, 2, 12), Gated(40)) for _ in range(2)]))
+    assert found.position_dim is None
+    with pytest.raises(PlanError, match="positions that meet inside the groups alone"):
+        tensor_parallel_plan(found, 2, sequence_parallel=True)
+
+
+def test_control_flow_by_value_is_followed_on_both_ways():
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+
+        def forward(self, x):
+            h = torch.relu(self.up(x))
+            return self.a(h) if h.nan_to_num().mean() * 1000 % 2 < 1 else self.b(h)
+
+    found = structure_of(Either(), sample_of(Either(), torch.randn(4, 5, 8)))
+    assert {group.sink for group in found.groups} >= {"a.weight"} or {group.sink for group in found.groups} >= {
+        "b.weight"
+    }
+
+
+# ---------------------------------------------------------------------- plans
+
+
+def test_the_plan_is_written_with_few_patterns():
+    found = structure(words(lambda: Attention(4, 2, 12), lambda: Gated(40), layers=5))
+    plan = tensor_parallel_plan(found, 2, sequence_parallel=True)
+    assert plan.parameters == {
+        "table.weight": {"tp": Shard(0)},
+        "blocks.*.attention.inward.*.weight": {"tp": Shard(0)},
+        "blocks.*.attention.inward.*.bias": {"tp": Shard(0)},
+        "blocks.*.attention.outward.weight": {"tp": Shard(1)},
+        "blocks.*.mixer.wide": {"tp": InterleavedShard(0, 2)},
+        "blocks.*.mixer.back.weight": {"tp": Shard(1)},
+        "head.weight": {"tp": Shard(0)},
+        "*": {},
+    }
+    assert plan.boundaries["blocks.*.attention.outward"].output == {"tp": Shard(1)}
+    assert plan.boundaries["blocks.*.attention.inward.*"].input == {"tp": Replicate()}
+    assert plan.boundaries["table"].output == {"tp": Shard(1)}
+
+
+def test_a_degree_that_splits_nothing_says_what_would():
+    found = structure(words(lambda: Attention(4, 2, 12), lambda: Gated(40)))
+    with pytest.raises(PlanError, match="no group of the model can be split 7 ways") as raised:
+        tensor_parallel_plan(found, 7)
+    assert "degree=4" in str(raised.value)
+
+
+# --------------------------------------------------------------- names, and sizes
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_wrapping_and_renaming_change_nothing_but_names():
+    model = words(lambda: Attention(6, 3, 8), lambda: Gated(40))
+    plain = structure(model)
+    for block in model.blocks:
+        block.attention = Wrapped(Wrapped(block.attention))
+        block.mixer = Wrapped(block.mixer)
+    nested = structure(Wrapped(model))
+    assert nested.fingerprint == plain.fingerprint
+    assert [(g.dim, g.degrees) for g in nested.groups] == [(g.dim, g.degrees) for g in plain.groups]
+
+
+def test_a_model_is_left_as_it_was():
+    model = words(lambda: Attention(4, 2, 12), lambda: Gated(40)).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    structure(model)
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_of_405_billion_parameters_is_probed_without_its_weights():
+    layers, width, inner = 126, 16384, 53248
+    with torch.device("meta"):
+        blocks = [
+            Block(Attention(128, 8, 128, width=width), Gated(inner, width=width), width=width) for _ in range(layers)
+        ]
+        model = Words(blocks, width=width, words=128256)
+    began, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = structure(model)
+    assert found.parameters > 400e9
+    assert len(found.groups) == 2 * layers
+    assert found.groups[0].degrees == (2, 4, 8, 16, 32, 64)
+    assert len(found.groups[0].split(8)) == 3
+    assert list(found.groups[0].split(16)) == ["blocks.0.attention.inward.0.weight"]
+    assert found.groups[1].split(8)["blocks.0.mixer.wide"][1] == InterleavedShard(0, 2)
+    print(f"probed in {time.process_time() - began:.1f} s of CPU")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2 * 2**20  # KiB
+
+
+def test_inputs_that_nothing_describes_are_asked_for():
+    with pytest.raises(PlanError, match="nothing says what they look like"):
+        sample_of(Gated(8))
