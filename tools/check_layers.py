@@ -37,11 +37,18 @@ COMMUNICATES = {
     "checkpoint": {
         "_sync",  # what ranks tell each other during a save or a load
     },
+    "pipeline": {
+        "_faults",  # tells the first cause of a failure
+        "_p2p",  # sends and receives
+    },
     "plans": {
         "_data_parallel",  # reduces gradients
         "_join",  # joins torchrun's process group
         "_recompute",  # torch's checkpoint by hooks lives there
         "_together",  # lets all ranks know how one fared
+    },
+    "vescale": {
+        "_stages",  # makes the groups of pipelines
     },
 }
 # What torch.distributed defines that is a value: naming it neither communicates nor needs a process group.

@@ -46,7 +46,9 @@ _BOOL = {True: "true", False: "false"}  # True == 1 as a key, and x[True] is not
 
 
 def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-    """`DTensor.__torch_function__`."""
+    """`DTensor.__torch_function__`. A subclass with `before_dtensor` (a placeholder, without values) goes first."""
+    if len(types) > 1 and any(getattr(kind, "before_dtensor", False) for kind in types):
+        return NotImplemented
     entry = TABLE.get(function)
     if entry is None or entry.handler is not None:
         return _general(entry, function, args, kwargs or {})
@@ -106,6 +108,8 @@ def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, d
     _collect(args, tensors)
     _collect(kwargs, tensors)
     if decision is None:
+        if any(getattr(type(tensor), "before_dtensor", False) for tensor in tensors):
+            return NotImplemented
         decision = _decide(entry, function, args, kwargs, tensors)
         if key is not None:
             if len(entry.cache) >= CACHE_LIMIT:
@@ -135,7 +139,7 @@ def _keyed(value: Any, exact: bool) -> Any:
     if kind is DTensor:
         return value._layout
     if isinstance(value, Tensor):
-        return (Tensor, value.shape, value.requires_grad)
+        return (kind, value.shape, value.requires_grad)
     if kind is dict:
         return tuple([(name, _keyed(item, exact)) for name, item in value.items()])
     return (kind, value)  # numpy.True_ == 1: the type is part of it

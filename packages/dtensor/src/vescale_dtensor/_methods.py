@@ -34,7 +34,9 @@ _NAMES = """
 def _direct(function: Callable) -> Callable:
     def method(*args, **kwargs):
         if _is_torch_function_enabled() and not _len_torch_function_stack():
-            return dispatch(DTensor, function, (), args, kwargs)
+            out = dispatch(DTensor, function, (), args, kwargs)
+            if out is not NotImplemented:
+                return out
         return function(*args, **kwargs)
 
     return method

@@ -2,9 +2,12 @@
 
 from ._errors import PipelineError as PipelineError
 from ._errors import ScheduleError as ScheduleError
+from ._faults import PipelineFailure as PipelineFailure
 from ._communication import add_communication as add_communication
 from .action import Action as Action
 from .action import Schedule as Schedule
+from .draw import chrome_trace as chrome_trace
+from .draw import draw as draw
 from .schedules import generate as generate
 from .simulate import Costs as Costs
 from .simulate import Event as Event

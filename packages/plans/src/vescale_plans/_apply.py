@@ -27,6 +27,9 @@ from ._validate import fit
 from .plan import Plan, PlanError
 
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Stages = Callable[[Plan, nn.Module, Any], tuple[Plan, Any, Callable[[], None]]]
+"""What the facade does for a plan with a pipeline, given the mesh: takes the other stages' parameters off the model,
+and gives the plan and the mesh of this stage's ranks, and what is to be called last."""
 
 
 def parallelize(
@@ -36,6 +39,7 @@ def parallelize(
     *,
     loss_fn: LossFn | None = None,
     mode: str = "eager",
+    stages: Stages | None = None,
 ) -> tuple[nn.Module, Any]:
     """Shards `model` by `plan`, in place, and makes its optimizer.
 
@@ -56,6 +60,8 @@ def parallelize(
         mode: "eager", or "static": modules whose own code computes on local shards what it
             computes on the whole run on plain tensors from the second call on (see `static`).
 
+        stages: see `Stages`; `vescale.parallelize` brings it.
+
     Returns: the same model, and the optimizer (None without `optimizer_fn`).
 
     Communicates: a few small all-gathers, of the plan, of parameter checksums and of
@@ -67,13 +73,22 @@ def parallelize(
         check_mode(mode)
         if hasattr(model, "_vescale"):
             raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
+        if plan.pipeline is not None and stages is None:
+            remedies = [("vescale.parallelize(plan, model, ...)", "which brings the pipeline's runtime")]
+            raise PlanError("parallelize", "the plan has a pipeline, and this package has no runtime", (), remedies)
         fitted = fit(plan, model)
         experts = find_experts(plan, model)
         placed = place_experts(plan, model, experts, fitted.parameters)
         sums = checksums(model)
     check_same_plan(plan)
     check_same_values(sums)
-    device_mesh = make_mesh(plan)
+    pipelined = None
+    if plan.pipeline is None:
+        device_mesh = make_mesh(plan)
+    else:
+        if len(plan.mesh) == 1:  # a stage's tensors need a mesh, be it of one rank
+            plan = plan.override(mesh={**plan.mesh, "dp": 1})
+        plan, device_mesh, pipelined = stages(plan, model, make_mesh(plan))
     mesh = mesh_of(device_mesh)
     with together("sharding the model"):
         _shard_parameters(plan, model, device_mesh, placed)
@@ -86,7 +101,7 @@ def parallelize(
             for name, count in experts.items()
         ]
         install_scopes(model)
-        if loss_fn is not None and plan.pipeline is None:
+        if loss_fn is not None:
             LossBorder(model, loss_fn)
         RootBorder(model, mesh, plan.data_axes)
         sync = GradientSync(model)
@@ -100,6 +115,8 @@ def parallelize(
             optimizer.register_step_post_hook(lambda *_: forget_all())
     if mode != "eager":
         static(model)
+    if pipelined is not None:
+        pipelined()
     return model, optimizer
 
 
@@ -152,5 +169,5 @@ def _register_foreign_functions() -> None:
     while waiting:
         for function in waiting.pop().__subclasses__():
             waiting.append(function)
-            if function.__module__.split(".")[0] not in ("torch", "vescale_dtensor", "functorch"):
+            if function.__module__.split(".")[0] not in ("torch", "vescale_dtensor", "vescale_pipeline", "functorch"):
                 register_function(function)

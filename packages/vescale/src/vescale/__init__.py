@@ -28,7 +28,6 @@ from vescale_plans import StaticWarning as StaticWarning
 from vescale_plans import expert_load as expert_load
 from vescale_plans import explain_static as explain_static
 from vescale_plans import no_sync as no_sync
-from vescale_plans import parallelize as parallelize
 from vescale_plans import static as static
 from vescale_rng import RandomStateError as RandomStateError
 from vescale_rng import RandomStreamError as RandomStreamError
@@ -43,6 +42,7 @@ from vescale_rng import randperm as randperm
 from vescale_rng import state as _state
 from vescale_rng import use_stream as _use_stream
 
+from ._stages import parallelize as parallelize
 from ._version import __version__ as __version__
 
 # Under the names that torch has for its own.

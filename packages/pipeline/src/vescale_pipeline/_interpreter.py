@@ -1,0 +1,198 @@
+"""One call's actions, one after another: what each kind of action does, and what waits in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ._call import Call
+from ._errors import PipelineError
+from ._loss import loss_in
+from ._p2p import PARTS, Arrival, Header, part_of
+from .action import Action
+
+if TYPE_CHECKING:
+    from ._runtime import Runtime
+
+
+class Interpreter:
+    """The state of one call: what was posted, what waits, what was made.
+
+    Arguments:
+        weights: what each microbatch's loss counts for.
+        scale: what the user's backward is expected to scale the loss by.
+        trains: whether gradients are computed.
+    """
+
+    def __init__(
+        self, runtime: Runtime, call: Call, parts: list[Any], weights: list[float], scale: float, trains: bool
+    ) -> None:
+        self._forward, self._codec = runtime.forward, runtime.codec
+        self._link, self._tags, self._stages = runtime.link, runtime.tags, runtime.stages
+        self._last = runtime.schedule.stages - 1
+        self._call, self._parts = call, parts
+        self._weights, self._scale, self._trains = weights, scale, trains
+        self._posted: dict[tuple[str, int, int], Arrival] = {}
+        self._made: dict[tuple[str, int, int], tuple[list[Tensor | None], Header]] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+        self._random = _Random() if call.record.draws_anything else None
+        self._table = {
+            "F": self._do_forward,
+            "B": self._do_backward,
+            "I": self._do_input,
+            "W": self._do_weight,
+            "SEND_F": self._send_forward,
+            "SEND_B": self._send_backward,
+            "RECV_F": self._receive_forward,
+            "RECV_B": self._receive_backward,
+            "REDUCE": lambda stage, microbatch, peer: None,  # weights tied over stages are summed at the end
+        }
+
+    def do(self, action: Action) -> None:
+        kind, stage, microbatch, peer = action
+        self._table[kind](stage, microbatch, peer)
+
+    def end(self) -> None:
+        """The generator goes past the last microbatch."""
+        if self._random is not None:
+            self._random.end()
+
+    # --- compute ------------------------------------------------------------------------
+
+    def _do_forward(self, stage: int, microbatch: int, peer: int | None) -> None:
+        arrived, header = self._take("F", stage, microbatch) if stage else ([], ())
+        part = self._parts[microbatch]
+        if self._random is not None:
+            self._random.before(microbatch)
+        slot = self._stages[stage].forward(microbatch, arrived, header, lambda: self._forward(part))
+        if self._random is not None:
+            self._random.after(microbatch)
+        if stage == self._last:
+            loss = loss_in(slot.output)
+            if loss is not None:
+                slot.loss = self._codec.whole(loss)
+                self.losses[microbatch] = slot.loss.detach()
+            if not self._trains:
+                self.outputs[microbatch] = slot.output
+            slot.output = None
+        else:
+            self._made["F", stage + 1, microbatch] = (slot.outputs, slot.header)
+
+    def _do_backward(self, stage: int, microbatch: int, peer: int | None) -> None:
+        gradients, buffers = self._take_gradients(stage, microbatch)
+        leaves, free = self._stages[stage].backward(microbatch, gradients, self._seed(stage, microbatch))
+        self._hand_back(stage, microbatch, leaves)
+        self._recycle(free, buffers)
+
+    def _do_input(self, stage: int, microbatch: int, peer: int | None) -> None:
+        gradients, _ = self._take_gradients(stage, microbatch)
+        leaves = self._stages[stage].input_backward(microbatch, gradients, self._seed(stage, microbatch))
+        self._hand_back(stage, microbatch, leaves)
+
+    def _do_weight(self, stage: int, microbatch: int, peer: int | None) -> None:
+        self._recycle(self._stages[stage].weight_backward(microbatch))
+
+    def _seed(self, stage: int, microbatch: int) -> Tensor | None:
+        if stage != self._last:
+            return None
+        return torch.full_like(self.losses[microbatch], self._weights[microbatch] * self._scale)
+
+    def _hand_back(self, stage: int, microbatch: int, leaves: list[Tensor | None]) -> None:
+        if stage:
+            header = tuple(None if gradient is None else part_of(gradient) for gradient in leaves)
+            self._made["B", stage - 1, microbatch] = (leaves, header)
+
+    def _take_gradients(self, stage: int, microbatch: int) -> tuple[list[Tensor | None], list[Tensor]]:
+        if stage == self._last:
+            return [], []
+        gradients, _ = self._take("B", stage, microbatch)
+        return gradients, [gradient for gradient in gradients if gradient is not None]
+
+    def _take(self, kind: str, stage: int, microbatch: int) -> tuple[list[Tensor | None], Header]:
+        """What arrived for a stage: from another rank, or from a neighbouring stage on this one."""
+        key = (kind, stage, microbatch)
+        arrival = self._posted.pop(key, None)
+        if arrival is None:
+            return self._made.pop(key)
+        return arrival.wait(), arrival.header
+
+    def _recycle(self, *groups: list[Tensor]) -> None:
+        for group in groups:
+            while group:
+                self._link.recycle(group.pop())
+
+    # --- transfers ----------------------------------------------------------------------
+
+    def _send_forward(self, stage: int, microbatch: int, peer: int) -> None:
+        self._send("F", stage + 1, microbatch, peer)
+
+    def _send_backward(self, stage: int, microbatch: int, peer: int) -> None:
+        self._send("B", stage - 1, microbatch, peer)
+
+    def _receive_forward(self, stage: int, microbatch: int, peer: int) -> None:
+        self._post("F", stage, microbatch, peer)
+
+    def _receive_backward(self, stage: int, microbatch: int, peer: int) -> None:
+        self._post("B", stage, microbatch, peer)
+
+    def _send(self, kind: str, to_stage: int, microbatch: int, peer: int) -> None:
+        tensors, header = self._made.pop((kind, to_stage, microbatch))
+        tag = self._tags(kind, to_stage, microbatch)
+        known = self._call.headers.get((kind, to_stage, self._trains))
+        if known is None:
+            if len(header) > PARTS:
+                raise PipelineError("pipeline", f"{len(header)} tensors cross one cut, more than {PARTS}")
+            self._call.headers[kind, to_stage, self._trains] = header
+            self._link.send_object(peer, self._tags(f"header {kind}", to_stage), header)
+        elif known != header:
+            tensors = _like(known, header, tensors, kind, to_stage)
+        self._link.send(peer, tag, tensors)
+
+    def _post(self, kind: str, stage: int, microbatch: int, peer: int) -> None:
+        header = self._call.headers.get((kind, stage, self._trains))
+        if header is None:
+            header = self._link.receive_object(peer, self._tags(f"header {kind}", stage))
+            self._call.headers[kind, stage, self._trains] = header
+        tag = self._tags(kind, stage, microbatch)
+        self._posted[kind, stage, microbatch] = self._link.post(peer, tag, header)
+
+
+def _like(known: Header, header: Header, tensors: list, kind: str, stage: int) -> list:
+    """A message of the form that the other end expects; a gradient that nothing flowed into is zero."""
+    fitting = []
+    for expected, part, tensor in zip(known, header, tensors):
+        if expected is not None and part is None and kind == "B":
+            tensor = torch.zeros(expected.shape, dtype=expected.dtype)
+        elif expected is not None and part is not None and expected[::2] == part[::2]:  # all but strides and grad
+            if expected.stride != part.stride:
+                tensor = torch.empty_strided(expected.shape, expected.stride, dtype=part.dtype).copy_(tensor)
+        elif expected != part:
+            raise PipelineError(
+                "pipeline",
+                f"what crosses the cut before stage {stage if kind == 'F' else stage + 1} has another form than in the "
+                "microbatch before",
+                [f"before  {known}", f"now     {header}"],
+                [("let nothing but the shapes of its inputs decide what a forward computes", "")],
+            )
+        fitting.append(tensor)
+    return fitting
+
+
+class _Random:
+    """The default generator, kept where one device would have it that runs the microbatches one after another."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, Tensor] = {0: torch.get_rng_state()}
+
+    def before(self, microbatch: int) -> None:
+        torch.set_rng_state(self._states[microbatch])
+
+    def after(self, microbatch: int) -> None:
+        self._states.setdefault(microbatch + 1, torch.get_rng_state())
+
+    def end(self) -> None:
+        """Past the last microbatch that was run."""
+        torch.set_rng_state(self._states[max(self._states)])

@@ -1,0 +1,191 @@
+"""Transfers between the ranks of one pipeline: tagged, posted early, bounded, into buffers that are used again.
+
+A message is a few tensors. Both ends know from the schedule that it comes; what its
+tensors look like is told once per kind of message (the header), and then remembered.
+Transfers are posted and run beside the computation. On gloo a message is found by its
+tag, so that receives may be posted ahead of their turn; other backends match in order.
+
+When anything fails on a rank, it closes its connections: every rank that waits for it
+wakes at once, and finds the first cause in the store.
+"""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """What a header tells of one tensor; `form` is the codec's, for what is more than a plain tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    form: Any = None
+
+
+def part_of(tensor: Tensor, form: Any = None) -> Part:
+    """What a header tells of a plain tensor. A tensor with gaps arrives without them, any other with its strides: a
+    kernel may add in another order where they differ."""
+    stride = tuple(tensor.stride()) if _is_dense(tensor) else tuple(tensor.contiguous().stride())
+    return Part(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, form)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one stretch of memory."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Its memory, as one contiguous dim."""
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.contiguous()
+
+
+Header = tuple[Part | None, ...]
+
+
+PARTS = 64
+"""Tensors in one message, at most."""
+_KINDS = ("F", "B", "header F", "header B", "greet", "loss", "tied")
+
+
+class Tags:
+    """A number for each message of a call; the same message of the next call follows it in order.
+
+    Activations and gradients (F, B) are numbered by the stage that they reach.
+    """
+
+    def __init__(self, stages: int, microbatches: int) -> None:
+        self._stages, self._microbatches = stages, microbatches
+
+    def __call__(self, kind: str, stage: int = 0, microbatch: int = 0) -> int:
+        return ((_KINDS.index(kind) * self._stages + stage) * self._microbatches + microbatch) * PARTS
+
+
+class LinkError(RuntimeError):
+    """A transfer that failed or took too long."""
+
+
+class Arrival:
+    """A message that was posted to be received."""
+
+    __slots__ = ("header", "tensors", "_works", "_timeout")
+
+    def __init__(self, header: Header, tensors: list[Tensor | None], works: list, timeout: timedelta) -> None:
+        self.header, self.tensors, self._works, self._timeout = header, tensors, works, timeout
+
+    def wait(self) -> list[Tensor | None]:
+        works, self._works = self._works, []
+        for work in works:
+            _wait(work, self._timeout)
+        return self.tensors
+
+
+class Link:
+    """Messages to and from the other ranks of a pipeline.
+
+    Arguments:
+        ranks: the pipeline's global ranks, in order; `peer` below is a place among them.
+        timeout: of every wait.
+    """
+
+    def __init__(self, ranks: list[int], device: torch.device, timeout: timedelta, group: Any) -> None:
+        self.ranks, self.device, self.timeout = ranks, device, timeout
+        self.rank = ranks.index(dist.get_rank())
+        self._group = group
+        self.is_tagged = dist.get_backend(group) == "gloo"
+        self._sent: list[tuple[Any, Any]] = []
+        self._free: dict[tuple, list[Tensor]] = {}
+
+    def send(self, peer: int, tag: int, tensors: list[Tensor | None]) -> None:
+        """Posts a message; `flush` waits for all."""
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                tensor = _flat(tensor.detach())
+                self._sent.append((self._group.send([tensor], peer, tag + index), tensor))
+
+    def post(self, peer: int, tag: int, header: Header) -> Arrival:
+        """Posts a receive of a message."""
+        tensors: list[Tensor | None] = []
+        works = []
+        for index, part in enumerate(header):
+            if part is None:
+                tensors.append(None)
+                continue
+            tensor = self._buffer(part)
+            tensors.append(tensor)
+            works.append(self._group.recv([_flat(tensor)], peer, tag + index))
+        return Arrival(header, tensors, works, self.timeout)
+
+    def send_object(self, peer: int, tag: int, value: Any) -> None:
+        """A small Python value, in two messages."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        size = torch.tensor([len(data)], device=self.device)
+        self.send(peer, tag, [size, data])
+
+    def receive_object(self, peer: int, tag: int) -> Any:
+        """What `send_object` sent; waits."""
+        size = self._receive(peer, tag, torch.empty(1, dtype=torch.int64, device=self.device))
+        data = self._receive(peer, tag + 1, torch.empty(int(size), dtype=torch.uint8, device=self.device))
+        return pickle.loads(bytes(data.cpu().numpy()))
+
+    def exchange(self, peers: list[int], tag: int, value: list[int]) -> list[list[int]]:
+        """Sends the same few numbers to each peer, and gives theirs."""
+        mine = torch.tensor(value, device=self.device)
+        arrivals = [self.post(peer, tag, (part_of(mine),)) for peer in peers]
+        for peer in peers:
+            self.send(peer, tag, [mine])
+        return [arrival.wait()[0].tolist() for arrival in arrivals]
+
+    def flush(self) -> None:
+        """Waits for all sends."""
+        sent, self._sent = self._sent, []
+        for work, _ in sent:
+            _wait(work, self.timeout)
+
+    def recycle(self, tensor: Tensor) -> None:
+        """Gives a receive buffer back; one that somebody still looks at is left to them."""
+        if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:  # `tensor`, and the handle just made
+            self._free.setdefault((tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype), []).append(tensor)
+
+    def close(self) -> None:
+        """Ends all connections: whoever waits for this rank wakes. Safe to call twice."""
+        self._sent.clear()
+        self._free.clear()
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _receive(self, peer: int, tag: int, into: Tensor) -> Tensor:
+        _wait(self._group.recv([into], peer, tag), self.timeout)
+        return into
+
+    def _buffer(self, part: Part) -> Tensor:
+        free = self._free.get((part.shape, part.stride, part.dtype))
+        if free:
+            return free.pop()
+        return torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=self.device)
+
+
+def _wait(work: Any, timeout: timedelta) -> None:
+    try:
+        work.wait(timeout)
+        return
+    except RuntimeError as error:
+        text = str(error).partition("] ")[2] or str(error)
+    raise LinkError(text.split(". This is typically")[0])

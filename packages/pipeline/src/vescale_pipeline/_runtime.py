@@ -1,0 +1,278 @@
+"""The interpreter: runs a schedule on this rank's stages, knowing no schedule by name.
+
+    loss = model(batch)      splits the batch, runs the schedule's actions, forward and
+                             backward, and gives the loss, the same on every rank
+    loss.backward()          hands the gradients to the parameters
+
+One call is: the inputs' record (a dry run for new shapes), a word with the
+neighbouring ranks that all run the same, the actions one after another, the sums of
+weights tied over stages, the loss from the last stage. Under `torch.no_grad()` only
+the forward actions run.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._call import Call, signature_of
+from ._containers import fill, tensors_in
+from ._errors import PipelineError
+from ._faults import Faults, failure
+from ._interpreter import Interpreter
+from ._loss import Gradients, Release, loss_in, no_loss, with_loss
+from ._microbatches import loss_weights, split
+from ._ownership import Ownership, let_go
+from ._p2p import PARTS, Link, LinkError, Part, Tags, part_of
+from ._placeholder import Current
+from ._record import dry_run
+from ._skeleton import Station
+from ._stage import Codec, Stage, check_uses
+from .action import Action, Schedule
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class Runtime:
+    """Stands before the root module's call.
+
+    Arguments:
+        model: whose parameters of other stages are let go.
+        schedule: verified; its ranks are `ranks`.
+        owned: the cuts, and who owns what: `ownership(model, cuts)` of the whole model.
+        ranks: this pipeline's global ranks, in order.
+        group: a process group of these ranks that nothing else uses; closed when anything fails.
+        codec: for values that are not plain tensors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        owned: Ownership,
+        ranks: list[int],
+        group: Any,
+        *,
+        codec: Codec | None = None,
+        timeout: timedelta = TIMEOUT,
+        device: torch.device | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.codec = codec or Codec()
+        self.tags = Tags(schedule.stages, schedule.microbatches)
+        self._owned = owned
+        self.link = Link(ranks, device or torch.device("cpu"), timeout, group)
+        self._faults = Faults(f"{'-'.join(map(str, ranks))}/{_number_of(ranks)}")
+        self.rank = self.link.rank
+        mine = schedule.stages_of(self.rank)
+        let_go(model, {name for stage in mine for name in self._owned.names_of(stage)})
+        parameters = dict(model.named_parameters())
+        self.stages = {
+            stage: Stage(stage, {name: parameters[name] for name in self._owned.names_of(stage)}, self.codec)
+            for stage in mine
+        }
+        self._model = model
+        self._root = Station(model, "").original
+        self._modules = list(model.modules())
+        self._parameters = parameters
+        self._tied = sorted(name for name, stages in self._owned.stages.items() if len(stages) > 1)
+        self._calls: dict[Any, Call] = {}
+        self._count = 0
+        self._scale = 1.0
+        self._gradients: Gradients | None = None
+        self._broken: str | None = None
+        model.__dict__["_call_impl"] = self
+
+    # --- the model's call -------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if Current.reader is not None:  # the model calls itself
+            return self._root(*args, **kwargs)
+        if self._broken is not None:
+            raise failure(self._broken)
+        parts = split((args, kwargs), self.schedule.microbatches)
+        doing = _Doing(self.rank)
+        try:
+            return self._run(self._call_of(parts), parts, doing)
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, PipelineError) and doing.action is None:
+                raise  # nothing has started: the same on every rank
+            self._broken = self._faults.cause_of(error, self.rank, str(doing))
+            self._close()
+            raise failure(self._broken) from (None if isinstance(error, LinkError) else error)
+
+    def _call_of(self, parts: list[Any]) -> Call:
+        """What is known of calls with inputs of these shapes; a dry run for new ones."""
+        key = signature_of(parts[0], self._modules)
+        call = self._calls.get(key)
+        if call is None:
+            stations = {module: Station(module, name) for name, module in self._model.named_modules() if name}
+            record = dry_run(self._model, self._owned.cuts, lambda: self.forward(parts[0]), stations)
+            check_uses(record, self._owned.stages, self._owned.cuts)
+            for event in record.events:
+                if event.module is not None:
+                    event.module.__dict__["_call_impl"] = stations[event.module]
+            call = self._calls[key] = Call(record, key)
+        return call
+
+    def forward(self, part: Any) -> Any:
+        args, kwargs = part
+        return self._root(*args, **kwargs)
+
+    def _run(self, call: Call, parts: list[Any], doing: _Doing) -> Any:
+        trains = torch.is_grad_enabled()
+        if trains and loss_in(call.record.result) is None:
+            raise no_loss(call.record.result)
+        weights = loss_weights(call.record, self.forward, parts) if loss_in(call.record.result) is not None else []
+        self._greet(call, trains, doing)
+        for stage in self.stages.values():
+            stage.begin(call.record, self.schedule.stages)
+        scale = self._gradients.used if self._gradients is not None else 1.0
+        state = Interpreter(self, call, parts, weights, scale, trains)
+        for action in call.actions(self.schedule, self.rank, trains):
+            doing.action = action
+            state.do(action)
+        state.end()
+        doing.action = "the end of the call"
+        if not trains:
+            return self._evaluated(call, state, weights)
+        sums = self._sum_tied()
+        loss = self._share_loss(call, state, weights)
+        self.link.flush()
+        trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+        self._gradients = Gradients([sums.get(name) for name in trained], scale)
+        anchor = torch.zeros((), requires_grad=True)
+        released = Release.apply(self._gradients, loss, anchor, *(self._parameters[name] for name in trained))
+        return with_loss(call.record.result, released)
+
+    # --- before and after the actions ---------------------------------------------------
+
+    def _greet(self, call: Call, trains: bool, doing: _Doing) -> None:
+        """Neighbours compare what they are about to run. Cost: one message of 24 bytes each way."""
+        self._count += 1
+        peers = [peer for peer in (self.rank - 1, self.rank + 1) if 0 <= peer < self.schedule.ranks]
+        doing.action = f"the beginning of call {self._count}"
+        mine = [self._count, int(trains), call.digest(self.schedule)]
+        for peer, theirs in zip(peers, self.link.exchange(peers, self.tags("greet"), mine)):
+            if theirs != mine:
+                first = next(i for i, (a, b) in enumerate(zip(theirs, mine)) if a != b)
+                what = ("call", "mode (train or no_grad)", "batch, model or schedule")[first]
+                low, high = sorted((peer, self.rank))
+                raise PipelineError(
+                    "pipeline",
+                    f"ranks {low} and {high} are about to run different things (another {what}): every rank of a "
+                    "pipeline calls the model with the same batches",
+                    (),
+                    [("seed the loader alike on all ranks", "the same batch, in shapes and order")],
+                )
+
+    def _sum_tied(self) -> dict[str, Tensor | None]:
+        """Each weight's gradient; of weights tied over stages, the sum over their uses, stage by stage."""
+        per_stage = {index: stage.sums() for index, stage in self.stages.items()}
+        sums = {name: gradient for of_stage in per_stage.values() for name, gradient in of_stage.items()}
+        placement = self.schedule.placement
+        for number, name in enumerate(self._tied):
+            users = self._owned.stages[name]
+            ranks = sorted({placement[stage] for stage in users})
+            if self.rank not in ranks:
+                continue
+            mine = {stage: per_stage[stage].get(name) for stage in users if placement[stage] == self.rank}
+            others = [rank for rank in ranks if rank != self.rank]
+            tag = self.tags("tied") + number * PARTS * self.schedule.stages
+            uses = dict(mine)
+            if others:
+                headers = {stage: None if g is None else part_of(g) for stage, g in mine.items()}
+                for rank in others:
+                    self.link.send_object(rank, tag, headers)
+                    self.link.send(rank, tag + 2, list(mine.values()))
+                for rank in others:
+                    theirs = self.link.receive_object(rank, tag)
+                    arrived = self.link.post(rank, tag + 2, tuple(theirs.values())).wait()
+                    uses.update(zip(theirs, arrived))
+            total = None
+            for stage in users:
+                gradient = uses[stage]
+                if gradient is not None:
+                    total = gradient if total is None else total + gradient
+            sums[name] = total
+        return sums
+
+    def _share_loss(self, call: Call, state: Interpreter, weights: list[float]) -> Tensor:
+        """The batch's loss, from the rank of the last stage."""
+        last = self.schedule.placement[-1]
+        tag = self.tags("loss")
+        if self.rank == last:
+            total = None
+            for microbatch, weight in enumerate(weights):
+                part = state.losses[microbatch] * weight
+                total = part if total is None else total + part
+            for peer in range(self.schedule.ranks):
+                if peer != last:
+                    self.link.send(peer, tag, [total])
+            return total
+        loss = loss_in(call.record.result)
+        part = Part((), (), loss.dtype, False)
+        return self.link.post(last, tag, (part,)).wait()[0].clone()
+
+    def _evaluated(self, call: Call, state: Interpreter, weights: list[float]) -> Any:
+        """Whole outputs, on every rank: rows of the microbatches one after another, a loss as their weighted sum."""
+        last = self.schedule.placement[-1]
+        result = call.record.result
+        own = loss_in(result)
+        tensors = tensors_in(result)
+        tag = self.tags("loss")
+        if self.rank == last:
+            columns = list(zip(*(tensors_in(state.outputs[i]) for i in range(self.schedule.microbatches))))
+            whole = [self._joined(template is own, column, weights) for template, column in zip(tensors, columns)]
+            header = tuple(map(part_of, whole))
+            for peer in range(self.schedule.ranks):
+                if peer != last:
+                    self.link.send_object(peer, tag, header)
+                    self.link.send(peer, tag + 2, whole)
+        else:
+            header = self.link.receive_object(last, tag)
+            whole = self.link.post(last, tag + 2, header).wait()
+        self.link.flush()
+        return fill(result, whole)
+
+    def _joined(self, is_loss: bool, column: tuple[Tensor, ...], weights: list[float]) -> Tensor:
+        """One output of all microbatches."""
+        values = [self.codec.whole(value) for value in column]
+        if is_loss:
+            return sum((v * w for v, w in zip(values[1:], weights[1:])), values[0] * weights[0])
+        return torch.cat(values) if values[0].ndim else values[-1]
+
+    def _close(self) -> None:
+        for stage in self.stages.values():
+            stage.begin(None, self.schedule.stages)
+        self.link.close()
+
+
+class _Doing:
+    """What a rank is at, for the text of a failure."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.action: Action | str | None = None
+
+    def __str__(self) -> str:
+        action = self.action
+        if not isinstance(action, Action):
+            return str(action or "a call")
+        text = f"stage {action.stage}, {action.kind}"
+        if action.kind != "REDUCE":
+            text += f" of microbatch {action.microbatch}"
+        return text if action.peer is None else f"{text} with rank {action.peer}"
+
+
+_numbers: dict[tuple[int, ...], int] = {}
+
+
+def _number_of(ranks: list[int]) -> int:
+    """How many pipelines these ranks had before: each has an entry of its own in the store."""
+    key = tuple(ranks)
+    _numbers[key] = _numbers.get(key, 0) + 1
+    return _numbers[key]

@@ -1,0 +1,201 @@
+"""One stage: its parameters, what it computes for a microbatch, and the gradients it adds up.
+
+Gradients are added in the order of the backwards, apart from `param.grad`: a call's
+gradients belong to nobody until the user's `loss.backward()` releases them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as local_only
+from torch.autograd.graph import get_gradient_edge
+
+from ._backward import Gradients, Split, whole
+from ._errors import PipelineError
+from ._p2p import Header, Part, part_of
+from ._record import Record
+from ._skeleton import Run
+
+
+class Codec:
+    """How values of a call become plain tensors that travel, and back. This one is for plain tensors.
+
+    A codec for distributed tensors keeps autograd's graph through both directions, and
+    says in `form` what the other end needs to know.
+    """
+
+    def encode(self, value: Tensor) -> tuple[Tensor, Any]:
+        """The plain tensor to send, and its form (picklable)."""
+        return value, None
+
+    def decode(self, tensor: Tensor, form: Any) -> Tensor:
+        """The value of a plain tensor that arrived."""
+        return tensor
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A loss or an output as one device has it, the same on every rank of the stage; differentiable."""
+        return value
+
+
+@dataclass
+class Slot:
+    """What a stage keeps of one microbatch between its forward and its backward."""
+
+    leaves: list[Tensor | None]
+    outputs: list[Tensor | None]
+    header: Header
+    buffers: list[Tensor] = field(default_factory=list)
+    loss: Tensor | None = None
+    output: Any = None
+    split: Split | None = None
+
+
+class Stage:
+    """See the module.
+
+    Arguments:
+        index: of the stage.
+        parameters: name -> parameter, those that the stage owns.
+    """
+
+    def __init__(self, index: int, parameters: dict[str, nn.Parameter], codec: Codec) -> None:
+        self.index = index
+        self.parameters = parameters
+        self._codec = codec
+        self._slots: dict[int, Slot] = {}
+        self.begin(None, 1)
+
+    def begin(self, record: Record | None, stages: int) -> None:
+        """A call begins: nothing is kept, no gradient is added up yet."""
+        self._record, self._is_last = record, self.index == stages - 1
+        self._slots.clear()
+        with local_only(), torch.enable_grad():
+            self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+            self._edges = [get_gradient_edge(self.parameters[name]) for name in self.trained]
+        self._sums: Gradients = [None] * len(self._edges)
+        self._is_own = [False] * len(self._edges)
+
+    # --- forward --------------------------------------------------------------------
+
+    def forward(
+        self, microbatch: int, arrived: list[Tensor | None], header: Header, forward: Callable[[], Any]
+    ) -> Slot:
+        """Runs the skeleton on what arrived; `outputs` of the slot is what the next stage needs."""
+        record = self._record
+        values: dict[int, Tensor] = {}
+        leaves: list[Tensor | None] = []
+        grad = torch.is_grad_enabled()
+        if self.index:
+            for key, tensor, part in zip(record.crossing[self.index - 1], arrived, header):
+                if part is None:
+                    leaves.append(None)
+                    continue
+                leaf = tensor.detach()
+                if grad and part.requires_grad:
+                    leaf.requires_grad_()
+                leaves.append(leaf if part.requires_grad else None)
+                values[key] = leaf if part.form is None else self._codec.decode(leaf, part.form)
+        run = Run(record, self.index, values)
+        result = run(forward)
+        outputs: list[Tensor | None] = []
+        parts: list[Part | None] = []
+        if not self._is_last:
+            for key in record.crossing[self.index]:
+                value = values.get(key)
+                tensor, form = (None, None) if value is None else self._codec.encode(value)
+                outputs.append(tensor)
+                parts.append(None if tensor is None else part_of(tensor, form))
+        slot = self._slots[microbatch] = Slot(leaves, outputs, tuple(parts), [t for t in arrived if t is not None])
+        if self._is_last:
+            slot.output = run.reveal(result)
+        return slot
+
+    # --- backward -------------------------------------------------------------------
+
+    def backward(self, microbatch: int, gradients: list[Tensor | None], seed: Tensor | None) -> tuple[Gradients, list]:
+        """The gradients of what arrived, and the buffers that are free now; adds up those of the weights."""
+        slot = self._slots.pop(microbatch)
+        leaves, found = self._run(slot, gradients, seed, whole)
+        self._add(found)
+        return leaves, slot.buffers
+
+    def input_backward(self, microbatch: int, gradients: list[Tensor | None], seed: Tensor | None) -> Gradients:
+        """Half of the backward: the gradients of what arrived."""
+        slot = self._slots[microbatch]
+
+        def halved(*given: Any) -> tuple[Gradients, None]:
+            slot.split = Split(*given)
+            return slot.split.leaves, None
+
+        leaves, _ = self._run(slot, gradients, seed, halved)
+        slot.leaves, slot.outputs, slot.loss, slot.output = [], [], None, None
+        return leaves
+
+    def weight_backward(self, microbatch: int) -> list[Tensor]:
+        """The other half: adds up the gradients of the weights. Gives the buffers that are free now."""
+        slot = self._slots.pop(microbatch)
+        self._add(slot.split.weights())
+        return slot.buffers
+
+    def sums(self) -> dict[str, Tensor | None]:
+        """The weights' gradients over all microbatches so far; they are the caller's from now on."""
+        sums, self._sums = self._sums, [None] * len(self._edges)
+        return dict(zip(self.trained, sums))
+
+    # --- internal -------------------------------------------------------------------
+
+    def _run(self, slot: Slot, gradients: list, seed: Tensor | None, compute: Callable) -> tuple[Gradients, Any]:
+        roots, seeds = [], []
+        for output, gradient in zip(slot.outputs, gradients):
+            if output is not None and gradient is not None and output.requires_grad:
+                roots.append(output)
+                seeds.append(gradient)
+        if slot.loss is not None and slot.loss.requires_grad:
+            roots.append(slot.loss)
+            seeds.append(seed)
+        wanted = [leaf for leaf in slot.leaves if leaf is not None]
+        found, rest = compute(roots, seeds, wanted, self._edges)
+        following = iter(found)
+        return [None if leaf is None else next(following) for leaf in slot.leaves], rest
+
+    def _add(self, gradients: Gradients) -> None:
+        """In place from the second on; the first may share its memory with another gradient."""
+        sums, is_own = self._sums, self._is_own
+        into, added = [], []
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if sums[i] is None:
+                sums[i] = gradient
+            elif is_own[i] and not gradient.is_sparse:
+                into.append(sums[i])
+                added.append(gradient)
+            else:
+                sums[i], is_own[i] = sums[i] + gradient, True
+        if into:
+            with torch.no_grad():
+                torch._foreach_add_(into, added)
+
+
+def check_uses(record: Record, stages: dict[str, tuple[int, ...]], cuts: Sequence[str]) -> None:
+    """Raises PipelineError where the forward uses a parameter in a stage that does not own it."""
+    for name, uses in record.uses.items():
+        owners = stages.get(name, ())
+        strange = [stage for stage in uses if stage not in owners]
+        if strange:
+            raise PipelineError(
+                "pipeline",
+                f"the parameter {name!r} is owned by stage {', '.join(map(str, owners))} and used by stage "
+                f"{strange[0]}: stages are told from the order in which modules are registered, and the forward calls "
+                "them in another",
+                [f"cuts  {', '.join(cuts)}"],
+                [
+                    ("register the module where it is called", "the order of __init__ is that of forward"),
+                    ("tie it under a second name in the using stage", "module.weight = other.weight"),
+                ],
+            )

@@ -1,0 +1,153 @@
+"""draw: a timeline of a schedule, simulated or recorded, as PNG, SVG, or a trace for Chrome and Perfetto.
+
+Needs matplotlib for pictures (`pip install "vescale-pipeline[draw]"`); a trace needs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ._errors import ScheduleError
+from .action import COMPUTE, Action, Schedule
+from .simulate import Event, Simulation, simulate
+
+COLOURS = {"F": "#4C78A8", "B": "#59A14F", "I": "#8CD17D", "W": "#F28E2B", "transfer": "#B0B0B0", "REDUCE": "#B07AA1"}
+LABELS = {
+    "F": "F forward",
+    "B": "B backward",
+    "I": "I input gradient",
+    "W": "W weight gradient",
+    "transfer": "transfer",
+    "REDUCE": "reduce",
+}
+MOST_LABELS = 3000
+"""Beyond as many computations, microbatch numbers would be specks."""
+
+
+def draw(what: Schedule | Simulation | Iterable[Sequence[Any]], path: str | Path, *, title: str | None = None) -> Path:
+    """Writes a timeline, a row per rank; the suffix of the path says what: .png, .svg, or .json for a trace.
+
+    Arguments:
+        what: a schedule, drawn as simulated at unit costs; a simulation; or
+            recorded events (rank, action, start, end), times in seconds.
+        path: where to; replaced if it exists.
+        title: above the picture; what is known of the schedule by default.
+
+    Raises ScheduleError for another suffix, and when a picture is asked for and
+    matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.suffix not in (".png", ".svg", ".json"):
+        remedies = [(str(path.with_suffix(suffix)), "") for suffix in (".png", ".svg", ".json")]
+        raise ScheduleError("draw", f"{path.name!r} ends in none of .png, .svg, .json", (), remedies)
+    if isinstance(what, Schedule):
+        what = simulate(what)
+    events = what.events if isinstance(what, Simulation) else _read(what)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(chrome_trace(events)))
+        return path
+    if title is None:
+        title = _describe(what) if isinstance(what, Simulation) else f"{len(events)} recorded events"
+    _picture(events, title).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return path
+
+
+def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
+    """The events as Chrome's trace JSON: a process per rank, with a thread that computes and one that transfers.
+
+    One unit of time is shown as one second.
+    """
+    events = list(events)
+    rows: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in events}):
+        rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for lane, name in enumerate(("compute", "transfers")):
+            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
+    for rank, action, start, end in events:
+        rows.append(
+            {
+                "ph": "X",
+                "name": str(action),
+                "cat": _group(action),
+                "pid": rank,
+                "tid": int(_group(action) == "transfer"),
+                "ts": start * 1e6,
+                "dur": (end - start) * 1e6,
+                "args": {"stage": action.stage, "microbatch": action.microbatch},
+            }
+        )
+    return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+
+def _read(recorded: Iterable[Sequence[Any]]) -> list[Event]:
+    """Recorded events; their time begins with the first of them."""
+    events = [Event(rank, Action(*action), start, end) for rank, action, start, end in recorded]
+    begin = min((event.start for event in events), default=0.0)
+    return [event._replace(start=event.start - begin, end=event.end - begin) for event in events]
+
+
+def _group(action: Action) -> str:
+    return action.kind if action.kind in COMPUTE or action.kind == "REDUCE" else "transfer"
+
+
+def _describe(simulation: Simulation) -> str:
+    schedule = simulation.schedule
+    return (
+        f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} microbatches, "
+        f"{schedule.stages} stages   bubble {simulation.bubble:.1%} "
+        f"(own windows {simulation.window_bubble:.1%})   peak memory {max(simulation.peak_memory):g}"
+    )
+
+
+def _picture(events: Sequence[Event], title: str) -> Any:
+    """A figure; made without pyplot, so that neither a display nor global state is touched."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        remedies = [('pip install "vescale-pipeline[draw]"', ""), ("draw(..., 'timeline.json')", "a trace for Chrome")]
+        raise ScheduleError("draw", "a picture needs matplotlib, which is not installed", (), remedies) from None
+    ranks = max((event.rank for event in events), default=0) + 1
+    events = [event for event in events if event.end > event.start]
+    end = max((event.end for event in events), default=0.0) or 1.0
+    figure = Figure(
+        figsize=(min(24.0, 4 + 0.25 * len(events) / ranks), 1.6 + 0.45 * ranks), layout="constrained", dpi=150
+    )
+    axes = figure.add_subplot()
+    for (rank, group, shade), bars in _bars(events).items():
+        # A transfer is a thin bar under what the rank computes meanwhile.
+        below, height = (rank + 0.36, 0.1) if group == "transfer" else (rank - 0.38, 0.72)
+        axes.broken_barh(bars, (below, height), color=COLOURS[group], alpha=shade, edgecolor="white", linewidth=0.4)
+    computed = [event for event in events if event.action.kind in COMPUTE]
+    if len(computed) <= MOST_LABELS:
+        for rank, action, start, stop in computed:
+            if stop - start > end / 200:
+                text = str(action.microbatch)
+                axes.text((start + stop) / 2, rank - 0.02, text, ha="center", va="center", fontsize=6, clip_on=True)
+    axes.set(xlim=(0, end), ylim=(ranks - 0.4, -0.5), xlabel="time", ylabel="rank", yticks=range(ranks))
+    axes.set_title(title, fontsize=9, loc="left")
+    shown = [group for group in COLOURS if any(_group(event.action) == group for event in events)]
+    handles = [Patch(color=COLOURS[group], label=LABELS[group]) for group in shown]
+    axes.legend(
+        handles=handles, ncols=len(handles) or 1, fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.22), frameon=False
+    )
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
+def _bars(events: Sequence[Event]) -> dict[tuple[int, str, float], list[tuple[float, float]]]:
+    """What is drawn in one go: (rank, group, opacity) -> (start, length). Later stages of a rank are paler."""
+    own: dict[int, list[int]] = {}
+    for event in events:
+        if event.action.stage not in (stages := own.setdefault(event.rank, [])):
+            stages.append(event.action.stage)
+    bars: dict[tuple[int, str, float], list[tuple[float, float]]] = {}
+    for rank, action, start, end in events:
+        order = sorted(own[rank]).index(action.stage)
+        shade = 1 - 0.5 * order / max(1, len(own[rank]) - 1)
+        bars.setdefault((rank, _group(action), shade), []).append((start, end - start))
+    return bars

@@ -1,0 +1,29 @@
+"""The command `vescale`: a register of commands, each of which is one function in a module of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from vescale_dtensor import VescaleError
+from vescale_pipeline import PipelineError
+
+from ._schedule_command import schedule
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(schedule)
+
+
+@app.callback()
+def describe() -> None:
+    """veScale on the command line."""
+
+
+def main() -> None:
+    """Runs a command. What the user can mend is said in its own words, with exit status 1 and no traceback."""
+    try:
+        app()
+    except (VescaleError, PipelineError) as error:
+        typer.echo(str(error), err=True)
+        sys.exit(1)
