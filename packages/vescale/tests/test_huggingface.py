@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import vescale
+from vescale_dtensor import InterleavedShard, Replicate, Shard
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 
@@ -115,10 +116,70 @@ MODELS = {
     ),
 }  # fmt: skip
 LLAMA_FAMILY = ("llama", "qwen3", "mistral, sliding window", "gemma")
+SHIP_A_PLAN = ("llama", "qwen3", "mistral, sliding window", "phi3", "gemma", "mixtral")
+
+COLUMNS, ROWS, WHOLE = {"tp": Shard(0)}, {"tp": Shard(1)}, {"tp": Replicate()}  # of a weight [out, in]
+# Tensor parallelism by hand for models that ship none: parameters, and modules whose outputs are whole.
+BY_HAND = {
+    "gpt2": (
+        {
+            "*.c_attn.weight": {"tp": InterleavedShard(1, 3)},  # a Conv1D's weight is [in, out]
+            "*.c_attn.bias": {"tp": InterleavedShard(0, 3)},
+            "*.c_fc.weight": ROWS,
+            "*.c_fc.bias": COLUMNS,
+            "*.c_proj.weight": COLUMNS,
+            "*.wte.weight": COLUMNS,
+            "lm_head.weight": COLUMNS,
+        },
+        ("*.c_proj", "*.wte"),
+    ),
+    "opt": (
+        {
+            "*.out_proj.weight": ROWS,
+            "*.fc2.weight": ROWS,
+            "*.[qkv]_proj.*": COLUMNS,
+            "*.fc1.*": COLUMNS,
+            "*.embed_tokens.weight": COLUMNS,
+            "lm_head.weight": COLUMNS,
+        },
+        ("*.out_proj", "*.fc2", "*.embed_tokens"),
+    ),
+    "bert": (
+        {
+            "*.self.*": COLUMNS,
+            "*.intermediate.*": COLUMNS,
+            "*.output.dense.weight": ROWS,
+            "*.word_embeddings.weight": COLUMNS,
+        },
+        ("*.output.dense", "*.word_embeddings"),
+    ),
+    "vit": (
+        {"*.[qkv]_proj.*": COLUMNS, "*.fc1.*": COLUMNS, "*.o_proj.weight": ROWS, "*.fc2.weight": ROWS},
+        ("*.o_proj", "*.fc2"),
+    ),
+}
+
+
+def by_hand(name, mesh, **fields):
+    parameters, whole = BY_HAND[name]
+    boundaries = {module: vescale.Boundary(output=WHOLE) for module in whole}
+    return vescale.Plan(mesh, {**parameters, "*": {}}, boundaries, **fields)
+
+
+DP2_TP2 = {"dp": 2, "tp": 2}
 PLANS = {
-    "replicated": lambda: vescale.Plan(mesh={"dp": 2, "tp": 2}, parameters={"*": {}}),
-    "tp": lambda: library.llama({"dp": 2, "tp": 2}, sequence_parallel=False),
-    "tp + sp": lambda: library.llama({"dp": 2, "tp": 2}),
+    "replicated": lambda name, model: vescale.Plan(mesh=DP2_TP2, parameters={"*": {}}),
+    "tp": lambda name, model: library.llama(DP2_TP2, sequence_parallel=False),
+    "tp + sp": lambda name, model: library.llama(DP2_TP2),
+    "mixtral, tp + sp": lambda name, model: library.mixtral(DP2_TP2),
+    "shipped, tp 2": lambda name, model: vescale.Plan.from_huggingface(model, mesh={"tp": 2}),
+    "shipped, dp 2 x tp 2": lambda name, model: vescale.Plan.from_huggingface(model, mesh=DP2_TP2),
+    "by hand, tp 2": lambda name, model: by_hand(name, {"tp": 2}),
+    "by hand, dp 2 x tp 2": lambda name, model: by_hand(name, DP2_TP2),
+    "phi3, cut inside": lambda name, model: vescale.Plan.from_huggingface(model, mesh=DP2_TP2).override(
+        parameters={"*.gate_up_proj.weight": {"tp": InterleavedShard(0, 2)}},
+        boundaries={"*.gate_up_proj": vescale.Boundary(input=WHOLE)},
+    ),
 }
 
 
@@ -130,7 +191,8 @@ def compared(name, plan):
     kind = getattr(transformers, kind)
     torch.manual_seed(0)
     model = kind(kind.config_class(**config)).train()
-    parallel, _ = vescale.parallelize(PLANS[plan](), copy.deepcopy(model))
+    plan = PLANS[plan](name, model)
+    parallel, _ = vescale.parallelize(plan, copy.deepcopy(model))
     losses = []
     for one in (model, parallel):
         loss = loss_of(one)
@@ -150,61 +212,19 @@ def compared(name, plan):
     return abs(losses[1] - losses[0]) / abs(losses[0]), max(errors.values()), max(weights.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [(name, "replicated") for name in MODELS] + [(name, plan) for name in LLAMA_FAMILY for plan in ("tp", "tp + sp")],
-)
+CASES = [
+    *[(name, "replicated") for name in MODELS],
+    *[(name, plan) for name in LLAMA_FAMILY for plan in ("tp", "tp + sp")],
+    ("mixtral", "mixtral, tp + sp"),
+    *[(name, f"shipped, {mesh}") for name in SHIP_A_PLAN for mesh in ("tp 2", "dp 2 x tp 2")],
+    *[(name, f"by hand, {mesh}") for name in BY_HAND for mesh in ("tp 2", "dp 2 x tp 2")],
+    ("phi3", "phi3, cut inside"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
 def test_loss_and_gradients_equal_one_device(name, plan):
-    for loss, by_scale, by_norm in run_ranks(4, compared, name, plan, timeout=180):
+    for loss, by_scale, by_norm in run_ranks(2 if plan.endswith(", tp 2") else 4, compared, name, plan, timeout=180):
         assert loss <= 1e-6
         assert by_scale <= 1e-6
         assert by_norm <= 1e-4
-
-
-def built(name, deferred):
-    """The model from its config, initialised by its own code, and the generator's state after that."""
-    import transformers
-
-    kind, config, _ = MODELS[name]
-    kind = getattr(transformers, kind)
-    torch.manual_seed(0)
-    if not deferred:
-        return kind(kind.config_class(**config)), torch.get_rng_state()
-    with vescale.deferred_init():
-        return kind(kind.config_class(**config)), torch.get_rng_state()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_deferred_initialisation_is_its_own(name):
-    (plain, state), (model, after) = built(name, False), built(name, True)
-    assert torch.equal(after, state) and all(map(vescale.is_deferred, model.parameters()))
-    vescale.materialize(model)
-    for kind in ("named_parameters", "named_buffers"):
-        found = dict(getattr(model, kind)(remove_duplicate=False))
-        wanted = dict(getattr(plain, kind)(remove_duplicate=False))
-        assert list(found) == list(wanted)
-        assert [n for n in found if found[n].dtype != wanted[n].dtype or not torch.equal(found[n], wanted[n])] == []
-    assert len(list(model.parameters())) == len(list(plain.parameters()))  # tied as before
-
-
-def trained(name, plan, deferred):
-    """Losses of three steps, and the shards after them."""
-    model, _ = built(name, deferred)
-    model, optimizer = vescale.parallelize(PLANS[plan](), model, lambda p: torch.optim.AdamW(p, lr=1e-3))
-    losses = []
-    for _ in range(3):
-        loss = MODELS[name][2](model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, {n: p.detach().to_local() for n, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize(("name", "plan"), [("llama", "tp + sp"), ("gemma", "tp"), ("t5", "replicated")])
-def test_deferred_and_parallelized_trains_alike(name, plan):
-    def both():
-        (losses, shards), (wanted, wanted_shards) = trained(name, plan, True), trained(name, plan, False)
-        return losses == wanted and all(torch.equal(shards[n], wanted_shards[n]) for n in wanted_shards)
-
-    assert run_ranks(4, both, timeout=180) == [True] * 4
