@@ -36,6 +36,7 @@ COMMUNICATES = {
     },
     "checkpoint": {
         "_sync",  # what ranks tell each other during a save or a load
+        "testing",
     },
     "pipeline": {
         "_faults",  # tells the first cause of a failure

@@ -102,8 +102,16 @@ class SaveJob:
         return f"{self.root.path}/step-{self._where['step']:08d}"
 
     def stage(self) -> None:
-        """Copies what this rank writes. Raises StorageError where there is no memory for it."""
-        self._sources = staged(self._sources, _staging)
+        """Copies what this rank writes. Raises StorageError where there is no memory for it.
+
+        Returns on all ranks or on none: what fails from here on fails in the background of all of them.
+        """
+        try:
+            self._sources = staged(self._sources, _staging)
+            self.session.gather("staged")
+        except BaseException:
+            self.discard()
+            raise
 
     def finish(self) -> None:
         """Writes, and returns when the step is committed. Raises the first cause on all ranks."""

@@ -33,6 +33,7 @@ _PART = 4 << 20  # the store refuses values of 8 MiB and more
 
 _numbers: Iterator[int] = itertools.count()
 _world: object = None
+_world_store: Any = None
 _finished: list[Session] = []
 
 
@@ -52,7 +53,6 @@ class Session:
         if store is not None:
             self._seen: dict[int, tuple[int, float]] = {}
             self._opened = time.monotonic()
-            self._beat_store = store.clone()
             self._pulse(0)
             self._beat = threading.Thread(target=self._keep_beating, name="vescale-checkpoint-beat", daemon=True)
             self._beat.start()
@@ -187,22 +187,23 @@ class Session:
 
     def _pulse(self, beat: int) -> None:
         key = f"{self._prefix}/beat/{self.rank}"
-        self._beat_store.set(key, str(beat))
+        self._store.set(key, str(beat))
         if not beat:
             self._keys.append(key)
 
 
 def open_session(operation: str) -> Session:
     """The session of this call of `operation`, with the same call of all other ranks."""
-    global _world, _numbers
+    global _world, _world_store, _numbers
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Session(operation, 0, 1, None, 0)
     if _world is not dist.group.WORLD:
+        # A connection of our own: torch holds the lock of its own one while it waits for other ranks. Made once per
+        # process group, as connecting to torch's store takes seconds now and then.
+        _world_store = dist.distributed_c10d._get_default_store().clone()
         _world, _numbers = dist.group.WORLD, itertools.count()
         _finished.clear()
-    store = dist.distributed_c10d._get_default_store().clone()
-    session = Session(operation, dist.get_rank(), dist.get_world_size(), store, next(_numbers))
-    return session
+    return Session(operation, dist.get_rank(), dist.get_world_size(), _world_store, next(_numbers))
 
 
 def forget_finished(session: Session) -> None:

@@ -1,0 +1,189 @@
+"""Fault groups 8 and 9, and what the user may choose: names, shapes, dtypes, subsets."""
+
+import pytest
+import torch
+from torch import nn
+
+from vescale_checkpoint import MismatchError, load, save
+from vescale_dtensor import Shard, distribute_tensor
+from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self, first="up", width=4, dtype=torch.float32, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.add_module(first, nn.Linear(3, width, dtype=dtype))
+        self.down = nn.Linear(width, 2, dtype=dtype)
+
+
+def trained(seed=0, **kwargs):
+    model = Net(seed=seed, **kwargs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, optimizer = trained()
+    save(tmp_path, {"model": model, "optimizer": optimizer, "step": 1})
+    return tmp_path, model, optimizer
+
+
+def untouched(model):
+    fresh = Net(seed=9, first=next(iter(model._modules)))
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters()))
+
+
+def test_a_renamed_parameter_is_refused_with_both_lists(saved):
+    other = Net(first="rise", seed=9)
+    with pytest.raises(MismatchError) as caught:
+        load(saved[0], {"model": other})
+    assert str(caught.value) == (
+        "load: the checkpoint does not fit the state: 2 missing, 2 extra, 0 of another shape or dtype\n"
+        "  missing in the checkpoint  model.rise.weight (nearest: model.up.weight)\n"
+        "  missing in the checkpoint  model.rise.bias (nearest: model.up.bias)\n"
+        "  not in the state  model.up.weight (nearest: model.rise.weight)\n"
+        "  not in the state  model.up.bias (nearest: model.rise.bias)\n"
+        "fix one of: rename={'up.weight': 'rise.weight'}  # name in the checkpoint: name in the state\n"
+        '            missing="keep"                       # they keep the values they have\n'
+        '            extra="ignore"'
+    )
+    assert untouched(other)
+
+
+@pytest.mark.parametrize("rename", [{"up.*": "rise.*"}, {"up.weight": "rise.weight", "up.bias": "rise.bias"}])
+def test_optimizer_states_follow_a_rename(saved, rename):
+    path, model, optimizer = saved
+    other = Net(first="rise", seed=9)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
+    report = load(path, {"model": other, "optimizer": other_optimizer}, rename=rename)
+    assert not report.missing and not report.extra
+    for mine, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(mine, theirs)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(optimizer.state[mine][key], other_optimizer.state[theirs][key])
+    assert other_optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_missing_and_extra_by_permission(saved):
+    other = Net(first="rise", seed=9)
+    kept = other.rise.weight.clone()
+    report = load(saved[0], {"model": other}, missing="keep", extra="ignore")
+    assert report.missing == ("model.rise.weight", "model.rise.bias")
+    assert set(report.extra) == {"model.up.weight", "model.up.bias"}
+    assert set(report.matched) == {"model.down.weight", "model.down.bias"}
+    assert torch.equal(other.rise.weight, kept) and torch.equal(other.down.weight, saved[1].down.weight)
+
+
+def test_only_some(saved):
+    other = Net(seed=9)
+    kept = other.up.weight.clone()
+    report = load(saved[0], {"model": other, "step": 0}, only="model.down.*")
+    assert set(report.matched) == {"model.down.weight", "model.down.bias"} and "step" in report.skipped
+    assert torch.equal(other.up.weight, kept) and torch.equal(other.down.weight, saved[1].down.weight)
+
+
+def test_keys_that_the_state_lacks_are_not_loaded(saved):
+    report = load(saved[0], {"step": 0})
+    assert report.matched == ("step",) and {"model", "optimizer"} <= set(report.skipped)
+
+
+def test_shapes_and_dtypes_are_refused_on_all_ranks_alike(tmp_path):
+    save(tmp_path, {"x": torch.ones(4, 6), "y": torch.ones(3)})
+
+    def run():
+        mesh = mesh_of(2)
+        x = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)])
+        y = distribute_tensor(torch.zeros(3, dtype=torch.int32), mesh, [Shard(0)])
+        try:
+            load(tmp_path, {"x": x, "y": y})
+        finally:
+            assert not x.to_local().any() and not y.to_local().any()
+
+    assert raises_on_all(2, MismatchError, run).splitlines()[1:3] == [
+        "  x  has shape [6, 4], saved [4, 6]",
+        "  y  is int32, saved as float32: cast='float32->int32' permits it",
+    ]
+
+
+def test_lossless_conversion_on_request(tmp_path):
+    value = torch.randn(64).bfloat16()
+    save(tmp_path, {"x": value})
+
+    def run():
+        x = distribute_tensor(torch.zeros(64), mesh_of(2), [Shard(0)])
+        report = load(tmp_path, {"x": x}, cast="lossless")
+        assert report.converted == {"x": "bfloat16->float32"}
+        return x.full_tensor()
+
+    assert all(torch.equal(found, value.float()) for found in run_ranks(2, run))
+
+
+def test_lossy_conversion_by_name_only(tmp_path):
+    save(tmp_path, {"x": torch.randn(8)})
+    target = {"x": torch.zeros(8, dtype=torch.bfloat16)}
+    for cast in ((), "lossless", ("float64->bfloat16",)):
+        with pytest.raises(MismatchError, match="float32->bfloat16"):
+            load(tmp_path, target, cast=cast)
+    load(tmp_path, target, cast=["float32->bfloat16", "lossless"])
+    wanted = {"x": torch.zeros(8)}
+    load(tmp_path, wanted)
+    assert torch.equal(target["x"], wanted["x"].bfloat16())
+
+
+def test_nan_payloads_are_kept(tmp_path):
+    bits = torch.tensor([0x7F800001, 0x7FC12345, -1, 0x7F800000, 1], dtype=torch.int64).to(torch.int32)
+    save(tmp_path, {"x": bits.view(torch.float32)})
+    state = {"x": torch.zeros(5)}
+    load(tmp_path, state)
+    assert torch.equal(state["x"].view(torch.int32), bits)
+
+
+@pytest.mark.parametrize(
+    "options, rule",
+    [
+        ({"cast": "float32"}, "neither 'lossless' nor of the form"),
+        ({"cast": ["float32->float31"]}, "neither 'lossless' nor of the form"),
+        ({"missing": "ignore"}, "neither 'error' nor 'keep'"),
+        ({"extra": "keep"}, "neither 'error' nor 'ignore'"),
+        ({"rename": {"a.*.*": "b.*.*"}}, "more than one"),
+        ({"rename": {"a": "b.*"}}, "more than one"),
+    ],
+)
+def test_options_that_mean_nothing(saved, options, rule):
+    with pytest.raises(MismatchError, match=rule):
+        load(saved[0], {"step": 0}, **options)
+
+
+def test_a_tied_parameter_from_an_untied_one(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self, tied):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            if tied:
+                self.b.weight = self.a.weight
+
+    untied, tied = Tied(False), Tied(True)
+    save(tmp_path / "untied", {"model": untied})
+    with pytest.raises(MismatchError, match=r"not in the state  model\.b\.weight"):
+        load(tmp_path / "untied", {"model": Tied(True)})
+    save(tmp_path / "tied", {"model": tied})
+    load(tmp_path / "tied", {"model": untied})
+    assert torch.equal(untied.a.weight, untied.b.weight) and untied.a.weight is not untied.b.weight
+
+
+def test_optimizer_groups_that_do_not_fit(saved):
+    path, _, _ = saved
+    model = Net()
+    optimizer = torch.optim.AdamW(
+        [{"params": [model.up.weight]}, {"params": [model.up.bias, *model.down.parameters()]}], lr=1.0
+    )
+    load(path, {"model": model, "optimizer": optimizer})  # each group was in one saved group
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    save(path / "two", {"model": model, "optimizer": optimizer})
+    with pytest.raises(MismatchError, match=r"group 0 has parameters of the saved groups \[0, 1\]"):
+        load(path / "two", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
