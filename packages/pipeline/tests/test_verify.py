@@ -124,8 +124,8 @@ def test_a_deadlock_for_want_of_a_buffer():
         verify(FACING)
     assert str(raised.value) == (
         "verify: deadlock under the model 'pair' of a transport\n"
-        "  rank 1's SEND_B(1, 0) to rank 0 waits behind rank 0's SEND_F(0, 1) to rank 1\n"
-        "  rank 0's SEND_F(0, 1) to rank 1 waits behind rank 1's SEND_B(1, 0) to rank 0"
+        "  rank 0's SEND_F(0, 1) to rank 1 waits behind rank 1's SEND_B(1, 0) to rank 0\n"
+        "  rank 1's SEND_B(1, 0) to rank 0 waits behind rank 0's SEND_F(0, 1) to rank 1"
     )
 
 

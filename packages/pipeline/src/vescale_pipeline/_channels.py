@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 MODELS = ("buffered", "pair", "rank")
 """From the one that allows most to the one that allows least."""
@@ -69,59 +70,87 @@ class Programs:
 
 
 class _Run:
-    """Everything that can happen has happened."""
+    """Everything that can happen has happened.
+
+    A lane is what a model lets complete in order only: the posts of a rank, or those
+    to one peer. Under "buffered" there are none.
+    """
 
     def __init__(self, programs: Programs, model: str) -> None:
         self.programs = programs
-        self.model = model
         self.places = [0] * len(programs.events)
-        # Transfers posted by a rank and not completed, per lane: a lane completes in order.
-        self.lanes: dict[Hashable, deque[int]] = {}
-        self.posted = [0] * len(programs.ends)
+        self.posted = bytearray(len(programs.ends))
         self.done = bytearray(len(programs.ends))
-        ready = list(range(len(self.places)))
-        while ready:
-            self._advance(ready.pop(), ready)
+        self.by_peer = model == "pair"
+        self.lanes: dict[Hashable, list[int]] = {}
+        if model != "buffered":
+            for rank, events in enumerate(programs.events):
+                for event in events:
+                    if not event & 1:
+                        self.lanes.setdefault(self._lane(rank, event >> 1), []).append(event >> 1)
+        self.heads = dict.fromkeys(self.lanes, 0)
+        self._run()
 
-    def _lane(self, rank: int, transfer: int) -> deque[int]:
+    def _lane(self, rank: int, transfer: int) -> Hashable:
         first, second = self.programs.ends[transfer]
-        key = {"buffered": (rank, ~transfer), "pair": (rank, first + second - rank), "rank": rank}[self.model]
-        return self.lanes.setdefault(key, deque())
+        return (rank, first + second - rank) if self.by_peer else rank
 
-    def _advance(self, rank: int, ready: list[int]) -> None:
-        events = self.programs.events[rank]
-        while self.places[rank] < len(events):
-            event = events[self.places[rank]]
-            transfer = event >> 1
-            if event & 1:
-                if not self.done[transfer]:
-                    return
-            else:
-                self.posted[transfer] += 1
-                self._lane(rank, transfer).append(transfer)
-                self._complete(transfer, ready)
-            self.places[rank] += 1
+    def _run(self) -> None:
+        waiting: dict[int, int] = {}
+        ready = list(range(len(self.places)))
+        posted, done, complete = self.posted, self.done, self._complete if self.lanes else self._complete_at_once
+        while ready:
+            rank = ready.pop()
+            events, place = self.programs.events[rank], self.places[rank]
+            while place < len(events):
+                event = events[place]
+                transfer = event >> 1
+                if event & 1:
+                    if not done[transfer]:
+                        waiting[transfer] = rank
+                        break
+                else:
+                    posted[transfer] += 1
+                    if posted[transfer] == 2:
+                        ready += [waiting.pop(each) for each in complete(transfer) if each in waiting]
+                place += 1
+            self.places[rank] = place
 
-    def _complete(self, transfer: int, ready: list[int]) -> None:
+    def _complete_at_once(self, transfer: int) -> tuple[int]:
+        self.done[transfer] = 1
+        return (transfer,)
+
+    def _complete(self, transfer: int) -> list[int]:
         """Completes a transfer if it is first in both its lanes, and then those that it held up."""
-        behind = [transfer]
+        completed, behind = [], [transfer]
         while behind:
             transfer = behind.pop()
-            lanes = [self._lane(rank, transfer) for rank in self.programs.ends[transfer]]
-            if self.done[transfer] or self.posted[transfer] < 2 or any(lane[0] != transfer for lane in lanes):
+            keys = [self._lane(rank, transfer) for rank in self.programs.ends[transfer]]
+            if self.posted[transfer] < 2 or any(self._head(key) != transfer for key in keys):
                 continue
             self.done[transfer] = 1
-            ready += self.programs.ends[transfer]
-            for lane in lanes:
-                lane.popleft()
-                behind += [lane[0]] if lane else []
+            completed.append(transfer)
+            for key in keys:
+                self.heads[key] += 1
+                if (head := self._head(key)) is not None:
+                    behind.append(head)
+        return completed
+
+    def _head(self, key: Hashable) -> int | None:
+        lane, head = self.lanes[key], self.heads[key]
+        return lane[head] if head < len(lane) else None
 
     def cycle(self) -> list[Node] | None:
         events = self.programs.events
         blocked = [("rank", rank) for rank, place in enumerate(self.places) if place < len(events[rank])]
-        heads = [("transfer", lane[0]) for lane in self.lanes.values() if lane]
+        heads = [("transfer", head) for key in self.lanes if (head := self._head(key)) is not None]
         cycles = [cycle for node in (*blocked, *heads) if (cycle := self._cycle_through(node))]
         return min(cycles, key=len, default=None)
+
+    @cached_property
+    def _posted_by(self) -> list[set[int]]:
+        programs = zip(self.programs.events, self.places)
+        return [{event >> 1 for event in events[:place] if not event & 1} for events, place in programs]
 
     def _waits_for(self, node: Node) -> list[Node]:
         kind, number = node
@@ -129,11 +158,10 @@ class _Run:
             return [("transfer", self.programs.events[number][self.places[number]] >> 1)]
         waits: list[Node] = []
         for rank in self.programs.ends[number]:
-            lane = self._lane(rank, number)
-            if number not in lane:
+            if number not in self._posted_by[rank]:
                 waits.append(("rank", rank))
-            elif lane[0] != number:
-                waits.append(("transfer", lane[0]))
+            elif self.lanes and (head := self._head(self._lane(rank, number))) != number:
+                waits.append(("transfer", head))
         return waits
 
     def _cycle_through(self, node: Node) -> list[Node] | None:
