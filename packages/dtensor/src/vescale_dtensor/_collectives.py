@@ -97,49 +97,6 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     return whole[: flat.numel()].view(local.shape)
 
 
-class PendingSum:
-    """An all-reduce in flight over one flat buffer; started at once, waited for in two phases.
-
-    `advance` waits for the first half (on gloo: the all-to-all), sums locally in rank
-    order and starts the second; `finish` waits for that and returns the whole sum. With
-    several in flight, advance all of them before finishing the first.
-    """
-
-    def __init__(self, flat: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "all_reduce") -> None:
-        self._mesh, self._axes, self._kind = mesh, axes, kind
-        self._group = mesh.group(axes)
-        self._count = count = self._group.size()
-        self._size = flat.numel()
-        received = 2 * flat.nbytes * (count - 1) // count
-        if _engine(self._group).reduces:
-            self._buffer, options = flat, AllreduceOptions()
-            options.reduceOp = ReduceOp.SUM
-            self._work = _start(kind, mesh, axes, received, self._group.allreduce, [_summable(flat)], options)
-            return
-        chunk = -(-self._size // count)
-        if chunk * count != self._size:
-            flat = torch.cat([flat, flat.new_zeros(chunk * count - self._size)])
-        self._sent, self._buffer = flat, torch.empty_like(flat)
-        self._work = _start(
-            kind, mesh, axes, received, self._group.alltoall_base, _wire(self._buffer), _wire(flat), [], []
-        )
-
-    def advance(self) -> None:
-        if _engine(self._group).reduces:
-            return
-        _wait(self._work, self._kind, self._mesh, self._axes)
-        self._sent = _ordered_sum(self._buffer.view(self._count, -1))
-        self._work = _start(
-            self._kind, self._mesh, self._axes, 0, self._group._allgather_base, _wire(self._buffer),
-            _wire(self._sent), count=0,
-        )  # fmt: skip
-
-    def finish(self) -> Tensor:
-        """The sum, flat."""
-        _wait(self._work, self._kind, self._mesh, self._axes)
-        return self._buffer[: self._size]
-
-
 def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind: str = "reduce_scatter") -> Tensor:
     """The sum over ranks of the piece meant for this one; `pieces[r]` is this rank's part for rank r."""
     group = mesh.group(axes)

@@ -4,7 +4,6 @@ Plans convert at module borders, reduce gradients and open memo scopes; random
 numbers and checkpoints read regions. Nothing here is a promise to anybody else.
 """
 
-from ._collectives import PendingSum as PendingSum
 from ._collectives import exchange_rows as exchange_rows
 from ._collectives import gather_objects as gather_objects
 from ._conversion import communicates as communicates
@@ -25,10 +24,13 @@ from ._gradient import settled_layout as settled_layout
 from ._layout import canonical_states as canonical_states
 from ._layout import layout_of as layout_of
 from ._memo import close_scope as close_scope
+from ._memo import forget as forget
 from ._memo import forget_all as forget_all
 from ._memo import open_scope as open_scope
 from ._mesh import Mesh as Mesh
 from ._mesh import mesh_of as mesh_of
+from ._pending import PendingGather as PendingGather
+from ._pending import PendingReduction as PendingReduction
 from ._region import Box as Box
 from ._rules.attention import attention as attention
 from ._rules.body import body_of as body_of

@@ -10,20 +10,22 @@ import torch
 from torch import nn
 
 from vescale_dtensor import register_function
-from vescale_dtensor.engine import forget_all, mesh_of
+from vescale_dtensor.engine import Mesh, mesh_of
 from vescale_rng import distribute, materialize
 
 from ._agreement import check_same_plan, check_same_values, checksums
 from ._boundary import install_boundary, install_scopes
-from ._data_parallel import GradientSync
+from ._buffer import Sharing
 from ._experts import ExpertsBorder, find_experts, place_experts
 from ._inputs import RootBorder
 from ._join import join, make_mesh
 from ._loss import LossBorder, LossFn
+from ._optim import wrap
 from ._recompute import install_recompute
 from ._static import check_mode, static
 from ._together import together
 from ._validate import fit
+from ._zero import DataParallel
 from .plan import Plan, PlanError
 
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -104,15 +106,14 @@ def parallelize(
         if loss_fn is not None:
             LossBorder(model, loss_fn)
         RootBorder(model, mesh, plan.data_axes)
-        sync = GradientSync(model)
+        sync = DataParallel(model, _sharing(plan, mesh), plan.blocks)
         object.__setattr__(model, "_vescale", Parallelized(plan, device_mesh, sync, loss_fn, borders))
         _register_foreign_functions()
     optimizer = None
     if optimizer_fn is not None:
         with together("making the optimizer"):
             optimizer = optimizer_fn(model.parameters())
-            optimizer.register_step_pre_hook(lambda *_: sync.flush())
-            optimizer.register_step_post_hook(lambda *_: forget_all())
+            optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
     if mode != "eager":
         static(model)
     if pipelined is not None:
@@ -121,10 +122,10 @@ def parallelize(
 
 
 class Parallelized:
-    """What `parallelize` keeps with a model: the plan, the mesh, the gradient reduction, the loss, the experts."""
+    """What `parallelize` keeps with a model: the plan, the mesh, its buffers, the loss, the experts."""
 
     def __init__(
-        self, plan: Plan, device_mesh, sync: GradientSync, loss_fn: LossFn | None, experts: list[ExpertsBorder]
+        self, plan: Plan, device_mesh, sync: DataParallel, loss_fn: LossFn | None, experts: list[ExpertsBorder]
     ) -> None:
         self.plan, self.device_mesh, self.sync, self.loss_fn = plan, device_mesh, sync, loss_fn
         self.experts = experts
@@ -145,6 +146,16 @@ def expert_load(model: nn.Module) -> dict[str, list[int]]:
     all-gather per experts module.
     """
     return {border.name: border.total_load() for border in model._vescale.experts}
+
+
+def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
+    """How the plan shares buffers over the mesh: ZeRO shards over the innermost data axis."""
+    lead = mesh.axis(plan.data_axes[-1]) if plan.data_axes else None
+    precision = plan.precision
+    return Sharing(
+        mesh, plan.zero, lead, precision.compute if precision else None, precision.reduce if precision else None,
+        plan.offload,
+    )  # fmt: skip
 
 
 def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> None:

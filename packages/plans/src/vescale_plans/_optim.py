@@ -1,0 +1,247 @@
+"""Optimizers over sharded parameters: what a user's optimizer is given, and when.
+
+    elementwise (a list)   while it steps, plain Parameters: this rank's flat parts of the masters
+    matrix (a list)        while it steps, whole matrices, each on one rank of the data axis (`_matrix.py`)
+    sparse gradients       refused
+    anything else          the DTensors themselves: right, by the rules of dtensor, not fast
+
+torch's optimizers pick their foreach and fused paths by the exact type of parameters, so
+plain Parameters it must be. They take the DTensors' places in `param_groups` and in
+`state` only for the time of `step`: everywhere else a user, a scheduler, `clip_grad_norm_`
+and a GradScaler see the model's own parameters, whose gradients know their layouts.
+Groups stay as the user made them, for every parameter has a plain one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+from vescale_dtensor.engine import convert, local_only, stamp
+
+from ._buffer import Slot
+from ._parts import PlanError
+from ._zero import DataParallel
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+)
+"""Classes of torch.optim whose step treats every element of a parameter alike and alone. Subclasses are not meant."""
+
+
+def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: dict[int, str]) -> Any:
+    """The same object, of a class that also knows where its parameters lie. `names`: id(parameter) -> name."""
+    kind = type(optimizer)
+    if kind is torch.optim.SparseAdam:
+        raise PlanError(
+            "parallelize",
+            "SparseAdam takes sparse gradients, and flat buffers hold dense ones",
+            (),
+            [("torch.optim.Adam", "dense gradients"), ("nn.Embedding(..., sparse=False)", "")],
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__})
+    optimizer._parallel = data_parallel
+    optimizer._parameter_names = names
+    optimizer._whole = kind not in ELEMENTWISE
+    if not optimizer._whole:
+        _state_made_early(optimizer)
+    return optimizer
+
+
+class Sharded:
+    """What `parallelize` adds to an optimizer. A mixin: the user's class follows in the order of resolution."""
+
+    _parallel: DataParallel
+    _parameter_names: dict[int, str]
+    _whole: bool
+
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        """As the optimizer's own: gradients still pending are reduced first, parameters follow after."""
+        if self._whole:
+            if closure is not None:
+                options["closure"] = _reducing(closure, self._parallel)
+            self._parallel.flush()
+            loss = super().step(**options)
+        else:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._parallel.flush()
+            with self._plain():
+                super().step(**options)
+        self._parallel.updated()
+        return loss
+
+    @contextlib.contextmanager
+    def _plain(self) -> Iterator[None]:
+        """Plain Parameters, with the local parts of the gradients, in the places of the DTensors."""
+        pairs: list[tuple[DTensor, nn.Parameter]] = []
+        slots: list[Slot] = []
+        shown = [group["params"] for group in self.param_groups]
+        for group in self.param_groups:
+            inside = []
+            for parameter in group["params"]:
+                slot = self._parallel.slot_of(parameter)
+                if slot is None or slot.optimized is None:
+                    inside.append(parameter)
+                    continue
+                slot.optimized.grad = _local_gradient(slot)
+                inside.append(slot.optimized)
+                pairs.append((parameter, slot.optimized))
+                slots.append(slot)
+            group["params"] = inside
+        self._rename(pairs)
+        try:
+            yield
+        finally:
+            for group, params in zip(self.param_groups, shown):
+                group["params"] = params
+            self._rename([(plain, parameter) for parameter, plain in pairs])
+            for slot in slots:
+                slot.optimized.grad = None
+
+    def _rename(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """The state of one parameter becomes that of another, in the order it had."""
+        state, other = self.state, dict(pairs)
+        renamed = defaultdict(dict)
+        for key, value in state.items():
+            renamed[other.get(key, key)] = value
+        self.state = renamed
+
+    # --- state, sharded -------------------------------------------------------------------
+
+    def sharded_state_dict(self, *, materialize: bool = False) -> dict[str, Any]:
+        """State by parameter name, tensors as DTensors over the real memory: writing a shard changes the optimizer.
+
+        Returns: {"state": {name: {key: DTensor | Tensor | number}}, "param_groups": [...]};
+        groups hold the names in place of the parameters. A tensor state of a
+        parameter's own shape is a DTensor of its global shape; others (a step count)
+        are as they are.
+
+        With materialize, states that the first step would make are made, as they are
+        before it: zeros, and a step count of 0. Nothing else changes. No communication.
+        """
+        if materialize and not self._whole:
+            self._materialize()
+        state = {}
+        for parameter, values in self.state.items():
+            slot = self._parallel.slot_of(parameter)
+            state[self._parameter_names[id(parameter)]] = {
+                key: self._as_dtensor(value, slot) for key, value in values.items()
+            }
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [self._parameter_names[id(parameter)] for parameter in group["params"]]}
+            for group in self.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def load_sharded_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `sharded_state_dict` gave: options of the groups, numbers, and tensors.
+
+        Groups are matched by the names they hold. A tensor of the state is copied into
+        this optimizer's own, which must lie alike (a reshard is `vescale.load`'s work);
+        one that is this optimizer's own memory stays.
+        """
+        by_name = {name: group for group in state["param_groups"] for name in group["params"]}
+        for group in self.param_groups:
+            saved = next((by_name.get(self._parameter_names[id(p)]) for p in group["params"]), None)
+            if saved is not None:
+                group.update({key: value for key, value in saved.items() if key != "params"})
+        parameters = {self._parameter_names[id(p)]: p for group in self.param_groups for p in group["params"]}
+        for name, values in state["state"].items():
+            own = self.state[parameters[name]]
+            for key, value in values.items():
+                mine = own.get(key)
+                if isinstance(value, Tensor) and isinstance(mine, Tensor):
+                    with torch.no_grad(), local_only():
+                        if mine.data_ptr() != value.data_ptr() or not mine.numel():
+                            mine.copy_(value)
+                elif type(value) is DTensor and not self._whole:
+                    with torch.no_grad(), local_only():
+                        own[key] = value.detach().clone().as_subclass(Tensor)
+                else:
+                    own[key] = value.clone() if isinstance(value, Tensor) else value
+
+    def _as_dtensor(self, value: Any, slot: Slot | None) -> Any:
+        if slot is None or type(value) is not Tensor or value.shape != slot.master.shape or _is_count(value, slot):
+            return value
+        return stamp(value.detach(), slot.gradient_layout)
+
+    def _materialize(self) -> None:
+        """Steps over throw-away zeros with zero gradients: what that makes is the state before the first step."""
+        waiting = [
+            (group, parameter, slot)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter not in self.state and (slot := self._parallel.slot_of(parameter)) is not None
+            and slot.optimized is not None
+        ]  # fmt: skip
+        if not waiting:
+            return
+        kept_groups, kept_state = self.param_groups, self.state
+        for group, parameter, slot in waiting:
+            blank = nn.Parameter(torch.zeros_like(slot.optimized))
+            blank.grad = torch.zeros_like(blank)
+            self.param_groups, self.state = [{**group, "params": [blank]}], defaultdict(dict)
+            try:
+                super().step()
+                made = self.state[blank]
+            finally:
+                self.param_groups, self.state = kept_groups, kept_state
+            for key, value in made.items():
+                if key == "step":
+                    made[key] = torch.zeros_like(value) if isinstance(value, Tensor) else 0
+            kept_state[parameter] = made
+
+
+def _is_count(value: Tensor, slot: Slot) -> bool:
+    """A 0-dim state of a 0-dim parameter that is not cut: a step count, which torch keeps beside it."""
+    return value.ndim == 0 and slot.master.ndim == 0 and value.dtype is torch.float32 and value.device.type == "cpu"
+
+
+def _local_gradient(slot: Slot) -> Tensor | None:
+    """This rank's part of a parameter's reduced gradient, a view where it lies so already."""
+    gradient = slot.parameter.grad
+    if gradient is None:
+        return None
+    if gradient.mesh_layout is not slot.gradient_layout:
+        gradient = convert(gradient, slot.gradient_layout, "step")
+    with local_only():
+        local = gradient.detach()
+        local = local if local.dtype is slot.optimized.dtype else local.to(slot.optimized.dtype)
+        plain = local.view(slot.optimized.shape)
+        plain.__class__ = Tensor
+    return plain
+
+
+def _state_made_early(optimizer: torch.optim.Optimizer) -> None:
+    """State that the constructor made for DTensors (Adagrad's sums): their local parts, cut like the masters."""
+    for parameter, values in optimizer.state.items():
+        slot = optimizer._parallel.slot_of(parameter)
+        for key, value in values.items():
+            if type(value) is DTensor and slot is not None:
+                local = convert(value, slot.gradient_layout, "step")
+                with local_only():
+                    values[key] = torch.empty(slot.master.shape, dtype=local.dtype).copy_(
+                        local.reshape(slot.master.shape)
+                    )
+
+
+def _reducing(closure: Any, data_parallel: DataParallel) -> Any:
+    def run() -> Any:
+        loss = closure()
+        data_parallel.flush()
+        return loss
+
+    return run

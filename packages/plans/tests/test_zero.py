@@ -1,0 +1,306 @@
+"""ZeRO 0-3 on real ranks: against one device, and the stages bitwise against each other. What lies where, and when."""
+
+import contextlib
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from vescale_dtensor import DTensor, RaggedShard, Replicate, Shard, comm_trace
+from vescale_dtensor.engine import local_only
+from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_plans import Boundary, Plan, no_sync, parallelize
+
+warm_up("torch._dynamo", "vescale_plans")
+
+WIDTH, WORDS = 12, 11
+
+
+class Block(nn.Module):
+    """A residual MLP with a gate that no other block has, and a parameter that takes part in training only."""
+
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.unused = nn.Linear(WIDTH, 3)
+        self.checkpointed = checkpointed
+
+    def inner(self, x):
+        return self.down(F.gelu(self.up(self.norm(x)))) * self.scale
+
+    def forward(self, x):
+        if self.checkpointed is None:
+            return x + self.inner(x)
+        return x + checkpoint(self.inner, x, use_reentrant=self.checkpointed)
+
+
+class Net(nn.Module):
+    """Three blocks, the second used twice, tied ends, one frozen parameter."""
+
+    def __init__(self, checkpointed=None, outside=None):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(3))
+        self.blocks[0].down.bias.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.outside = outside
+
+    def forward(self, ids, targets):
+        x = self.embed(ids)
+        for i in (0, 1, 1, 2):
+            block = self.blocks[i]
+            x = block(x) if self.outside is None else checkpoint(block, x, use_reentrant=self.outside)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+TP = {
+    "parameters": {
+        "embed.weight": {"tp": Shard(0)},
+        "head.weight": {"tp": Shard(0)},
+        "*.up.*": {"tp": Shard(0)},
+        "*.down.weight": {"tp": Shard(1)},
+        "*": {},
+    },
+    "boundaries": {
+        "embed": Boundary(output={"tp": Shard(1)}),
+        "*.up": Boundary(input={"tp": Replicate()}),
+        "*.down": Boundary(output={"tp": Shard(1)}),
+        "head": Boundary(input={"tp": Replicate()}),
+    },
+}
+MESHES = {
+    "dp4": ({"dp": 4}, "dp", {"parameters": {"*": {}}}),
+    "dp2 tp2": ({"dp": 2, "tp": 2}, "dp", TP),
+    "tp2 dp2": ({"tp": 2, "dp": 2}, "dp", TP),
+    "hybrid": ({"dpr": 2, "dp": 2}, ("dpr", "dp"), {"parameters": {"*": {}}}),
+}
+
+
+def plan_of(mesh, zero, **more):
+    sizes, axes, places = MESHES[mesh]
+    return Plan(mesh=sizes, data_axis=axes, zero=zero, **places, **more)
+
+
+def data(seed, batch=6, positions=4):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(WORDS, (2, batch, positions), generator=generator)
+
+
+def train(plan, optimizer_fn, accumulate=1, pause=False, steps=4, **options):
+    """Losses and norms, then whole parameters."""
+    torch.manual_seed(0)
+    model = Net(**options)
+    if plan is None:
+        optimizer = optimizer_fn(model.parameters())
+    else:
+        model, optimizer = parallelize(plan, model, optimizer_fn)
+    numbers = []
+    for step in range(steps):
+        for part in range(accumulate):
+            waits = pause and plan is not None and part < accumulate - 1
+            with no_sync(model) if waits else contextlib.nullcontext():
+                loss = model(*data(10 * step + part))
+                loss.backward()
+            numbers.append(loss.item())
+        numbers.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {n: p.detach() if plan is None else p.detach().full_tensor() for n, p in model.named_parameters()}
+    return numbers, whole
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+WAYS = {
+    "plain": {},
+    "three backwards": {"accumulate": 3},
+    "no_sync": {"accumulate": 3, "pause": True},
+    "checkpoint inside": {"checkpointed": False},
+    "reentrant checkpoint inside": {"checkpointed": True},
+    "checkpointed blocks": {"outside": False},
+    "reentrant checkpointed blocks": {"outside": True, "accumulate": 2},
+}
+
+
+@pytest.mark.parametrize(("mesh", "way"), slice_of(list(itertools.product(MESHES, WAYS)), 4))
+def test_stages_equal_one_device_and_each_other(mesh, way):
+    def run():
+        wanted, parameters = train(None, ADAMW, **WAYS[way])
+        stages = [train(plan_of(mesh, zero), ADAMW, **WAYS[way]) for zero in range(4)]
+        for numbers, whole in stages:
+            assert max(abs(a - b) / abs(b) for a, b in zip(numbers, wanted)) <= 1e-5
+            errors = {n: ((whole[n] - p).norm() / p.norm()).item() for n, p in parameters.items() if p.norm()}
+            assert max(errors.values()) <= 1e-4, errors
+            assert numbers == stages[0][0]
+            assert all(torch.equal(whole[n], stages[0][1][n]) for n in whole)
+
+    run_ranks(4, run, timeout=120)
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+def test_what_nobody_used_keeps_no_gradient_and_is_not_decayed(mesh):
+    def run(zero):
+        torch.manual_seed(0)
+        model, optimizer = parallelize(plan_of(mesh, zero), Net(), ADAMW)
+        before = model.blocks[1].unused.weight.detach().full_tensor().clone()
+        model(*data(0)).backward()
+        assert model.blocks[1].unused.weight.grad is None and model.blocks[0].down.bias.grad is None
+        assert model.blocks[1].scale.grad is not None
+        optimizer.step()
+        assert torch.equal(model.blocks[1].unused.weight.detach().full_tensor(), before)
+
+    for zero in (0, 3):
+        run_ranks(4, run, zero)
+
+
+def test_a_parameter_that_one_rank_used_alone_has_its_gradient_everywhere():
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            local = x.to_local()  # what a rank does by itself, as a router does
+            which = torch.distributed.get_rank() % 2
+            y = self.layers[which](x)
+            return (y.sum() + 0.0 * local.sum() * 0).sum()
+
+    def run(zero):
+        torch.manual_seed(0)
+        plan = Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero)
+        model, _ = parallelize(plan, Chosen(), partial(torch.optim.SGD, lr=0.1))
+        x = torch.arange(16.0).view(4, 4)
+        model(x).backward()
+        return [layer.weight.grad.full_tensor() for layer in model.layers]
+
+    for zero in (0, 1, 2):
+        results = run_ranks(2, run, zero)
+        for rank in results:
+            for which, gradient in enumerate(rank):
+                rows = torch.arange(16.0).view(4, 4)[2 * which : 2 * which + 2]
+                assert torch.equal(gradient, rows.sum(0).expand(4, 4))
+
+
+def test_what_lies_where():
+    """Layouts and memory of ZeRO-3 at rest, in forward, and after it."""
+
+    def run():
+        torch.manual_seed(0)
+        model, optimizer = parallelize(plan_of("dp2 tp2", 3), Net(), ADAMW)
+        weight = model.blocks[1].up.weight
+        buffers = {b for unit in model._vescale.sync.units for b in unit.buffers}
+        seen = []
+
+        def look(module, *_):
+            with local_only():
+                seen.append((type(weight._layout.states[0].kind), tuple(weight.shape)))
+            open_ = [b for b in buffers if b.full.untyped_storage().nbytes()]
+            names = {slot.name.rpartition(".")[0] for b in open_ for slot in b.slots}
+            assert "blocks.1.up" in names and "blocks.0.up" not in names, names
+
+        model.blocks[1].up.register_forward_hook(look)
+        assert isinstance(weight.placements[0], RaggedShard) and weight.shape == (2 * WIDTH, WIDTH)
+        assert isinstance(model.state_dict()["blocks.1.up.weight"].placements[0], RaggedShard)
+        assert not any(b.full.untyped_storage().nbytes() for b in buffers)
+        model(*data(0)).backward()
+        assert len(seen) == 2 and seen[0][1] == (WIDTH, WIDTH)
+        assert not any(b.full.untyped_storage().nbytes() for b in buffers)
+        assert weight.grad.placements == weight.placements and weight.grad.mesh_layout.flat_axis == 0
+        same = [p for p in model.parameters() if p is weight]
+        optimizer.step()
+        assert len(same) == 1 and model.blocks[1].up.weight is weight
+        with torch.no_grad():
+            model(*data(0))
+        assert not any(b.full.untyped_storage().nbytes() for b in buffers)
+
+    run_ranks(4, run)
+
+
+def test_collectives_of_each_stage():
+    def run(zero):
+        torch.manual_seed(0)
+        plan = Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero)
+        model, optimizer = parallelize(plan, Net(), ADAMW)
+        for step in range(2):
+            with comm_trace() as trace:
+                model(*data(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        kinds = ("all_reduce", "reduce_scatter", "all_gather")
+        return tuple(
+            trace.count(kind=kind, function=f) for f in ("gradient sync", "parameter gather") for kind in kinds
+        )
+
+    # Below ZeRO-3 all is one small bucket. From ZeRO-2 on ranks tell each other what they used: the one all-gather.
+    assert run_ranks(2, run, 0)[0] == (1, 0, 0, 0, 0, 0)
+    assert run_ranks(2, run, 1)[0] == (1, 0, 0, 0, 0, 1)
+    assert run_ranks(2, run, 2)[0] == (0, 1, 1, 0, 0, 1)
+    # Three blocks and the root. The root and the last block are gathered once, the others in forward (the second one
+    # runs twice) and in backward. The frozen bias is the root's, in a buffer of its own.
+    assert run_ranks(2, run, 3)[0] == (0, 4, 1, 0, 0, 2 + 1 + 3 + 2)
+
+
+def test_gradients_read_and_cleared_between():
+    def run(zero):
+        torch.manual_seed(0)
+        model, _ = parallelize(plan_of("dp2 tp2", zero), Net(), ADAMW)
+        one = Net()
+        one.load_state_dict({n: p.full_tensor() for n, p in model.state_dict().items()})
+
+        def check():
+            for (name, p), q in zip(one.named_parameters(), model.parameters()):
+                if p.grad is not None:
+                    torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+        for net in (one, model):
+            net(*data(0)).backward()
+        with no_sync(model):
+            model(*data(1)).backward()
+        one(*data(1)).backward()
+        check()
+        for net in (one, model):
+            net(*data(2)).backward()
+        check()
+        with no_sync(model):
+            model(*data(3)).backward()
+        for net in (one, model):
+            net.zero_grad()
+            net(*data(4)).backward()
+        check()
+        for net in (one, model):
+            net.zero_grad(set_to_none=False)
+            net(*data(5)).backward()
+        check()
+
+    for zero in (0, 2, 3):
+        run_ranks(4, run, zero)
+
+
+def test_parameters_stay_whole_objects():
+    def run():
+        torch.manual_seed(0)
+        net = Net()
+        model, _ = parallelize(plan_of("dp4", 3), net, ADAMW)
+        assert [n for n, _ in model.named_parameters()] == [n for n, _ in Net().named_parameters()]
+        assert model.head.weight is model.embed.weight and type(model.head.weight) is DTensor
+        seen = []
+        model.blocks[0].up.weight.register_hook(lambda g: seen.append(tuple(g.shape)))
+        model(*data(0)).backward()
+        assert seen == [(2 * WIDTH, WIDTH)]
+        saved = {n: p.full_tensor().clone() for n, p in model.state_dict().items()}
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2).add_(1)
+        for n, p in model.state_dict().items():
+            torch.testing.assert_close(p.full_tensor(), saved[n] * 2 + 1)
+        model.load_state_dict(saved)
+        assert all(torch.equal(p.full_tensor(), saved[n]) for n, p in model.state_dict().items())
+
+    run_ranks(4, run)
