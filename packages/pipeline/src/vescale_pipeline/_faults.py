@@ -8,16 +8,10 @@ rank, stage, action and microbatch.
 
 from __future__ import annotations
 
-import time
-from datetime import timedelta
-
 import torch.distributed as dist
 
 from ._errors import PipelineError
 from ._p2p import LinkError
-
-PATIENCE_S = 2.0
-"""How long a rank that saw a connection break waits for the one that broke it to say why."""
 
 
 class PipelineFailure(PipelineError):
@@ -34,29 +28,14 @@ class Faults:
     def publish(self, cause: str) -> str:
         """The first cause: this one, unless another rank was first."""
         try:
-            return self._store.compare_set(self._key, "", cause).decode() or cause
+            return self._store.compare_set(self._key, "", cause).decode()
         except RuntimeError:  # the store went with the rank that held it
             return cause
 
-    def first(self, patience_s: float) -> str | None:
-        """What another rank published, waiting a little for it."""
-        end = time.monotonic() + patience_s
-        try:
-            while time.monotonic() < end:
-                if self._store.check([self._key]):
-                    return self._store.get(self._key).decode()
-                time.sleep(0.02)
-        except RuntimeError:
-            return None
-        return None
-
     def cause_of(self, error: BaseException, rank: int, doing: str) -> str:
         """The first cause, given an error of this rank while it was `doing` something."""
-        if isinstance(error, LinkError):
-            known = self.first(PATIENCE_S)
-            if known is not None:
-                return known
-            return self.publish(f"rank {rank} waited for {doing}: {error}")
+        if isinstance(error, LinkError):  # whoever closes a connection has published before
+            return self.publish(f"rank {rank}, in {doing}, lost {error}")
         return self.publish(f"rank {rank} raised in {doing}: {type(error).__name__}: {error}")
 
 
@@ -67,7 +46,3 @@ def failure(cause: str) -> PipelineFailure:
         (),
         [("mend the cause and start again", "the pipeline's connections are closed on all ranks")],
     )
-
-
-def seconds(timeout: timedelta) -> float:
-    return timeout.total_seconds()

@@ -60,6 +60,11 @@ class Interpreter:
         if self._random is not None:
             self._random.end()
 
+    def close(self) -> None:
+        """Lets go of everything that was posted."""
+        self._posted.clear()
+        self._made.clear()
+
     # --- compute ------------------------------------------------------------------------
 
     def _do_forward(self, stage: int, microbatch: int, peer: int | None) -> None:

@@ -84,15 +84,15 @@ class LinkError(RuntimeError):
 class Arrival:
     """A message that was posted to be received."""
 
-    __slots__ = ("header", "tensors", "_works", "_timeout")
+    __slots__ = ("header", "tensors", "_works", "_link", "_peer")
 
-    def __init__(self, header: Header, tensors: list[Tensor | None], works: list, timeout: timedelta) -> None:
-        self.header, self.tensors, self._works, self._timeout = header, tensors, works, timeout
+    def __init__(self, header: Header, tensors: list[Tensor | None], works: list, link: Link, peer: int) -> None:
+        self.header, self.tensors, self._works, self._link, self._peer = header, tensors, works, link, peer
 
     def wait(self) -> list[Tensor | None]:
         works, self._works = self._works, []
-        for work in works:
-            _wait(work, self._timeout)
+        while works:
+            self._link.wait(works.pop(0), self._peer)
         return self.tensors
 
 
@@ -109,7 +109,7 @@ class Link:
         self.rank = ranks.index(dist.get_rank())
         self._group = group
         self.is_tagged = dist.get_backend(group) == "gloo"
-        self._sent: list[tuple[Any, Any]] = []
+        self._sent: list[tuple[Any, int, Tensor]] = []
         self._free: dict[tuple, list[Tensor]] = {}
 
     def send(self, peer: int, tag: int, tensors: list[Tensor | None]) -> None:
@@ -117,7 +117,7 @@ class Link:
         for index, tensor in enumerate(tensors):
             if tensor is not None:
                 tensor = _flat(tensor.detach())
-                self._sent.append((self._group.send([tensor], peer, tag + index), tensor))
+                self._sent.append((self._started("send", tensor, peer, tag + index), peer, tensor))
 
     def post(self, peer: int, tag: int, header: Header) -> Arrival:
         """Posts a receive of a message."""
@@ -129,8 +129,8 @@ class Link:
                 continue
             tensor = self._buffer(part)
             tensors.append(tensor)
-            works.append(self._group.recv([_flat(tensor)], peer, tag + index))
-        return Arrival(header, tensors, works, self.timeout)
+            works.append(self._started("recv", _flat(tensor), peer, tag + index))
+        return Arrival(header, tensors, works, self, peer)
 
     def send_object(self, peer: int, tag: int, value: Any) -> None:
         """A small Python value, in two messages."""
@@ -155,8 +155,18 @@ class Link:
     def flush(self) -> None:
         """Waits for all sends."""
         sent, self._sent = self._sent, []
-        for work, _ in sent:
-            _wait(work, self.timeout)
+        while sent:
+            self.wait(*sent.pop()[:2])
+
+    def wait(self, work: Any, peer: int) -> None:
+        """Waits for one transfer with `peer`. Raises LinkError."""
+        try:
+            work.wait(self.timeout)
+            return
+        except RuntimeError as error:
+            text = _text(error)
+        del work  # this frame lives as long as the error, and must not hold a connection
+        raise LinkError(f"rank {self.ranks[peer]}: {text}")
 
     def recycle(self, tensor: Tensor) -> None:
         """Gives a receive buffer back; one that somebody still looks at is left to them."""
@@ -172,8 +182,15 @@ class Link:
             dist.destroy_process_group(group)
 
     def _receive(self, peer: int, tag: int, into: Tensor) -> Tensor:
-        _wait(self._group.recv([into], peer, tag), self.timeout)
+        self.wait(self._started("recv", into, peer, tag), peer)
         return into
+
+    def _started(self, direction: str, tensor: Tensor, peer: int, tag: int) -> Any:
+        try:
+            return getattr(self._group, direction)([tensor], peer, tag)
+        except RuntimeError as error:
+            text = _text(error)
+        raise LinkError(f"rank {self.ranks[peer]}: {text}")
 
     def _buffer(self, part: Part) -> Tensor:
         free = self._free.get((part.shape, part.stride, part.dtype))
@@ -182,10 +199,7 @@ class Link:
         return torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=self.device)
 
 
-def _wait(work: Any, timeout: timedelta) -> None:
-    try:
-        work.wait(timeout)
-        return
-    except RuntimeError as error:
-        text = str(error).partition("] ")[2] or str(error)
-    raise LinkError(text.split(". This is typically")[0])
+def _text(error: RuntimeError) -> str:
+    """What gloo says, without its source lines and advice."""
+    text = str(error).partition("] ")[2] or str(error)
+    return text.split(". This is typically")[0].splitlines()[0]

@@ -183,7 +183,7 @@ class Recorder:
         stage, drawn = self._stage, len(self._draws)
         self._frames.append([])
         self._path.append(name)
-        out = station.original(*args, **kwargs)
+        out = station.module.forward(*args, **kwargs)  # without hooks: they may look at values
         self._path.pop()
         inner = self._frames.pop()
         outputs = tensors_in(out)
@@ -205,7 +205,7 @@ class Recorder:
         is_weight = all(tensor.is_weight for tensor in given)
         home = _home(args, kwargs) or given[0].home
         result = self._on_meta(function, args, kwargs)
-        origin = given[0].origin if is_weight else self._path[-1]
+        origin = self._path[-1] if self._path[-1] and not is_weight else given[0].origin
         found = False
 
         def wrap(tensor: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class Runtime:
         self._count = 0
         self._scale = 1.0
         self._gradients: Gradients | None = None
+        self._state: Interpreter | None = None
         self._broken: str | None = None
         model.__dict__["_call_impl"] = self
 
@@ -94,15 +95,18 @@ class Runtime:
         if self._broken is not None:
             raise failure(self._broken)
         parts = split((args, kwargs), self.schedule.microbatches)
-        doing = _Doing(self.rank)
+        doing = _Doing()
         try:
             return self._run(self._call_of(parts), parts, doing)
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, PipelineError) and doing.action is None:
                 raise  # nothing has started: the same on every rank
-            self._broken = self._faults.cause_of(error, self.rank, str(doing))
+            self._broken = self._faults.cause_of(error, self.link.ranks[self.rank], str(doing))
             self._close()
-            raise failure(self._broken) from (None if isinstance(error, LinkError) else error)
+            if isinstance(error, LinkError):
+                error.__traceback__ = None  # its frames hold transfers, and these the connections
+                raise failure(self._broken) from None
+            raise failure(self._broken) from error
 
     def _call_of(self, parts: list[Any]) -> Call:
         """What is known of calls with inputs of these shapes; a dry run for new ones."""
@@ -131,7 +135,7 @@ class Runtime:
         for stage in self.stages.values():
             stage.begin(call.record, self.schedule.stages)
         scale = self._gradients.used if self._gradients is not None else 1.0
-        state = Interpreter(self, call, parts, weights, scale, trains)
+        state = self._state = Interpreter(self, call, parts, weights, scale, trains)
         for action in call.actions(self.schedule, self.rank, trains):
             doing.action = action
             state.do(action)
@@ -246,6 +250,9 @@ class Runtime:
         return torch.cat(values) if values[0].ndim else values[-1]
 
     def _close(self) -> None:
+        """Lets go of all that holds a connection, and of the connections."""
+        if self._state is not None:
+            self._state.close()
         for stage in self.stages.values():
             stage.begin(None, self.schedule.stages)
         self.link.close()
@@ -254,18 +261,15 @@ class Runtime:
 class _Doing:
     """What a rank is at, for the text of a failure."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self) -> None:
         self.action: Action | str | None = None
 
     def __str__(self) -> str:
         action = self.action
         if not isinstance(action, Action):
-            return str(action or "a call")
-        text = f"stage {action.stage}, {action.kind}"
-        if action.kind != "REDUCE":
-            text += f" of microbatch {action.microbatch}"
-        return text if action.peer is None else f"{text} with rank {action.peer}"
+            return action or "a call"
+        of = "" if action.kind == "REDUCE" else f" of microbatch {action.microbatch}"
+        return f"stage {action.stage}, {action.kind}{of}"
 
 
 _numbers: dict[tuple[int, ...], int] = {}

@@ -1,0 +1,216 @@
+"""A stage that raises, dies or goes silent ends all ranks with the first cause; bad input is a typed error."""
+
+import json
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vescale
+from vescale_dtensor.testing import RankError, run_ranks, warm_up
+from vescale_pipeline import PipelineError, PipelineFailure
+
+warm_up("torch._dynamo", "vescale")
+
+PROMPT_S = 10
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, y)
+
+
+def parallel(model, ranks=4, count=8, kind="1f1b", cuts=None):
+    cuts = cuts or tuple(f"blocks.{8 * stage // ranks}" for stage in range(1, ranks))
+    pipeline = vescale.Pipeline(cuts=cuts, microbatches=count, schedule=kind)
+    plan = vescale.Plan(mesh={"pp": ranks}, parameters={"*": {}}, pipeline=pipeline)
+    return vescale.parallelize(plan, model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+def batch(rows=16):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 4, generator=generator)
+
+
+def outcome(function):
+    """The error's type and text, its cause's type, and how long it took."""
+    began = time.monotonic()
+    try:
+        function()
+    except RuntimeError as error:
+        return type(error), str(error), type(error.__cause__), time.monotonic() - began
+    return None, "", None, time.monotonic() - began
+
+
+def raising_in_a_forward(microbatch):
+    torch.manual_seed(0)
+    model, _ = parallel(Net())
+    seen = 0
+
+    def hook(module, args):
+        nonlocal seen
+        seen += 1
+        if seen == microbatch + 1:
+            raise ValueError("a bad row")
+
+    model.blocks[4].register_forward_pre_hook(hook)
+    model(*batch())
+
+
+@pytest.mark.parametrize("microbatch", [0, 5])
+def test_an_exception_in_a_forward_ends_all_ranks_with_its_place(microbatch):
+    outcomes = run_ranks(4, lambda: outcome(lambda: raising_in_a_forward(microbatch)))
+    texts = {text for _, text, _, _ in outcomes}
+    assert len(texts) == 1
+    assert f"rank 2 raised in stage 2, F of microbatch {microbatch}: ValueError: a bad row" in texts.pop()
+    assert all(kind is PipelineFailure and seconds < PROMPT_S for kind, _, _, seconds in outcomes)
+    assert [cause is ValueError for _, _, cause, _ in outcomes] == [False, False, True, False]
+
+
+def nan_in_a_backward():
+    torch.manual_seed(0)
+    model, _ = parallel(Net(), kind="zb-h1")
+
+    def check(gradient):
+        if not gradient.to_local().isfinite().all():
+            raise FloatingPointError("the gradient is not finite")
+
+    def poison(module, args, output):
+        output.register_hook(lambda gradient: gradient * float("nan"))
+        args[0].register_hook(check)
+
+    model.blocks[3].register_forward_hook(poison)
+    model(*batch())
+
+
+def test_a_nan_check_that_trips_ends_all_ranks_with_its_place():
+    outcomes = run_ranks(4, lambda: outcome(nan_in_a_backward))
+    assert len({text for _, text, _, _ in outcomes}) == 1
+    assert "rank 1 raised in stage 1, I of microbatch 0: FloatingPointError" in outcomes[0][1]
+    assert all(seconds < PROMPT_S for *_, seconds in outcomes)
+
+
+def killed_in_mid_schedule(victim, folder):
+    from torch import distributed as dist
+
+    torch.manual_seed(0)
+    model, _ = parallel(Net())
+    seen = 0
+
+    def hook(module, args):
+        nonlocal seen
+        seen += 1
+        if seen == 4 and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.blocks[2 * victim].register_forward_pre_hook(hook)
+    kind, text, _, seconds = outcome(lambda: model(*batch()))
+    path = folder / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps([kind.__name__, text, seconds]))
+
+
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_a_killed_rank_ends_the_others(victim, tmp_path):
+    with pytest.raises(RankError) as raised:
+        run_ranks(4, killed_in_mid_schedule, victim, tmp_path)
+    assert raised.value.exit_code == -signal.SIGKILL and raised.value.rank == victim
+    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4) if rank != victim]
+    assert len({text for _, text, _ in outcomes}) == 1
+    place = rf"rank \d, in stage \d, (F|B|SEND_F|SEND_B) of microbatch \d, lost rank {victim}: .*[Cc]onnection"
+    assert re.search(place, outcomes[0][1]), outcomes[0][1]
+    assert all(kind == "PipelineFailure" and seconds < PROMPT_S for kind, _, seconds in outcomes)
+
+
+def unequal_numbers_of_batches():
+    from torch import distributed as dist
+
+    model, _ = parallel(Net(), ranks=2)
+    model._vescale.runtime.link.timeout = timedelta(seconds=3)
+    for _ in range(2 if dist.get_rank() == 0 else 3):
+        model(*batch()).backward()
+
+
+def test_a_rank_with_fewer_batches_is_named_in_bounded_time():
+    fewer, more = run_ranks(2, lambda: outcome(unequal_numbers_of_batches))
+    assert fewer[0] is None
+    assert more[0] is PipelineFailure and more[3] < PROMPT_S
+    assert "the beginning of call 3" in more[1] and "Timed out" in more[1]
+
+
+def other_shapes():
+    from torch import distributed as dist
+
+    model, _ = parallel(Net(), ranks=2)
+    model(*batch(16 if dist.get_rank() else 24))
+
+
+def test_ranks_with_other_batches_are_told():
+    outcomes = run_ranks(2, lambda: outcome(other_shapes))
+    assert len({text for _, text, _, _ in outcomes}) == 1
+    assert "ranks 0 and 1 are about to run different things" in outcomes[0][1]
+
+
+# What is called, and what is said; on all ranks alike, and before anything has run.
+MISTAKES = {
+    "rows": (lambda: parallel(Net(), 2, 4)[0](*batch(18)), "18 rows does not divide into 4 microbatches"),
+    "cut": (lambda: parallel(Net(), 2, cuts=("block.4",)), "'block.4', which is no module of the model"),
+    "order": (lambda: parallel(Net(), 3, cuts=("blocks.4", "blocks.2")), "'blocks.2' does not come after the cut"),
+    "schedule": (lambda: parallel(Net(), 2, kind="1f2b"), "there is no schedule '1f2b'"),
+    "no tensor": (lambda: parallel(Net(), 2)[0](None, None), "without a tensor that has rows"),
+}
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_mistakes_are_typed_errors(mistake):
+    call, text = MISTAKES[mistake]
+    outcomes = run_ranks(3 if mistake == "order" else 2, lambda: outcome(call))
+    assert len({said for _, said, _, _ in outcomes}) == 1
+    assert text in outcomes[0][1]
+    assert all(issubclass(kind, (PipelineError, vescale.VescaleError)) for kind, *_ in outcomes)
+
+
+class Outputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Reads(Outputs):
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+            if x.max() > 1e9:
+                x = x / 2
+        return F.mse_loss(x, y)
+
+
+def test_a_loss_outside_of_the_model_names_loss_fn():
+    def outside():
+        model, _ = parallel(Outputs(), ranks=2)
+        x, y = batch()
+        F.mse_loss(model(x), y).backward()
+
+    for kind, text, _, _ in run_ranks(2, lambda: outcome(outside)):
+        assert kind is PipelineError and "loss_fn=" in text
+
+
+def test_reading_a_value_in_the_forward_names_the_module():
+    for kind, text, _, _ in run_ranks(2, lambda: outcome(lambda: parallel(Reads(), ranks=2)[0](*batch()))):
+        assert kind is PipelineError and "reads a value that 'blocks.0' computes" in text

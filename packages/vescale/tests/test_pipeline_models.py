@@ -1,0 +1,135 @@
+"""Unmodified models in two stages: loss and gradients are those of one device."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vescale
+from vescale_dtensor.testing import run_ranks, warm_up
+
+warm_up("torch._dynamo", "vescale", "transformers")
+
+ROWS, POSITIONS, VOCABULARY = 4, 10, 96
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def gemma():
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    return GemmaForCausalLM(GemmaConfig(**SIZES, **HEADS, pad_token_id=0))
+
+
+def qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS))
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4))
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+
+
+class UNet(nn.Module):
+    """Two levels down and up; both skip connections cross the cut, one by a cat and one by a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.down = nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.middle = nn.Conv2d(16, 16, 3, padding=1)
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.last = nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, image, target):
+        first = F.relu(self.first(image))
+        down = F.relu(self.down(first))
+        middle = F.relu(self.middle(down)) + down
+        up = self.up(middle)
+        return F.mse_loss(self.last(torch.cat([up, first], 1)), target)
+
+
+def tokens(generator):
+    return torch.randint(1, VOCABULARY, (ROWS, POSITIONS), generator=generator)
+
+
+def language(generator):
+    inputs, mask = tokens(generator), torch.ones(ROWS, POSITIONS, dtype=torch.int64)
+    mask[1, :3] = mask[2, :5] = 0  # padded on the left, as for generation
+    return {"input_ids": inputs, "attention_mask": mask, "labels": inputs.masked_fill(mask == 0, -100)}
+
+
+def translation(generator):
+    return {"input_ids": tokens(generator), "labels": tokens(generator)[:, :7].contiguous()}
+
+
+def images(generator):
+    return {"image": torch.randn(ROWS, 3, 8, 8, generator=generator), "target": torch.randn(ROWS, 3, 8, 8)}
+
+
+# name -> (model, inputs, the module that begins stage 1)
+MODELS = {
+    "gemma": (gemma, language, "model.layers.1"),
+    "qwen3": (qwen3, language, "model.layers.1"),
+    "qwen3, cut at the head": (qwen3, language, "lm_head"),
+    "gpt2": (gpt2, language, "transformer.h.1"),
+    "t5, cut in the encoder": (t5, translation, "encoder.block.1"),
+    "t5, cut between": (t5, translation, "decoder"),
+    "t5, cut in the decoder": (t5, translation, "decoder.block.1"),
+    "unet": (UNet, images, "middle"),
+    "unet, cut later": (UNet, images, "up"),
+}
+
+
+def loss_and_gradients(name, plan=None):
+    build, inputs_of, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = build().train()
+    if plan is not None:
+        model, _ = vescale.parallelize(plan, model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    torch.manual_seed(2)
+    inputs = inputs_of(torch.Generator().manual_seed(3))
+    torch.manual_seed(1)
+    out = model(**inputs)
+    loss = out if isinstance(out, torch.Tensor) else out.loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if plan is not None:
+        gradients = {n: g.full_tensor() for n, g in gradients.items()}
+    return loss.detach(), gradients
+
+
+def compared(name, count):
+    """Per rank: the loss's relative error, the gradients' errors, and which parameters have one."""
+    pipeline = vescale.Pipeline(cuts=(MODELS[name][2],), microbatches=count)
+    plan = vescale.Plan(mesh={"pp": 2}, parameters={"*": {}}, pipeline=pipeline)
+    loss, gradients = loss_and_gradients(name, plan)
+    wanted_loss, wanted = loss_and_gradients(name)
+    errors = {n: ((g - wanted[n]).norm() / wanted[n].norm()).item() for n, g in gradients.items()}
+    return ((loss - wanted_loss) / wanted_loss).abs().item(), errors, sorted(wanted)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_loss_and_gradients_in_one_microbatch_are_those_of_one_device(name):
+    outcomes = run_ranks(2, compared, name, 1, timeout=120)
+    for loss, errors, _ in outcomes:
+        assert loss == 0
+        assert {n: e for n, e in errors.items() if not e <= 1e-6} == {}
+    assert {n for _, errors, _ in outcomes for n in errors} == set(outcomes[0][2])
+
+
+@pytest.mark.parametrize("name", ["gemma", "qwen3", "unet"])
+def test_loss_and_gradients_of_a_whole_batch_in_microbatches(name):
+    for loss, errors, _ in run_ranks(2, compared, name, 2, timeout=120):
+        assert loss <= 1e-6
+        assert {n: e for n, e in errors.items() if not e <= 1e-5} == {}
