@@ -15,3 +15,4 @@ from ._job import close as close
 from ._version import __version__ as __version__
 from .api import load as load
 from .api import save as save
+from .huggingface import export_huggingface as export_huggingface

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
-from . import manifest
+from . import huggingface, manifest
 from ._commit import Root, leased
 from ._errors import CorruptError, MismatchError, StorageError
 from ._storage import LocalStorage, Storage, guarded, storage_of
@@ -29,31 +30,45 @@ class Source:
 
 
 @contextmanager
-def opened(session: Session, path: str | os.PathLike[str], step: int | None) -> Iterator[Source]:
+def opened(
+    session: Session, path: str | os.PathLike[str], step: int | None, state: Mapping[str, Any]
+) -> Iterator[Source]:
     """The source that rank 0 finds, on every rank; within the block nobody deletes it.
 
     Raises StorageError, CorruptError, FormatError, or MismatchError where ranks see other files.
     """
+    storage, given = storage_of(path)
+    if step is None and _is_foreign(storage, given):
+        found = huggingface.read_folder(storage, given, huggingface.prefix_of(state))
+        _check_same(session, repr(found).encode(), given)
+        yield Source(storage, given, found)
+        return
     for attempt in range(_TRIES):
-        folder = ""
-        if session.rank == 0:
-            folder = locate(path, step)
+        folder = locate(path, step) if session.rank == 0 else ""
         folder = session.gather(f"folder {attempt}", folder.encode())[0].decode()
-        storage, _ = storage_of(path)
         with leased(storage, folder) as there:
             # A rank that came too late for a step that retention deleted makes all of them look again.
             if not all(answer == b"yes" for answer in session.gather(f"there {attempt}", b"yes" if there else b"no")):
                 continue
             data = read_manifest(storage, folder)
-            odd = session.agree("manifest", blake2b(data, digest_size=16).digest())
-            if odd:
-                raise MismatchError(
-                    "load", f"rank {odd[0]} reads another checkpoint than rank 0", [f"path  {folder}"],
-                    [("use a file system that all ranks share", "")],
-                )  # fmt: skip
+            _check_same(session, data, folder)
             yield Source(storage, folder, manifest.parse(data, f"{folder}/{manifest.NAME}"))
             return
     raise StorageError("load", f"the checkpoint vanished {_TRIES} times while it was opened", [f"path  {path}"])
+
+
+def _is_foreign(storage: Storage, folder: str) -> bool:
+    with guarded("load", folder, "cannot read the directory"):
+        return huggingface.is_folder(storage, folder)
+
+
+def _check_same(session: Session, data: bytes, folder: str) -> None:
+    odd = session.agree("manifest", blake2b(data, digest_size=16).digest())
+    if odd:
+        raise MismatchError(
+            "load", f"rank {odd[0]} reads another checkpoint than rank 0", [f"path  {folder}"],
+            [("use a file system that all ranks share", "")],
+        )  # fmt: skip
 
 
 def locate(path: str | os.PathLike[str], step: int | None) -> str:

@@ -88,7 +88,8 @@ def load(
     values are replaced in `state`. Every rank reads the bytes of its own shards only.
 
     Arguments:
-        path: a run's directory (its latest committed step is taken), or one step's.
+        path: a run's directory (its latest committed step is taken), or one step's; or a
+            HuggingFace folder of safetensors, for the one model of the state.
         state: as for `save`; keys that it lacks are not loaded.
         step: a committed step of the run.
         only: globs over names of the state, such as "model.*"; the rest stays as it is.
@@ -109,7 +110,7 @@ def load(
     """
     settle(raises=False)
     choice = Choice(only, rename, cast, missing, extra)
-    with session_of("load") as session, opened(session, path, step) as source:
+    with session_of("load") as session, opened(session, path, step, state) as source:
         manifest = source.manifest
         restore = Restore(manifest, state, choice)
         plan = plan_reads(restore.targets, manifest.block_bytes)

@@ -153,7 +153,7 @@ def _checked(fields: dict[str, Any], path: str) -> Manifest:
             )
         block = _natural(fields["block_bytes"])
         _require(block > 0, "block_bytes is 0")
-        files = {_plain_name(name): _file_info(info) for name, info in _mapping(fields["files"]).items()}
+        files = {plain_name(name): _file_info(info) for name, info in _mapping(fields["files"]).items()}
         tensors = {name: _stored(name, entry, files, block) for name, entry in _mapping(fields["tensors"]).items()}
         _check_bytes(files, tensors)
         return Manifest(
@@ -219,7 +219,7 @@ def _file_info(info: Any) -> FileInfo:
     return FileInfo(_natural(nbytes), _natural(header_nbytes), check)
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """A file of the checkpoint's own directory: nothing that could lead out of it."""
     _require(
         name not in ("", ".", "..", NAME) and not any(c in name for c in "/\\:\0") and len(name) < 256,

@@ -1,0 +1,269 @@
+"""HuggingFace folders: read as one more kind of checkpoint, and written so that `from_pretrained` loads them.
+
+Reading needs only the files' headers: every tensor is one section, so that each
+rank reads the byte ranges of its own shards. The files have no checksums; their
+sizes and ranges are checked, and a header is at most 100 MB, as safetensors says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+
+from ._box import stored, whole
+from ._dtypes import FROM_SAFETENSORS, NAMES, SIZES, header_entry
+from ._errors import ConflictError, FormatError, UnsafeError
+from ._state import first_names
+from ._storage import LocalStorage, Storage, guarded, storage_of
+from ._sync import session_of
+from ._write import Source, chunks_of, flat_of
+from .manifest import FileInfo, Manifest, Section, Stored, plain_name
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MOST_HEADER_BYTES = 100_000_000
+SHARD_BYTES = 5 << 30
+
+
+def is_folder(storage: Storage, folder: str) -> bool:
+    """Whether a directory holds HuggingFace weights."""
+    return any(storage.exists(f"{folder}/{name}") for name in (INDEX, SINGLE))
+
+
+def read_folder(storage: Storage, folder: str, prefix: str) -> Manifest:
+    """The manifest of a folder of safetensors, its names after `prefix`. Reads headers only.
+
+    Raises StorageError, and FormatError for what is no such folder.
+    """
+    if storage.exists(f"{folder}/{INDEX}"):
+        files = _indexed(storage, folder)
+    else:
+        files = {SINGLE: None}
+    infos, tensors = {}, {}
+    for file, wanted in files.items():
+        path = f"{folder}/{file}"
+        with guarded("load", path, "cannot read the header"):
+            reader = storage.open(path)
+            try:
+                header, start = _header(reader, path)
+            finally:
+                reader.close()
+        infos[file] = FileInfo(reader.nbytes, start, "")
+        found = {name: _stored(entry, file, start, reader.nbytes, path) for name, entry in header.items()}
+        for name in found if wanted is None else wanted:
+            if name not in found:
+                raise FormatError(
+                    "load", f"{INDEX} says that {name!r} is in {file!r}, and it is not", [f"path  {path}"]
+                )
+            tensors[prefix + name] = found[name]
+    return Manifest(step=0, identity="", block_bytes=1, files=infos, tensors=tensors, values={})
+
+
+def _indexed(storage: Storage, folder: str) -> dict[str, list[str]]:
+    """File -> the names in it."""
+    path = f"{folder}/{INDEX}"
+    with guarded("load", path, "cannot read the index"):
+        data = storage.read(path, MOST_HEADER_BYTES)
+    try:
+        files: dict[str, list[str]] = {}
+        for name, file in json.loads(data)["weight_map"].items():
+            files.setdefault(plain_name(file), []).append(name)
+        return files
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError("load", f"the index is not one of safetensors files: {error}", [f"path  {path}"]) from error
+
+
+def _header(reader: Any, path: str) -> tuple[dict[str, Any], int]:
+    """The header's entries, and where the data begin."""
+    length = bytearray(8)
+    reader.read_into(length, 0)
+    count = int.from_bytes(length, "little")
+    if count > min(MOST_HEADER_BYTES, reader.nbytes - 8):
+        raise FormatError(
+            "load", f"the header says it has {count} bytes, of a file of {reader.nbytes}", [f"path  {path}"]
+        )
+    text = bytearray(count)
+    reader.read_into(text, 8)
+    try:
+        fields = json.loads(bytes(text))
+        fields.pop("__metadata__", None)
+        return fields, 8 + count
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError("load", f"the header is not one of safetensors: {error}", [f"path  {path}"]) from error
+
+
+def _stored(entry: Any, file: str, start: int, nbytes: int, path: str) -> Stored:
+    try:
+        dtype, shape = FROM_SAFETENSORS[entry["dtype"]], tuple(entry["shape"])
+        low, high = entry["data_offsets"]
+        whole_sizes = all(type(size) is int and size >= 0 for size in (*shape, low, high))
+        if not whole_sizes or high - low != prod(shape) * SIZES[dtype] or start + high > nbytes:
+            raise ValueError(f"bytes [{low}, {high}) for {dtype}{list(shape)} in a file of {nbytes}")
+    except (ValueError, TypeError, KeyError) as error:
+        raise FormatError("load", f"an entry of the header is wrong: {error}", [f"path  {path}"]) from error
+    sections = (Section(whole(shape), file, start + low, start + high, ""),) if high > low else ()
+    return Stored(dtype, shape, sections)
+
+
+class Whole(NamedTuple):
+    """A whole tensor that is to be written: made when its turn comes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * SIZES[self.dtype]
+
+
+def export_huggingface(
+    path: str | os.PathLike[str], model: nn.Module, *, config: Any = None, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes the model's weights, whole, as a folder that `from_pretrained` loads. Call it on every rank.
+
+    Arguments:
+        path: the folder; it must not exist.
+        model: its names are written as they are, tied parameters once.
+        config: whatever has `save_pretrained(folder)`; by default the model's own `config`.
+        shard_bytes: files grow no larger, unless one tensor does.
+
+    Raises ConflictError where the folder exists, StorageError, UnsafeError. Communication: an all-gather
+    per sharded tensor; rank 0 writes, and holds one whole tensor at a time.
+    """
+    with session_of("export") as session:
+        first = first_names(model)
+        tensors = [
+            Whole(name, _dtype(name, value), tuple(value.shape), lambda value=value: _full(value))
+            for name, value in model.state_dict().items()
+            if isinstance(value, Tensor) and first.get(name, name) == name
+        ]
+        config = getattr(model, "config", None) if config is None else config
+        writes = session.rank == 0
+        if writes:
+            _check_absent(path)
+        session.gather("begin")
+        write_folder(path, tensors, config if writes else None, shard_bytes, writes=writes)
+        session.gather("written")
+
+
+def write_folder(
+    path: str | os.PathLike[str], tensors: Sequence[Whole], config: Any = None, shard_bytes: int = SHARD_BYTES,
+    *, writes: bool = True, progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:  # fmt: skip
+    """Writes the tensors in order, and commits the folder by one rename. `writes=False` only makes them."""
+    storage, folder = storage_of(path)
+    if not writes:
+        for tensor in tensors:
+            tensor.make()
+        return
+    _check_absent(path)
+    local = isinstance(storage, LocalStorage)
+    draft = f"{folder}.tmp-{secrets.token_hex(4)}" if local else folder
+    with guarded("export", draft, "cannot make the folder"):
+        storage.make_dirs(draft)
+    try:
+        shards = _shards(tensors, shard_bytes)
+        names = [SINGLE] if len(shards) == 1 else [
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+        ]  # fmt: skip
+        for name, shard in zip(names, shards):
+            _write_shard(storage, f"{draft}/{name}", shard, progress)
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+                "weight_map": {tensor.name: name for name, shard in zip(names, shards) for tensor in shard},
+            }
+            _write_text(storage, f"{draft}/{INDEX}", json.dumps(index, indent=2))
+        if config is not None and local:
+            config.save_pretrained(draft)
+        if local:
+            with guarded("export", folder, "cannot commit the folder"):
+                storage.sync_dir(draft)
+                storage.rename(draft, folder)
+    except BaseException:
+        if local:
+            storage.remove_tree(draft)
+        raise
+
+
+def _write_shard(storage: Storage, path: str, tensors: Iterable[Whole], progress: Callable[[int], None]) -> None:
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        code, shape = header_entry(tensor.dtype, tensor.shape)
+        fields[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": (at, at + tensor.nbytes)}
+        at += tensor.nbytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with guarded("export", path, f"cannot write {8 + len(text) + at} bytes"):
+        writer = storage.create(path)
+        try:
+            writer.write([len(text).to_bytes(8, "little"), text])
+            for tensor in tensors:
+                flat = flat_of(tensor.make())
+                if len(flat):
+                    for chunk in chunks_of(Source(flat, stored(whole(tensor.shape)))):
+                        writer.write([chunk])
+                        progress(len(chunk))
+        finally:
+            writer.close()
+
+
+def _write_text(storage: Storage, path: str, text: str) -> None:
+    with guarded("export", path, "cannot write the index"):
+        writer = storage.create(path)
+        writer.write([text.encode()])
+        writer.close()
+
+
+def _shards(tensors: Sequence[Whole], most: int) -> list[list[Whole]]:
+    shards: list[list[Whole]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if shards[-1] and held + tensor.nbytes > most:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += tensor.nbytes
+    return shards
+
+
+def _check_absent(path: str | os.PathLike[str]) -> None:
+    storage, folder = storage_of(path)
+    if storage.exists(folder):
+        raise ConflictError("export", "the folder exists", [f"path  {folder}"], [("export to a new folder", "")])
+
+
+def _dtype(name: str, tensor: Tensor) -> str:
+    found = NAMES.get(tensor.dtype)
+    if found is None:
+        raise UnsafeError("export", f"{name!r} is of {tensor.dtype}, which safetensors does not have")
+    return found
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.detach().full_tensor() if type(tensor) is DTensor else tensor.detach()
+
+
+def prefix_of(state: Mapping[str, Any]) -> str:
+    """The key of the one model in a state, with a dot: what a foreign checkpoint's names stand under.
+
+    Raises FormatError where there is not exactly one.
+    """
+    keys = [key for key, value in state.items() if isinstance(value, nn.Module)]
+    if len(keys) != 1:
+        raise FormatError(
+            "load", f"a folder of weights holds one model, and the state has {len(keys)}", [f"keys  {list(state)}"],
+            [('load(path, {"model": model})', "")],
+        )  # fmt: skip
+    return f"{keys[0]}."

@@ -1,0 +1,147 @@
+"""HuggingFace folders without transformers: read straight into shards, written, refused where they lie."""
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from vescale_checkpoint import ConflictError, FormatError, MismatchError, export_huggingface, load
+from vescale_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor
+from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.mid = nn.Embedding(12, 6), nn.Linear(6, 9)
+        self.head = nn.Linear(6, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+
+PLACEMENTS = {
+    "embed.weight": [Replicate(), Shard(0)],
+    "mid.weight": [RaggedShard((0, 1), (20, 7)), Shard(1)],
+    "mid.bias": [Shard(0), Replicate()],
+}
+
+
+def sharded(seed=0):
+    model, mesh = Net(seed), mesh_of(2, 2)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        shard = nn.Parameter(distribute_tensor(parameter.detach(), mesh, PLACEMENTS[name]))
+        setattr(model.get_submodule(owner), leaf, shard)
+    model.head.weight = model.embed.weight
+    return model
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_in_and_out(tmp_path, shards):
+    weights = {name: value for name, value in Net(3).state_dict().items() if name != "head.weight"}
+    source = tmp_path / "source"
+    source.mkdir()
+    if shards == 1:
+        save_file(weights, source / "model.safetensors")
+    else:
+        parts = {"a.safetensors": ["mid.weight"], "b.safetensors": ["embed.weight", "mid.bias"]}
+        for file, names in parts.items():
+            save_file({name: weights[name] for name in names}, source / file)
+        index = {"metadata": {}, "weight_map": {name: file for file, names in parts.items() for name in names}}
+        (source / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def run():
+        model = sharded(9)
+        report = load(source, {"model": model})
+        export_huggingface(tmp_path / "out", model, shard_bytes=300 if shards == 2 else 1 << 30)
+        return {name: value.full_tensor() for name, value in model.state_dict().items()}, report.matched
+
+    for values, matched in run_ranks(4, run):
+        assert set(matched) == {f"model.{name}" for name in weights}
+        assert all(torch.equal(values[name], weights[name]) for name in weights)
+        assert torch.equal(values["head.weight"], weights["embed.weight"])
+    written = {
+        name: value for file in (tmp_path / "out").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    assert set(written) == set(weights) and all(torch.equal(written[name], weights[name]) for name in weights)
+    if shards == 2:
+        assert set(json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]) == set(
+            weights
+        )
+    text = raises_on_all(4, ConflictError, lambda: export_huggingface(tmp_path / "out", sharded()))
+    assert "the folder exists" in text
+
+
+def test_dtypes_and_names_as_for_any_checkpoint(tmp_path):
+    save_file({"layer.weight": torch.randn(2, 3).bfloat16()}, tmp_path / "model.safetensors")
+    model = nn.Sequential(nn.Linear(3, 2, bias=False))
+    with pytest.raises(MismatchError, match="rename="):
+        load(tmp_path, {"model": model})
+    with pytest.raises(MismatchError, match="saved as bfloat16"):
+        load(tmp_path, {"model": model}, rename={"layer.*": "0.*"})
+    load(tmp_path, {"model": model}, rename={"layer.*": "0.*"}, cast="lossless")
+    assert torch.equal(model[0].weight.bfloat16(), load_file(tmp_path / "model.safetensors")["layer.weight"])
+    with pytest.raises(FormatError, match="holds one model, and the state has 2"):
+        load(tmp_path, {"model": model, "ema": model})
+
+
+def header(fields, length=None):
+    text = json.dumps(fields).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"short",
+        header({}, 10 << 30),
+        header({"0.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}),
+        header({"0.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [-24, 0]}}),
+        header({"0.weight": {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4]}}) + b"....",
+        header({"0.weight": {"dtype": "OBJECT", "shape": [1], "data_offsets": [0, 4]}}) + b"....",
+        header({"0.weight": []}),
+        header([1, 2]),
+    ],
+)
+def test_folders_that_lie(tmp_path, data):
+    (tmp_path / "model.safetensors").write_bytes(data)
+    model = nn.Sequential(nn.Linear(3, 2, bias=False))
+    before = model[0].weight.clone()
+    with pytest.raises(RuntimeError) as caught:
+        load(tmp_path, {"model": model})
+    assert type(caught.value).__name__ in ("FormatError", "StorageError") and torch.equal(model[0].weight, before)
+
+
+def test_an_index_that_leads_elsewhere(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
+    with pytest.raises(FormatError, match="is not the name of a file in this directory"):
+        load(tmp_path, {"model": nn.Linear(1, 1)})
+
+
+def test_loading_needs_little_memory_beside_the_shard(tmp_path):
+    """256 MiB of weights into the half of one of two ranks: at most 64 MiB beside it."""
+    rows = 1 << 16
+    save_file({"weight": torch.ones(rows, 1024)}, tmp_path / "model.safetensors")
+
+    def run():
+        model = nn.Linear(1, 1, bias=False)
+        local = torch.zeros(rows // 2, 1024)
+        model.weight = nn.Parameter(DTensor.from_local(local, mesh_of(2), [Shard(0)], shape=(rows, 1024)))
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak from here on
+        before = peak()
+        load(tmp_path, {"model": model})
+        assert bool((local == 1).all())
+        return peak() - before
+
+    assert max(run_ranks(2, run, timeout=120)) < 64 << 20
+
+
+def peak():
+    """The most memory this process has had, in bytes."""
+    with open("/proc/self/status") as file:
+        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
