@@ -126,12 +126,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("dropout", "zero"), [(0.0, 0), (0.3, 3)])
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_the_same_to_the_bit(way, dropout):
+def test_gradients_are_the_same_to_the_bit(way, dropout, zero):
     def run():
-        losses, gradients, alive, _ = ran(PLAN, dropout)
-        less = ran(PLAN.override(**WAYS[way]), dropout)
+        plan = PLAN.override(zero=zero)
+        losses, gradients, alive, _ = ran(plan, dropout)
+        less = ran(plan.override(**WAYS[way]), dropout)
         assert less[0] == losses
         for name, gradient in gradients.items():
             assert torch.equal(less[1][name], gradient), name

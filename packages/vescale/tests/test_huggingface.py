@@ -173,9 +173,9 @@ PLANS = {
     "tp + sp": lambda name, model: library.llama(DP2_TP2),
     "mixtral, tp + sp": lambda name, model: library.mixtral(DP2_TP2),
     "shipped, tp 2": lambda name, model: vescale.Plan.from_huggingface(model, mesh={"tp": 2}),
-    "shipped, dp 2 x tp 2": lambda name, model: vescale.Plan.from_huggingface(model, mesh=DP2_TP2),
+    "shipped, dp 2 x tp 2, zero 3": lambda name, model: vescale.Plan.from_huggingface(model, mesh=DP2_TP2, zero=3),
     "by hand, tp 2": lambda name, model: by_hand(name, {"tp": 2}),
-    "by hand, dp 2 x tp 2": lambda name, model: by_hand(name, DP2_TP2),
+    "by hand, dp 2 x tp 2, zero 3": lambda name, model: by_hand(name, DP2_TP2, zero=3),
     "phi3, cut inside": lambda name, model: vescale.Plan.from_huggingface(model, mesh=DP2_TP2).override(
         parameters={"*.gate_up_proj.weight": {"tp": InterleavedShard(0, 2)}},
         boundaries={"*.gate_up_proj": vescale.Boundary(input=WHOLE)},
@@ -216,8 +216,8 @@ CASES = [
     *[(name, "replicated") for name in MODELS],
     *[(name, plan) for name in LLAMA_FAMILY for plan in ("tp", "tp + sp")],
     ("mixtral", "mixtral, tp + sp"),
-    *[(name, f"shipped, {mesh}") for name in SHIP_A_PLAN for mesh in ("tp 2", "dp 2 x tp 2")],
-    *[(name, f"by hand, {mesh}") for name in BY_HAND for mesh in ("tp 2", "dp 2 x tp 2")],
+    *[(name, f"shipped, {mesh}") for name in SHIP_A_PLAN for mesh in ("tp 2", "dp 2 x tp 2, zero 3")],
+    *[(name, f"by hand, {mesh}") for name in BY_HAND for mesh in ("tp 2", "dp 2 x tp 2, zero 3")],
     ("phi3", "phi3, cut inside"),
 ]
 

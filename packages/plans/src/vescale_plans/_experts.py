@@ -175,9 +175,7 @@ class ExpertsBorder:
 def _split_axes(module: nn.Module, name: str, mesh: Mesh, experts: int) -> frozenset[int]:
     """The axes over which the weights of single experts are split: what forward returns is pending there."""
     states = {key: parameter.mesh_layout.states for key, parameter in module.named_parameters(recurse=False)}
-    split = {
-        axis for own in states.values() for axis, state in enumerate(own) if state.is_sharded and axis != experts
-    }
+    split = {axis for own in states.values() for axis, state in enumerate(own) if state.is_sharded and axis != experts}
     for axis in split:
         whole = [key for key, own in states.items() if not own[axis].is_sharded]
         if whole:  # added by every rank of the axis, it would count that many times
