@@ -221,7 +221,10 @@ BYPASSING: tuple[tuple[str, str, str], ...] = (
     ("numpy.asarray(d)", "a sharded d", ""),
     ("torch.from_dlpack(d)", "a sharded d", ""),
     ("torch.vmap(torch.neg)(d)", "a sharded d", "`torch.neg(d)`: batch dims need no vmap here"),
+    ("torch.func.jvp(torch.neg, (d,), (d,))", "a sharded d", "`torch.autograd.forward_ad`, on the shards"),
     ("torch.func.grad(torch.sum)(d)", "a sharded d", "`torch.autograd.grad(d.sum(), d)`"),
+    ("torch.func.vjp(torch.neg, d)[0]", "a sharded d", "`torch.autograd.grad(outputs, d, cotangents)`"),
+    ("torch.func.functionalize(torch.neg)(d)", "a sharded d", "`torch.neg(d)`"),
 )
 
 

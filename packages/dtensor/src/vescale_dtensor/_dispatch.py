@@ -29,6 +29,7 @@ from ._convert import alias, convert_operand, describe
 from ._copies import as_on_one_device, check_writable, mark_copy
 from ._errors import GradientError, InternalError, MeshError, PlainTensorError, VescaleError
 from ._flat_rules import decide_flat
+from ._functorch import check_not_wrapped, is_wrapped
 from ._layout import Layout, layout_of
 from ._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from ._signature import Signature, solve
@@ -139,7 +140,7 @@ def _keyed(value: Any, exact: bool) -> Any:
     if kind is DTensor:
         return value._layout
     if isinstance(value, Tensor):
-        return (kind, value.shape, value.requires_grad)
+        return (kind, value.shape, value.requires_grad, is_wrapped(value))
     if kind is dict:
         return tuple([(name, _keyed(item, exact)) for name, item in value.items()])
     return (kind, value)  # numpy.True_ == 1: the type is part of it
@@ -191,6 +192,7 @@ def substitute(value: Any, replace: Any) -> Any:
 
 
 def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Decision:
+    check_not_wrapped(function, tensors)
     mesh = _common_mesh(function, tensors)
     operands = []
     for index, tensor in enumerate(tensors):

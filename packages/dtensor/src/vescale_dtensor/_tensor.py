@@ -19,6 +19,7 @@ from torch._C import DispatchKey, _is_torch_function_enabled
 from torch._C import _current_graph_task_id as _graph_task
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
 
+from ._functorch import check_not_mapped
 from ._layout import Layout
 
 if TYPE_CHECKING:
@@ -92,7 +93,10 @@ class DTensor(Tensor):
         return self._layout.ndim if is_global() else _plain_dim(self)
 
     def dim(self) -> int:
-        return self._layout.ndim if is_global() else _plain_dim(self)
+        if not is_global():
+            return _plain_dim(self)
+        check_not_mapped()
+        return self._layout.ndim
 
     def size(self, dim: int | None = None):
         """The global shape, or one dim of it."""
