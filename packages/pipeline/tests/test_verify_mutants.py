@@ -36,7 +36,7 @@ SIZES = [
     (4, 4, 1),
     (4, 4, 2),
 ]
-MUTANTS = 400 if FULL else 16  # of each kind of mutation, of each kind of schedule
+MUTANTS = 200 if FULL else 16  # of each kind of mutation, of each kind of schedule
 
 
 class Harm(Exception):
