@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 from benchmarks._schedule_cases import KINDS, LARGE, MOST_SECONDS, crossed, seconds
 
@@ -21,10 +22,10 @@ def measure() -> dict[str, dict[str, float]]:
         by_hand = crossed(schedule)
         found[kind] = {
             "actions": sum(map(len, schedule.actions)),
-            "generate": seconds(lambda kind=kind: generate(kind, *LARGE), times=1),
-            "verify": seconds(lambda schedule=schedule: verify(schedule)),
-            "verify, written by hand": seconds(lambda schedule=by_hand: verify(schedule, transport="buffered")),
-            "simulate": seconds(lambda schedule=schedule: simulate(schedule), times=1),
+            "generate": seconds(partial(generate, kind, *LARGE), times=1),
+            "verify": seconds(partial(verify, schedule)),
+            "verify, written by hand": seconds(partial(verify, by_hand, transport="buffered")),
+            "simulate": seconds(partial(simulate, schedule), times=1),
         }
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks._schedule_cases import KINDS, LARGE, seconds
 
 
@@ -16,10 +18,10 @@ class LargeSchedules:
 
         ratios = {}
         for kind in KINDS:
-            generating = seconds(lambda kind=kind: generate(kind, *LARGE), times=3)
+            generating = seconds(partial(generate, kind, *LARGE), times=3)
             schedule = generate(kind, *LARGE)
             for what in (verify, simulate):
-                ratios[kind, what.__name__] = seconds(lambda what=what: what(schedule), times=3) / generating
+                ratios[kind, what.__name__] = seconds(partial(what, schedule), times=3) / generating
         return ratios
 
     setup_cache.timeout = 300
