@@ -120,5 +120,3 @@ class _as_is:
 
     def __exit__(self, *exc):
         return False
-
-

@@ -235,8 +235,10 @@ class _Prober:
         calls = self.findings.calls
         packed: list[Test] = []
         alone: list[Test] = []
+        hidden = {key for key, call in calls.items() if call.outer is None and call.in_features}
         for test in tests:
-            (packed if calls[test.key].outer is not None else alone).append(test)
+            apart_from_batch = calls[test.key].outer is None or not hidden.isdisjoint(apart.get(test.key, ()))
+            (alone if apart_from_batch else packed).append(test)
         rows: dict[Key, dict[Key, list[Tensor]]] = {}
         lines = list(_apart(packed, apart)) if apart else [[test] for test in packed]
         for start in range(0, len(lines), ROWS):
@@ -247,7 +249,6 @@ class _Prober:
             for row, together in part.items():
                 for test in together:
                     self._add(rows, test, row, seen, apart.get(test.key))
-        hidden = {key for key, call in calls.items() if call.outer is None and call.in_features}
         if hidden and not units and not bridge:  # packed tests cannot be told apart where rows follow no batch
             for key in dict.fromkeys(test.key for test in packed):
                 size = calls[key].out_features

@@ -38,31 +38,50 @@ def chains(model: nn.Module) -> tuple[Chain, ...]:
         children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue
-        numbers: dict[Hashable, int] = {}
-        kinds = [numbers.setdefault(signature(child, at), len(numbers)) for at, (_, child) in enumerate(children)]
+        kinds = _kinds([child for _, child in children])
         heavy = [any(True for _ in child.parameters()) for _, child in children]
-        if len(children) > max(1, len(numbers)) and any(heavy):
+        if len(children) > max(1, len(set(kinds))) and any(heavy):
             found.append(Chain(tuple(one for one, _ in children), tuple(kinds)))
     return tuple(found)
 
 
-def signature(block: nn.Module, at: int) -> Hashable:
-    """Equal for blocks that do the same: classes, shapes and plain settings in order, without names.
+def _kinds(blocks: list[nn.Module]) -> list[int]:
+    """A number per block, equal for blocks that do the same: classes, shapes and plain settings, without names.
 
-    A setting that equals the block's own place among its siblings is its number, and not a difference.
+    A setting that counts up from block to block is the block's place, and no difference.
     """
-    parts: list[Hashable] = []
-    for module in block.modules():
-        settings = [value for value in module.__dict__.values() if isinstance(value, bool | int | float | str)]
-        parts.append(
-            (
-                type(module),
-                tuple("place" if value == at and type(value) is int else value for value in settings),
-                tuple(tuple(one.shape) for one in module._parameters.values() if one is not None),
-                tuple(tuple(one.shape) for one in module._buffers.values() if one is not None),
+    forms = [_form(block) for block in blocks]
+    settings = [_settings(block) for block in blocks]
+    keys: list[Hashable] = []
+    for form, own in zip(forms, settings):
+        like = [(at, other) for at, other in enumerate(settings) if forms[at] == form and len(other) == len(own)]
+        counted = {
+            column
+            for column in range(len(own))
+            if len(
+                {(type(other[column]), other[column] - at if type(other[column]) is int else at) for at, other in like}
             )
+            == 1
+        }
+        keys.append((form, tuple(value for column, value in enumerate(own) if column not in counted)))
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _form(block: nn.Module) -> Hashable:
+    return tuple(
+        (
+            type(module),
+            tuple(tuple(one.shape) for one in module._parameters.values() if one is not None),
+            tuple(tuple(one.shape) for one in module._buffers.values() if one is not None),
         )
-    return tuple(parts)
+        for module in block.modules()
+    )
+
+
+def _settings(block: nn.Module) -> list[Hashable]:
+    plain = bool | int | float | str
+    return [value for module in block.modules() for value in module.__dict__.values() if isinstance(value, plain)]
 
 
 @contextmanager

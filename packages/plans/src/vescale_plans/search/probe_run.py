@@ -268,7 +268,7 @@ class Probe(TorchDispatchMode):
             return torch.randn(1, features, generator=generator).to(dtype).repeat(rows, 1)
         outer, inner = layout
         one = torch.randn(outer, 1, inner, features, generator=generator).to(dtype)
-        return one.expand(outer, self.batch, inner, features).reshape(rows, features)
+        return one.expand(outer, self.batch, inner, features).reshape(rows, features).contiguous()
 
     def _taint(self, call: Call, out: Tensor) -> None:
         if (test := self._everywhere.get(call.key)) is not None:
@@ -279,8 +279,10 @@ class Probe(TorchDispatchMode):
         parts = out.view(layout[0], self.batch, layout[1], -1)
         for row, test in self._tests.get(call.key, ()):
             if test.token is not None:
-                if test.token < layout[1]:
+                if layout[1] > test.token:
                     parts[:, row, test.token] = float("nan")
+                elif layout[1] == 1 and layout[0] > test.token:  # positions outside the batch
+                    parts[test.token, row] = float("nan")
             elif self.shift:
                 sign = torch.where(parts[:, row][..., test.features] >= 0, 3.0, -3.0).to(parts.dtype)
                 parts[:, row, :, test.features] += sign
@@ -304,7 +306,7 @@ class Probe(TorchDispatchMode):
             else:
                 hit = parts.isnan()
             found = hit.any(2).any(0)
-            tokens = hit.any(3).any(0)
+            tokens = hit.any(3).any(0) if layout[1] > 1 else hit.any(3).any(2).t()
             seen = self.reached.tokens.get(key)
             if seen is None or seen.shape == tokens.shape:
                 self.reached.tokens[key] = tokens if seen is None else seen | tokens

@@ -10,7 +10,7 @@ from torch import nn
 from .probe import Findings, Influence, Site, probe
 from .probe_run import Call, Key
 from .probe_sample import Sample
-from .structure import Blocks, Experts, Group, Source, Span, Structure, Vocabulary
+from .structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
 
 
 def structure_of(model: nn.Module, sample: Sample) -> Structure:
@@ -30,6 +30,7 @@ def structure_of(model: nn.Module, sample: Sample) -> Structure:
         shapes=dict(_shapes(model)),
         modules=tuple(name for name, _ in model.named_modules() if name),
         groups=groups,
+        matrices=_matrices(found),
         lookups=_lookups(found),
         heads=_heads(found, pairs),
         experts=_experts(found, found.like),
@@ -138,6 +139,7 @@ def _group(found: Findings, sink: Key, sources: Mapping[Key, Influence]) -> list
             tuple(sorted(kept, key=lambda name: list(found.shapes).index(name))) if len(kept) < 8 else (),
             _site(found.outputs, call),
             experts,
+            any(not found.token_wise.get(key, True) for key in (*sources, *((name, 0) for name in kept))),
         )
     ]
 
@@ -146,6 +148,17 @@ def _site(sites: Mapping[str, Site], call: Call) -> str | None:
     """The innermost module at the call that takes, or returns, whole activations: positions and all."""
     inner = next((name for name in reversed(call.path) if name in sites and sites[name].position is not None), None)
     return inner or (call.path[-1] if call.path else None) or None
+
+
+def _matrices(found: Findings) -> tuple[Matrix, ...]:
+    made: dict[str, Matrix] = {}
+    for (name, _), call in found.calls.items():
+        if call.lookup:
+            continue
+        for one in found.like.get(name, (name,)):
+            experts = found.shapes[name][0] if call.stack else 0
+            made.setdefault(one, Matrix(one, call.in_features, call.out_features, experts))
+    return tuple(made.values())
 
 
 def _is_plain(index, size: int) -> bool:

@@ -4,14 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 
 from vescale_dtensor import InterleavedShard, Placement, Shard
 
 Span = tuple[int, int]
 """First and past-the-last in feature of a sink."""
+
+
+@cache
+def segments(size: int, spans: tuple[Span, ...], features: int, degree: int) -> int | None:
+    """How many equal segments `size` features are in, each to be cut in `degree` parts, so that every part reaches
+    its own part of a sink's `features` alone; None where no such cut exists.
+
+    Arguments:
+        spans: per unit of the features, what it reaches.
+    """
+    if features % degree or size % degree:
+        return None
+    part = features // degree
+    owners: list[int | None] = []
+    for start, stop in spans:
+        if start < stop and start // part != (stop - 1) // part:
+            return None
+        owners.append(start // part if start < stop else None)  # one that reaches nothing may go anywhere
+    if not any(owner is not None for owner in owners):
+        return None
+    units = len(owners)
+    for groups in range(1, units // degree + 1):
+        if units % (groups * degree) == 0 and size % (groups * degree) == 0:
+            run, each = units // groups, units // groups // degree
+            if all(owner in (None, (at % run) // each) for at, owner in enumerate(owners)):
+                return groups
+    return None
 
 
 @dataclass(frozen=True)
@@ -41,25 +70,8 @@ class Source:
     companion: bool = False
 
     def groups(self, features: int, degree: int) -> int | None:
-        """How many equal segments the features are in, each to be cut in `degree` parts, so that every part reaches
-        its own part of the sink's `features` alone; None where no such cut exists."""
-        if features % degree or self.size % degree:
-            return None
-        part = features // degree
-        owners: list[int | None] = []
-        for start, stop in self.spans:
-            if start < stop and start // part != (stop - 1) // part:
-                return None
-            owners.append(start // part if start < stop else None)  # one that reaches nothing may go anywhere
-        if not any(owner is not None for owner in owners):
-            return None
-        units = len(owners)
-        for groups in range(1, units // degree + 1):
-            if units % (groups * degree) == 0 and self.size % (groups * degree) == 0:
-                run, each = units // groups, units // groups // degree
-                if all(owner in (None, (at % run) // each) for at, owner in enumerate(owners)):
-                    return groups
-        return None
+        """See `segments`."""
+        return segments(self.size, self.spans, features, degree)
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,7 @@ class Group:
         kept: parameters that reach the sink too, and stay whole.
         module: the innermost whose output is a whole activation that the sink had a part in.
         experts: entries of the stack that sink and sources are, 0 if they are none.
+        positions_meet: what enters at one position reaches others: attention.
     """
 
     sink: str
@@ -84,6 +97,7 @@ class Group:
     kept: tuple[str, ...] = ()
     module: str | None = None
     experts: int = 0
+    positions_meet: bool = False
 
     @property
     def atoms(self) -> int:
@@ -93,7 +107,8 @@ class Group:
     @property
     def degrees(self) -> tuple[int, ...]:
         """The degrees, from 2 on, by which the group can be split."""
-        return tuple(d for d in range(2, self.features + 1) if self.features % d == 0 and self.split(d))
+        most = max((len(source.spans) for source in self.sources), default=1)
+        return tuple(d for d in range(2, most + 1) if self.features % d == 0 and self.split(d))
 
     def split(self, degree: int) -> dict[str, tuple[Source, Placement]]:
         """Parameter -> how its out features are cut; empty where the group cannot be split by `degree`.
@@ -125,6 +140,22 @@ class Group:
             else:
                 merged.append((start, stop))
         return merged
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter that activations are contracted with, for the cost of it.
+
+    Arguments:
+        parameter: its name.
+        inward, outward: features.
+        experts: entries of a stack, of which each position meets some; 0 for a single matrix.
+    """
+
+    parameter: str
+    inward: int
+    outward: int
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,6 +203,11 @@ class Blocks:
     kinds: tuple[int, ...]
     chained: bool = False
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Globs over the blocks' names."""
+        return tuple(dict.fromkeys(re.sub(r"\d+$", "*", name) for name in self.names))
+
 
 @dataclass(frozen=True)
 class Structure:
@@ -181,6 +217,7 @@ class Structure:
         shapes: parameter -> shape.
         modules: names of all modules.
         groups: see `Group`, in the order of calls.
+        matrices: see `Matrix`.
         lookups, heads: see `Vocabulary`.
         experts: see `Experts`.
         routers: parameters whose result something is selected by.
@@ -195,6 +232,7 @@ class Structure:
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     modules: tuple[str, ...] = field(repr=False)
     groups: tuple[Group, ...]
+    matrices: tuple[Matrix, ...] = field(default=(), repr=False)
     lookups: tuple[Vocabulary, ...] = ()
     heads: tuple[Vocabulary, ...] = ()
     experts: tuple[Experts, ...] = ()
@@ -214,7 +252,8 @@ class Structure:
     @property
     def degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degrees that split every group that any degree splits, the most useful ones to try."""
-        useful = [set(group.degrees) for group in self.groups if group.degrees]
+        alike = {(group.features, tuple((s.size, s.spans) for s in group.sources)): group for group in self.groups}
+        useful = [set(group.degrees) for group in alike.values() if group.degrees]
         return tuple(sorted(set.intersection(*useful))) if useful else ()
 
     @property

@@ -1,0 +1,138 @@
+"""Time of one training step of one candidate, in closed form.
+
+Matrix multiplications by a roofline that small sizes do not reach, collectives by latency and bandwidth of the link
+that their axis lies on, the pipeline by its bubble (Narayanan et al., arXiv 2104.04473, section 2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+from .candidates import Candidate
+from .hardware import Hardware, Link
+from .sizes import Sizes
+
+OPERATORS = 12
+"""Operators around one contraction in eager code."""
+STREAM = 12
+"""Reads and writes of a stream's width per group and direction, elementwise operators and norms together."""
+HIDDEN = 0.7
+"""Share of the gradient reduction that backward hides."""
+ROUTED = 2
+"""Experts that each position meets."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one step, by what they are spent on."""
+
+    compute: float
+    elementwise: float
+    tensor: float
+    data: float
+    pipeline: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.elementwise + self.tensor + self.data + self.pipeline + self.optimizer
+
+
+def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Cost:
+    """Of the slowest rank; `batch` rows of `seq` positions on all ranks together."""
+    positions = ceil(batch / candidate.dp / candidate.microbatches) * seq
+    forward = _matrices(sizes, hardware, positions) + _attention(sizes, hardware, positions, seq)
+    passes = 4 if candidate.checkpointing else 3
+    compute = forward * passes
+    tensor = _tensor(sizes, candidate, hardware, positions) * (passes - 1)
+    elementwise = _elementwise(sizes, candidate, hardware, positions) * passes
+    stage = (compute + tensor + elementwise) / candidate.pp
+    steps = candidate.microbatches + candidate.pp - 1
+    busy = stage * candidate.microbatches
+    share = busy / max(1e-12, compute + tensor + elementwise)
+    held = sizes.held / candidate.pp
+    return Cost(
+        compute=compute * share,
+        elementwise=elementwise * share,
+        tensor=tensor * share,
+        data=_data(candidate, hardware, held, compute * share),
+        pipeline=stage * (steps - candidate.microbatches) + _hops(sizes, candidate, hardware, positions),
+        optimizer=held / (candidate.dp if candidate.zero else 1) * 32 / hardware.bandwidth,
+    )
+
+
+def product_time(hardware: Hardware, rows: float, inward: float, outward: float) -> float:
+    """Of one matrix multiplication."""
+    if min(rows, inward, outward) <= 0:
+        return 0.0
+    reached = hardware.flops * prod(size / (size + hardware.small) for size in (rows, inward, outward))
+    moved = hardware.itemsize * (rows * inward + inward * outward + rows * outward)
+    return max(2 * rows * inward * outward / reached, moved / hardware.bandwidth) + hardware.launch
+
+
+def collective_time(link: Link, size: int, moved: float) -> float:
+    """`moved` bytes received by each of `size` ranks."""
+    return 0.0 if size < 2 else link.latency * (size - 1) ** 0.5 + moved / link.bandwidth
+
+
+def _matrices(sizes: Sizes, hardware: Hardware, positions: int) -> float:
+    time = 0.0
+    for one, times in sizes.contractions.items():
+        rows, experts = (positions * ROUTED / one.experts, one.experts) if one.experts else (positions, 1)
+        time += times * experts * product_time(hardware, rows, one.inward, one.outward)
+    return time
+
+
+def _attention(sizes: Sizes, hardware: Hardware, positions: int, seq: int) -> float:
+    width = sum(
+        times * branch.features / (sizes.tp if branch.split else 1)
+        for branch, times in sizes.branches.items()
+        if branch.positions_meet
+    )
+    return 4 * positions * seq * width / (hardware.flops * 0.6)
+
+
+def _elementwise(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
+    stream = candidate.tp if candidate.sp else 1
+    moved = sum(
+        times * (STREAM * branch.stream / stream + 4 * branch.features / (sizes.tp if branch.split else 1))
+        for branch, times in sizes.branches.items()
+    )
+    operators = OPERATORS * sum(sizes.contractions.values())
+    return positions * moved * hardware.itemsize / hardware.bandwidth + operators * hardware.launch
+
+
+def _tensor(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
+    """One direction: an all-reduce per split group, or an all-gather and a reduce-scatter, which move the same."""
+    if candidate.tp == 1:
+        return 0.0
+    link = hardware.link(1, candidate.tp)
+    calls = 2 if candidate.sp else 1
+    moved = 2 / calls * (candidate.tp - 1) / candidate.tp * positions * hardware.itemsize
+    return sum(
+        times * calls * collective_time(link, candidate.tp, moved * branch.stream)
+        for branch, times in sizes.branches.items()
+        if branch.split
+    )
+
+
+def _data(candidate: Candidate, hardware: Hardware, held: float, compute: float) -> float:
+    if candidate.dp == 1:
+        return 0.0
+    link = hardware.link(candidate.tp, candidate.dp)
+    part = (candidate.dp - 1) / candidate.dp * held * 4
+    reduce = collective_time(link, candidate.dp, 2 * part)
+    exposed = max(0.1 * reduce, reduce - HIDDEN * compute * 2 / 3)
+    if candidate.zero < 3:
+        return exposed
+    gathers = 2 * collective_time(link, candidate.dp, part * hardware.itemsize / 4) * candidate.microbatches
+    return exposed + max(0.1 * gathers, gathers - HIDDEN * compute)
+
+
+def _hops(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
+    if candidate.pp == 1:
+        return 0.0
+    link = hardware.link(candidate.tp * candidate.dp, candidate.pp)
+    width = max((branch.stream for branch in sizes.branches), default=0)
+    return 2 * candidate.microbatches * (link.latency + positions * width * hardware.itemsize / link.bandwidth)

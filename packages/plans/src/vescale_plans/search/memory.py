@@ -1,0 +1,67 @@
+"""Memory of one rank, by formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from .candidates import Candidate
+from .hardware import Hardware
+from .sizes import Sizes
+
+STATES = 8
+"""Bytes per parameter of the optimizer's states: two fp32 moments."""
+KEPT_OF_INPUT, KEPT_OF_STREAM = 1, 6
+"""Activations kept per position: of a split contraction's input, once; of the stream around a group, in its width."""
+LOGITS = 3
+"""Copies of the last contraction's result that a loss keeps, in fp32."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak of a step, by what they are for."""
+
+    parameters: int
+    gradients: int
+    states: int
+    activations: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.states + self.activations + self.gathered
+
+
+def memory_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Memory:
+    """The fullest rank of the first stage, which holds most microbatches.
+
+    AdamW on parameters in fp32; activations in the hardware's training dtype (arXiv 2205.05198, section 4, counts
+    the same way; here the widths are those that probing found).
+    """
+    per_stage = ceil(sizes.held / candidate.pp)
+    share = {stage: candidate.dp if candidate.zero >= stage else 1 for stage in (1, 2, 3)}
+    positions = ceil(batch / candidate.dp / candidate.microbatches) * seq
+    in_flight = min(candidate.microbatches, candidate.pp)
+    kept = _kept_per_position(sizes, candidate) * hardware.itemsize
+    logits = positions * sizes.entries // candidate.tp * 4 * LOGITS
+    gathered = 2 * per_stage * 4 // max(1, sizes.blocks // candidate.pp) if candidate.zero == 3 else 0
+    return Memory(
+        parameters=per_stage * 4 // share[3],
+        gradients=per_stage * 4 // share[2],
+        states=per_stage * STATES // share[1],
+        activations=int(positions * in_flight * kept / candidate.pp) + logits,
+        gathered=gathered,
+    )
+
+
+def _kept_per_position(sizes: Sizes, candidate: Candidate) -> float:
+    """Numbers that backward needs per position, over all blocks."""
+    stream = candidate.tp if candidate.sp else 1
+    kept = 0.0
+    for branch, times in sizes.branches.items():
+        if candidate.checkpointing:
+            kept += times * branch.stream / stream
+            continue
+        inner = branch.inner + KEPT_OF_INPUT * branch.features
+        kept += times * (KEPT_OF_STREAM * branch.stream / stream + inner / (candidate.tp if branch.split else 1))
+    return kept
