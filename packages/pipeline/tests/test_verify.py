@@ -34,6 +34,10 @@ WRONG = {
     "placement": (_with(placement=(0, 2)), "stage 1 is placed on rank 2 of 2"),
     "actions length": (replace(SCHEDULE, actions=(FIRST,)), "1 ranks have actions, not 2"),
     "kind": (_with(_put(FIRST, 0, Action("G", 0, 0))), "'G' is no kind of action"),
+    "short": (
+        _with(second=SECOND[:-1] + (("REDUCE", 1, -1),)),
+        "an action is not a kind, a stage, a microbatch and a peer",
+    ),
     "type": (_with(_put(FIRST, 0, Action("F", 0, 0.5))), "a microbatch is not an integer"),
     "stage": (_with(_put(FIRST, 0, Action("F", 2, 0))), "there are stages 0 to 1\n  rank 0, action 0: F(2, 0)"),
     "owner": (_with(_put(FIRST, 0, Action("F", 1, 0))), "the stage is placed on another rank"),

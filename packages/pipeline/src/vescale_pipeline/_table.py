@@ -43,6 +43,8 @@ class Table:
         """Raises ScheduleError for an unknown kind, and for numbers that are not integers."""
         # One pass over the actions: to reach a million scattered objects is what takes the time.
         flat = list(chain.from_iterable(chain.from_iterable(schedule.actions)))
+        if len(flat) != 4 * sum(map(len, schedule.actions)):
+            raise ScheduleError("verify", "an action is not a kind, a stage, a microbatch and a peer")
         kinds, stages, microbatches, peers = (flat[column::4] for column in range(4))
         try:
             codes = array("b", map(CODE.__getitem__, kinds))
