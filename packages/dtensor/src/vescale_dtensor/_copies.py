@@ -72,7 +72,9 @@ def check_writable(function: object, tensor: Tensor) -> None:
     side = severed(tensor)
     if side:
         rule, remedy = _SEVERED[side]
-        raise ViewError(function_name(function), rule, [describe("tensor", tensor, tensor._layout)], [(remedy, "")])
+        raise ViewError(
+            function_name(function), rule, [describe("tensor", tensor, tensor._layout)], [(remedy, "")]
+        )
 
 
 _SEVERED = {

@@ -1,12 +1,12 @@
 """Seeing communication, forbidding it, and stopping in a debugger.
 
-with comm_trace(model) as trace:
-    loss = model(batch)
-    loss.backward()
-print(trace)                      # every collective, by cause
+    with comm_trace(model) as trace:
+        loss = model(batch)
+        loss.backward()
+    print(trace)                      # every collective, by cause
 
-with strict():                    # an implicit collective is an error
-    y = model(batch)
+    with strict():                    # an implicit collective is an error
+        y = model(batch)
 """
 
 from __future__ import annotations

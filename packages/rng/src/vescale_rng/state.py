@@ -38,8 +38,8 @@ def set_state(state: Tensor, generator: Generator | None = None) -> None:
 def fork(seed: int | None = None, generator: Generator | None = None) -> Iterator[Generator]:
     """Within the block the generator goes its own way, from `seed` if given; after it, it is as it was before.
 
-    with vescale_rng.fork(seed=7):
-        x = vescale_rng.randn(4, 4, device_mesh=mesh, placements=[Shard(0)])
+        with vescale_rng.fork(seed=7):
+            x = vescale_rng.randn(4, 4, device_mesh=mesh, placements=[Shard(0)])
     """
     own = generator_or_default(generator)
     kept = own.get_state()

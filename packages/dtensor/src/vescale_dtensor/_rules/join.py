@@ -1,10 +1,10 @@
 """Functions that join or part tensors along a dim: cat, stack, split, chunk, unbind, diagonal, unfold.
 
-other dims sharded            stay sharded
-cat of plain shards of one block length along their dim    InterleavedShard, no communication
-split of an InterleavedShard into whole groups             shards of fewer groups, no communication
-else the dim must be whole    moved to another dim: all-to-all, else all-gather
-pending, I, R                 unchanged; cat of a pending with others is pending
+    other dims sharded            stay sharded
+    cat of plain shards of one block length along their dim    InterleavedShard, no communication
+    split of an InterleavedShard into whole groups             shards of fewer groups, no communication
+    else the dim must be whole    moved to another dim: all-to-all, else all-gather
+    pending, I, R                 unchanged; cat of a pending with others is pending
 """
 
 from __future__ import annotations
@@ -239,7 +239,9 @@ def unbind(call: Call):
     kept = tuple(d for d in range(len(shape)) if d != dim)
     inputs = tuple(d if d != dim else None for d in range(len(shape)))
     rest = tuple(shape[d] for d in kept)
-    return Signature([inputs], [kept] * shape[dim], linear=[(0,)], shapes=[rest] * shape[dim], single=False)
+    return Signature(
+        [inputs], [kept] * shape[dim], linear=[(0,)], shapes=[rest] * shape[dim], single=False
+    )
 
 
 @rule(both("diagonal"), torch.linalg.diagonal, view=True)

@@ -120,3 +120,5 @@ class _as_is:
 
     def __exit__(self, *exc):
         return False
+
+
