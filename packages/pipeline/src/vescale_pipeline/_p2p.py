@@ -61,7 +61,7 @@ Header = tuple[Part | None, ...]
 
 PARTS = 64
 """Tensors in one message, at most."""
-_KINDS = ("F", "B", "header F", "header B", "greet", "loss", "tied")
+_KINDS = ("F", "B", "header F", "header B", "greet", "loss", "norm", "tied")
 
 
 class Tags:
@@ -151,6 +151,16 @@ class Link:
         for peer in peers:
             self.send(peer, tag, [mine])
         return [arrival.wait()[0].tolist() for arrival in arrivals]
+
+    def swap(self, peers: list[int], tag: int, numbers: list[float]) -> list[float]:
+        """Sends each peer its number, and gives theirs."""
+        mine = [torch.tensor([number], dtype=torch.float64, device=self.device) for number in numbers]
+        arrivals = [self.post(peer, tag, (part_of(tensor),)) for peer, tensor in zip(peers, mine)]
+        for peer, tensor in zip(peers, mine):
+            self.send(peer, tag, [tensor])
+        theirs = [arrival.wait()[0].item() for arrival in arrivals]
+        self.flush()
+        return theirs
 
     def flush(self) -> None:
         """Waits for all sends."""

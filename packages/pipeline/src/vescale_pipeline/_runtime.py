@@ -12,6 +12,8 @@ the forward actions run.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from ._call import Call, signature_of
 from ._containers import fill, tensors_in
 from ._errors import PipelineError
+from ._elsewhere import Elsewhere, combined, norm_of_gradients
 from ._faults import Faults, failure
 from ._interpreter import Interpreter
 from ._loss import Gradients, Release, loss_in, no_loss, with_loss
@@ -46,6 +49,8 @@ class Runtime:
         ranks: this pipeline's global ranks, in order.
         group: a process group of these ranks that nothing else uses; closed when anything fails.
         codec: for values that are not plain tensors.
+        paused: a context in which reductions of gradients wait: a call's gradients are reduced once, when the user's
+            backward releases them.
     """
 
     def __init__(
@@ -57,11 +62,13 @@ class Runtime:
         group: Any,
         *,
         codec: Codec | None = None,
+        paused: Callable[[], AbstractContextManager] = nullcontext,
         timeout: timedelta = TIMEOUT,
         device: torch.device | None = None,
     ) -> None:
         self.schedule = schedule
         self.codec = codec or Codec()
+        self._paused = paused
         self.tags = Tags(schedule.stages, schedule.microbatches)
         self._owned = owned
         self.link = Link(ranks, device or torch.device("cpu"), timeout, group)
@@ -85,7 +92,9 @@ class Runtime:
         self._gradients: Gradients | None = None
         self._state: Interpreter | None = None
         self._broken: str | None = None
+        self._elsewhere = Elsewhere(self._norm_elsewhere, self.link.device)
         model.__dict__["_call_impl"] = self
+        model.__dict__["parameters"] = self._all_parameters
 
     # --- the model's call -------------------------------------------------------------
 
@@ -136,9 +145,10 @@ class Runtime:
             stage.begin(call.record, self.schedule.stages)
         scale = self._gradients.used if self._gradients is not None else 1.0
         state = self._state = Interpreter(self, call, parts, weights, scale, trains)
-        for action in call.actions(self.schedule, self.rank, trains):
-            doing.action = action
-            state.do(action)
+        with self._paused():
+            for action in call.actions(self.schedule, self.rank, trains):
+                doing.action = action
+                state.do(action)
         state.end()
         doing.action = "the end of the call"
         if not trains:
@@ -147,10 +157,38 @@ class Runtime:
         loss = self._share_loss(call, state, weights)
         self.link.flush()
         trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+        self._elsewhere.exists = True
         self._gradients = Gradients([sums.get(name) for name in trained], scale)
         anchor = torch.zeros((), requires_grad=True)
         released = Release.apply(self._gradients, loss, anchor, *(self._parameters[name] for name in trained))
         return with_loss(call.record.result, released)
+
+    # --- the norm of all gradients --------------------------------------------------------
+
+    def _all_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """`model.parameters()`: this rank's, and what stands for the others'."""
+        yield from nn.Module.parameters(self._model, recurse)
+        yield self._elsewhere
+
+    def _norm_elsewhere(self, order: float) -> float:
+        """The norm of the gradients that this rank does not hold. Call it on all ranks of the pipeline. Cost: a number
+        to and from each."""
+        placement, tag = self.schedule.placement, self.tags("norm")
+        peers = [peer for peer in range(self.schedule.ranks) if peer != self.rank]
+        norms: dict[tuple[str, ...], float] = {}
+        numbers = []
+        for peer in peers:
+            held = {name for name, stages in self._owned.stages.items() if any(placement[s] == peer for s in stages)}
+            told = tuple(
+                name
+                for name, parameter in self._parameters.items()
+                if name not in held and placement[self._owned.stages[name][0]] == self.rank
+            )
+            if told not in norms:
+                gradients = [g for name in told if (g := self._parameters[name].grad) is not None]
+                norms[told] = norm_of_gradients(gradients, order)
+            numbers.append(norms[told])
+        return combined(self.link.swap(peers, tag, numbers), order)
 
     # --- before and after the actions ---------------------------------------------------
 

@@ -57,7 +57,10 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
     def finish() -> None:
         codec = ShardCodec(mesh_of(stage_mesh))
         device = torch.device(device_mesh.device_type)
-        model._vescale.runtime = Runtime(model, schedule, owned, ranks, group, codec=codec, device=device)
+        paused = model._vescale.sync.paused
+        model._vescale.runtime = Runtime(
+            model, schedule, owned, ranks, group, codec=codec, device=device, paused=paused
+        )
 
     return stage_plan, stage_mesh, finish
 
