@@ -49,6 +49,7 @@ COMMUNICATES = {
         "_together",  # lets all ranks know how one fared
     },
     "vescale": {
+        "_scaler",  # whether any rank's gradients are not finite
         "_stages",  # makes the groups of pipelines
     },
 }

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from ._call import Call, signature_of
 from ._containers import fill, tensors_in
-from ._errors import PipelineError
 from ._elsewhere import Elsewhere, combined, norm_of_gradients
+from ._errors import PipelineError
 from ._faults import Faults, failure
 from ._interpreter import Interpreter
 from ._loss import Gradients, Release, loss_in, no_loss, with_loss

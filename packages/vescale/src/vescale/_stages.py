@@ -24,6 +24,8 @@ from vescale_pipeline import Schedule, generate, verify
 from vescale_pipeline.engine import Codec, Runtime, let_go, ownership
 from vescale_plans import Plan
 
+from ._scaler import lines
+
 
 def parallelize(
     plan: Plan,
@@ -49,6 +51,7 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
     others = {name: size for name, size in plan.mesh.items() if name != axis}
     stage_mesh = device_mesh[tuple(others)]
     _make_groups(mesh_of(stage_mesh))
+    lines[mesh_of(stage_mesh)] = device_mesh.get_group(axis)
     ranks, group = _line(device_mesh, list(plan.mesh).index(axis))
     place = ranks.index(dist.get_rank())
     let_go(model, {name for stage in schedule.stages_of(place) for name in owned.names_of(stage)})
