@@ -143,6 +143,8 @@ def _placed(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 def partition_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Why boxes are not a partition of a tensor: outside it, overlapping, or not all of it. None if they are."""
     outer = whole(shape)
+    if len(boxes) == 1 and boxes[0] == outer:
+        return None if prod(shape) else "it is empty, and has a box"
     for box in boxes:
         if len(box) != len(outer) or any(not 0 <= start < stop <= size for (start, stop), (_, size) in zip(box, outer)):
             return f"the box {box} does not lie in the shape {tuple(shape)}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor import DTensor, InterleavedShard, Layout, Partial, RaggedShard, Replicate, Shard
-from vescale_dtensor.engine import Mesh, canonical_states, layout_of
+from vescale_dtensor.engine import Mesh, canonical_states, layout_of, local_only
 
 from ._dtypes import NAMES
 from ._errors import MismatchError, UnsafeError
@@ -63,7 +63,15 @@ class Catalogue:
 
     def hash(self) -> bytes:
         """The same on two ranks only where their catalogues are."""
-        return blake2b(self.to_json(), digest_size=16).digest()
+        found = blake2b(json.dumps([self.values, self.plan]).encode(), digest_size=16)
+        lines = [
+            f"{name}\n{dtype}\n{shape}\n{tied}\n{_layout_text(holders[0].layout)}\n{digest}\n"
+            for name, dtype, shape, tied, holders, digest in self.entries
+        ]
+        found.update("".join(lines).encode())
+        for ranks in dict.fromkeys(entry.holders[0].ranks for entry in self.entries):
+            found.update(repr(ranks).encode())
+        return found.digest()
 
 
 def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[int]]) -> Catalogue:
@@ -77,14 +85,15 @@ def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[
     ranks: dict[int, tuple[int, ...]] = {}
     entries = []
     for name, tensor in contents.tensors.items():
-        dtype = NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout != torch.strided:
+        is_sharded = type(tensor) is DTensor
+        dtype = NAMES.get(dtype_of(tensor))
+        if dtype is None or (not is_sharded and tensor.layout != torch.strided):
             raise UnsafeError(
                 "save", f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, which has no place in the format",
                 (), [("save its parts as plain tensors", "")],
             )  # fmt: skip
         tied = tuple(contents.tied.get(name, ()))
-        if type(tensor) is DTensor:
+        if is_sharded:
             layout = tensor.mesh_layout
             mesh = layout.mesh
             if id(mesh) not in ranks:
@@ -158,6 +167,11 @@ def _entry_json(entry: Entry) -> list[Any]:
 
 
 @lru_cache(maxsize=4096)
+def _layout_text(layout: Layout | None) -> str:
+    return json.dumps(_layout_json(layout))
+
+
+@lru_cache(maxsize=4096)
 def _layout_json(layout: Layout | None) -> Any:
     return None if layout is None else [layout.mesh.sizes, layout.mesh.names, *map(_placement_json, layout.placements)]
 
@@ -205,4 +219,11 @@ def _layout(sizes: tuple[int, ...], names: tuple[str, ...], placements: str, sha
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's memory of a tensor: the shard of a DTensor, a plain tensor itself."""
-    return tensor.to_local().detach() if type(tensor) is DTensor else tensor.detach()
+    with local_only():
+        return tensor.detach()
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """Of any tensor, without the cost of a dispatch."""
+    with local_only():
+        return tensor.dtype

@@ -116,9 +116,11 @@ class SaveJob:
     def finish(self) -> None:
         """Writes, and returns when the step is committed. Raises the first cause on all ranks."""
         try:
-            report = self.session.to_first("written", json.dumps(self._write()).encode())
-            if report is not None:
-                self._commit([json.loads(text) for text in report])
+            report = self._write()
+            if self.session.rank:
+                self.session.to_first("written", json.dumps(report).encode())
+            else:
+                self._commit([report, *map(json.loads, self.session.to_first("written")[1:])])
             self.session.gather("committed")
         except BaseException:
             self.discard()
@@ -192,7 +194,8 @@ class SaveJob:
             file = report["file"]
             files[file] = FileInfo(*report["info"])
             for name, box, start, stop, checks in report["sections"]:
-                sections[name].append(Section(tuple([(a, b) for a, b in box]), file, start, stop, checks))
+                box = box if type(box) is tuple else tuple([(low, high) for low, high in box])
+                sections[name].append(Section(box, file, start, stop, checks))
         tensors = {}
         for name, dtype, shape, tied, _, _ in self.catalogue.entries:
             found = sections[name]
@@ -213,12 +216,8 @@ class SaveJob:
             self.root.retain(self._retention, keep=self._where["step"])
 
     def _about(self) -> dict[str, Any]:
-        meshes = {}
-        for entry in self.catalogue.entries:
-            for holder in entry.holders:
-                if holder.layout is not None:
-                    mesh = holder.layout.mesh
-                    meshes.setdefault(", ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes)), None)
+        holders = [holder for entry in self.catalogue.entries for holder in entry.holders]
+        meshes = dict.fromkeys(repr(mesh) for mesh in {holder.layout.mesh for holder in holders if holder.layout})
         return {
             "plan": self.catalogue.plan,
             "meshes": list(meshes),

@@ -55,9 +55,19 @@ def plan_reads(targets: Sequence[Target], block: int) -> dict[str, list[Part]]:
     for index, target in enumerate(targets):
         size = SIZES[target.stored.dtype]
         plain = target.dtype == target.stored.dtype
+        sections = target.stored.sections
         for piece in target.pieces:
             box = piece.box
-            for section in target.stored.sections:
+            if plain and len(sections) == 1 and sections[0].box == box and is_contiguous(piece):
+                (section,) = sections
+                count, into = section.stop - section.start, piece.offset * size
+                if count <= READ_BYTES:
+                    run = (section.start, section.stop, into)
+                    files.setdefault(section.file, []).append(
+                        Part(section.start, section.stop, section, index, run, None)
+                    )
+                    continue
+            for section in sections:
                 inner = box if section.box == box else intersect(box, section.box)
                 if inner is None:
                     continue

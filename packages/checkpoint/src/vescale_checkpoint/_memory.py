@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,8 @@ from ._box import Piece, shape_of
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
     """The bytes of a contiguous CPU tensor, as a writable view of its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+    return (flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)).numpy()
 
 
 def checksum_of(tensor: Tensor) -> str:
@@ -36,3 +40,15 @@ def block_checks(data: Any, block: int) -> str:
 def view_of(flat: Tensor, piece: Piece) -> Tensor:
     """The piece of a flat local tensor, in its box's shape."""
     return flat.as_strided(shape_of(piece.box), piece.strides, flat.storage_offset() + piece.offset)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Pauses the garbage collector: it walks torch's whole heap, again and again, while plans make small tuples."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -18,7 +18,7 @@ from vescale_dtensor import DTensor
 from vescale_dtensor.engine import forget_all
 
 from ._box import Piece, pieces_of, stored, whole
-from ._catalogue import local_of
+from ._catalogue import dtype_of, local_of
 from ._choice import Choice
 from ._dtypes import DTYPES, NAMES
 from ._errors import MismatchError
@@ -250,7 +250,7 @@ class Restore:
         if tuple(tensor.shape) != kept.shape:
             self._faults.append(f"{full}  has shape {list(tensor.shape)}, saved {list(kept.shape)}")
             return
-        dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
+        dtype = NAMES.get(dtype_of(tensor), "a dtype that is not stored")
         if not self._choice.permits(kept.dtype, dtype):
             cast = f"{kept.dtype}->{dtype}"
             self._faults.append(f"{full}  is {dtype}, saved as {kept.dtype}: cast={cast!r} permits it")

@@ -38,12 +38,17 @@ class Write(NamedTuple):
 def plan_writes(entries: Sequence[Entry], rank: int) -> list[Write]:
     """What `rank` writes: sections in the file's order, larger dtypes first, so that all are aligned."""
     loads: dict[tuple, list[tuple[int, int]]] = {}
+    shares: dict[tuple, tuple] = {}
     found = []
     for entry in entries:
         holder = entry.holders[0]
         if rank not in holder.ranks:
             continue
-        group, replica, count, pieces = _share(holder, rank, entry.shape)
+        key = (holder.layout, entry.shape, id(holder.ranks))
+        share = shares.get(key)
+        if share is None:
+            share = shares[key] = _share(holder, rank, entry.shape)
+        group, replica, count, pieces = share
         if count == 1:
             found.extend([Write(entry, piece) for piece in pieces])
             continue
@@ -62,7 +67,11 @@ def plan_writes(entries: Sequence[Entry], rank: int) -> list[Write]:
 def _assigned(piece: Piece, size: int, count: int, replica: int, heap: list[tuple[int, int]]) -> list[Piece]:
     """The parts of a piece, held by `count` replicas, that `replica` writes."""
     nbytes = volume(piece.box) * size
-    parts = split(piece.box, min(count, nbytes // SPLIT_BYTES)) if nbytes >= 2 * SPLIT_BYTES else [piece.box]
+    if nbytes < 2 * SPLIT_BYTES:
+        load, writer = heap[0]
+        heapq.heapreplace(heap, (load + nbytes, writer))
+        return [piece] if writer == replica else []
+    parts = split(piece.box, min(count, nbytes // SPLIT_BYTES))
     if len(parts) == count:  # one each: the loads stay as they are to each other
         return [window(piece, parts[replica])]
     mine = []

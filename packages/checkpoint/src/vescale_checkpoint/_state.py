@@ -33,7 +33,7 @@ class Contents:
     def add(self, name: str, tensor: Tensor) -> str:
         if name in self.tensors:
             raise UnsafeError("save", f"two tensors of the state have the name {name!r}", (), [("rename a key", "")])
-        self.tensors[name] = tensor.detach()
+        self.tensors[name] = tensor
         return name
 
 

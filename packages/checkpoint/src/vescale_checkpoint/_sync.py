@@ -65,7 +65,7 @@ class Session:
         self._put(name, payload)
         return [payload if rank == self.rank else self._get(name, rank) for rank in range(self.size)]
 
-    def to_first(self, name: str, payload: bytes) -> list[bytes] | None:
+    def to_first(self, name: str, payload: bytes = b"") -> list[bytes] | None:
         """Every rank's payload on rank 0; None, without waiting, on the others."""
         if self.rank:
             self._put(name, payload)

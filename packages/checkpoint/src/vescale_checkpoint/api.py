@@ -12,6 +12,7 @@ from ._choice import Choice, Report
 from ._commit import Retention
 from ._job import PendingSave, SaveJob, in_background, settle
 from ._load_plan import plan_reads
+from ._memory import without_collector
 from ._read import Files, read_all
 from ._restore import Restore
 from ._source import opened
@@ -55,7 +56,7 @@ def save(
     settle()
     session = open_session("save")
     try:
-        with shared(session):
+        with shared(session), without_collector():
             job = SaveJob(session, path, contents_of(state), _step_of(state, step), retention, metrics, overwrite)
             if asynchronous:
                 job.stage()
@@ -110,7 +111,7 @@ def load(
     """
     settle(raises=False)
     choice = Choice(only, rename, cast, missing, extra)
-    with session_of("load") as session, opened(session, path, step, state) as source:
+    with session_of("load") as session, without_collector(), opened(session, path, step, state) as source:
         manifest = source.manifest
         restore = Restore(manifest, state, choice)
         plan = plan_reads(restore.targets, manifest.block_bytes)

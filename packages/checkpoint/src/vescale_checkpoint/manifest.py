@@ -229,7 +229,8 @@ def plain_name(name: str) -> str:
 
 
 def _natural(value: Any) -> int:
-    _require(type(value) is int and 0 <= value < 1 << 63, f"{value!r} is not a size")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.200} is not a size")
     return value
 
 
@@ -239,12 +240,14 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _text(value: Any) -> str:
-    _require(type(value) is str, f"{value!r} is no text")
+    if type(value) is not str:
+        raise ValueError(f"{value!r:.200} is no text")
     return value
 
 
 def _mapping(value: Any) -> dict:
-    _require(isinstance(value, dict), f"{value!r} is no object")
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.200} is no object")
     return value
 
 
