@@ -18,7 +18,7 @@ from ._boundary import install_boundary, install_scopes
 from ._buffer import Sharing
 from ._experts import ExpertsBorder, find_experts, place_experts
 from ._inputs import RootBorder
-from ._join import join, make_mesh
+from ._join import join, keep_stage_mesh, make_mesh
 from ._loss import LossBorder, LossFn
 from ._optim import wrap
 from ._recompute import install_recompute
@@ -88,9 +88,11 @@ def parallelize(
     if plan.pipeline is None:
         device_mesh = make_mesh(plan)
     else:
+        whole = plan
         if len(plan.mesh) == 1:  # a stage's tensors need a mesh, be it of one rank
             plan = plan.override(mesh={**plan.mesh, "dp": 1})
         plan, device_mesh, pipelined = stages(plan, model, make_mesh(plan))
+        keep_stage_mesh(whole, device_mesh)
     mesh = mesh_of(device_mesh)
     with together("sharding the model"):
         _shard_parameters(plan, model, device_mesh, placed)

@@ -22,7 +22,7 @@ from vescale_dtensor.engine import (
 )
 
 from ._containers import map_tensors
-from ._join import join, make_mesh
+from ._join import join, tensor_mesh
 from .plan import Plan
 
 # Ranks compare what they were given in the first calls, and then in every so many.
@@ -75,18 +75,18 @@ def _whole_number(tensor: Tensor) -> Tensor:
 def shard_batch(plan: Plan, batch: Any) -> Any:
     """See `Plan.shard_batch`."""
     join()
-    mesh = mesh_of(make_mesh(plan))
+    mesh = mesh_of(tensor_mesh(plan))
     return map_tensors(batch, lambda tensor: distributed(tensor, mesh, plan.data_axes))
 
 
 def local_batch(plan: Plan, batch: Any) -> Any:
     """See `Plan.local_batch`."""
     join()
-    device_mesh = make_mesh(plan)
-    whole = plan.placements({})
-    return map_tensors(
-        batch, lambda tensor: from_local(tensor, device_mesh, plan.batch_placements if tensor.ndim else whole)
-    )
+    device_mesh = tensor_mesh(plan)
+    names = mesh_of(device_mesh).names
+    sharded = [Shard(0) if name in plan.data_axes else Replicate() for name in names]
+    whole = [Replicate()] * len(names)
+    return map_tensors(batch, lambda tensor: from_local(tensor, device_mesh, sharded if tensor.ndim else whole))
 
 
 def check_agreement(inputs: Any, mesh: Mesh) -> None:

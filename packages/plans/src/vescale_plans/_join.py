@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import MeshError
 
-from .plan import Plan
+from .plan import Plan, PlanError
 
 # Bounds every collective: a rank that waits longer raises, naming what it waited for.
 TIMEOUT = timedelta(minutes=10)
@@ -82,3 +82,27 @@ def make_mesh(plan: Plan) -> DeviceMesh:
 
 
 _meshes: list[tuple[tuple, DeviceMesh]] = []
+
+
+def tensor_mesh(plan: Plan) -> DeviceMesh:
+    """Where the tensors of this rank lie: the plan's mesh, or, under a pipeline, that of its stage.
+
+    Raises PlanError under a pipeline before `parallelize` has made the stages.
+    """
+    device_mesh = make_mesh(plan)
+    if plan.pipeline is None:
+        return device_mesh
+    mesh = _stages.get((id(device_mesh), plan.pipeline.axis))
+    if mesh is None:
+        raise PlanError(
+            "Plan", "the stages of the pipeline are not made yet", (), [("vescale.parallelize(plan, ...) first", "")]
+        )
+    return mesh
+
+
+def keep_stage_mesh(plan: Plan, mesh: DeviceMesh) -> None:
+    """Says which part of the plan's mesh is this rank's stage."""
+    _stages[id(make_mesh(plan)), plan.pipeline.axis] = mesh
+
+
+_stages: dict[tuple[int, str], DeviceMesh] = {}  # by plan meshes, which `_meshes` keeps
