@@ -16,8 +16,14 @@ from ._record import Record
 from ._skeleton import Run
 
 
-def split(inputs: Any, count: int) -> list[Any]:
-    """`inputs` (the args and kwargs of a call) in `count` equal parts of rows, in order; views, nothing is copied.
+def rows_in_order(tensor: Tensor, index: int, count: int) -> Tensor:
+    """Part `index` of `count`: a view."""
+    size = tensor.shape[0] // count
+    return tensor[index * size : (index + 1) * size]
+
+
+def split(inputs: Any, count: int, part_of: Callable[[Tensor, int, int], Tensor] = rows_in_order) -> list[Any]:
+    """`inputs` (the args and kwargs of a call) in `count` equal parts of rows; views, nothing is copied.
 
     The rows are dim 0 of the first tensor that has dims. A tensor of another size in
     dim 0 (a mask over positions) goes whole to every part.
@@ -34,12 +40,11 @@ def split(inputs: Any, count: int) -> list[Any]:
                 (f"microbatches={max(n for n in range(1, count + 1) if rows % n == 0)}", "a divisor of the rows"),
             ],
         )
-    size = rows // count
 
     def part(index: int) -> Callable[[Tensor], Tensor]:
         def cut(tensor: Tensor) -> Tensor:
             if tensor.ndim and tensor.shape[0] == rows:
-                return tensor[index * size : (index + 1) * size]
+                return part_of(tensor, index, count)
             return tensor
 
         return cut

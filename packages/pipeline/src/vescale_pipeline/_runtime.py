@@ -103,7 +103,7 @@ class Runtime:
             return self._root(*args, **kwargs)
         if self._broken is not None:
             raise failure(self._broken)
-        parts = split((args, kwargs), self.schedule.microbatches)
+        parts = split((args, kwargs), self.schedule.microbatches, self.codec.part)
         doing = _Doing()
         try:
             return self._run(self._call_of(parts), parts, doing)

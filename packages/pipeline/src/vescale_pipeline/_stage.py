@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ._backward import Gradients, Split, whole
 from ._errors import PipelineError
+from ._microbatches import rows_in_order
 from ._p2p import Header, Part, part_of
 from ._record import Record
 from ._skeleton import Run
@@ -36,6 +37,10 @@ class Codec:
     def decode(self, tensor: Tensor, form: Any) -> Tensor:
         """The value of a plain tensor that arrived."""
         return tensor
+
+    def part(self, batch: Tensor, index: int, count: int) -> Tensor:
+        """Rows of a batch for one of `count` microbatches, the same number in each."""
+        return rows_in_order(batch, index, count)
 
     def whole(self, value: Tensor) -> Tensor:
         """A loss or an output as one device has it, the same on every rank of the stage; differentiable."""

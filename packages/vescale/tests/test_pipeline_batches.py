@@ -1,0 +1,55 @@
+"""Batches that are sharded already, under a pipeline: every rank computes its own rows, and the losses are the same."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+import vescale
+from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_plans import library
+
+warm_up("torch._dynamo", "vescale")
+
+MESH = {"pp": 2, "dp": 2, "tp": 1}
+
+
+def run(how, rows):
+    """Losses, those of one device, and bytes received in the last forward beside what crosses the cut."""
+    from nanogpt.model import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    one = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32))
+    plan = library.gpt({"dp": 2, "tp": 1}).override(
+        mesh=MESH, pipeline=vescale.Pipeline(cuts=["transformer.h.1"], microbatches=2)
+    )
+    optimizer_fn = partial(torch.optim.SGD, lr=0.1)
+    model, optimizer = vescale.parallelize(plan, copy.deepcopy(one), optimizer_fn)
+    trained = optimizer_fn(one.parameters())
+    losses = []
+    for step in range(3):
+        batch = tuple(torch.randint(64, (2, rows, 16), generator=torch.Generator().manual_seed(step)))
+        first = torch.distributed.get_rank() % 2 == 0
+        half = -(-rows // 2)
+        mine = tuple(part[:half] if first else part[half:] for part in batch)
+        given = plan.local_batch(mine) if how == "local" else plan.shard_batch(batch)
+        with vescale.comm_trace(model) as trace:
+            loss = model(*given)
+            loss.backward()
+        wanted = one(*batch)
+        wanted.backward()
+        for each in (optimizer, trained):
+            each.step()
+            each.zero_grad()
+        losses.append((loss.item(), wanted.item()))
+    return losses, [event.received for event in trace.events if event.cause.direction == "forward"]
+
+
+@pytest.mark.parametrize(("how", "rows"), [("local", 8), ("shard", 8), ("local", 6)])
+def test_every_rank_computes_its_own_rows(how, rows):
+    for losses, received in run_ranks(4, run, how, rows, timeout=120):
+        for loss, wanted in losses:
+            assert abs(loss - wanted) <= 1e-5 * wanted
+        if rows % 4 == 0:  # two microbatches of two ranks' rows: nothing but the loss is summed
+            assert max(received, default=0) <= 16
