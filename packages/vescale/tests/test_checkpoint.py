@@ -92,15 +92,15 @@ def resume(path, mesh, fields, dropout):
     return values, train(state, MORE), global_values(state)
 
 
-SAVED = ({"dp": 2, "tp": 2}, {})
+SAVED = ({"dp": 2, "tp": 2}, {"zero": 1})
 RESUMED = [
     (1, {"dp": 1}, {}),
-    (2, {"dp": 2}, {}),
+    (2, {"dp": 2}, {"zero": 2}),
     (2, {"tp": 2}, {}),
-    (3, {"dp": 3}, {}),
+    (3, {"dp": 3}, {"zero": 1}),
     (4, {"tp": 4}, {}),
-    (4, {"dp": 4}, {}),
-    (8, {"dp": 2, "tp": 4}, {}),
+    (4, {"dp": 4}, {"zero": 3}),
+    (8, {"dp": 2, "tp": 4}, {"zero": 3}),
 ]
 
 

@@ -112,13 +112,12 @@ def pieces_of(layout: Layout, coordinate: tuple[int, ...]) -> tuple[Piece, ...]:
     """
     if not layout.numel:
         return ()
-    local = layout.shape_at(coordinate)
-    if len(local) != layout.ndim:
+    if layout.flat_axis is not None:
         return tuple(
             Piece(box, offset, row_major(shape_of(box)))
             for box, offset in layout.boxes_at(coordinate)
         )  # fmt: skip
-    strides = row_major(tuple(local))
+    strides = row_major(tuple(layout.shape_at(coordinate)))
     found = []
     for ranges in product(*(_placed(ranges) for ranges in layout.region_at(coordinate))):
         box = tuple((start, stop) for start, stop, _ in ranges)
