@@ -166,7 +166,7 @@ def planning(tensors, ranks):
     targets = []
     for entry, one in zip(entries, kept):
         layout = layout_of(other, canonical_states("load", [Shard(1), Shard(0)], other, entry.shape), entry.shape)
-        targets.append(Target(entry.name, one, pieces_of(layout, (3, 5)), "float32"))
+        targets.append(Target(entry.name, entry.name, one, pieces_of(layout, (3, 5)), "float32"))
     assert plan_reads(targets, block)
     return planned, time.perf_counter() - started
 

@@ -125,3 +125,24 @@ def test_resumes_bitwise_on_the_same_mesh_with_dropout(tmp_path):
     for (_, wanted_losses, wanted), (_, losses, values) in zip(before, after):
         assert losses == wanted_losses
         assert all(torch.equal(values[name], wanted[name]) for name in wanted)
+
+
+def reshard_and_go_on(mesh, fields):
+    torch.manual_seed(3)
+    old = start(*SAVED)
+    train(old, STEPS)
+    wanted = global_values(old)
+    torch.manual_seed(4)
+    new = start(mesh, fields)
+    vescale.reshard({key: value for key, value in old.items() if key != "plan"}, new)
+    assert new["step"] == STEPS
+    values = global_values(new)
+    different = [name for name in wanted if not torch.equal(values[name], wanted[name])]
+    return different, set(values) ^ set(wanted), train(new, MORE), train(old, MORE)
+
+
+@pytest.mark.parametrize("mesh, fields", [({"tp": 4}, {}), ({"dp": 4}, {"zero": 3}), ({"dp": 2, "tp": 2}, {"zero": 2})])
+def test_online_reshard_goes_on_as_from_disk(mesh, fields):
+    for different, other, found, losses in run_ranks(4, reshard_and_go_on, mesh, fields, timeout=120):
+        assert different == [] and not other
+        assert max(abs(a - b) / abs(b) for a, b in zip(found, losses, strict=True)) <= LOSS

@@ -56,6 +56,7 @@ PUBLIC = {
         "randn",
         "randperm",
         "register_rule",
+        "reshard",
         "save",
         "set_rng_state",
         "static",
@@ -77,6 +78,7 @@ PUBLIC = {
         "close",
         "export_huggingface",
         "load",
+        "reshard",
         "save",
     },
     "vescale_dtensor": {

@@ -12,6 +12,7 @@ from ._errors import StorageError as StorageError
 from ._errors import UnsafeError as UnsafeError
 from ._job import PendingSave as PendingSave
 from ._job import close as close
+from ._reshard import reshard as reshard
 from ._version import __version__ as __version__
 from .api import load as load
 from .api import save as save

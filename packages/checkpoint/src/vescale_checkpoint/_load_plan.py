@@ -21,9 +21,11 @@ _GAP_BYTES = 32 << 10  # reading over a gap of this size costs less than a secon
 
 
 class Target(NamedTuple):
-    """One tensor to fill: its stored form, where this rank wants it (pieces of a flat memory), and the dtype there."""
+    """One tensor to fill: its name in the state and as it is stored, its stored form, where this rank wants it (pieces
+    of a flat memory), and the dtype there."""
 
     name: str
+    source: str
     stored: Stored
     pieces: Sequence[Piece]
     dtype: str

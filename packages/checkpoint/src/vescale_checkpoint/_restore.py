@@ -263,7 +263,7 @@ class Restore:
         if not local.is_contiguous() or local.is_conj() or local.is_neg():
             memory = torch.empty(local.shape, dtype=local.dtype, device=local.device)
             self._after.append(lambda: local.copy_(memory))
-        target = Target(full, kept, _pieces(tensor), dtype)
+        target = Target(full, canonical, kept, _pieces(tensor), dtype)
         self.targets.append(target)
         self.destinations.append(destination_of(memory.view(-1), target))
 

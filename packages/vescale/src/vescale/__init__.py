@@ -4,6 +4,7 @@ from vescale_checkpoint import CheckpointError as CheckpointError
 from vescale_checkpoint import Retention as Retention
 from vescale_checkpoint import export_huggingface as export_huggingface
 from vescale_checkpoint import load as load
+from vescale_checkpoint import reshard as reshard
 from vescale_checkpoint import save as save
 from vescale_dtensor import DTensor as DTensor
 from vescale_dtensor import InterleavedShard as InterleavedShard
