@@ -106,6 +106,9 @@ WRONG = {
     ),
     "a cut at no module": lambda: fits(mesh=STAGES, pipeline=Pipeline(cuts=("layer.1",))),
     "a cut at a list": lambda: fits(mesh=STAGES, pipeline=Pipeline(cuts=("layers",))),
+    "a cut inside a checkpoint": lambda: fits(
+        mesh=STAGES, pipeline=Pipeline(cuts=("layers.1.attention.o_proj",)), checkpointing={"layers.*": True}
+    ),
     "checkpointing of nothing": lambda: fits(checkpointing={"blocks.*": True}),
     "regather of nothing": lambda: fits(regather={"*.mlp": True}),
     "blocks of no parameter": lambda: fits(blocks={"*.experts": 128}),
@@ -313,6 +316,12 @@ TEXTS = {
     "a cut at a list": (
         "Plan: the pipeline is cut at 'layers', a ModuleList, which is never called\n"
         "fix: use 'layers.1'  # a module in it"
+    ),
+    "a cut inside a checkpoint": (
+        "Plan: the pipeline is cut at 'layers.1.attention.o_proj', inside 'layers.1.attention', which is checkpointed "
+        "as a whole\n"
+        "fix one of: cut at 'layers.1.attention'\n"
+        '            checkpointing={"layers.1.attention": False, ...}'
     ),
     "checkpointing of nothing": (
         "Plan: the pattern 'blocks.*' matches no module of the model\n  nearest  layers.0\nfix: use 'layers.0'"

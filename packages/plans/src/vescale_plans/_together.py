@@ -50,7 +50,11 @@ def together(what: str) -> Iterator[None]:
 def _packed(failure: Exception | None) -> tuple[str, str, bytes | None] | None:
     if failure is None:
         return None
-    ours = pickle.dumps(failure) if isinstance(failure, VescaleError) else None
+    ours = None
+    if isinstance(failure, VescaleError):
+        with contextlib.suppress(Exception):  # one that cannot travel is told by its type and text
+            written = pickle.dumps(failure)
+            ours = written if str(pickle.loads(written)) == str(failure) else None
     return type(failure).__name__, str(failure), ours
 
 

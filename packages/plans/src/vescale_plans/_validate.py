@@ -52,11 +52,12 @@ def fit(plan: Plan, model: nn.Module, *, even: bool = False) -> Fit:
     bounded = match(plan.boundaries, called, "module", complete=False)
     for name, boundary in bounded.items():
         _check_arguments(name, modules[name], boundary)
-    _check_cuts(plan, modules)
+    checkpointed = tuple(_outermost(match_inside(plan.checkpointing, modules, "module"), called))
+    _check_cuts(plan, modules, checkpointed)
     return Fit(
         placed,
         bounded,
-        tuple(_outermost(match_inside(plan.checkpointing, modules, "module"), called)),
+        checkpointed,
         match_inside(plan.regather, modules, "module"),
         match(plan.blocks, parameters, "parameter", complete=False),
     )
@@ -174,7 +175,7 @@ def _check_arguments(name: str, module: nn.Module, boundary: Boundary) -> None:
             )
 
 
-def _check_cuts(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
+def _check_cuts(plan: Plan, modules: Mapping[str, nn.Module], checkpointed: tuple[str, ...]) -> None:
     for cut in plan.pipeline.cuts if plan.pipeline is not None else ():
         module = modules.get(cut)
         if module is None:
@@ -189,6 +190,14 @@ def _check_cuts(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
             remedies = [(f"use '{cut}.{len(module) // 2}'", "a module in it")]
             kind = type(module).__name__
             raise PlanError("Plan", f"the pipeline is cut at {cut!r}, a {kind}, which is never called", (), remedies)
+        around = next((name for name in checkpointed if cut.startswith(f"{name}.")), None)
+        if around is not None:
+            raise PlanError(
+                "Plan",
+                f"the pipeline is cut at {cut!r}, inside {around!r}, which is checkpointed as a whole",
+                (),
+                [(f"cut at {around!r}", ""), (f'checkpointing={{"{around}": False, ...}}', "")],
+            )
 
 
 def _outermost(decided: Mapping[str, bool], called: list[str]) -> Iterator[str]:

@@ -74,7 +74,9 @@ class Plan:
     expert_axis: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mesh", dict(self.mesh))
+        for name in ("mesh", *_plan_table.GLOBS):  # a caller's own mapping may change later
+            if isinstance(getattr(self, name), Mapping):
+                object.__setattr__(self, name, dict(getattr(self, name)))
         axes = (self.data_axis,) if isinstance(self.data_axis, str) else tuple(self.data_axis or ())
         if self.data_axis == "dp" and "dp" not in self.mesh:
             axes = ()  # the default may be absent; an axis that somebody wrote may not
