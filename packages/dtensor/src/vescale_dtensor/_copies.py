@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from . import _events
 from ._convert import describe, shares_storage
 from ._errors import ViewError
 from ._events import function_name
@@ -33,7 +34,7 @@ def mark_copy(copy: Tensor, base: Tensor) -> Tensor:
     with local_only():
         mine, theirs = copy.untyped_storage(), base.untyped_storage()
         if mine._cdata == theirs._cdata:  # a slice of the base: a write would reach it on some ranks only
-            copy = copy.clone()
+            copy = _sever(copy)
             mine = copy.untyped_storage()
     if len(_base_of) >= _sweep_at:
         _sweep()
@@ -41,6 +42,15 @@ def mark_copy(copy: Tensor, base: Tensor) -> Tensor:
     _base_of[mine._cdata] = (StorageWeakRef(mine), StorageWeakRef(theirs))
     _copies_of.setdefault(theirs._cdata, []).append(mine._cdata)
     return copy
+
+
+def _sever(tensor: Tensor) -> Tensor:
+    """A clone for the sake of later writes alone."""
+    _events.severing = True
+    try:
+        return tensor.clone()
+    finally:
+        _events.severing = False
 
 
 def is_copy(tensor: Tensor) -> bool:
@@ -112,7 +122,7 @@ def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callabl
         out = run(tensor, *args, **kwargs)
         if not shares_storage(out, tensor) or _is_in_order(tensor, layout.shape):
             return out
-        return out.clone() if function is Tensor.contiguous else mark_copy(out, tensor)
+        return _sever(out) if function is Tensor.contiguous else mark_copy(out, tensor)
 
     return checked
 

@@ -54,6 +54,7 @@ module_path: Callable[[], str] = lambda: ""  # set by debug while somebody trace
 strict_depth = 0
 # Called in place of a conversion, with what would make it: set while a pass is recorded (`_static_tape`).
 watch: Callable | None = None
+severing = False  # while a shard is copied only so that writes to it stay apart, as one device's copy would
 _current: Cause | Callable | str = "a conversion"
 _direction = "forward"
 

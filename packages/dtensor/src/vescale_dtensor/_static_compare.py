@@ -19,6 +19,7 @@ from torch import Tensor
 from ._convert import Alias
 from ._static_tape import Conversion, Crossing, Op, Ref, Tape
 
+_CLONE = "CloneBackward0"
 # They give another object for the same values; whether gradients pass is the graph's matter.
 _SILENT = frozenset({"aten::detach", "aten::alias"})
 # Sizes may be written with -1: what counts is the result.
@@ -48,6 +49,11 @@ class Pairs:
             return len(a) == len(b) and all(map(self.same, a, b))
         return type(a) is type(b) and (a == b or (a != a and b != b))
 
+    def alias(self, a: Any, b: Any) -> None:
+        """From now on storage `a` of the first pass is what `b`, of the first pass too, stands for."""
+        if isinstance(a, Ref) and isinstance(b, Ref):
+            self._of[a.storage] = self._of.get(b.storage, b.storage)
+
     def made(self, a: Any, b: Any) -> bool:
         """Pairs the results of one operator."""
         if isinstance(a, Ref) and isinstance(b, Ref):
@@ -66,17 +72,22 @@ class Pairs:
 def first_difference(done: Tape, tried: Tape, pairs: Pairs, *, whole: bool = True) -> Difference | None:
     """Where the second tape parts from the first, or None; it may end early unless `whole`. Fills `pairs`."""
     done, tried = _audible(done), _audible(tried)
-    for one, other in zip(done, tried):
+    rest = iter(tried)
+    for one in done:
+        if type(one) is Op and one.severing:
+            pairs.alias(one.out, one.args[0])
+            continue
+        other = next(rest, None)
+        if other is None:
+            return Difference(f"{_what(one)} of the shards only", one.line) if whole else None
         if type(one) is not type(other):
             return Difference(f"{_what(one)} in place of {_what(other)}", one.line)
         why = _COMPARE[type(one)](one, other, pairs)
         if why:
             return Difference(why, one.line)
-    if whole and len(done) != len(tried):
-        longer = done if len(done) > len(tried) else tried
-        odd = longer[min(len(done), len(tried))]
-        where = "of the shards" if longer is done else "on plain tensors"
-        return Difference(f"{_what(odd)} {where} only", odd.line)
+    odd = next(rest, None)
+    if whole and odd is not None:
+        return Difference(f"{_what(odd)} on plain tensors only", odd.line)
     return None
 
 
@@ -130,8 +141,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 # --- autograd graphs -----------------------------------------------------------------
 
 
-def graph_difference(done: Iterable[Tensor], tried: Iterable[Tensor]) -> Difference | None:
-    """Whether gradients would flow the same ways. Call with dispatch disabled; the tensors are paired in order."""
+def graph_difference(done: Iterable[Tensor], tried: Iterable[Tensor], severed: bool = False) -> Difference | None:
+    """Whether gradients would flow the same ways. Call with dispatch disabled; the tensors are paired in order.
+
+    severed: the first pass has clones that the second does without, through which gradients pass as they are.
+    """
     waiting = []
     for one, other in zip(done, tried):
         if one.requires_grad != other.requires_grad:
@@ -142,6 +156,8 @@ def graph_difference(done: Iterable[Tensor], tried: Iterable[Tensor]) -> Differe
     while waiting:
         a, b, at, bt = waiting.pop()
         (a, at), (b, bt) = _behind_aliases(a, at), _behind_aliases(b, bt)
+        while severed and _node_name(a) == _CLONE and _node_name(b) != _CLONE:
+            a, at = _behind_aliases(*a.next_functions[0])
         kept.append((a, b))
         if a is b:
             if at != bt:

@@ -117,11 +117,14 @@ def _forbidden(frame: Frame, tape: list) -> Difference | None:
     if draw is not None:
         frame.draws = not frame.children
         return Difference(_why_not(draw, made, frame), draw.line)
+    severed = _severed(tape)
     for item in tape:
         if type(item) is Op:
             why = _why_not(item, made, frame)
             if why:
                 return Difference(why, item.line)
+            if severed & set(item.written):
+                return Difference("writes in place where one device has a copy and the shard a view", item.line)
             made |= set(_storages(item.out)) - set(_storages(item.args))
         elif type(item) is Crossing and item.frame.state != frame.state:
             return Difference(
@@ -130,6 +133,11 @@ def _forbidden(frame: Frame, tape: list) -> Difference | None:
                 frame.site.line,
             )
     return None
+
+
+def _severed(tape: list) -> set[int]:
+    """Storages that are one on plain tensors and two on one device, and here."""
+    return {at for item in tape if type(item) is Op and item.severing for at in _storages((item.args, item.out))}
 
 
 def _why_not(op: Op, made: set[int], frame: Frame) -> str:
@@ -268,13 +276,16 @@ def _compare(frame: Frame, tape: list, taping: Taping, done: list[Tensor], out: 
     if len(tried) != len(done) or odd_value(out) or _skeleton(out) != _skeleton(frame.out):
         return Difference("returns something else", frame.site.line)
     wanted = [frame.sources.get(i, tensor) for i, tensor in enumerate(done)]
+    severed = _severed(tape)
     with local_only():
         for one, other in zip(wanted, tried):
+            if taping.storages.ref(one).storage in severed:
+                return Difference("returns a view of a shard where one device has a copy", frame.site.line)
             if not pairs.same(taping.storages.ref(one), taping.storages.ref(other)):
                 return Difference("returns another tensor", frame.site.line)
             if not same_bits(one, other):
                 return Difference("gives other bits", frame.site.line)
-        return graph_difference(wanted, tried)
+        return graph_difference(wanted, tried, bool(severed))
 
 
 def _skeleton(value: Any) -> Any:
