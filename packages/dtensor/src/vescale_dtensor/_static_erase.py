@@ -62,6 +62,14 @@ def convert_erased(tensor: Tensor, route: Route, cause: object, made: list[Tenso
     return known
 
 
+def convert_at_once(tensor: Tensor, route: Route, cause: object) -> Tensor:
+    """`convert_erased` where nobody else asks for the same conversion: nothing is remembered."""
+    _events.set_cause(cause)
+    if is_grad_enabled() and tensor.requires_grad:
+        return convert_tracked(tensor, route, False)
+    return route(tensor)
+
+
 def route_between(source: Layout, target: Layout) -> Route:
     """The recipe for `convert_erased`."""
     return route_of(source, target)

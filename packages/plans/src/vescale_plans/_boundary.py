@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,6 +71,7 @@ def install_boundary(module: nn.Module, name: str, boundary: Boundary) -> None:
             args, kwargs = map_first((args, kwargs), convert_input)
             return args, kwargs
 
+        enter.converter = convert_input
         module.register_forward_pre_hook(enter, with_kwargs=True)
     if boundary.arguments:
         positions = list(inspect.signature(module.forward).parameters)
@@ -95,7 +97,19 @@ def install_boundary(module: nn.Module, name: str, boundary: Boundary) -> None:
         def leave(_: nn.Module, args: tuple, output: Any) -> Any:
             return map_first(output, convert_output)
 
+        leave.converter = convert_output
         module.register_forward_hook(leave)
+
+
+def replaceable(hooks: Iterable[Callable]) -> tuple[Converter | None, ...] | None:
+    """The converters of a module's hooks, None for one of a scope; None where a hook does something else."""
+    found = []
+    for hook in hooks:
+        converter = getattr(hook, "converter", None)
+        if converter is None and hook not in (_open, _close):
+            return None
+        found.append(converter)
+    return tuple(found)
 
 
 def install_scopes(root: nn.Module) -> None:

@@ -214,7 +214,7 @@ def _region_of(frame: Frame, sites: dict[int, Site]) -> tuple[Region | None, Dif
         for child in one.children:
             if child.reason is not None and not child.draws:
                 return None, Difference(f"calls {child.site.name}, which is eager", child.reason.line)
-            found = Nested(child.border, tuple(child.layouts) if child.draws else None)
+            found = Nested(child.border, tuple(child.layouts) if child.draws else None, child.first)
             if nested.setdefault(child.site, found) != found:
                 return None, Difference(f"calls {child.site.name} with inputs in two layouts", child.site.line)
             waiting.append(child)

@@ -60,12 +60,16 @@ class Frame:
     sources: dict[int, Tensor] = field(default_factory=dict)  # what the border converts into the output
     crossed: dict[Any, Step] = field(default_factory=dict)  # borders of a plan between it and what it calls
     reason: Difference | None = None
+    first: int | str | None = None
     draws: bool = False  # random numbers, and nothing else is wrong with it: a leaf may draw by region
+    shares: bool = False  # it, or what it calls, met a conversion again that was remembered
     keeps: bool = False  # it changed what outlives the call
 
     def __post_init__(self) -> None:
         self.inputs = tensors_of((self.args, self.kwargs))
         self.layouts = [layout_at(tensor) for tensor in self.inputs]
+
+        self.first = _first_tensor(self.args, self.kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -75,6 +79,16 @@ class Frame:
         """Lets go of all tensors: the verdict is there."""
         self.args, self.kwargs, self.out, self.inputs, self.tape = (), {}, None, [], []
         self.conversions, self.sources = {}, {}
+
+
+def _first_tensor(args: tuple, kwargs: dict) -> int | str | None:
+    """Which argument `map_first` would find, where it is a tensor itself."""
+    for at, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, Tensor):
+            return at
+        if tensors_of(value):
+            return None
+    return None
 
 
 def layout_at(tensor: Tensor) -> Layout | None:

@@ -38,6 +38,7 @@ class Recording:
         self._taping = Taping(self._storages)
         self._stack: list[Frame] = []
         self._by: object = None
+        self._token = object()
 
     def run(self, site: Any, args: tuple, kwargs: dict) -> Any:
         """The module's forward, eagerly, with all that it calls."""
@@ -108,6 +109,11 @@ class Recording:
         cause, line = current_cause(), user_line()
         with _silent(taping):
             result = make(tensor, source, target, *how)
+        if result is not tensor:
+            if result.__dict__.get("_recorded") is self._token:
+                for frame in self._stack:
+                    frame.shares = True
+            result._recorded = self._token
         with local_only():
             refs = (self._storages.ref(tensor), self._storages.ref(result))
         taping.tapes[-1].append(Conversion(tensor, source, result, target, cause, line, self._by, refs))

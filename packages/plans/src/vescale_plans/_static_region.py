@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter, getitem, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
-from vescale_dtensor.engine import convert_erased, erase, restore, stamp
+from vescale_dtensor.engine import convert_at_once, convert_erased, erase, restore, stamp
 
 from . import _passes
-from ._containers import map_tensors
+from ._boundary import replaceable
+from ._containers import map_first, map_tensors
 from ._static_frame import Border, Frame, Step, parameter_place, tensors_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -29,6 +33,7 @@ class Nested:
 
     border: Border
     drawn: tuple[Layout | None, ...] | None = None
+    first: int | str | None = None  # the argument that a plan's border converts, where that is a tensor itself
 
 
 class Eager:
@@ -55,7 +60,8 @@ class Region:
         self._others = [tensor for tensor in module.buffers() if type(tensor) is DTensor]
         self._random = any(each.drawn is not None for each in nested.values()) and bool(unseen)
         self._made: list[Tensor] = []
-        self.holds = _guard(module)
+        self._stands = [] if frame.shares else list(self._straightened())
+        self.holds = _Guard(module)
 
     def run(self, args: tuple, kwargs: dict, erased: list[DTensor]) -> Any:
         """The module's forward on plain tensors; `erased` are its inputs, plain already. Communicates as in eager."""
@@ -67,6 +73,8 @@ class Region:
         erased += erase(self._others)
         for tensor in self._weights:
             tensor.__class__ = nn.Parameter
+        for held, _, straight in self._stands:
+            held.update(straight)
         try:
             if border.before or border.after:
                 out = self._across(border, self.site, args, kwargs)
@@ -79,6 +87,14 @@ class Region:
         finally:
             _passes.running = before
             self._made = outer
+            for held, usual, straight in self._stands:
+                held.update(usual)
+                for hooks in _HOOKS[:2]:
+                    if straight[hooks]:  # registered while the region ran
+                        usual[hooks].update(straight[hooks])
+                        straight[hooks].clear()
+                if usual["forward"] is None:
+                    del held["forward"]
             for tensor in self._weights:
                 tensor.__class__ = DTensor
             restore(erased)
@@ -86,6 +102,24 @@ class Region:
         if self._stamps:
             self._stamp(out)
         return out
+
+    def _straightened(self) -> Iterator[tuple[dict, dict, dict]]:
+        """Of each module inside whose hooks are a plan's borders and scopes: its attributes, as they are and for the
+        time that the region runs, when its forward converts by itself and it has no hooks.
+
+        Only where no conversion is shared: then scopes, which are hooks too, have nothing to remember.
+        """
+        for site, nested in self.nested.items():
+            held = site.module.__dict__
+            before = replaceable(held["_forward_pre_hooks"].values())
+            after = replaceable(held["_forward_hooks"].values())
+            if before is None or after is None or not (before or after):
+                continue
+            steps = [[self._borders[c] for c in found if c in self._borders] for found in (before, after)]
+            inner = functools.partial(self.enter, site) if nested.border or nested.drawn else site.forward
+            forward = _across_once(inner, nested.first, *steps)
+            straight = {"_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict(), "forward": forward}
+            yield held, {name: held.get(name) for name in straight}, straight
 
     def _stamp(self, out: Any) -> None:
         layouts = self._outputs
@@ -162,35 +196,73 @@ class Region:
         return convert_erased(tensor, step.route, converter, self._made)
 
 
+def _across_once(inner: Callable, first: int | str | None, before: list[Step], after: list[Step]) -> Callable:
+    """`inner` with the conversions of a plan's border around it."""
+    if not before and not after:
+        return inner
+    if first == 0 and len(before) == len(after) == 1:
+        route, cause, back, back_cause = before[0].route, before[0].cause, after[0].route, after[0].cause
+
+        def straight(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            out = inner(convert_at_once(x, route, cause), *args, **kwargs)
+            if type(out) is Tensor:
+                return convert_at_once(out, back, back_cause)
+            return map_first(out, lambda tensor: convert_at_once(tensor, back, back_cause))
+
+        return straight
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        for step in before:
+            if isinstance(first, str):
+                kwargs[first] = convert_at_once(kwargs[first], step.route, step.cause)
+            else:
+                args, kwargs = map_first((args, kwargs), lambda t, s=step: convert_at_once(t, s.route, s.cause))
+        out = inner(*args, **kwargs)
+        for step in after:
+            out = map_first(out, lambda t, s=step: convert_at_once(t, s.route, s.cause))
+        return out
+
+    return around
+
+
 def _filled(value: Any, tensors: list[Tensor]) -> Any:
     """`value` with its tensors, in order, replaced."""
     queue = iter(tensors)
     return map_tensors(value, lambda _: next(queue))
 
 
-def _guard(module: nn.Module) -> Callable[[], bool]:
-    """Whether modules and parameters are as they were: training, hooks, the parameters themselves.
+class _Guard:
+    """Whether modules and parameters are as they were: training, hooks, the parameters themselves and their layouts.
 
-    Written out as one expression, because it is evaluated at every call.
+    Asked at every call, so the loops are C's.
     """
-    names: dict[str, Any] = {}
-    tests: list[str] = []
 
-    def hold(value: Any) -> str:
-        name = f"v{len(names)}"
-        names[name] = value
-        return name
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        hooks = [one.__dict__[name] for one in modules if one is not module for name in _HOOKS]
+        self._bare = [found for found in hooks if not found]
+        self._hooked = [found for found in hooks if found]
+        self._counts = list(map(len, self._hooked))
+        self._held = [one.__dict__ for one in modules]
+        self._training = list(map(_training, self._held))
+        places = [held for one in modules for held in (one._parameters, one._buffers)]
+        self._places = [held for held in places for _ in held]
+        self._names = [name for held in places for name in held]
+        self._tensors = list(map(getitem, self._places, self._names))
+        self._sharded = [tensor for tensor in self._tensors if type(tensor) is DTensor]
+        self._layouts = list(map(_layout, self._sharded))
 
-    for one in module.modules():
-        if one is not module:
-            for hooks in _HOOKS:
-                found = one.__dict__[hooks]
-                tests.append(f"len({hold(found)}) == {len(found)}" if found else f"not {hold(found)}")
-        tests.append(f"{hold(one.__dict__)}['training'] is {one.training}")
-        for held in (one._parameters, one._buffers):
-            place = hold(held) if held else ""
-            for name, tensor in held.items():
-                tests.append(f"{place}.get({name!r}) is {hold(tensor)}")
-                if type(tensor) is DTensor:
-                    tests.append(f"{hold(tensor)}._layout is {hold(tensor._layout)}")
-    return eval(f"lambda: {' and '.join(tests)}", names)
+    def __call__(self) -> bool:
+        try:
+            return (
+                not any(self._bare)
+                and list(map(len, self._hooked)) == self._counts
+                and list(map(_training, self._held)) == self._training
+                and all(map(is_, map(getitem, self._places, self._names), self._tensors))
+                and all(map(is_, map(_layout, self._sharded), self._layouts))
+            )
+        except KeyError:  # a parameter was taken away
+            return False
+
+
+_training, _layout = itemgetter("training"), attrgetter("_layout")
