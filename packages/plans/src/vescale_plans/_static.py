@@ -160,6 +160,9 @@ class Static:
         return bool(site.retired)
 
     def _retire(self, site: Site, why: str) -> None:
+        for region in _regions_of(site):
+            for inner in region.nested:
+                inner.verdict, inner.reason = EAGER, Difference(f"is called by {site.name}: {why}", site.line)
         site.retired, site.verdict, site.reason = why, EAGER, Difference(why, site.line)
         site.regions.clear()
         warnings.warn(f"{site.name} stays eager: {why}", StaticWarning, stacklevel=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -116,10 +115,13 @@ class Region:
             if before is None or after is None or not (before or after):
                 continue
             steps = [[self._borders[c] for c in found if c in self._borders] for found in (before, after)]
-            inner = functools.partial(self.enter, site) if nested.border or nested.drawn else site.forward
+            inner = self._entering(site) if nested.border or nested.drawn else site.forward
             forward = _across_once(inner, nested.first, *steps)
             straight = {"_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict(), "forward": forward}
             yield held, {name: held.get(name) for name in straight}, straight
+
+    def _entering(self, site: Any) -> Callable:
+        return lambda *args, **kwargs: self.enter(site, args, kwargs)
 
     def _stamp(self, out: Any) -> None:
         layouts = self._outputs

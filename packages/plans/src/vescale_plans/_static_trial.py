@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor
@@ -229,6 +230,8 @@ def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
             stack.enter_context(entered(_Trial(tape, taping)))
             stack.enter_context(_SeesDTensors())
             stack.enter_context(taping)
+            if frame.state[1]:  # a checkpoint counts what is saved: not what a trial saves
+                stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
             out = frame.site.forward(*args, **kwargs)
         return _compare(frame, tape, taping, done, out)
     except _Left as left:
