@@ -1,7 +1,9 @@
 """Static mode: what is awkward for it gives eager's results bit by bit, or is reported as eager."""
 
 import copy
+import re
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -258,8 +260,6 @@ def test_an_awkward_module_gives_what_eager_gives(case):
         model, optimizer = build(make(), "static", verify_every=4)
         return same(wanted, train(model, optimizer, batches)), verdict(model), verdict(model, "norm")[0]
 
-    import re
-
     for equal, (found, reason), norm in run_ranks(4, run):
         assert equal
         assert found.startswith("static") == is_static, reason
@@ -347,7 +347,7 @@ def test_a_branch_that_starts_later_is_found_within_verify_every_steps():
     class Switches(nn.Module):
         """A switch outside of the module, which no guard sees."""
 
-        switch = {"on": False}
+        switch: ClassVar = {"on": False}
 
         def forward(self, x):
             return x / x.shape[-1] if self.switch["on"] else x * 2
@@ -370,7 +370,7 @@ def test_a_branch_that_starts_later_is_found_within_verify_every_steps():
         told = [str(w.message) for w in caught if issubclass(w.category, StaticWarning)]
         return same(wanted, found), told, verdict(model)
 
-    for equal, told, (found, reason) in run_ranks(4, run):
+    for equal, told, (found, _) in run_ranks(4, run):
         assert equal and found == "eager"
         assert any("was static, and is not any more" in line for line in told), told
 
@@ -470,7 +470,7 @@ def test_parameters_stay_sharded_for_everybody_else():
 
 def test_an_exception_in_a_region_leaves_everything_as_it_was():
     class Raises(nn.Module):
-        wanted = [False]
+        wanted: ClassVar = [False]
 
         def forward(self, x):
             y = x * 2
