@@ -1,10 +1,12 @@
 """Training under static mode: losses, gradients and parameters are bitwise those of eager mode."""
 
+import itertools
+
 import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -43,12 +45,18 @@ MODELS = {
 }  # fmt: skip
 
 
-def train(name, mode, mesh, sequence_parallel, batch):
+def _of_blocks(name, more):
+    """Checkpointing and regathering by block."""
+    block = "transformer.h.?" if name == "gpt" else "model.layers.?"
+    return {field: {block: True} if value is True else value for field, value in more.items()}
+
+
+def train(name, mode, mesh, sequence_parallel, batch, more):
     """Losses, gradients of every step and parameters at the end, as this rank's shards; and the model."""
     build, plan_of, loss_of = MODELS[name]
     torch.manual_seed(0)
     model, optimizer = vescale.parallelize(
-        plan_of(mesh=mesh, sequence_parallel=sequence_parallel),
+        plan_of(mesh=mesh, sequence_parallel=sequence_parallel).override(**_of_blocks(name, more)),
         build(),
         lambda parameters: torch.optim.AdamW(parameters, lr=5e-4),
         mode=mode,
@@ -66,11 +74,11 @@ def train(name, mode, mesh, sequence_parallel, batch):
     return losses, gradients, {n: p.detach().to_local() for n, p in model.named_parameters()}, model
 
 
-def compared(name, mesh, sequence_parallel, batch):
+def compared(name, mesh, sequence_parallel, batch, more):
     """Whether losses are equal, the tensors that are not, and how many modules run static."""
-    losses, gradients, parameters, _ = train(name, "eager", mesh, sequence_parallel, batch)
+    losses, gradients, parameters, _ = train(name, "eager", mesh, sequence_parallel, batch, more)
     state = torch.get_rng_state()
-    other_losses, other_gradients, other_parameters, model = train(name, "static", mesh, sequence_parallel, batch)
+    other_losses, other_gradients, other_parameters, model = train(name, "static", mesh, sequence_parallel, batch, more)
     differ = [
         f"{n}.grad in step {step}"
         for step, (one, other) in enumerate(zip(gradients, other_gradients, strict=True))
@@ -79,21 +87,25 @@ def compared(name, mesh, sequence_parallel, batch):
     ]
     differ += [n for n in parameters if not torch.equal(parameters[n], other_parameters[n])]
     differ += [] if torch.equal(state, torch.get_rng_state()) else ["the random state"]
-    return losses == other_losses, differ, vescale.explain_static(model).calls
+    recorded = max(site.recordings for site in model._vescale.static.sites.values())
+    return losses == other_losses, differ, recorded, vescale.explain_static(model).calls
 
 
-CASES = {
-    "dp2 tp2 sp": ({"dp": 2, "tp": 2}, True, BATCH),
-    "dp2 tp2": ({"dp": 2, "tp": 2}, False, BATCH),
-    "dp4, uneven": ({"dp": 4}, False, 6),
+CASES = {  # mesh, sequence parallel, batch, more of the plan
+    "dp2 tp2 sp": ({"dp": 2, "tp": 2}, True, BATCH, {}),
+    "dp2 tp2 sp, zero 3": ({"dp": 2, "tp": 2}, True, BATCH, {"zero": 3}),
+    "dp2 tp2 sp, zero 3, checkpoints": ({"dp": 2, "tp": 2}, True, BATCH, {"zero": 3, "checkpointing": True}),
+    "dp2 tp2 sp, regather": ({"dp": 2, "tp": 2}, True, BATCH, {"regather": True}),
+    "dp2 tp2": ({"dp": 2, "tp": 2}, False, BATCH, {}),
+    "dp4, uneven, zero 1": ({"dp": 4}, False, 6, {"zero": 1}),
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name, case", slice_of(itertools.product(MODELS, CASES), 3))
 def test_static_training_is_bitwise_eager_training(name, case):
-    for same_losses, differ, calls in run_ranks(4, compared, name, *CASES[case], timeout=300):
+    for same_losses, differ, recorded, calls in run_ranks(4, compared, name, *CASES[case], timeout=300):
         assert same_losses and differ == []
+        assert recorded == 1  # the first call; none missed after it
         block = "transformer.h.0.mlp" if name == "gpt" else "model.layers.0.mlp"
         assert calls[block][0] == "static", calls[block]
         # A batch of one is contiguous where the whole is not: on such ranks attention copies in eager mode only.

@@ -42,19 +42,13 @@ def convert_erased(tensor: Tensor, route: Route, cause: object, made: list[Tenso
 
     `made` gets the result, its layout noted on it: to be given to `restore` with what was erased.
     """
-    _events.set_cause(cause)
     target: Layout = route.target
     with local_only():
         known = recall(tensor, target)
         if known is None:
-            if is_grad_enabled() and tensor.requires_grad:
-                known = convert_tracked(tensor, route, False)
-            elif route.is_alias:
+            known = convert_at_once(tensor, route, cause)
+            if known is tensor:
                 return tensor
-            else:
-                known = route(tensor)
-                if known is tensor:
-                    return tensor
             known._layout = target
             remember(tensor, target, known)
     known.__class__ = Tensor
@@ -65,6 +59,12 @@ def convert_erased(tensor: Tensor, route: Route, cause: object, made: list[Tenso
 def convert_at_once(tensor: Tensor, route: Route, cause: object) -> Tensor:
     """`convert_erased` where nobody else asks for the same conversion: nothing is remembered."""
     _events.set_cause(cause)
+    if _events.watch is not None:
+        return _events.watch(lambda tensor, *_: _along(tensor, route), tensor, route.source, route.target)
+    return _along(tensor, route)
+
+
+def _along(tensor: Tensor, route: Route) -> Tensor:
     if is_grad_enabled() and tensor.requires_grad:
         return convert_tracked(tensor, route, False)
     return route(tensor)

@@ -25,7 +25,7 @@ from vescale_dtensor.engine import Difference, is_strict, restore
 
 from . import _passes
 from ._static_frame import Frame
-from ._static_key import foreign_global_hooks, is_ours, take_key
+from ._static_key import foreign_global_hooks, is_ours, knows_plain, take_key
 from ._static_record import Recording
 from ._static_region import Eager, Nested, Region, StaleRegion
 from .plan import PlanError
@@ -74,9 +74,18 @@ class Site:
         return type(self.module).forward.__get__(module) if module is not None else self
 
     def has_foreign_hooks(self) -> bool:
-        hooks = (*self.module._forward_pre_hooks.values(), *self.module._forward_hooks.values())
+        """Whether hooks stand on the module that must see DTensors: it cannot be called inside a region."""
+        hooks = self._hooks
         backward = self.module._backward_hooks or self.module._backward_pre_hooks
-        return bool(backward) or any(not is_ours(hook) for hook in hooks)
+        return bool(backward) or any(not knows_plain(hook) for hook in hooks)
+
+    def has_odd_border(self) -> bool:
+        """Whether a border of ours stands on the module that changes what its forward computes with."""
+        return any(is_ours(hook) and not knows_plain(hook) for hook in self._hooks)
+
+    @property
+    def _hooks(self) -> tuple:
+        return (*self.module._forward_pre_hooks.values(), *self.module._forward_hooks.values())
 
 
 class Static:

@@ -14,6 +14,7 @@ from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import Difference, Route, Tape, grad_state, local_only
 
 from ._containers import map_tensors
+from ._static_guard import Guard
 
 _VALUES = (int, float, bool, str, bytes, complex, type(None), enum.Enum, torch.dtype, torch.device, torch.Size, slice)
 RANDOM = "random"  # stands for the state of Python's generator among a module's attributes
@@ -48,6 +49,7 @@ class Frame:
     args: tuple
     kwargs: dict
     key: tuple | None
+    guard: Guard
     state: tuple[bool, bool] = field(default_factory=grad_state)
     tape: Tape = field(default_factory=list)
     children: list[Frame] = field(default_factory=list)

@@ -60,12 +60,22 @@ def _describe(value: Any, found: list, tensors: list[Tensor]) -> bool:
     return True
 
 
+_KNOWING = frozenset(f"vescale_plans.{name}" for name in ("_boundary", "_zero", "_recompute", "_inputs", "_loss")) | {
+    "vescale_dtensor.debug"
+}
+
+
 def foreign_global_hooks() -> bool:
     """Whether somebody watches every module's call: such hooks see what modules take."""
     hooks = (*_global._global_forward_pre_hooks.values(), *_global._global_forward_hooks.values())
-    return any(not is_ours(hook) for hook in hooks)
+    return any(not knows_plain(hook) for hook in hooks)
+
+
+def knows_plain(hook: Any) -> bool:
+    """Whether a hook is one of this library's that do on plain shards what they do on DTensors."""
+    return getattr(hook, "__module__", "") in _KNOWING
 
 
 def is_ours(hook: Any) -> bool:
-    """Whether a module hook is one of this library's, which know plain tensors."""
+    """Whether a hook is one of this library's."""
     return getattr(hook, "__module__", "").startswith("vescale")

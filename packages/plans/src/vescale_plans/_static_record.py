@@ -25,6 +25,7 @@ from vescale_dtensor.engine import (
 
 from ._passes import entered
 from ._static_frame import RANDOM, Frame, changed, kept_by, layout_at, tensors_of
+from ._static_guard import Guard
 from ._static_key import take_key
 from ._static_trial import judge
 
@@ -53,7 +54,7 @@ class Recording:
         """Runs a module's forward as a frame of its own."""
         key, erased = take_key(args, kwargs)
         restore(erased)
-        frame = Frame(site, args, kwargs, key)
+        frame = Frame(site, args, kwargs, key, Guard(site.module))
         self.root = self.root or frame
         if self._stack:
             parent = self._stack[-1]
@@ -88,6 +89,8 @@ class Recording:
             frame.keeps = True
             what = "draws from Python's own generator" if name == RANDOM else f"sets {name}"
             return Difference(what, frame.site.line)
+        if frame.site.has_odd_border():
+            return Difference("has a border of the plan that changes its parameters for the call", frame.site.line)
         for child in frame.children:
             if child.site.has_foreign_hooks():
                 return Difference(f"calls {child.site.name}, which has hooks of yours", child.site.line)

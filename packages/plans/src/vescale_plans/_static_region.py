@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter, getitem, is_, itemgetter
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from . import _passes
 from ._boundary import replaceable
 from ._containers import map_first, map_tensors
 from ._static_frame import Border, Frame, Step, parameter_place, tensors_of
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+from ._static_guard import FORWARD_HOOKS
 
 
 class StaleRegion(BaseException):
@@ -60,7 +58,7 @@ class Region:
         self._random = any(each.drawn is not None for each in nested.values()) and bool(unseen)
         self._made: list[Tensor] = []
         self._stands = [] if frame.shares else list(self._straightened())
-        self.holds = _Guard(module)
+        self.holds = frame.guard
 
     def run(self, args: tuple, kwargs: dict, erased: list[DTensor]) -> Any:
         """The module's forward on plain tensors; `erased` are its inputs, plain already. Communicates as in eager."""
@@ -88,7 +86,7 @@ class Region:
             self._made = outer
             for held, usual, straight in self._stands:
                 held.update(usual)
-                for hooks in _HOOKS[:2]:
+                for hooks in FORWARD_HOOKS:
                     if straight[hooks]:  # registered while the region ran
                         usual[hooks].update(straight[hooks])
                         straight[hooks].clear()
@@ -231,40 +229,3 @@ def _filled(value: Any, tensors: list[Tensor]) -> Any:
     """`value` with its tensors, in order, replaced."""
     queue = iter(tensors)
     return map_tensors(value, lambda _: next(queue))
-
-
-class _Guard:
-    """Whether modules and parameters are as they were: training, hooks, the parameters themselves and their layouts.
-
-    Asked at every call, so the loops are C's.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
-        hooks = [one.__dict__[name] for one in modules if one is not module for name in _HOOKS]
-        self._bare = [found for found in hooks if not found]
-        self._hooked = [found for found in hooks if found]
-        self._counts = list(map(len, self._hooked))
-        self._held = [one.__dict__ for one in modules]
-        self._training = list(map(_training, self._held))
-        places = [held for one in modules for held in (one._parameters, one._buffers)]
-        self._places = [held for held in places for _ in held]
-        self._names = [name for held in places for name in held]
-        self._tensors = list(map(getitem, self._places, self._names))
-        self._sharded = [tensor for tensor in self._tensors if type(tensor) is DTensor]
-        self._layouts = list(map(_layout, self._sharded))
-
-    def __call__(self) -> bool:
-        try:
-            return (
-                not any(self._bare)
-                and list(map(len, self._hooked)) == self._counts
-                and list(map(_training, self._held)) == self._training
-                and all(map(is_, map(getitem, self._places, self._names), self._tensors))
-                and all(map(is_, map(_layout, self._sharded), self._layouts))
-            )
-        except KeyError:  # a parameter was taken away
-            return False
-
-
-_training, _layout = itemgetter("training"), attrgetter("_layout")

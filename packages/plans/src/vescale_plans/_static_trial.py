@@ -10,6 +10,7 @@ all, and draws no number; what would need more is judged from the tape alone.
 from __future__ import annotations
 
 import linecache
+from collections import OrderedDict
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,6 +43,7 @@ from vescale_dtensor.engine import (
 from ._containers import map_tensors
 from ._passes import entered
 from ._static_frame import Border, Frame, Step, odd_value, parameter_place, tensors_of
+from ._static_guard import FORWARD_HOOKS
 
 
 class _Left(BaseException):
@@ -223,7 +225,7 @@ def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
             known += [*item.frame.inputs, *tensors_of(item.frame.out)]
     done = tensors_of(frame.out)
     erased = erase(known)
-    swapped = _swap(frame)
+    swapped = [*_swap(frame), *_quiet_hooks(tape)]
     try:
         taping.tapes.append([])
         with ExitStack() as stack:
@@ -239,8 +241,8 @@ def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
     except Exception as error:
         return _at_part(frame, tape, taping, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", error)
     finally:
-        for owner, name, parameter in swapped:
-            owner[name] = parameter
+        for owner, name, usual in swapped:
+            owner[name] = usual
         restore(erased)
 
 
@@ -268,6 +270,18 @@ def _swap(frame: Frame) -> list[tuple[dict, str, Tensor]]:
             swapped.append((owner, name, owner[name]))
             owner[name] = new
     return swapped
+
+
+def _quiet_hooks(tape: list) -> list[tuple[dict, str, Any]]:
+    """Takes all hooks but a plan's borders off the modules that are called: in a trial they are not run again."""
+    usual = []
+    for module in {item.frame.module for item in tape if type(item) is Crossing}:
+        held = module.__dict__
+        for name in FORWARD_HOOKS:
+            usual.append((held, name, held[name]))
+            borders = [(key, hook) for key, hook in held[name].items() if hasattr(hook, "converter")]
+            held[name] = OrderedDict(borders)
+    return usual
 
 
 def _compare(frame: Frame, tape: list, taping: Taping, done: list[Tensor], out: Any) -> Difference | None:
