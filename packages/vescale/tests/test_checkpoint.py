@@ -92,6 +92,7 @@ def resume(path, mesh, fields, dropout):
     return values, train(state, MORE), global_values(state)
 
 
+PIPELINE = {"pipeline": vescale.Pipeline("pp", ("transformer.h.1",), microbatches=3)}
 SAVED = ({"dp": 2, "tp": 2}, {"zero": 1})
 RESUMED = [
     (1, {"dp": 1}, {}),
@@ -101,6 +102,7 @@ RESUMED = [
     (4, {"tp": 4}, {}),
     (4, {"dp": 4}, {"zero": 3}),
     (8, {"dp": 2, "tp": 4}, {"zero": 3}),
+    (4, {"pp": 2, "tp": 2}, PIPELINE),
 ]
 
 

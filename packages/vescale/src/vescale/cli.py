@@ -9,10 +9,12 @@ import typer
 from vescale_dtensor import VescaleError
 from vescale_pipeline import PipelineError
 
+from ._checkpoint_command import app as checkpoint
 from ._schedule_command import schedule
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(schedule)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 @app.callback()

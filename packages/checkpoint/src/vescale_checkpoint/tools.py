@@ -1,0 +1,232 @@
+"""Offline work on committed steps, in one process: what `vescale checkpoint` does.
+
+Each function takes a run's directory (its latest step) or one step's, and holds at
+most one tensor, or one of the files it writes, in memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from crc32c import crc32c
+from torch import Tensor
+
+from . import manifest
+from ._box import Box, Piece, split, stored, volume, whole
+from ._catalogue import Entry
+from ._commit import Root, leased
+from ._dtypes import DTYPES, SIZES
+from ._errors import CheckpointError, MismatchError, StorageError
+from ._load_plan import Target, plan_reads
+from ._memory import block_checks
+from ._read import Files, destination_of, read_all
+from ._save_plan import Write, block_bytes, header_of
+from ._source import Source, locate, read_manifest
+from ._storage import guarded, storage_of
+from ._write import Source as Bytes
+from ._write import write_file
+from .huggingface import Whole, write_folder
+from .manifest import FileInfo, Manifest, Section, Stored
+
+Progress = Callable[[int], None]
+_CHUNK_BYTES = 8 << 20
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], step: int | None = None) -> Iterator[Source]:
+    """A committed step, kept from deletion within the block. Raises StorageError, CorruptError, FormatError."""
+    storage, _ = storage_of(path)
+    folder = locate(path, step)
+    with leased(storage, folder) as there:
+        if not there:
+            raise StorageError("open", "the step vanished while it was opened", [f"path  {folder}"])
+        yield Source(storage, folder, manifest.parse(read_manifest(storage, folder), f"{folder}/{manifest.NAME}"))
+
+
+def verify(source: Source, progress: Progress = lambda nbytes: None) -> list[str]:
+    """Reads every byte of a step; what is wrong with it, a line each. Empty: it is whole."""
+    found = []
+    listed = {*source.manifest.files, manifest.NAME}
+    with guarded("verify", source.folder, "cannot list the directory"):
+        names = source.storage.names(source.folder)
+    found += [f"{name}: is not of this checkpoint" for name in names if name not in listed]
+    sections: dict[str, list[tuple[str, Section]]] = {name: [] for name in source.manifest.files}
+    for name, tensor in source.manifest.tensors.items():
+        for section in tensor.sections:
+            sections[section.file].append((name, section))
+    for file, info in source.manifest.files.items():
+        try:
+            found += _file_faults(source, file, info, sections[file], progress)
+        except CheckpointError as error:
+            found.append(f"{file}: {error.rule}")
+    return found
+
+
+def _file_faults(
+    source: Source, file: str, info: FileInfo, sections: Sequence[tuple[str, Section]], progress: Progress
+) -> Iterator[str]:
+    files = Files(source.storage, source.folder, source.manifest.files, verify=True)
+    block = source.manifest.block_bytes
+    step = max(block, _CHUNK_BYTES // block * block)
+    try:
+        files.check([file])
+        progress(info.header_nbytes)
+        for name, section in sections:
+            for at in range(section.start, section.stop, step):
+                data = bytearray(min(step, section.stop - at))
+                files.fill(file, data, at)
+                first = (at - section.start) // block
+                wanted, checks = section.checks[8 * first :], block_checks(memoryview(data), block)
+                for i in range(0, len(checks), 8):
+                    if checks[i : i + 8] != wanted[i : i + 8]:
+                        yield f"{file}: block {first + i // 8} of {name!r} is not as it was written"
+                progress(len(data))
+    finally:
+        files.close()
+
+
+def read_tensor(source: Source, name: str, box: Box | None = None) -> Tensor:
+    """A stored tensor, or a box of it, in CPU memory."""
+    kept = source.manifest.tensors[name]
+    box = whole(kept.shape) if box is None else box
+    tensor = torch.empty([stop - start for start, stop in box], dtype=DTYPES[kept.dtype])
+    target = Target(name, name, kept, (stored(box),) if tensor.numel() else (), kept.dtype)
+    block = source.manifest.block_bytes
+    files = Files(source.storage, source.folder, source.manifest.files, verify=True)
+    try:
+        plan = plan_reads([target], block)
+        files.check(sorted(plan))
+        read_all(files, plan, [target], [destination_of(tensor.view(-1), target)], block, verify=True)
+    finally:
+        files.close()
+    return tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one tensor, or the values, differ: `what` says it in words."""
+
+    name: str
+    what: str
+
+
+def diff(a: Source, b: Source, progress: Progress = lambda nbytes: None) -> list[Difference]:
+    """Every tensor that differs between two steps, bit for bit, whatever their sharding; and the other values."""
+    found = []
+    for name in sorted({*a.manifest.tensors, *b.manifest.tensors}):
+        mine, theirs = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
+        if mine is None or theirs is None:
+            found.append(Difference(name, "only in the second" if mine is None else "only in the first"))
+        elif (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+            kinds = (f"{tensor.dtype}{list(tensor.shape)}" for tensor in (mine, theirs))
+            found.append(Difference(name, " and ".join(kinds)))
+        else:
+            what = _differing(read_tensor(a, name), read_tensor(b, name))
+            found += [Difference(name, what)] if what else []
+            progress(mine.nbytes)
+    found += [
+        Difference(path, f"{mine} and {theirs}")
+        for path, mine, theirs in _differing_values(a.manifest.values, b.manifest.values, "")
+    ]
+    return found
+
+
+def _differing(x: Tensor, y: Tensor) -> str | None:
+    bits = [tensor.view(-1).view(torch.uint8).view(-1, tensor.element_size()) for tensor in (x, y)]
+    changed = (bits[0] != bits[1]).any(1)
+    if not changed.any():
+        return None
+    largest = (x.double() - y.double()).abs().max().item() if x.is_floating_point() else None
+    tail = "" if largest is None else f", by at most {largest:.3g}"
+    return f"{int(changed.sum())} of {x.numel()} elements{tail}"
+
+
+def _differing_values(a: object, b: object, path: str) -> Iterator[tuple[str, str, str]]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in dict.fromkeys((*a, *b)):
+            yield from _differing_values(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+    elif json.dumps(a) != json.dumps(b):
+        yield path, f"{json.dumps(a):.60}", f"{json.dumps(b):.60}"
+
+
+def export(
+    source: Source, out: str | os.PathLike[str], key: str = "model", progress: Progress = lambda nbytes: None
+) -> None:
+    """Writes the tensors under `key` as a HuggingFace folder, tied ones once.
+
+    Raises MismatchError where there are none, ConflictError where the folder exists. The model's configuration is not in a checkpoint: put its config.json there.
+    """
+    prefix = f"{key}."
+    tensors = [
+        Whole(name[len(prefix) :], kept.dtype, kept.shape, lambda name=name: read_tensor(source, name))
+        for name, kept in source.manifest.tensors.items()
+        if name.startswith(prefix)
+    ]
+    if not tensors:
+        raise MismatchError("export", f"the checkpoint has no tensors under {key!r}", [f"path  {source.folder}"])
+    write_folder(out, tensors, progress=progress)
+
+
+def reshard(source: Source, out: str | os.PathLike[str], ranks: int, progress: Progress = lambda nbytes: None) -> str:
+    """Writes the step again under another run's directory, as `ranks` ranks would: every tensor cut along its rows.
+
+    Loading does this by itself; it is for readers that want one file each. Returns the step's path.
+    """
+    if ranks < 1:
+        raise MismatchError("reshard", f"{ranks} ranks: at least one is needed")
+    kept = source.manifest
+    draft = Root(out, "reshard").begin(kept.step, overwrite=False)
+    try:
+        block = block_bytes(kept.nbytes)
+        files: dict[str, FileInfo] = {}
+        sections: dict[str, list[Section]] = {name: [] for name in kept.tensors}
+        for rank, writes in enumerate(_even(kept, ranks)):
+            if not writes:
+                continue
+            header, starts = header_of(writes, kept.step, draft.identity)
+            name = f"{rank:05d}-{draft.identity}.safetensors"
+            parts = []
+            for write in writes:
+                flat = read_tensor(source, write.entry.name, write.piece.box).view(-1)
+                parts.append(Bytes(flat, stored(write.piece.box)))
+                progress(write.nbytes)
+            checks = write_file(draft.root.storage, f"{draft.path}/{name}", header, parts, block)
+            for write, start, check in zip(writes, starts, checks, strict=True):
+                sections[write.entry.name].append(Section(write.piece.box, name, start, start + write.nbytes, check))
+            size = len(header) + sum(write.nbytes for write in writes)
+            files[name] = FileInfo(size, len(header), f"{crc32c(header):08x}")
+        tensors = {
+            name: Stored(tensor.dtype, tensor.shape, tuple(sections[name]), tensor.tied)
+            for name, tensor in kept.tensors.items()
+        }
+        about = {**kept.about, "resharded_from": source.folder, "world_size": ranks}
+        made = Manifest(kept.step, draft.identity, block, files, tensors, kept.values, about)
+        draft.commit(made.to_text())
+        return draft.final
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def _even(kept: Manifest, ranks: int) -> list[list[Write]]:
+    """Per file its sections: tensors cut along their first dim, small parts to the file with the fewest bytes."""
+    files: list[list[Write]] = [[] for _ in range(ranks)]
+    heap = [(0, rank) for rank in range(ranks)]
+    for name, tensor in kept.tensors.items():
+        if not prod(tensor.shape):
+            continue
+        entry = Entry(name, tensor.dtype, tensor.shape, tensor.tied, (), "")
+        for box in split(whole(tensor.shape), ranks):
+            load, rank = heap[0]
+            heapq.heapreplace(heap, (load + volume(box) * SIZES[tensor.dtype], rank))
+            files[rank].append(Write(entry, Piece(box, 0, stored(box).strides)))
+    for writes in files:
+        writes.sort(key=lambda write: -SIZES[write.entry.dtype])
+    return files

@@ -1,0 +1,108 @@
+"""`vescale checkpoint`: look at committed steps, check, compare, export and rewrite them. In one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from vescale_checkpoint import tools
+
+app = typer.Typer(no_args_is_help=True, help="Committed steps: look at, check, compare, export, rewrite.")
+Where = Annotated[str, typer.Argument(help="A run's directory (its latest step), or one step's.")]
+Step = Annotated[int | None, typer.Option(help="A committed step of the run.")]
+
+
+@app.command()
+def inspect(path: Where, step: Step = None, tensors: Annotated[bool, typer.Option(help="List each tensor.")] = True):
+    """What a step holds: when and how it was saved, its tensors and files."""
+    with tools.opened(path, step) as source:
+        kept, console = source.manifest, Console()
+        console.print(f"{source.folder}: step {kept.step}, {len(kept.tensors)} tensors, {size_of(kept.nbytes)}")
+        for key, value in kept.about.items():
+            if value not in (None, {}, []):
+                console.print(f"  {key}  {value}", overflow="fold", markup=False)
+        if not tensors:
+            return
+        table = Table("tensor", "dtype", "shape", "sections", "size", "tied to")
+        for name, tensor in kept.tensors.items():
+            shape, parts = str(list(tensor.shape)), str(len(tensor.sections))
+            table.add_row(name, tensor.dtype, shape, parts, size_of(tensor.nbytes), ", ".join(tensor.tied))
+        console.print(table)
+
+
+@app.command()
+def verify(path: Where, step: Step = None):
+    """Reads every byte of a step and checks it. Exit status 1 if anything is wrong."""
+    with tools.opened(path, step) as source:
+        total = sum(info.nbytes for info in source.manifest.files.values())
+        with progress("verify", total) as advance:
+            faults = tools.verify(source, advance)
+        for fault in faults:
+            typer.echo(fault)
+        typer.echo(f"{source.folder}: {len(faults)} faults" if faults else f"{source.folder}: whole, {size_of(total)}")
+    if faults:
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(first: Where, second: Where):
+    """Every tensor and value that differs between two steps, bit for bit. Exit status 1 if any does."""
+    with tools.opened(first) as a, tools.opened(second) as b:
+        with progress("diff", a.manifest.nbytes) as advance:
+            found = tools.diff(a, b, advance)
+        for difference in found:
+            typer.echo(f"{difference.name}: {difference.what}")
+        typer.echo(f"{len(found)} differences" if found else "no difference")
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    path: Where,
+    out: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    step: Step = None,
+    key: Annotated[str, typer.Option(help="The model's key in the state that was saved.")] = "model",
+):
+    """Writes a model's weights as a HuggingFace folder of safetensors."""
+    with tools.opened(path, step) as source, progress("export", source.manifest.nbytes) as advance:
+        tools.export(source, out, key, advance)
+    typer.echo(str(out))
+
+
+@app.command()
+def reshard(
+    path: Where,
+    out: Annotated[Path, typer.Argument(help="Another run's directory.")],
+    ranks: Annotated[int, typer.Option(help="How many files to write.")],
+    step: Step = None,
+):
+    """Writes a step again, cut for another number of ranks. Loading needs none of this: any step loads anywhere."""
+    with tools.opened(path, step) as source, progress("reshard", source.manifest.nbytes) as advance:
+        made = tools.reshard(source, out, ranks, advance)
+    typer.echo(made)
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes on the terminal's error stream; gives a function that advances it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def size_of(nbytes: int) -> str:
+    """In binary units, as people read them."""
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.4g} {units[0]}"
