@@ -8,7 +8,7 @@ what is no tensor, and hands fresh optimizer states and objects their values.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -33,10 +33,7 @@ _SHOWN = 8
 
 
 class Restore:
-    """A state matched with a manifest.
-
-    Raises MismatchError that lists what is missing, extra, or of another shape or dtype.
-    """
+    """A state matched with a manifest. `check` raises what does not fit; until then nothing is touched."""
 
     def __init__(self, manifest: Manifest, state: MutableMapping[str, Any], choice: Choice) -> None:
         self._manifest, self._choice = manifest, choice
@@ -59,6 +56,14 @@ class Restore:
             if key != PLAN_KEY:
                 self._item(key, state, key, values.get(key, _ABSENT))
         self.extra = self._unused(state, values)
+
+    def check(self, everywhere: Sequence[Sequence[str]]) -> None:
+        """Raises MismatchError for what does not fit. `everywhere`: every rank's `extra`.
+
+        Under pipeline stages a rank has a part of the names; extra is what no rank has.
+        """
+        common = set.intersection(*map(set, everywhere))
+        self.extra = [name for name in self.extra if name in common]
         self._check()
 
     def apply(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
@@ -114,6 +115,7 @@ def load(
     with session_of("load") as session, without_collector(), opened(session, path, step, state) as source:
         manifest = source.manifest
         restore = Restore(manifest, state, choice)
+        restore.check([json.loads(text) for text in session.gather("extra", json.dumps(restore.extra).encode())])
         plan = plan_reads(restore.targets, manifest.block_bytes)
         files = Files(source.storage, source.folder, manifest.files, verify)
         try:

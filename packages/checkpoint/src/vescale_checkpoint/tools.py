@@ -161,7 +161,8 @@ def export(
 ) -> None:
     """Writes the tensors under `key` as a HuggingFace folder, tied ones once.
 
-    Raises MismatchError where there are none, ConflictError where the folder exists. The model's configuration is not in a checkpoint: put its config.json there.
+    Raises MismatchError where there are none, ConflictError where the folder exists.
+    The model's configuration is not in a checkpoint: put its config.json there.
     """
     prefix = f"{key}."
     tensors = [
