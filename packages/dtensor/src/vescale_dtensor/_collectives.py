@@ -184,8 +184,9 @@ def gather_objects(value: object, mesh: Mesh) -> list:
     values = [value]
     for axis in reversed(range(mesh.ndim)):
         group = mesh.group((axis,))
-        parts: list = [None] * group.size()
-        torch.distributed.all_gather_object(parts, values, group=group)
+        parts: list = [values] * group.size()
+        if group.name() != "fake":  # in a world without processes everybody would say the same
+            torch.distributed.all_gather_object(parts, values, group=group)
         values = [one for part in parts for one in part]
     return values
 

@@ -206,7 +206,7 @@ class _Call:
         if border.spread:
             fresh = self._dispatch(tokens, indices)
         else:
-            border.load = torch.bincount(indices.reshape(-1), minlength=border.experts).tolist()
+            border.load = [] if indices.is_meta else _counts(indices.reshape(-1), border.experts).tolist()
             fresh = (tokens, indices, self._weights)
         replaced = dict(zip(map(id, given), fresh))
         self.args = tuple(replaced.get(id(one), one) for one in args)
@@ -283,13 +283,16 @@ class _Route:
 
     def __init__(self, border: ExpertsBorder, indices: Tensor) -> None:
         self.border = border
-        flat = indices.reshape(-1)
+        dry = indices.is_meta
+        flat = torch.arange(indices.numel()) % border.experts if dry else indices.reshape(-1)  # dry: an even load
         self.order = torch.argsort(flat, stable=True)
         self.back = torch.empty_like(self.order)
         self.back[self.order] = torch.arange(flat.numel(), device=flat.device)
-        counts = torch.bincount(flat, minlength=border.experts)
+        counts = _counts(flat, border.experts)
         set_cause(Cause("expert counts", border.name))
         arrived = exchange_rows(counts, border.held, [border.local] * border.ranks, border.mesh, border.axis)
+        if dry:
+            arrived = counts.split(border.held)[border.mine].repeat(border.ranks)
         self.arrived = arrived.view(border.ranks, border.local)
         sent = torch.stack([part.sum() for part in counts.split(border.held)])
         numbers = torch.cat([sent, self.arrived.sum(1)]).tolist()  # the one wait for the device
@@ -304,6 +307,10 @@ class _Route:
     def exchange(self, rows: Tensor, sends: list[int], receives: list[int], cause: Cause) -> Tensor:
         set_cause(cause)
         return exchange_rows(rows, sends, receives, self.border.mesh, self.border.axis)
+
+
+def _counts(indices: Tensor, experts: int) -> Tensor:
+    return torch.bincount(indices, minlength=experts)
 
 
 class _Out(torch.autograd.Function):

@@ -1,0 +1,196 @@
+"""dry_run: a training step of a plan on meta tensors, in a world without processes.
+
+It is the engine itself that runs: the same rules choose the same conversions, the same buffers take the same gradients,
+and only nothing is computed and nobody is at the other end. So what it counts is what a real run issues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vescale_dtensor.debug import Event, comm_trace
+from vescale_rng import is_deferred
+
+from ._apply import OptimizerFn, parallelize
+from ._containers import map_tensors
+from ._join import forget_meshes
+from ._meta_attention import fused_attention
+from ._meter import Meter
+from ._parts import PlanError
+from .plan import Plan
+
+KINDS = ("parameters", "optimizer", "gradients", "activations", "other")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one training step of rank 0 takes, once it is warm (the second step).
+
+    Arguments:
+        plan: that was run.
+        collectives: every collective, with axes, bytes received and cause, in order.
+        flops: of this rank's matrix products, convolutions and attention; forward, backward and recomputation.
+        memory: bytes by kind at the worst moment. "parameters" includes buffers and what ZeRO gathers, "activations"
+            is what forward made, "gradients" what backward and the gradient buffers hold.
+        resting: bytes by kind between steps.
+    """
+
+    plan: Plan
+    collectives: tuple[Event, ...]
+    flops: int
+    memory: dict[str, int]
+    resting: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst moment."""
+        return sum(self.memory.values())
+
+    @property
+    def received(self) -> int:
+        """Bytes that the rank receives in a step."""
+        return sum(event.received for event in self.collectives)
+
+    def __str__(self) -> str:
+        moved: Counter[tuple] = Counter()
+        count: Counter[tuple] = Counter()
+        for event in self.collectives:
+            key = (event.kind, ",".join(event.axes), event.cause.direction)
+            moved[key] += event.received
+            count[key] += event.count
+        rows = [("collective", "axes", "direction", "count", "received")]
+        rows += [(*key, str(count[key]), _bytes(moved[key])) for key in count]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        kinds = ", ".join(f"{kind} {_bytes(size)}" for kind, size in self.memory.items())
+        return "\n".join(
+            [
+                f"one step of one rank of {self.plan.world_size}: {self.flops / 1e12:.3g} TFLOP, "
+                f"{_bytes(self.received)} received, {_bytes(self.peak)} at the peak",
+                f"at the peak: {kinds}",
+                *table,
+            ]
+        )
+
+
+def dry_run(
+    plan: Plan,
+    model: nn.Module,
+    batch: Any,
+    optimizer_fn: OptimizerFn | None = torch.optim.AdamW,
+    *,
+    loss_fn: Callable | None = None,
+    step: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> DryRun:
+    """Runs two training steps of `plan` without processes, memory or time, and says what the second takes.
+
+    Arguments:
+        plan: of any world size.
+        model: as for `parallelize`; it is left as it is. Its values, and those of `batch`, are not read.
+        batch: the global batch, as the model takes it: a tensor, a tuple of positional or a dict of keyword
+            arguments. Only shapes and dtypes count; meta tensors will do.
+        optimizer_fn: as for `parallelize`; None for forward and backward alone.
+        loss_fn: as for `parallelize`.
+        step: (model, batch) -> the loss, when it is neither what the model returns nor its `.loss`.
+
+    A forward that reads a floating point value (`item()`, `if x.any()`) cannot run without one, and raises as torch
+    says it. Integers are real.
+
+    Raises PlanError in a process that has joined a world, what `parallelize` raises, and what the model raises.
+    """
+    if dist.is_initialized():
+        raise PlanError(
+            "dry_run",
+            f"this process is rank {dist.get_rank()} of a world of {dist.get_world_size()} already",
+            (),
+            [("call it before the world is joined", "a dry run has a world of its own")],
+        )
+    meter = Meter()
+    with _world(plan.world_size), fused_attention(), torch.no_grad():
+        model = _without_values(model)
+        batch = map_tensors(batch, _blank)
+        with torch.enable_grad(), comm_trace(model) as trace, meter:
+            model, optimizer = parallelize(plan, model, optimizer_fn, loss_fn=loss_fn)
+            meter.label(_state(model), "parameters")
+            for _ in range(2):
+                trace.events.clear()
+                meter.mark()
+                meter.kind = "activations"
+                loss = (step or _loss)(model, batch)
+                meter.kind = "gradients"
+                loss.backward()
+                del loss
+                if optimizer is not None:
+                    meter.kind = "optimizer"
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return DryRun(plan, tuple(trace.events), meter.flops, _kinds(meter.peak), _kinds(meter.live))
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, dict):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    loss = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    if loss is None and isinstance(out, (tuple, list)):
+        loss = out[0]
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise PlanError(
+            "dry_run",
+            f"the model returned {type(out).__name__}, in which no loss of no dims was found",
+            (),
+            [("step=lambda model, batch: ...", "returns the loss"), ("loss_fn=...", "as for parallelize")],
+        )
+    return loss
+
+
+@contextlib.contextmanager
+def _world(size: int) -> Iterator[None]:
+    """Rank 0 of a world whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        forget_meshes()
+        dist.destroy_process_group()
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy of the model whose tensors are meta; nothing of the size of the model is allocated on the way."""
+    known: dict[int, Any] = {}
+    for tensor in _state(model):
+        blank = _blank(tensor)
+        known[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+    return copy.deepcopy(model, known)
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    """Without values, unless they are integers: those index, mask and are read, and cost nothing."""
+    if is_deferred(tensor) or tensor.is_floating_point() or tensor.is_complex():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tensor
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _kinds(counted: Counter[str]) -> dict[str, int]:
+    return {kind: counted[kind] for kind in KINDS if counted[kind]}
+
+
+def _bytes(size: float) -> str:
+    unit = next((unit for unit in range(4) if size < 1024 ** (unit + 1)), 4)
+    return f"{size / 1024**unit:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"

@@ -1,0 +1,159 @@
+"""Dry runs against real ones: the same collectives, the same memory, the same operations."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import vescale
+from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_plans import Plan, PlanError, dry_run, library
+from vescale_plans._meter import Meter
+
+warm_up("torch._dynamo", "vescale", "transformers")
+
+BATCH, POSITIONS, VOCABULARY = 8, 32, 128
+
+
+def gpt():
+    from nanogpt.model import GPT, GPTConfig
+
+    return GPT(GPTConfig(vocab_size=VOCABULARY, block_size=POSITIONS, n_layer=2, n_head=4, n_embd=64))
+
+
+def llama():
+    from llama.model import build
+
+    return build(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=176, num_hidden_layers=2)
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=2, num_local_experts=8, experts_implementation="eager", **sizes
+    )
+    return MixtralForCausalLM(config).train()
+
+
+def tokens():
+    ids = torch.randint(VOCABULARY, (2, BATCH, POSITIONS), generator=torch.Generator().manual_seed(0))
+    return ids[0], ids[1]
+
+
+def labelled():
+    return {"input_ids": tokens()[0], "labels": tokens()[0]}
+
+
+CASES = {
+    "gpt, dp2 tp2 sp": (gpt, tokens, partial(library.gpt, {"dp": 2, "tp": 2})),
+    "llama, dp2 tp2 sp": (llama, labelled, partial(library.llama, {"dp": 2, "tp": 2})),
+    "llama, tp4": (llama, labelled, partial(library.llama, {"tp": 4}, sequence_parallel=False)),
+    "llama, dp4": (llama, labelled, partial(library.llama, {"dp": 4})),
+    "mixtral, ep4": (
+        mixtral, labelled, partial(Plan, {"ep": 4}, {"*": {}}, data_axis="ep", expert_axis="ep"),
+    ),
+}  # fmt: skip
+EVEN = [name for name in CASES if "mixtral" not in name]  # where the load of ranks does not depend on values
+
+
+def loss_of(model, batch):
+    out = model(**batch) if isinstance(batch, dict) else model(*batch)
+    return getattr(out, "loss", out)
+
+
+def really(name):
+    """Collectives and bytes of the second step, on every rank."""
+    build, batch, plan = CASES[name]
+    torch.manual_seed(0)
+    model, meter = build(), Meter()
+    model, optimizer = vescale.parallelize(plan(), model, torch.optim.AdamW)
+    batch = batch()
+    meter.label([*model.parameters(), *model.buffers()], "parameters")
+    with vescale.comm_trace(model) as trace, meter:
+        for _ in range(2):
+            trace.events.clear()
+            meter.mark()
+            meter.kind = "activations"
+            loss = loss_of(model, batch)
+            meter.kind = "gradients"
+            loss.backward()
+            del loss
+            meter.kind = "optimizer"
+            optimizer.step()
+            optimizer.zero_grad()
+    return described(trace.events), meter.peak.total(), dict(meter.peak), meter.flops
+
+
+def described(events):
+    return [(e.kind, e.axes, e.cause.function, e.cause.module, e.cause.direction, e.received, e.count) for e in events]
+
+
+def dryly(name):
+    build, batch, plan = CASES[name]
+    return dry_run(plan(), build(), batch())
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_counts_what_a_real_run_issues(name):
+    found = dryly(name)
+    events, peak, kinds, flops = run_ranks(4, really, name)[0]
+    ours = [e for e in described(found.collectives) if e[2] != "check_agreement"]
+    assert [e[:5] for e in ours if e[6]] == [e[:5] for e in events if e[6]]
+    assert found.received == sum(e[5] for e in events)
+    assert found.flops == flops
+    assert abs(found.peak / peak - 1) < 0.02, (found.memory, kinds)
+
+
+def test_experts_of_an_even_load():
+    found = dryly("mixtral, ep4")
+    kinds = [e.cause.function for e in found.collectives if e.cause.function.startswith("expert")]
+    assert kinds.count("expert dispatch") == kinds.count("expert combine") == 4
+    assert kinds.count("expert counts") == 2
+    rows = BATCH * POSITIONS // 4 * 2 * 64 * 4
+    moved = {e.received for e in found.collectives if e.cause.function == "expert dispatch"}
+    assert moved == {rows * 3 // 4}
+
+
+@pytest.mark.parametrize("name", ["gpt, dp2 tp2 sp", "llama, tp4", "llama, dp4"])
+def test_operations_are_shared_out_whole(name):
+    """Nothing is computed twice: the operations of four ranks are those of one device."""
+    build, batch, _ = CASES[name]
+    with Meter() as meter:
+        loss_of(build(), batch()).backward()
+    assert dryly(name).flops * 4 == meter.flops
+
+
+def test_a_model_far_larger_than_memory():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=4, num_attention_heads=64, num_key_value_heads=8
+    )
+    with vescale.deferred_init():
+        model = LlamaForCausalLM(config)
+    ids = torch.zeros(16, 4096, dtype=torch.int64)
+    found = dry_run(library.llama({"dp": 8, "tp": 8}), model, {"input_ids": ids, "labels": ids})
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters / 8 < found.memory["parameters"] / 4 < parameters / 8 * 1.02
+    assert found.memory["optimizer"] > 2 * 4 * parameters / 8
+    assert "all_gather" in str(found) and "at the peak" in str(found)
+
+
+def joined_already():
+    with pytest.raises(PlanError, match="of a world of 2 already"):
+        dryly("gpt, dp2 tp2 sp")
+
+
+def test_only_outside_a_world():
+    run_ranks(2, joined_already)
+
+
+def test_a_loss_that_is_not_found():
+    with pytest.raises(PlanError, match="no loss of no dims"):
+        dry_run(Plan({"dp": 2}, {"*": {}}), torch.nn.Linear(4, 4), torch.zeros(2, 4))
+    found = dry_run(
+        Plan({"dp": 2}, {"*": {}}), torch.nn.Linear(4, 4), torch.zeros(2, 4), step=lambda model, x: model(x).sum()
+    )
+    assert [e.kind for e in found.collectives] == ["all_reduce"]
