@@ -44,6 +44,7 @@ COMMUNICATES = {
     },
     "plans": {
         "_data_parallel",  # reduces gradients
+        "dry_run",  # makes a world without processes
         "_join",  # joins torchrun's process group
         "_recompute",  # torch's checkpoint by hooks lives there
         "_together",  # lets all ranks know how one fared

@@ -122,6 +122,7 @@ CHECKS: tuple[Check, ...] = (
     Check(7, 3, "what verify says", tests("packages/pipeline/tests/test_verify.py")),
     Check(7, 3, "published bubbles and memories", tests("packages/pipeline/tests/test_simulate.py")),
     Check(7, 3, "a verdict within a second", (PYTHON, "benchmarks/schedules.py")),
+    Check(9, 3, "dry runs count what real runs issue", tests("packages/vescale/tests/test_dry_run.py")),
     Check(10, 1, "mixtures of experts as on one device", tests("packages/vescale/tests/test_experts.py")),
     Check(10, 1, "experts of a user's own making", tests("packages/plans/tests/test_experts.py")),
     Check(10, 3, "what spreading experts is worth", (PYTHON, "benchmarks/experts.py")),

@@ -27,6 +27,8 @@ from vescale_plans import PlanError as PlanError
 from vescale_plans import Precision as Precision
 from vescale_plans import SeededSamples as SeededSamples
 from vescale_plans import StaticWarning as StaticWarning
+from vescale_plans import DryRun as DryRun
+from vescale_plans import dry_run as dry_run
 from vescale_plans import expert_load as expert_load
 from vescale_plans import explain_static as explain_static
 from vescale_plans import no_sync as no_sync
