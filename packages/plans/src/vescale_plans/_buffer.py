@@ -186,7 +186,8 @@ class Buffer:
                 else:
                     slot.full.copy_(values)
             if self.differentiable:
-                slot.optimized = nn.Parameter(slot.master)
+                offloaded = self.sharing.offload
+                slot.optimized = nn.Parameter(slot.master.detach().to("cpu", copy=True) if offloaded else slot.master)
                 if self.reduce is not self.compute or self.compute is not dtype:
                     with local_only():
                         slot.parameter.grad_dtype = self.reduce

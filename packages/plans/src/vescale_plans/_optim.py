@@ -17,15 +17,17 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor
+from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import convert, local_only, stamp
 
 from ._buffer import Slot
+from ._matrix import Owners
 from ._parts import PlanError
 from ._zero import DataParallel
 
@@ -34,6 +36,8 @@ ELEMENTWISE = frozenset(
     for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 )
 """Classes of torch.optim whose step treats every element of a parameter alike and alone. Subclasses are not meant."""
+MATRIX = frozenset(kind for kind in (getattr(torch.optim, "Muon", None),) if kind is not None)
+"""Classes whose step looks at one whole matrix at a time."""
 
 
 def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: dict[int, str]) -> Any:
@@ -51,8 +55,14 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__})
     optimizer._parallel = data_parallel
     optimizer._parameter_names = names
-    optimizer._whole = kind not in ELEMENTWISE
-    if not optimizer._whole:
+    optimizer._owners = None
+    optimizer._whole = kind not in ELEMENTWISE and kind not in MATRIX
+    if kind in MATRIX:
+        slots = [data_parallel.slot_of(p) for group in optimizer.param_groups for p in group["params"]]
+        sharing = data_parallel.sharing
+        lead = sharing.lead if sharing.lead is not None and sharing.mesh.sizes[sharing.lead] > 1 else None
+        optimizer._owners = Owners([slot for slot in slots if slot is not None], sharing.mesh, lead)
+    elif kind in ELEMENTWISE:
         _state_made_early(optimizer)
     return optimizer
 
@@ -62,7 +72,8 @@ class Sharded:
 
     _parallel: DataParallel
     _parameter_names: dict[int, str]
-    _whole: bool
+    _whole: bool  # on the DTensors themselves
+    _owners: Owners | None  # of matrices
 
     def step(self, closure: Any = None, **options: Any) -> Any:
         """As the optimizer's own: gradients still pending are reduced first, parameters follow after."""
@@ -95,20 +106,47 @@ class Sharded:
                 if slot is None or slot.optimized is None:
                     inside.append(parameter)
                     continue
-                slot.optimized.grad = _local_gradient(slot)
-                inside.append(slot.optimized)
-                pairs.append((parameter, slot.optimized))
+                plain = self._lend(slot)
+                inside.append(plain)
+                pairs.append((parameter, plain))
                 slots.append(slot)
             group["params"] = inside
         self._rename(pairs)
         try:
             yield
+            for slot in slots:
+                self._take_back(slot)
         finally:
             for group, params in zip(self.param_groups, shown):
                 group["params"] = params
             self._rename([(plain, parameter) for parameter, plain in pairs])
-            for slot in slots:
-                slot.optimized.grad = None
+            for _, plain in pairs:
+                plain.grad = None
+
+    def _lend(self, slot: Slot) -> nn.Parameter:
+        """The plain parameter that steps in a DTensor's place, with its gradient."""
+        if self._owners is not None:
+            return self._owners.bring(slot, slot.parameter.grad)
+        plain, gradient = slot.optimized, _local_gradient(slot)
+        if plain.data_ptr() != slot.master.data_ptr():  # offloaded: the master may have been loaded or written since
+            with torch.no_grad():
+                plain.copy_(slot.master)
+            gradient = None if gradient is None else gradient.to(plain.device)
+        plain.grad = gradient
+        return plain
+
+    def _take_back(self, slot: Slot) -> None:
+        if self._owners is not None:
+            self._owners.send_back(slot)
+        elif slot.optimized.data_ptr() != slot.master.data_ptr():
+            with torch.no_grad():
+                slot.master.copy_(slot.optimized)
+
+    def _plain_of(self, slot: Slot) -> tuple[nn.Parameter, Layout]:
+        """The parameter whose shape a state has, and the layout of such a state."""
+        if self._owners is not None:
+            return self._owners.plain(slot), self._owners.layout(slot)
+        return slot.optimized, slot.gradient_layout
 
     def _rename(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """The state of one parameter becomes that of another, in the order it had."""
@@ -137,7 +175,7 @@ class Sharded:
         for parameter, values in self.state.items():
             slot = self._parallel.slot_of(parameter)
             state[self._parameter_names[id(parameter)]] = {
-                key: self._as_dtensor(value, slot) for key, value in values.items()
+                key: self._as_dtensor(key, value, slot) for key, value in values.items()
             }
         groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -173,10 +211,13 @@ class Sharded:
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
 
-    def _as_dtensor(self, value: Any, slot: Slot | None) -> Any:
-        if slot is None or type(value) is not Tensor or value.shape != slot.master.shape or _is_count(value, slot):
+    def _as_dtensor(self, key: str, value: Any, slot: Slot | None) -> Any:
+        if slot is None or self._whole or type(value) is not Tensor or key in _COUNTS:
             return value
-        return stamp(value.detach(), slot.gradient_layout)
+        plain, layout = self._plain_of(slot)
+        if value.numel() != prod(layout.local_shape) or value.ndim != plain.ndim:
+            return value
+        return stamp(value.detach().view(layout.local_shape), layout)
 
     def _materialize(self) -> None:
         """Steps over throw-away zeros with zero gradients: what that makes is the state before the first step."""
@@ -191,7 +232,8 @@ class Sharded:
             return
         kept_groups, kept_state = self.param_groups, self.state
         for group, parameter, slot in waiting:
-            blank = nn.Parameter(torch.zeros_like(slot.optimized))
+            shape = self._owners.local_shape(slot) if self._owners is not None else slot.optimized.shape
+            blank = nn.Parameter(torch.zeros(shape, dtype=slot.optimized.dtype, device=slot.optimized.device))
             blank.grad = torch.zeros_like(blank)
             self.param_groups, self.state = [{**group, "params": [blank]}], defaultdict(dict)
             try:
@@ -205,9 +247,8 @@ class Sharded:
             kept_state[parameter] = made
 
 
-def _is_count(value: Tensor, slot: Slot) -> bool:
-    """A 0-dim state of a 0-dim parameter that is not cut: a step count, which torch keeps beside it."""
-    return value.ndim == 0 and slot.master.ndim == 0 and value.dtype is torch.float32 and value.device.type == "cpu"
+_COUNTS = frozenset({"step", "eta", "mu", "mu_product"})
+"""States of torch.optim that are one number per parameter, whatever its shape."""
 
 
 def _local_gradient(slot: Slot) -> Tensor | None:

@@ -124,6 +124,8 @@ class DataParallel:
         for unit in self.units:
             for module in unit.modules:
                 self._install(unit, module)
+        if sharing.compute is not None:
+            model.register_forward_pre_hook(self._cast, with_kwargs=True)
         after_backward(self.finish)
 
     # --- what the optimizer and the user call -------------------------------------------
@@ -178,6 +180,11 @@ class DataParallel:
             )  # fmt: skip
         if unit.fetched or unit.reduced:
             module.register_forward_hook(lambda _, args, output: self._leave(unit, output, root))
+
+    def _cast(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Floating inputs in the dtype that the model computes in."""
+        compute = self.sharing.compute
+        return map_tensors((args, kwargs), lambda one: one.to(compute) if one.is_floating_point() else one)
 
     def _enter(self, unit: Unit, inputs: Any) -> None:
         backward = _current_graph_task_id() != -1

@@ -147,22 +147,48 @@ def _norms(tensors, ord=2, dtype=None):
     for members in groups.values():
         stacked = torch.stack([sums[i] for i in members])
         for i, one in zip(members, (stacked.sqrt() if ord == 2 else stacked.pow(1 / ord)).unbind()):
-            sums[i] = one
+            kept = tensors[i].dtype if dtype is None else dtype
+            sums[i] = one.to(kept) if one.dtype is torch.float64 else one
     return sums
 
 
 def _power_sum(x: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
+    """The sum of |x|^ord, pending where x is cut.
+
+    Squares are summed in float64, so that the norm of the same values is the same number, to the bit of a
+    float32, however they are cut.
+    """
     x = x if dtype is None else x.to(dtype)
     if type(x) is DTensor and x._layout.is_pending:  # reduced once, not once per use
         x = convert(x, x._layout.base.with_states([INVARIANT if s is PENDING else s for s in x._layout.states]))
-    powers = (x.abs() if ord == 1 else (x * x.conj()).real if x.is_complex() and ord == 2
-              else x * x if ord == 2 else x.abs().pow(ord))  # fmt: skip
-    if type(x) is not DTensor or x._layout.flat_axis is None:
-        return powers.sum()
-    layout = x._layout.base
+    squares = ord == 2 and x.is_floating_point() and not (torch.is_grad_enabled() and x.requires_grad)
+    if not squares and (type(x) is not DTensor or x._layout.flat_axis is None):
+        return _powers(x, ord).sum()
     with local_only():
-        total = powers.sum()
+        total = _sum_of_squares(x.detach()) if squares else _powers(x, ord).sum()
+    if type(x) is not DTensor:
+        return total
+    layout = x._layout.base
+    total.__class__ = Tensor
     return stamp(total, layout_of(layout.mesh, [PENDING if s.kind in "SF" else s for s in layout.states], ()))
+
+
+def _powers(x: Tensor, ord: float) -> Tensor:
+    return (x.abs() if ord == 1 else (x * x.conj()).real if x.is_complex() and ord == 2
+            else x * x if ord == 2 else x.abs().pow(ord))  # fmt: skip
+
+
+# Elements that are float64 at a time: on a CPU what fits its cache.
+_AT_A_TIME = {"cpu": 1 << 16}
+
+
+def _sum_of_squares(local: Tensor) -> Tensor:
+    flat = local.reshape(-1)
+    total = flat.new_zeros((), dtype=torch.float64)
+    for part in flat.split(_AT_A_TIME.get(flat.device.type, 1 << 24)):
+        wide = part.double()
+        total += torch.dot(wide, wide)
+    return total
 
 
 # --- fused optimizers -----------------------------------------------------------------
