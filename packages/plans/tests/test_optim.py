@@ -302,6 +302,7 @@ def test_the_sharded_state_is_the_real_one_and_survives_another_stage():
             for p, q in zip(other.parameters(), model.parameters()):
                 p.copy_(q.full_tensor())
         fresh.load_sharded_state_dict(target | {"param_groups": state["param_groups"]})
+        optimizer.zero_grad()
         for net, opt in ((model, optimizer), (other, fresh)):
             for step in range(2):
                 net(batch(20 + step)).backward()

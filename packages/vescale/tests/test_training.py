@@ -1,13 +1,14 @@
 """Training under every kind of plan against one device: losses, parameters, and what is communicated."""
 
 import contextlib
+import itertools
 from functools import partial
 
 import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -54,8 +55,8 @@ def batches(vocabulary, batch, steps):
     return [torch.randint(vocabulary, (2, batch, POSITIONS), generator=generator) for _ in range(steps)]
 
 
-def train(name, optimizer, vocabulary, batch, plan=None, steps=STEPS, trace_last=False):
-    """Losses, parameters (whole), and the trace of the last step's forward and backward."""
+def train(name, optimizer, vocabulary, batch, plan=None, steps=STEPS, trace_last=False, accumulate=1):
+    """Losses, parameters (whole), and the trace of the last step's last forward and backward."""
     build, loss_of = MODELS[name]
     torch.manual_seed(0)
     model = build(vocabulary)
@@ -64,14 +65,15 @@ def train(name, optimizer, vocabulary, batch, plan=None, steps=STEPS, trace_last
     else:
         model, optimizer = vescale.parallelize(plan, model, OPTIMIZERS[optimizer])
     losses = []
-    for step, (inputs, targets) in enumerate(batches(vocabulary, batch, steps)):
-        last = trace_last and step == steps - 1
+    for part, (inputs, targets) in enumerate(batches(vocabulary, batch, steps * accumulate), start=1):
+        last = trace_last and part == steps * accumulate
         with vescale.comm_trace(model) if last else contextlib.nullcontext() as trace:
             loss = loss_of(model, inputs, targets)
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
         losses.append(loss.item())
+        if part % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
     whole = {n: p.detach() if plan is None else p.detach().full_tensor() for n, p in model.named_parameters()}
     return losses, whole, trace
 
@@ -106,6 +108,45 @@ def test_training_equals_one_device(name, case, optimizer):
     for losses, parameters in run_ranks(4, compared, name, optimizer, *CASES[case], timeout=300):
         assert max(losses) <= LOSS
         assert {n: e for n, e in parameters.items() if not e <= PARAMETER} == {}
+
+
+# Meshes of 4 ranks over a data and a tensor axis, and hybrid sharding: (mesh, data axes, sequence parallel).
+ZERO_MESHES = {
+    "dp4": ({"dp": 4}, "dp", False),
+    "dp2 tp2": ({"dp": 2, "tp": 2}, "dp", True),
+    "tp4": ({"tp": 4}, None, True),
+    "hybrid": ({"dpr": 2, "dp": 2}, ("dpr", "dp"), False),
+}
+
+
+def staged(name, mesh, axes, sequence_parallel, accumulate):
+    """Per ZeRO stage the largest errors of losses and parameters, and whether all is bitwise ZeRO-0's."""
+    library_plan = getattr(library, name)(mesh=mesh, sequence_parallel=sequence_parallel)
+    wanted_losses, wanted, _ = train(name, "adamw", 64, 8, accumulate=accumulate)
+    first, found = None, []
+    for zero in range(4):
+        plan = library_plan.override(zero=zero, data_axis=axes)
+        losses, whole, _ = train(name, "adamw", 64, 8, plan, accumulate=accumulate)
+        first = first or (losses, whole)
+        alike = losses == first[0] and all(torch.equal(whole[n], first[1][n]) for n in whole)
+        compared_whole, compared_wanted = dict(whole), dict(wanted)
+        _drop_key_biases(compared_whole, compared_wanted)
+        found.append(
+            (
+                max(abs(a - b) / abs(b) for a, b in zip(losses, wanted_losses)),
+                max(((compared_whole[n] - w).norm() / w.norm()).item() for n, w in compared_wanted.items()),
+                alike,
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "accumulate"), slice_of(list(itertools.product(MODELS, ZERO_MESHES, (1, 3))), 5)
+)
+def test_zero_stages_equal_one_device_and_each_other(name, mesh, accumulate):
+    for loss, parameter, alike in run_ranks(4, staged, name, *ZERO_MESHES[mesh], accumulate, timeout=400)[0]:
+        assert loss <= LOSS and parameter <= PARAMETER and alike
 
 
 def counted(name, mesh, sequence_parallel):

@@ -21,7 +21,7 @@ from torch import Tensor
 from ._convert import convert_operand
 from ._copies import mark_copy
 from ._fallback import gathered
-from ._rules.registry import Call, Decision, Entry, composite
+from ._rules.registry import Call, Decision, Entry, Operand, composite
 from ._signature import Signature
 from ._state import INVARIANT, PENDING
 from ._tensor import DTensor
@@ -32,7 +32,8 @@ def decide_flat(entry: Entry, call: Call) -> Decision:
     family = entry.rule.__module__.rpartition(".")[2] if entry.rule is not None else ""
     if family == "optim":
         return _listed(entry, call)
-    if family in ("pointwise", "metadata"):
+    named = any(isinstance(value, Operand) for value in call.kwargs.values())  # alpha=, a number by itself
+    if family in ("pointwise", "metadata") and not named:
         decision = entry.rule(call)
         if isinstance(decision, Signature):
             decision = _elementwise(call, decision)
