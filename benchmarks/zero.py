@@ -140,7 +140,7 @@ def live_bytes() -> int:
     storages = {}
     for one in gc.get_objects():
         try:
-            if isinstance(one, torch.Tensor) and one.layout is torch.strided:
+            if issubclass(type(one), torch.Tensor) and one.layout is torch.strided:
                 with torch._C.DisableTorchFunctionSubclass():
                     storage = one.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()

@@ -81,6 +81,7 @@ class Sharded:
             if closure is not None:
                 options["closure"] = _reducing(closure, self._parallel)
             self._parallel.flush()
+            self._parallel.rest()
             loss = super().step(**options)
         else:
             loss = None
@@ -283,6 +284,7 @@ def _reducing(closure: Any, data_parallel: DataParallel) -> Any:
     def run() -> Any:
         loss = closure()
         data_parallel.flush()
+        data_parallel.rest()
         return loss
 
     return run

@@ -152,6 +152,11 @@ class DataParallel:
         finally:
             self.enabled = saved
 
+    def rest(self) -> None:
+        """Parameters are the masters, where they are not the same memory: a write to one stays."""
+        for unit in self.units:
+            unit.close()
+
     def updated(self) -> None:
         """The masters have changed: parameters follow. Cost: below ZeRO-3 an all-gather of each buffer."""
         for unit in self.units:

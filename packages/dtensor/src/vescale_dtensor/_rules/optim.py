@@ -128,7 +128,11 @@ def foreach_single(call: Call) -> Decision:
 
 @rule(getattr(torch, "_foreach_powsum", None))
 def foreach_powsum(call: Call) -> Decision:
-    return composite(lambda tensors, ord=2, dtype=None: [_power_sum(x, ord, dtype) for x in tensors])
+    def sums(tensors, ord=2, dtype=None):
+        return [_power_sum(x, ord, dtype).to((x.abs() if x.is_complex() else x).dtype if dtype is None else dtype)
+                for x in tensors]  # fmt: skip
+
+    return composite(sums)
 
 
 @rule(torch._foreach_norm)
