@@ -140,6 +140,7 @@ PUBLIC = {
         "draw",
         "generate",
         "peak_memory",
+        "record_events",
         "simulate",
         "verify",
     },

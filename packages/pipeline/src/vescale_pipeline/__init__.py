@@ -8,6 +8,7 @@ from .action import Action as Action
 from .action import Schedule as Schedule
 from .draw import chrome_trace as chrome_trace
 from .draw import draw as draw
+from .recording import record_events as record_events
 from .schedules import generate as generate
 from .simulate import Costs as Costs
 from .simulate import Event as Event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,8 @@ from ._errors import PipelineError
 from ._loss import loss_in
 from ._p2p import PARTS, Arrival, Header, part_of
 from .action import Action
+from .recording import note
+from .simulate import Event
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
@@ -31,7 +34,7 @@ class Interpreter:
     ) -> None:
         self._forward, self._codec = runtime.forward, runtime.codec
         self._link, self._tags, self._stages = runtime.link, runtime.tags, runtime.stages
-        self._last = runtime.schedule.stages - 1
+        self._rank, self._last = runtime.rank, runtime.schedule.stages - 1
         self._call, self._parts = call, parts
         self._weights, self._scale, self._trains = weights, scale, trains
         self._posted: dict[tuple[str, int, int], Arrival] = {}
@@ -53,7 +56,9 @@ class Interpreter:
 
     def do(self, action: Action) -> None:
         kind, stage, microbatch, peer = action
+        self._began = perf_counter()
         self._table[kind](stage, microbatch, peer)
+        note(Event(self._rank, action, self._began, perf_counter()))
 
     def end(self) -> None:
         """The generator goes past the last microbatch."""
@@ -122,7 +127,9 @@ class Interpreter:
         arrival = self._posted.pop(key, None)
         if arrival is None:
             return self._made.pop(key)
-        return arrival.wait(), arrival.header
+        tensors = arrival.wait()
+        self._began = perf_counter()
+        return tensors, arrival.header
 
     def _recycle(self, *groups: list[Tensor]) -> None:
         for group in groups:
