@@ -159,3 +159,24 @@ def test_online_reshard_goes_on_as_from_disk(mesh, fields):
     for different, other, found, losses in run_ranks(4, reshard_and_go_on, mesh, fields, timeout=120):
         assert different == [] and not other
         assert max(abs(a - b) / abs(b) for a, b in zip(found, losses, strict=True)) <= LOSS
+
+
+def samples(path, mesh, batches, load):
+    """The places that this rank's part of some global batches has, after a checkpoint or before one."""
+    sampler = vescale.GlobalBatchSampler(1000, vescale.Plan(mesh=mesh, parameters={"*": {}}), batch_size=12, seed=3)
+    if load:
+        vescale.load(path, {"loader": sampler})
+    seen = []
+    for _, batch in zip(range(batches), sampler):
+        seen.append([int(index) for index in batch])
+    if not load:
+        vescale.save(path, {"loader": sampler})
+    return seen
+
+
+def test_another_degree_goes_on_with_the_next_unseen_sample(tmp_path):
+    whole = run_ranks(1, samples, tmp_path / "one", {"dp": 1}, 7, False)[0]
+    before = run_ranks(2, samples, tmp_path / "two", {"dp": 2}, 3, False)
+    after = run_ranks(4, samples, tmp_path / "two", {"dp": 4}, 4, True)
+    stream = [[i for rank in ranks for i in rank] for part in (before, after) for ranks in zip(*part)]
+    assert stream == whole
