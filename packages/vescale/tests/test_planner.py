@@ -96,7 +96,7 @@ def inputs_of(model, step=0):
 
 
 CAUSAL = (
-    "gpt2", "opt", "bloom", "gpt_neox", "phi3", "gemma", "cohere", "olmo2", "mixtral", "llama", "mistral",
+    "gpt2", "opt", "bloom", "gpt_neox", "falcon", "phi3", "gemma", "cohere", "olmo2", "mixtral", "llama", "mistral",
     "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_bigcode", "mpt", "gptj", "codegen", "phi", "persimmon",
     "stablelm", "starcoder2", "olmo", "olmo3", "olmoe", "granite", "granitemoe", "nemotron", "glm", "glm4", "helium",
     "smollm3", "ernie4_5", "seed_oss", "arcee", "apertus", "exaone4", "deepseek_v3", "qwen2_moe", "qwen3_moe",

@@ -86,7 +86,7 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     if flat.numel() < 4096:  # latency-bound: one collective instead of two
         gathered = flat.new_empty(count * flat.numel())
         _run(kind, mesh, axes, received, group._allgather_base, _wire(gathered), _wire(flat))
-        return _ordered_sum(gathered.view(count, -1)).view(local.shape)
+        return _shaped(_ordered_sum(gathered.view(count, -1)), local.shape)
     chunk = -(-flat.numel() // count)
     padded = flat if chunk * count == flat.numel() else torch.cat([flat, flat.new_zeros(chunk * count - flat.numel())])
     swapped = torch.empty_like(padded)
@@ -94,7 +94,12 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     mine = _ordered_sum(swapped.view(count, chunk))
     whole = torch.empty_like(padded)
     _run(kind, mesh, axes, received // 2, group._allgather_base, _wire(whole), _wire(mine), count=0)
-    return whole[: flat.numel()].view(local.shape)
+    return _shaped(whole, local.shape)
+
+
+def _shaped(flat: Tensor, shape: torch.Size) -> Tensor:
+    """The first elements of a buffer of our own under `shape`; no view of it, so that user code may write to it."""
+    return flat.new_empty(0).set_(flat.untyped_storage(), 0, shape)
 
 
 def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind: str = "reduce_scatter") -> Tensor:
