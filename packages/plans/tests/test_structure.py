@@ -168,10 +168,14 @@ def test_packed_weights_are_segments():
     assert plan.parameters["blocks.*.mixer.wide"] == {"tp": InterleavedShard(1, 2)}
 
 
-def test_segments_of_unequal_size_are_not_split():
+def test_segments_of_unequal_size_are_split_by_their_weights_alone():
     found = structure(words(lambda: Attention(6, 3, 8, packed=True), lambda: Gated(40)))
     assert found.groups[0].atoms == 3
     assert found.groups[0].degrees == ()
+    plan = tensor_parallel_plan(found, 2)
+    assert plan.parameters["blocks.*.attention.inward.*.weight"] == {"tp": Shard(0)}
+    assert plan.boundaries["blocks.*.attention.inward.*"].output == {"tp": Replicate()}
+    assert plan.parameters["blocks.*.attention.outward.weight"] == {"tp": Shard(1)}
 
 
 def test_a_norm_over_all_heads_is_a_bridge():

@@ -13,6 +13,7 @@ from .structure import Source as Source
 from .structure import Structure as Structure
 from .structure import Vocabulary as Vocabulary
 from .tensor_plan import TensorPlan as TensorPlan
+from .tensor_plan import split_parameters as split_parameters
 from .tensor_plan import tensor_parallel_plan as tensor_parallel_plan
 from .candidates import Candidate as Candidate
 from .cost import Cost as Cost

@@ -129,6 +129,18 @@ class Group:
             return {}
         return placed
 
+    def gathered(self, degree: int) -> dict[str, Source]:
+        """Where no cut keeps the parts apart (heads fewer than ranks, packed segments of unequal size): sources whose
+        weights can be split all the same, if what they give is gathered before it is used. Parameter -> source."""
+        weights = [source for source in self.sources if not source.companion]
+        sizes = [self.features, *(source.size for source in weights)]
+        called = [
+            source.module is not None and source.parameter.rpartition(".")[0] == source.module for source in weights
+        ]
+        if self.split(degree) or self.experts or any(size % degree for size in sizes) or not all(called):
+            return {}
+        return {source.parameter: source for source in weights}
+
     @staticmethod
     def _merged(spans: list[Span]) -> list[Span]:
         merged: list[Span] = []

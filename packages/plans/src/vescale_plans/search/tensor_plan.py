@@ -35,12 +35,14 @@ def tensor_parallel_plan(
 ) -> TensorPlan:
     """Splits every group of `structure` that `degree` divides, the vocabulary, and nothing else.
 
+    A group whose parts cannot be kept apart is split by its weights alone: what they give is gathered.
+
     Arguments:
         degree: ranks along `axis`.
         sequence_parallel: between the groups, activations are split by position.
 
     Communication per group and direction: one all-reduce; with sequence parallelism one all-gather and one
-    reduce-scatter.
+    reduce-scatter. Of a gathered group one all-gather per source more.
 
     Raises PlanError when the structure has no group that `degree` splits, or when sequence parallelism is asked for
     and positions meet outside the groups.
@@ -65,7 +67,7 @@ def tensor_parallel_plan(
         )
     return TensorPlan(
         _patterns({name: {axis: split[name]} if name in split else {} for name in structure.shapes}, rest={}),
-        _boundaries(structure, split, axis, structure.position_dim if sequence_parallel else None),
+        _boundaries(structure, split, degree, axis, structure.position_dim if sequence_parallel else None),
         split,
     )
 
@@ -76,7 +78,7 @@ def split_parameters(structure: Structure, degree: int) -> dict[str, Placement]:
     if degree < 2:
         return split
     for group in structure.groups:
-        placed = group.split(degree)
+        placed = group.split(degree) or {n: (one, Shard(one.dim)) for n, one in group.gathered(degree).items()}
         if not placed:
             continue
         split[group.sink] = Shard(group.dim)
@@ -103,7 +105,7 @@ def _on(placement: Placement, dim: int) -> Placement:
 
 
 def _boundaries(
-    structure: Structure, split: Mapping[str, Placement], axis: str, position: int | None
+    structure: Structure, split: Mapping[str, Placement], degree: int, axis: str, position: int | None
 ) -> dict[str, Boundary]:
     whole = {axis: Replicate()}
     stream = whole if position is None else {axis: Shard(position)}
@@ -112,6 +114,7 @@ def _boundaries(
     for group in structure.groups:
         if group.sink not in split:
             continue
+        leaving.update({source.module: whole for source in group.gathered(degree).values()})
         if group.module:
             leaving[group.module] = stream
         if position is not None:
