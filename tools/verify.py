@@ -89,6 +89,8 @@ def sweep(*options: str) -> Sequence[str]:
 # A sweep of torch's operator database that is not ours: `python FILE vescale [--grad]`, one line of JSON at its end.
 SWEEP = os.environ.get("OPDB_SWEEP", "")
 
+PLANNER = "packages/vescale/tests/test_planner.py"
+
 CHECKS: tuple[Check, ...] = (
     Check(2, 1, "GPT and Llama as on one device; Megatron's minimum", tests("packages/vescale/tests/test_training.py")),
     Check(2, 1, "the main job", (PYTHON, "examples/demo.py", "--out", "demo_output"), 15 * MINUTES),
@@ -125,6 +127,10 @@ CHECKS: tuple[Check, ...] = (
     Check(5, 5, "wrong plans, each with a remedy", tests("packages/plans/tests/test_wrong_plans.py")),
     Check(5, 5, "a failure on one rank fails all", tests("packages/plans/tests/test_together.py")),
     Check(5, 6, "HuggingFace models, TP and DP x TP with ZeRO-3", tests("packages/vescale/tests/test_huggingface.py")),
+    Check(9, 1, "structure without names", tests("packages/plans/tests/test_structure.py")),
+    Check(9, 1, "HuggingFace's plans, and names changed", (*tests(PLANNER), "-k", "names"), 90 * MINUTES),
+    Check(9, 2, "three steps on 2 and 4 ranks", (*tests(PLANNER), "-k", "three_steps or packed"), 60 * MINUTES),
+    Check(9, 6, "odd and infeasible requests", tests("packages/plans/tests/test_generate.py")),
     Check(7, 1, "a rejected schedule never starts", tests("packages/vescale/tests/test_pipeline_schedule.py")),
     Check(7, 3, "mutants judged by all orders", tests("packages/pipeline/tests/test_verify_mutants.py"), 30 * MINUTES),
     Check(7, 3, "what verify says", tests("packages/pipeline/tests/test_verify.py")),

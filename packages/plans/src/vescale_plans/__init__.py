@@ -19,5 +19,7 @@ from .plan import PlanError as PlanError
 from .plan import Precision as Precision
 from .sampler import GlobalBatchSampler as GlobalBatchSampler
 from .sampler import SeededSamples as SeededSamples
+from .search import InfeasibleError as InfeasibleError
+from .search import generate_plan as generate_plan
 
 del _vescale_rng

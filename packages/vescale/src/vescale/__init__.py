@@ -21,6 +21,7 @@ from vescale_dtensor import register_rule as register_rule
 from vescale_dtensor import strict as strict
 from vescale_plans import Boundary as Boundary
 from vescale_plans import GlobalBatchSampler as GlobalBatchSampler
+from vescale_plans import InfeasibleError as InfeasibleError
 from vescale_plans import Pipeline as Pipeline
 from vescale_plans import Plan as Plan
 from vescale_plans import PlanError as PlanError
@@ -31,6 +32,7 @@ from vescale_plans import DryRun as DryRun
 from vescale_plans import dry_run as dry_run
 from vescale_plans import expert_load as expert_load
 from vescale_plans import explain_static as explain_static
+from vescale_plans import generate_plan as generate_plan
 from vescale_plans import no_sync as no_sync
 from vescale_plans import static as static
 from vescale_rng import RandomStateError as RandomStateError
