@@ -112,6 +112,7 @@ CHECKS: tuple[Check, ...] = (
     Check(4, 1, "random numbers bitwise, CPU", tests("packages/rng/tests"), 30 * MINUTES),
     Check(3, 1, "vmap and torch.func raise", tests("packages/dtensor/tests/test_functorch.py")),
     Check(3, 1, "autocast, inference mode, parametrizations", tests("packages/dtensor/tests/test_subsystems.py")),
+    Check(4, 3, "what fills cost", (PYTHON, "benchmarks/fills.py")),
     Check(4, 4, "Llama 70B deferred on a fake mesh of 64", (PYTHON, "benchmarks/deferred_llama.py")),
     Check(4, 1, "deferred HuggingFace models", tests("packages/vescale/tests/test_huggingface.py")),
     Check(4, 2, "training with dropout", tests("packages/vescale/tests/test_dropout_training.py")),

@@ -44,12 +44,14 @@ def test_words_are_those_of_numpy():
     wanted = raw(3000)
     runs = _philox.Runs(KEY)
     for start, stop in ((0, 7), (7, 8), (8, 900), (1001, 2999), (2, 5), (2999, 3000)):  # backwards, too
-        assert (runs.words(start, stop) == wanted[start:stop]).all()
+        assert (runs.words([start], stop - start) == wanted[start:stop]).all()
+    starts = [5, 9, 801, 800]
+    assert (runs.words(starts, 77) == np.stack([wanted[start : start + 77] for start in starts])).all()
     places = torch.randperm(3000).view(30, 100)
     assert torch.equal(_philox.words_at(places, KEY), torch.from_numpy(wanted.view(np.int64))[places])
     far = 2**61 + 5
     found = _philox.words_at(torch.tensor([far]), KEY).item()
-    assert found & (2**64 - 1) == int(_philox.Runs(KEY).words(far, far + 1)[0])
+    assert found & (2**64 - 1) == int(_philox.Runs(KEY).words([far], 1)[0, 0])
 
 
 def placed(x, draw):
@@ -98,7 +100,7 @@ def test_torch_ops_make_the_same(shape):
             length = shape[-1] if shape else 1
             offsets = torch.arange(0, found.numel(), length)
             wide = _transforms.is_wide(draw.function, dtype)
-            words, picked = _philox_fill._fill_scattered(offsets, length, wide, KEY)
+            words, picked = _philox_fill._scattered(offsets, length, wide, KEY)
             other = torch.empty(len(offsets), length, dtype=dtype)
             picked(other, _transforms.numbers(draw.function, args, {}, words, dtype))
             assert torch.equal(found.view(-1, length), other)

@@ -7,6 +7,8 @@ Word w of the sequence of a key is lane w % 4 of the block with counter w // 4 +
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Generator, Tensor
@@ -34,13 +36,18 @@ class Runs:
         self._source = np.random.Philox(key=np.array(key, np.uint64))
         self._at = 0  # blocks made so far
 
-    def words(self, start: int, stop: int) -> np.ndarray:
-        """Words [start, stop), uint64."""
-        block, lane = divmod(start, LANES)
-        self._source.advance((block - self._at) % (1 << 256))
-        count = stop - LANES * block
-        self._at = block + -(-count // LANES)
-        return self._source.random_raw(count)[lane:]
+    def words(self, starts: Sequence[int], count: int) -> np.ndarray:
+        """`count` words from each of the places `starts`: uint64, [len(starts), count]."""
+        advance, raw, at = self._source.advance, self._source.random_raw, self._at
+        rows = []
+        for start in starts:
+            block, lane = start // LANES, start % LANES
+            if block != at:
+                advance(block - at if block > at else (block - at) % (1 << 256))
+            rows.append(raw(lane + count)[lane:])
+            at = block + -(-(lane + count) // LANES)
+        self._at = at
+        return rows[0][None] if len(rows) == 1 else np.stack(rows)
 
 
 def words_at(places: Tensor, key: Key) -> Tensor:

@@ -18,7 +18,7 @@ from ._philox import Key, Runs, words_at
 from ._region import Region
 from ._transforms import is_wide, numbers
 
-CHUNK = 1 << 16  # elements at a time: stays in the cache
+CHUNK = 1 << 18  # elements at a time: what a piece costs in Python is little beside it
 SHORT = 32  # elements of a row, below which a run costs more than its parts
 
 
@@ -31,12 +31,13 @@ def fill_part(target: Tensor, region: Region, function: Callable, args: tuple, k
     rows = out.view(-1, joined.shape[-1]) if joined.sizes else out.view(1, 1)
     offsets = _row_offsets(joined)
     dtype, wide = target.dtype, is_wide(function, target.dtype)
-    at = 0
+    runs, at = Runs(key), 0
     for start, stop in joined.ranges[-1] if joined.sizes else ((0, 1),):
         short = stop - start < SHORT and len(offsets) > 1
-        fill = _fill_scattered if target.device.type != "cpu" or short else _fill_runs
+        scattered = target.device.type != "cpu" or short
         for first, last, row, end in _blocks(start, stop, len(offsets)):
-            words, picked = fill(offsets[row:end] + first, last - first, wide, key)
+            places, length = offsets[row:end] + first, last - first
+            words, picked = _scattered(places, length, wide, key) if scattered else _rows(places, length, wide, runs)
             found = numbers(function, args, kwargs, words, dtype)
             held = rows[row:end, at + first - start : at + last - start]
             picked(held, found)
@@ -65,14 +66,12 @@ def _blocks(start: int, stop: int, rows: int) -> Iterator[tuple[int, int, int, i
 Picked = Callable[[Tensor, Tensor], None]
 
 
-def _fill_runs(offsets: Tensor, length: int, wide: bool, key: Key) -> tuple[Tensor, Picked]:
+def _rows(offsets: Tensor, length: int, wide: bool, runs: Runs) -> tuple[Tensor, Picked]:
     """The words of rows that begin at `offsets`, by numpy, and what copies their numbers into place."""
     leads = offsets & 1  # a row begins in the middle of a pair
-    runs, pairs = Runs(key), length // 2 + 1
-    scale = 2 if wide else 1
-    firsts = ((offsets >> 1) * scale).tolist()
-    rows = [runs.words(first, first + pairs * scale) for first in firsts]
-    words = torch.from_numpy((rows[0] if len(rows) == 1 else np.concatenate(rows)).view(np.int64))
+    scale = 2 if wide else 1  # words per pair
+    words = runs.words(((offsets >> 1) * scale).tolist(), (length // 2 + 1) * scale)
+    words = torch.from_numpy(words.reshape(-1).view(np.int64))
 
     def picked(held: Tensor, found: Tensor) -> None:
         found = found.view(len(offsets), -1)
@@ -86,7 +85,7 @@ def _fill_runs(offsets: Tensor, length: int, wide: bool, key: Key) -> tuple[Tens
     return words, picked
 
 
-def _fill_scattered(offsets: Tensor, length: int, wide: bool, key: Key) -> tuple[Tensor, Picked]:
+def _scattered(offsets: Tensor, length: int, wide: bool, key: Key) -> tuple[Tensor, Picked]:
     """The same in torch ops; every element makes the words of its pair."""
     places = (offsets.unsqueeze(1) + torch.arange(length)).view(-1)
     pairs = places >> 1
