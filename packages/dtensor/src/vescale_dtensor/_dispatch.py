@@ -188,6 +188,21 @@ def substitute(value: Any, replace: Any) -> Any:
     return value
 
 
+def _local_form(function: Any) -> Any:
+    """What runs on the shards: the function itself, or what it names.
+
+    A `torch.library` op of somebody else's is called on plain tensors: what its autograd formula saves comes back to it
+    with dispatch on, beside gradients that are plain.
+    """
+    if isinstance(function, OpOverload) and function.namespace not in ("aten", "prims", "prim"):
+        return lambda *args, **kwargs: function(*substitute(args, _as_plain), **substitute(kwargs, _as_plain))
+    return getattr(function, "_local", function)
+
+
+def _as_plain(tensor: Tensor) -> Tensor:
+    return alias(tensor) if type(tensor) is DTensor else tensor
+
+
 # --- deciding (once per function and layouts) --------------------------------------
 
 
@@ -234,7 +249,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     if not any(decision.targets):
         decision.targets = ()
     if decision.run is None:
-        decision.run = getattr(function, "_local", function)
+        decision.run = _local_form(function)
     if operands:
         base = (decision.targets[0] if decision.targets else None) or operands[0].layout
         decision.run = as_on_one_device(function, decision.run, base)
