@@ -45,6 +45,9 @@ PLANS = {
     "ep4, the batch whole": partial(Plan, {"ep": 4}, {"*": {}}, data_axis=None, expert_axis="ep"),
     "ep2 tp2": partial(Plan, {"ep": 2, "tp": 2}, INNER, WHOLE, data_axis="ep", expert_axis="ep"),
     "dp2 ep2": partial(Plan, {"dp": 2, "ep": 2}, {"*": {}}, data_axis=("dp", "ep"), expert_axis="ep"),
+    "dp2 ep2, zero 1": partial(Plan, {"dp": 2, "ep": 2}, {"*": {}}, data_axis=("dp", "ep"), expert_axis="ep", zero=1),
+    "dp2 ep2, zero 3": partial(Plan, {"dp": 2, "ep": 2}, {"*": {}}, data_axis=("dp", "ep"), expert_axis="ep", zero=3),
+    "ep2 dp2, zero 3": partial(Plan, {"ep": 2, "dp": 2}, {"*": {}}, data_axis=("ep", "dp"), expert_axis="ep", zero=3),
 }
 
 
