@@ -16,7 +16,7 @@ from ._box import Box, Piece, intersect, is_contiguous, span, split, stored, vol
 from ._dtypes import SIZES
 from .manifest import Section, Stored
 
-READ_BYTES = 4 << 20  # of one read: large enough for any disk, small enough to be checked out of the cache
+READ_BYTES = 1 << 20  # of one read: large enough for any disk, small enough to be checked out of the cache
 _GAP_BYTES = 32 << 10  # reading over a gap of this size costs less than a second read
 
 

@@ -84,9 +84,9 @@ class Restore:
             self._object(path, value, saved)
         elif isinstance(value, Tensor):
             self._fill(path, path, value)
-        elif isinstance(value, dict) and value and _is_plain(saved):
+        elif isinstance(value, dict) and value and (saved is _ABSENT or _is_plain(saved)):
             for inner in value:
-                self._item(f"{path}.{inner}", value, inner, saved.get(inner, _ABSENT))
+                self._item(f"{path}.{inner}", value, inner, _ABSENT if saved is _ABSENT else saved.get(inner, _ABSENT))
         elif isinstance(value, list) and isinstance(saved, list) and len(value) == len(saved):
             for i in range(len(value)):
                 self._item(f"{path}.{i}", value, i, saved[i])

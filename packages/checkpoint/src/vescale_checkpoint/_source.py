@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from . import huggingface, manifest
+from . import dcp, huggingface, manifest
 from ._commit import Root, leased
 from ._errors import CorruptError, MismatchError, StorageError
 from ._storage import LocalStorage, Storage, guarded, storage_of
@@ -38,8 +38,7 @@ def opened(
     Raises StorageError, CorruptError, FormatError, or MismatchError where ranks see other files.
     """
     storage, given = storage_of(path)
-    if step is None and _is_foreign(storage, given):
-        found = huggingface.read_folder(storage, given, huggingface.prefix_of(state))
+    if step is None and (found := _foreign(storage, given, state)) is not None:
         _check_same(session, repr(found).encode(), given)
         yield Source(storage, given, found)
         return
@@ -57,9 +56,14 @@ def opened(
     raise StorageError("load", f"the checkpoint vanished {_TRIES} times while it was opened", [f"path  {path}"])
 
 
-def _is_foreign(storage: Storage, folder: str) -> bool:
+def _foreign(storage: Storage, folder: str, state: Mapping[str, Any]) -> Manifest | None:
+    """The manifest of a checkpoint of another kind; None where the directory is none."""
     with guarded("load", folder, "cannot read the directory"):
-        return huggingface.is_folder(storage, folder)
+        if dcp.is_folder(storage, folder):
+            return dcp.read_folder(storage, folder)
+        if huggingface.is_folder(storage, folder):
+            return huggingface.read_folder(storage, folder, huggingface.prefix_of(state))
+    return None
 
 
 def _check_same(session: Session, data: bytes, folder: str) -> None:

@@ -20,7 +20,7 @@ from ._errors import StorageError
 from ._memory import bytes_of, view_of
 from ._storage import Storage, guarded
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 1 << 20
 
 
 class Source(NamedTuple):

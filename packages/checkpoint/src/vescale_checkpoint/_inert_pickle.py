@@ -1,0 +1,176 @@
+"""Reads pickled data as data: a small machine for the opcodes that plain records need. Nothing is ever called.
+
+torch's distributed checkpoints keep their metadata as a pickle. The pickle module
+would import and call what the bytes name; here a name is only a name, and what it
+is "called" with becomes a `Record` of that name and its arguments. An opcode or a
+size that such records do not need is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MOST_OPCODES = 20_000_000
+_MARK = object()
+
+
+@dataclass(frozen=True)
+class Global:
+    """A name that the pickle mentions."""
+
+    module: str
+    name: str
+
+
+class Record:
+    """What would have been an object: the name of what makes it, its arguments, its state. Compared by identity."""
+
+    __slots__ = ("kind", "arguments", "state")
+
+    def __init__(self, kind: Global, arguments: tuple) -> None:
+        self.kind, self.arguments, self.state = kind, arguments, {}
+
+
+class InertError(ValueError):
+    """Not a pickle of plain records."""
+
+
+def read(data: bytes) -> Any:
+    """The value: numbers, texts, lists, dicts, tuples, `Global`s and `Record`s. Raises InertError."""
+    try:
+        return _Machine(data).run()
+    except InertError:
+        raise
+    except (LookupError, ValueError, struct.error, TypeError, AttributeError) as error:
+        raise InertError(f"it ends or goes wrong in the middle: {error!r}") from error
+
+
+class _Machine:
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        for _ in range(MOST_OPCODES):
+            code = self.take(1)
+            if code == b".":
+                return self.stack.pop()
+            step = _OPCODES.get(code)
+            if step is None:
+                raise InertError(f"opcode {code!r} at byte {self.at - 1} is none that plain records need")
+            step(self)
+        raise InertError(f"more than {MOST_OPCODES} opcodes")
+
+    def take(self, count: int) -> bytes:
+        if count < 0 or self.at + count > len(self.data):
+            raise InertError(f"{count} bytes are named at byte {self.at}, of {len(self.data)}")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, form: str) -> int:
+        (value,) = struct.unpack(form, self.take(struct.calcsize(form)))
+        return value
+
+    def since_mark(self) -> list[Any]:
+        at = len(self.stack) - 1
+        while self.stack[at] is not _MARK:
+            at -= 1
+            if at < 0:
+                raise InertError("there is no mark")
+        found = self.stack[at + 1 :]
+        del self.stack[at:]
+        return found
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def make(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack.pop()
+        if type(kind) is not Global or type(arguments) is not tuple:
+            raise InertError("something that is not a name is called")
+        self.push(Record(kind, arguments))
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        target = target.state if type(target) is Record else target
+        if type(target) is not dict:
+            raise InertError("items are set in something that is not a dict")
+        target.update(zip(items[::2], items[1::2], strict=True))
+
+    def extend(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise InertError("items are appended to something that is not a list")
+        self.stack[-1].extend(items)
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        if type(self.stack[-1]) is not Record:
+            raise InertError("a state is given to something that is not a record")
+        self.stack[-1].state = state
+
+    def name_of_two(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.push(Global(module, name))
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        text = self.data[self.at : end].decode()
+        self.at = end + 1
+        return text
+
+    def tuple_of(self, count: int) -> None:
+        items = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        self.push(items)
+
+    def long(self, form: str) -> None:
+        self.push(int.from_bytes(self.take(self.number(form)), "little", signed=True))
+
+
+def _texts(form: str) -> Callable[[_Machine], None]:
+    return lambda m: m.push(m.take(m.number(form)).decode("utf-8", "surrogatepass"))
+
+
+_OPCODES: dict[bytes, Callable[[_Machine], Any]] = {
+    b"\x80": lambda m: m.take(1),
+    b"\x95": lambda m: m.take(8),
+    b"(": lambda m: m.push(_MARK),
+    b"N": lambda m: m.push(None),
+    b"\x88": lambda m: m.push(True),
+    b"\x89": lambda m: m.push(False),
+    b"J": lambda m: m.push(m.number("<i")),
+    b"K": lambda m: m.push(m.number("<B")),
+    b"M": lambda m: m.push(m.number("<H")),
+    b"\x8a": lambda m: m.long("<B"),
+    b"G": lambda m: m.push(m.number(">d")),
+    b"\x8c": _texts("<B"),
+    b"X": _texts("<I"),
+    b"C": lambda m: m.push(m.take(m.number("<B"))),
+    b"B": lambda m: m.push(m.take(m.number("<I"))),
+    b")": lambda m: m.push(()),
+    b"]": lambda m: m.push([]),
+    b"}": lambda m: m.push({}),
+    b"\x85": lambda m: m.tuple_of(1),
+    b"\x86": lambda m: m.tuple_of(2),
+    b"\x87": lambda m: m.tuple_of(3),
+    b"t": lambda m: m.push(tuple(m.since_mark())),
+    b"a": lambda m: m.extend([m.stack.pop()]),
+    b"e": lambda m: m.extend(m.since_mark()),
+    b"s": lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),
+    b"u": lambda m: m.set_items(m.since_mark()),
+    b"\x94": lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
+    b"q": lambda m: m.memo.__setitem__(m.number("<B"), m.stack[-1]),
+    b"r": lambda m: m.memo.__setitem__(m.number("<I"), m.stack[-1]),
+    b"h": lambda m: m.push(m.memo[m.number("<B")]),
+    b"j": lambda m: m.push(m.memo[m.number("<I")]),
+    b"c": lambda m: m.push(Global(m.line(), m.line())),
+    b"\x93": _Machine.name_of_two,
+    b"R": _Machine.make,
+    b"\x81": _Machine.make,
+    b"b": _Machine.build,
+    b"Q": lambda m: m.push(Record(Global("", "persistent"), m.stack.pop())),
+}

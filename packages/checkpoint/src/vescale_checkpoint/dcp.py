@@ -1,0 +1,214 @@
+"""torch's distributed checkpoints, read as one more kind of checkpoint, and nothing in them run.
+
+Their `.metadata` is a pickle, and so is what stands before every tensor's bytes. Both
+are read as inert data; from them follow the box of every chunk and the byte range
+where its values lie, and then a load is like any other. There are no checksums.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from . import _inert_pickle as inert
+from ._box import row_major
+from ._dtypes import DTYPES, SIZES
+from ._errors import FormatError
+from ._inert_pickle import Global, InertError, Record
+from ._storage import Reader, Storage, guarded
+from ._values import encode
+from .manifest import FileInfo, Manifest, Section, Stored, plain_name
+
+NAME = ".metadata"
+MOST_BYTES = 256 << 20
+_MOST_HEAD_BYTES = 1 << 20
+_MODULE = "torch.distributed.checkpoint."
+
+
+def is_folder(storage: Storage, folder: str) -> bool:
+    """Whether a directory holds a torch distributed checkpoint."""
+    return storage.exists(f"{folder}/{NAME}")
+
+
+def read_folder(storage: Storage, folder: str) -> Manifest:
+    """The manifest of such a directory; values that are not plain are left out.
+
+    Raises FormatError for what this reader does not understand, StorageError.
+    """
+    path = f"{folder}/{NAME}"
+    with guarded("load", path, "cannot read the metadata"):
+        data = storage.read(path, MOST_BYTES)
+    try:
+        return _Folder(storage, folder, inert.read(data)).manifest()
+    except (InertError, KeyError, TypeError, ValueError, AttributeError, IndexError, zipfile.BadZipFile) as error:
+        raise FormatError(
+            "load",
+            f"the metadata of a torch checkpoint are not as this reader knows them: {error!r}",
+            [f"path  {path}"],
+        ) from error
+    except EOFError as error:
+        raise FormatError("load", "a file of a torch checkpoint ends too early", [f"path  {folder}"]) from error
+
+
+class _Folder:
+    def __init__(self, storage: Storage, folder: str, metadata: Any) -> None:
+        self._storage, self._folder = storage, folder
+        self._fields = _state(metadata, "metadata", "Metadata")
+        self._readers: dict[str, Reader] = {}
+
+    def manifest(self) -> Manifest:
+        places = {}
+        for index, info in self._fields["storage_data"].items():
+            key, found = _state(index, "metadata", "MetadataIndex"), _state(info, "filesystem", "_StorageInfo")
+            if found.get("transform_descriptors"):
+                raise ValueError("its bytes are transformed (compressed)")
+            offset = None if key.get("offset") is None else _sizes(key["offset"])
+            places[key["fqn"], offset] = (plain_name(found["relative_path"]), found["offset"], found["length"])
+        tensors, values = {}, {}
+        try:
+            for name, kept in self._fields["state_dict_metadata"].items():
+                if kept.kind.name == "TensorStorageMetadata":
+                    tensors[name] = self._tensor(name, _state(kept, "metadata", "TensorStorageMetadata"), places)
+                else:
+                    self._value(name, places, values)
+            files = {name: FileInfo(reader.nbytes, 0, "") for name, reader in self._readers.items()}
+        finally:
+            for reader in self._readers.values():
+                reader.close()
+        return Manifest(step=0, identity="", block_bytes=1, files=files, tensors=tensors, values=values)
+
+    def _tensor(self, name: str, kept: Mapping[str, Any], places: Mapping) -> Stored:
+        dtype, shape = _dtype(_properties(kept["properties"])), _sizes(kept["size"])
+        sections = []
+        for chunk in kept["chunks"]:
+            fields = _state(chunk, "metadata", "ChunkStorageMetadata")
+            offsets, sizes = _sizes(fields["offsets"]), _sizes(fields["sizes"])
+            if not prod(sizes):
+                continue
+            box = tuple((low, low + size) for low, size in zip(offsets, sizes, strict=True))
+            if any(high > size for (_, high), size in zip(box, shape, strict=True)):
+                raise ValueError(f"a chunk of {name!r} lies outside it")
+            file, start = self._values_of(places[name, offsets], dtype, sizes)
+            sections.append(Section(box, file, start, start + prod(sizes) * SIZES[dtype], ""))
+        return Stored(dtype, shape, tuple(sections))
+
+    def _values_of(self, place: tuple[str, int, int], dtype: str, sizes: tuple[int, ...]) -> tuple[str, int]:
+        """The file and the byte where the values of a chunk begin: inside a zip archive inside the file."""
+        file, offset, length = place
+        archive = zipfile.ZipFile(_Window(self._reader(file), offset, length))
+        head, storage = _member(archive, "data.pkl"), _member(archive, "data/0")
+        if head.file_size > _MOST_HEAD_BYTES or storage.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("its values are compressed, or what stands before them is too long")
+        made = inert.read(archive.read(head))
+        if type(made) is not Record or made.kind != Global("torch._utils", "_rebuild_tensor_v2"):
+            raise ValueError(f"a chunk is made by {getattr(made, 'kind', made)}")
+        held, first, size, stride = made.arguments[:4]
+        if _sizes(size) != sizes or first != 0 or tuple(stride) != row_major(sizes):
+            raise ValueError("a chunk does not lie row-major in its storage")
+        if _storage_dtype(held) != dtype or storage.file_size < prod(sizes) * SIZES[dtype]:
+            raise ValueError("a chunk is of another dtype or size than its metadata say")
+        local = bytearray(30)
+        self._reader(file).read_into(local, offset + storage.header_offset)
+        start = offset + storage.header_offset + 30 + int.from_bytes(local[26:28], "little")
+        return file, start + int.from_bytes(local[28:30], "little")
+
+    def _value(self, name: str, places: Mapping, values: dict[str, Any]) -> None:
+        file, offset, length = places[name, None]
+        archive = zipfile.ZipFile(_Window(self._reader(file), offset, length))
+        head = _member(archive, "data.pkl")
+        path = (self._fields.get("planner_data") or {}).get(name, (name,))
+        if head.file_size > _MOST_HEAD_BYTES or not all(type(key) is str for key in path):
+            return
+        try:
+            value = encode(inert.read(archive.read(head)), name, lambda *_: "")
+        except (InertError, RuntimeError):  # not a plain value: it stays where it is
+            return
+        for key in path[:-1]:
+            values = values.setdefault(key, {})
+        values[path[-1]] = value
+
+    def _reader(self, file: str) -> Reader:
+        if file not in self._readers:
+            with guarded("load", f"{self._folder}/{file}", "cannot open the file"):
+                self._readers[file] = self._storage.open(f"{self._folder}/{file}")
+        return self._readers[file]
+
+
+class _Window(io.RawIOBase):
+    """A range of a file, as a file."""
+
+    def __init__(self, reader: Reader, start: int, length: int) -> None:
+        if start < 0 or length < 0 or start + length > reader.nbytes:
+            raise ValueError(f"bytes [{start}, {start + length}) of a file of {reader.nbytes}")
+        self._reader, self._start, self._length, self._at = reader, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._length - self._at))
+        self._reader.read_into(memoryview(buffer)[:count], self._start + self._at)
+        self._at += count
+        return count
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
+    if len(found) != 1:
+        raise ValueError(f"an archive has {len(found)} members {name!r}")
+    return found[0]
+
+
+def _state(record: Any, module: str, name: str) -> Mapping[str, Any]:
+    if type(record) is not Record or record.kind != Global(_MODULE + module, name):
+        raise ValueError(f"{getattr(record, 'kind', record)!r} where a {name} was expected")
+    return record.state
+
+
+def _properties(record: Any) -> Any:
+    """The dtype in a TensorProperties, whose state is a tuple that begins with it, or a dict."""
+    if type(record) is not Record or record.kind.name != "TensorProperties":
+        raise ValueError("a tensor has no properties")
+    return record.state["dtype"] if isinstance(record.state, dict) else record.state[0]
+
+
+def _dtype(name: Any) -> str:
+    if type(name) is not Global or name.module != "torch" or name.name not in DTYPES:
+        raise ValueError(f"{name!r} is no dtype")
+    return name.name
+
+
+_STORAGES = {
+    "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+
+
+def _storage_dtype(held: Any) -> str | None:
+    if type(held) is not Record or held.kind != Global("", "persistent"):
+        raise ValueError("a chunk has no storage")
+    kind = held.arguments[1]
+    return _STORAGES.get(kind.name)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """A torch.Size, or a tuple."""
+    value = value.arguments[0] if type(value) is Record and value.kind == Global("torch", "Size") else value
+    if type(value) is not tuple or not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"{value!r} are no sizes")
+    return value
