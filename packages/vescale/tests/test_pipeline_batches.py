@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale")
@@ -15,14 +15,14 @@ warm_up("torch._dynamo", "vescale")
 MESH = {"pp": 2, "dp": 2, "tp": 1}
 
 
-def run(how, rows):
+def run(how, rows, zero=0):
     """Losses, those of one device, and bytes received in the last forward beside what crosses the cut."""
     from nanogpt.model import GPT, GPTConfig
 
     torch.manual_seed(0)
     one = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32))
     plan = library.gpt({"dp": 2, "tp": 1}).override(
-        mesh=MESH, pipeline=vescale.Pipeline(cuts=["transformer.h.1"], microbatches=2)
+        mesh=MESH, pipeline=vescale.Pipeline(cuts=["transformer.h.1"], microbatches=2), zero=zero
     )
     optimizer_fn = partial(torch.optim.SGD, lr=0.1)
     model, optimizer = vescale.parallelize(plan, copy.deepcopy(one), optimizer_fn)
@@ -46,10 +46,17 @@ def run(how, rows):
     return losses, [event.received for event in trace.events if event.cause.direction == "forward"]
 
 
-@pytest.mark.parametrize(("how", "rows"), [("local", 8), ("shard", 8), ("local", 6)])
-def test_every_rank_computes_its_own_rows(how, rows):
-    for losses, received in run_ranks(4, run, how, rows, timeout=120):
+@pytest.mark.parametrize(("how", "rows", "zero"), [("local", 8, 0), ("shard", 8, 2), ("local", 6, 1)])
+def test_every_rank_computes_its_own_rows(how, rows, zero):
+    for losses, received in run_ranks(4, run, how, rows, zero, timeout=120):
         for loss, wanted in losses:
             assert abs(loss - wanted) <= 1e-5 * wanted
         if rows % 4 == 0:  # two microbatches of two ranks' rows: nothing but the loss is summed
             assert max(received, default=0) <= 16
+
+
+def test_zero_3_is_refused():
+    assert raises_on_all(4, vescale.PlanError, run, "shard", 8, 3) == (
+        "parallelize: ZeRO-3 does not go with a pipeline: every microbatch would gather a stage's parameters again\n"
+        "fix: zero=2  # a stage's parameters stay whole: it holds 1 / stages of them"
+    )
