@@ -35,8 +35,9 @@ from ._blocks import blocks_of, owners
 from ._buffer import Buffer, InFlight, Sharing, Usage
 from ._containers import map_tensors
 
-# Below ZeRO-3 blocks share buffers up to this size: fewer collectives; above it more would overlap less.
-BUCKET_BYTES = 25 << 20
+# Below ZeRO-3 blocks share buffers of a quarter of the model, within these bounds: fewer collectives than one per
+# block, and still some that start while backward runs.
+BUCKET_BYTES, LEAST_BUCKET_BYTES, BUCKETS = 25 << 20, 1 << 20, 4
 # Parameters of a block that are pending over other axes than most go to the root when they are this few, relatively:
 # one collective for all norms of a model instead of one per block.
 _FEW = 1 / 16
@@ -344,16 +345,18 @@ def _units(model: nn.Module, sharing: Sharing, rows: Mapping[str, int]) -> list[
     groups: list[tuple[list[str], list[nn.Module], list[tuple[str, DTensor]]]] = []
     root = list(named.get(-1, ()))
     whole = sharing.zero >= 3 or sharing.compute is not None
+    every = [one for members in named.values() for one in members]
+    limit = min(max(_bytes(every) // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
     for index, (name, module) in enumerate(blocks):
         mine, few = _without_few(named.get(index, []))
         root += few
-        if groups and not whole and _bytes(groups[-1][2]) + _bytes(mine) <= BUCKET_BYTES:
+        if groups and not whole and _bytes(groups[-1][2]) + _bytes(mine) <= limit:
             names, modules, members = groups[-1]
             groups[-1] = ([*names, name], [*modules, module], members + mine)
         elif mine:
             groups.append(([name], [module], mine))
     rooted = [model]
-    if groups and not whole and _bytes(groups[0][2]) + _bytes(root) <= BUCKET_BYTES:
+    if groups and not whole and _bytes(groups[0][2]) + _bytes(root) <= limit:
         _, modules, members = groups.pop(0)  # the last that backward reaches, as the root's are
         rooted, root = [model, *modules], root + members
     units = [Unit(", ".join(n), modules, _buffers(m, sharing, rows)) for n, modules, m in groups]
