@@ -124,7 +124,7 @@ def staged(name, mesh, axes, sequence_parallel, accumulate):
     library_plan = getattr(library, name)(mesh=mesh, sequence_parallel=sequence_parallel)
     wanted_losses, wanted, _ = train(name, "adamw", 64, 8, accumulate=accumulate)
     first, found = None, []
-    for zero in range(4):
+    for zero in range(4) if axes else (0,):  # without a data axis there is nothing to shard over
         plan = library_plan.override(zero=zero, data_axis=axes)
         losses, whole, _ = train(name, "adamw", 64, 8, plan, accumulate=accumulate)
         first = first or (losses, whole)
