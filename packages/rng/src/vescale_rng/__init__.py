@@ -4,6 +4,7 @@ Importing it registers its rules with vescale_dtensor, in place of those that dr
 """
 
 from . import _attention as _attention
+from . import _choices as _choices
 from . import _dropout as _dropout
 from . import _fills as _fills
 from ._deferred import deferred_init as deferred_init
@@ -26,4 +27,4 @@ from .state import fork as fork
 from .state import get_state as get_state
 from .state import set_state as set_state
 
-del _attention, _dropout, _fills
+del _attention, _choices, _dropout, _fills
