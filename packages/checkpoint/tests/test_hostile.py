@@ -158,7 +158,7 @@ def test_neither_path_imports_pickle():
     assert names == []
 
 
-def bounded(call, seconds=5.0, most=512 << 20):
+def bounded(call, seconds=10.0, most=512 << 20):
     """The call; within so many seconds, and so many bytes of additional memory (a limit of the kernel)."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:

@@ -20,7 +20,7 @@ from ._memory import block_checks, bytes_of, view_of
 from ._storage import Reader, Storage, guarded
 from .manifest import FileInfo
 
-_THREADS = max(1, min(4, os.cpu_count() or 1))
+_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # beside other ranks of the machine
 
 
 class Destination(NamedTuple):

@@ -19,7 +19,7 @@ from vescale_dtensor._worker import dumps, loads
 
 from . import _storage, _sync
 
-SILENT_S = 1.5  # the ranks of these worlds are taken for dead sooner, to save the tests' time
+SILENT_S = 4.0  # the ranks of these worlds are taken for dead sooner, to save the tests' time
 
 
 class World:
