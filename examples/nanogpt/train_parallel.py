@@ -20,6 +20,7 @@ def train(steps: int = 20) -> list[float]:
         parameters={**layers, "*.wte.*": rows, "lm_head.*": rows, "*": {}},
         boundaries={"*.attn": sharded, "*.mlp": sharded, "lm_head": Boundary(input=whole)},
         checkpointing={"transformer.h.*": True},
+        zero=3,
     )
     model, optimizer = parallelize(plan, model, lambda parameters: torch.optim.AdamW(parameters, lr=5e-4))
     losses = []
