@@ -60,8 +60,8 @@ def parallelize(
             forward does not take go to `loss_fn` alone. It runs where the output is: under a
             pipeline on the last stage, per microbatch.
         mode: "eager", or "static": modules whose own code computes on local shards what it
-            computes on the whole run on plain tensors from the second call on (see `static`).
-
+            computes on the whole run on plain tensors from the second call on (see `static`);
+            "compile": these go through torch.compile besides.
         stages: see `Stages`; `vescale.parallelize` brings it.
 
     Returns: the same model, and the optimizer (None without `optimizer_fn`).
@@ -121,7 +121,7 @@ def parallelize(
             optimizer = optimizer_fn(model.parameters())
             optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
     if mode != "eager":
-        static(model)
+        static(model, compiler="inductor" if mode == "compile" else "")
     if pipelined is not None:
         pipelined()
     return model, optimizer

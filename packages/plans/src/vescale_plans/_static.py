@@ -27,16 +27,12 @@ from . import _passes
 from ._static_frame import Frame
 from ._static_key import foreign_global_hooks, is_ours, knows_plain, take_key
 from ._static_record import Recording
-from ._static_region import Eager, Nested, Region, StaleRegion
+from ._static_region import Eager, Nested, Region, StaleRegion, StaticWarning
 from .plan import PlanError
 
 MISSES = 8  # recordings of one module after its first; then it stays eager
 _MISS = object()
 STATIC, DRAWN, EAGER, UNSEEN = "static", "static, draws its region", "eager", "not called"
-
-
-class StaticWarning(UserWarning):
-    """A module under static mode fell back to eager, and why."""
 
 
 class Site:
@@ -92,7 +88,7 @@ class Static:
     """Static mode of one model."""
 
     def __init__(self, model: nn.Module, verify_every: int) -> None:
-        self.model, self.verify_every = model, verify_every
+        self.model, self.verify_every, self.backend = model, verify_every, ""
         self.sites = {id(m): Site(self, m, name or type(m).__name__) for name, m in model.named_modules()}
         self.root = self.sites[id(model)]
         self._steps = 0
@@ -191,7 +187,7 @@ class Static:
         while waiting:
             frame = waiting.pop()
             site = frame.site
-            region, reason = (None, None) if site.retired else _region_of(frame, self.sites)
+            region, reason = (None, None) if site.retired else _region_of(frame, self.sites, self.backend)
             if region is not None:
                 if not any(each.holds() for each in site.regions.get(frame.key, ())):
                     site.regions.setdefault(frame.key, []).append(region)
@@ -209,7 +205,7 @@ class Static:
             site.verdict, site.reason, site.was_static = verdict, reason, False
 
 
-def _region_of(frame: Frame, sites: dict[int, Site]) -> tuple[Region | None, Difference | None]:
+def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Region | None, Difference | None]:
     """The region of a frame, or why there is none."""
     if frame.reason is not None:
         return None, frame.reason
@@ -231,7 +227,7 @@ def _region_of(frame: Frame, sites: dict[int, Site]) -> tuple[Region | None, Dif
                 return None, Difference(f"calls {child.site.name} with inputs in two layouts", child.site.line)
             waiting.append(child)
     unseen = {sites[id(m)] for m in frame.module.modules()} - set(nested) - {frame.site}
-    return Region(frame, nested, borders, unseen), None
+    return Region(frame, nested, borders, unseen, backend), None
 
 
 def _note(verdicts: dict, site: Site, verdict: str, reason: Difference | None) -> None:
@@ -259,7 +255,7 @@ def _stand(site: Site, stands: bool) -> None:
 # --- in use --------------------------------------------------------------------------
 
 
-MODES = ("eager", "static")
+MODES = ("eager", "static", "compile")
 
 
 def check_mode(mode: str) -> None:
@@ -268,15 +264,18 @@ def check_mode(mode: str) -> None:
         raise PlanError("parallelize", f"mode is {mode!r}", (), [(f"mode={name!r}", "") for name in MODES])
 
 
-def static(model: nn.Module, verify_every: int = 0) -> nn.Module:
+def static(model: nn.Module, verify_every: int = 0, *, compiler: str = "") -> nn.Module:
     """From the second call on, what of `model` computes alike on plain local tensors runs on them. In place.
 
     Arguments:
         model: parallelized.
         verify_every: every so many calls of the model all is recorded and tried anew,
             eagerly; what does not hold any more stays eager, with a StaticWarning. 0: never.
+        compiler: a backend of torch.compile ("inductor") that each largest static module is
+            compiled with, as one graph, its collectives inside; "": none. A module that draws
+            random numbers inside, or is no one graph, stays uncompiled.
 
-    Returns: the model. Results are bitwise those of eager mode.
+    Returns: the model. Without a compiler results are bitwise those of eager mode.
 
     Raises PlanError when the model is not parallelized. Costs nothing on the network.
     """
@@ -288,7 +287,7 @@ def static(model: nn.Module, verify_every: int = 0) -> nn.Module:
         )
     if model._vescale.static is None:
         model._vescale.static = Static(model, verify_every)
-    model._vescale.static.verify_every = verify_every
+    model._vescale.static.verify_every, model._vescale.static.backend = verify_every, compiler
     return model
 
 

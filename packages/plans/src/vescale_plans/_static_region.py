@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,13 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
-from vescale_dtensor.engine import convert_at_once, convert_erased, erase, restore, stamp
+from vescale_dtensor.engine import convert_at_once, convert_erased, convert_numbered, erase, number_of, restore, stamp
 
 from . import _passes
 from ._boundary import replaceable
 from ._containers import map_first, map_tensors
 from ._static_frame import Border, Frame, Step, parameter_place, tensors_of
 from ._static_guard import FORWARD_HOOKS
+
+
+class StaticWarning(UserWarning):
+    """A module under static mode fell back to eager, or stayed uncompiled, and why."""
 
 
 class StaleRegion(BaseException):
@@ -44,7 +49,9 @@ class Eager:
 class Region:
     """How one module runs under one key. Made from its frame, when that and all frames below are static."""
 
-    def __init__(self, frame: Frame, nested: dict[Any, Nested], borders: dict[Any, Step], unseen: set[Any]) -> None:
+    def __init__(
+        self, frame: Frame, nested: dict[Any, Nested], borders: dict[Any, Step], unseen: set[Any], backend: str = ""
+    ) -> None:
         self.site = frame.site
         self.border = frame.border
         self.nested = nested  # every module that the recorded pass called
@@ -57,26 +64,38 @@ class Region:
         self._others = [tensor for tensor in module.buffers() if type(tensor) is DTensor]
         self._random = any(each.drawn is not None for each in nested.values()) and bool(unseen)
         self._made: list[Tensor] = []
-        self._stands = [] if frame.shares else list(self._straightened())
         self.holds = frame.guard
+        self._compiled: Callable | None = None
+        if backend and not frame.shares and self._is_one_graph():
+            self._compiled = torch.compile(frame.site.forward, backend=backend, fullgraph=True, dynamic=False)
+        self._stands = [] if frame.shares else list(self._straightened())
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    def _is_one_graph(self) -> bool:
+        """Whether a compiler can see all of it: borders of the plan, and no leaf that draws or converts by itself."""
+        return all(
+            not nested.border and nested.drawn is None and self._hooks_of(site) is not None
+            for site, nested in self.nested.items()
+        )
 
     def run(self, args: tuple, kwargs: dict, erased: list[DTensor]) -> Any:
         """The module's forward on plain tensors; `erased` are its inputs, plain already. Communicates as in eager."""
         made: list[Tensor] = []
         outer, self._made = self._made, made
         before, _passes.running = _passes.running, self
-        forward, border = self.site.forward, self.border
         state = torch.get_rng_state() if self._random else None
         erased += erase(self._others)
         for tensor in self._weights:
             tensor.__class__ = nn.Parameter
-        for held, _, straight in self._stands:
+        usual = [(held, straight, {name: held.get(name) for name in straight}) for held, straight in self._stands]
+        for held, straight, _ in usual:
             held.update(straight)
         try:
-            if border.before or border.after:
-                out = self._across(border, self.site, args, kwargs)
-            else:
-                out = forward(*args, **kwargs)
+            forward = self.site.forward if self._compiled is None else self._through_compiler
+            out = self._across(self.border, self.site, forward, args, kwargs)
         except StaleRegion:
             if state is not None:
                 torch.set_rng_state(state)
@@ -84,13 +103,13 @@ class Region:
         finally:
             _passes.running = before
             self._made = outer
-            for held, usual, straight in self._stands:
-                held.update(usual)
+            for held, straight, was in usual:
+                held.update(was)
                 for hooks in FORWARD_HOOKS:
                     if straight[hooks]:  # registered while the region ran
-                        usual[hooks].update(straight[hooks])
+                        was[hooks].update(straight[hooks])
                         straight[hooks].clear()
-                if usual["forward"] is None:
+                if was["forward"] is None:
                     del held["forward"]
             for tensor in self._weights:
                 tensor.__class__ = DTensor
@@ -100,23 +119,62 @@ class Region:
             self._stamp(out)
         return out
 
-    def _straightened(self) -> Iterator[tuple[dict, dict, dict]]:
-        """Of each module inside whose hooks are a plan's borders and scopes: its attributes, as they are and for the
+    def _through_compiler(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled forward, on views: what it keeps for its backward must still be plain tensors then."""
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.view_as(tensor))
+        weights = {id(tensor) for tensor in self._weights}
+        usual = [
+            (held, name, tensor)
+            for module in self.site.module.modules()
+            for held in (module._parameters,)
+            for name, tensor in held.items()
+            if id(tensor) in weights
+        ]
+        for held, name, tensor in usual:
+            held[name] = tensor.view_as(tensor)
+        try:
+            return self._compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self._compiled = None
+            why = str(error).strip().partition("\n")[0]
+            warnings.warn(f"{self.site.name} is not compiled: {why}", StaticWarning, stacklevel=2)
+        finally:
+            for held, name, tensor in usual:
+                held[name] = tensor
+        return self.site.forward(*args, **kwargs)
+
+    def _hooks_of(self, site: Any) -> tuple[tuple, tuple] | None:
+        """The converters of a module's hooks; None where a hook does something else."""
+        held = site.module.__dict__
+        before = replaceable(held["_forward_pre_hooks"].values())
+        after = replaceable(held["_forward_hooks"].values())
+        return None if before is None or after is None else (before, after)
+
+    def _straightened(self) -> Iterator[tuple[dict, dict]]:
+        """Of each module inside whose hooks are a plan's borders and scopes: its attributes, and what they are for the
         time that the region runs, when its forward converts by itself and it has no hooks.
 
         Only where no conversion is shared: then scopes, which are hooks too, have nothing to remember.
         """
         for site, nested in self.nested.items():
-            held = site.module.__dict__
-            before = replaceable(held["_forward_pre_hooks"].values())
-            after = replaceable(held["_forward_hooks"].values())
-            if before is None or after is None or not (before or after):
+            hooks = self._hooks_of(site)
+            if not hooks or not (hooks[0] or hooks[1]):
                 continue
-            steps = [[self._borders[c] for c in found if c in self._borders] for found in (before, after)]
+            ways = [[self._way(self._borders[c]) for c in found if c in self._borders] for found in hooks]
             inner = self._entering(site) if nested.border or nested.drawn else site.forward
-            forward = _across_once(inner, nested.first, *steps)
-            straight = {"_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict(), "forward": forward}
-            yield held, {name: held.get(name) for name in straight}, straight
+            forward = _across_once(inner, nested.first, *ways)
+            yield (
+                site.module.__dict__,
+                {"_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict(), "forward": forward},
+            )
+
+    def _way(self, step: Step) -> Callable[[Tensor], Tensor]:
+        """A conversion of a plan's border, as a function; one operator where a compiler is to trace it."""
+        route, cause = step.route, step.cause
+        if self._compiled is None:
+            return lambda tensor: convert_at_once(tensor, route, cause)
+        number = number_of(route)
+        return lambda tensor: convert_numbered(tensor, number)
 
     def _entering(self, site: Any) -> Callable:
         return lambda *args, **kwargs: self.enter(site, args, kwargs)
@@ -139,10 +197,12 @@ class Region:
         if nested.drawn is not None:
             return self._draw(nested, site, args, kwargs)
         if nested.border:
-            return self._across(nested.border, site, args, kwargs)
+            return self._across(nested.border, site, site.forward, args, kwargs)
         return site.forward(*args, **kwargs)
 
-    def _across(self, border: Border, site: Any, args: tuple, kwargs: dict) -> Any:
+    def _across(self, border: Border, site: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if not border:
+            return forward(*args, **kwargs)
         swapped = []
         try:
             if border.before:
@@ -160,7 +220,7 @@ class Region:
                     inputs = [new if tensor is old else tensor for tensor in inputs]
                 if inputs is not None:
                     args, kwargs = _filled((args, kwargs), inputs)
-            out = site.forward(*args, **kwargs)
+            out = forward(*args, **kwargs)
         finally:
             for owner, name, parameter in reversed(swapped):
                 owner[name] = parameter
@@ -196,30 +256,28 @@ class Region:
         return convert_erased(tensor, step.route, converter, self._made)
 
 
-def _across_once(inner: Callable, first: int | str | None, before: list[Step], after: list[Step]) -> Callable:
+def _across_once(inner: Callable, first: int | str | None, before: list[Callable], after: list[Callable]) -> Callable:
     """`inner` with the conversions of a plan's border around it."""
     if not before and not after:
         return inner
     if first == 0 and len(before) == len(after) == 1:
-        route, cause, back, back_cause = before[0].route, before[0].cause, after[0].route, after[0].cause
+        enter, leave = before[0], after[0]
 
         def straight(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            out = inner(convert_at_once(x, route, cause), *args, **kwargs)
-            if type(out) is Tensor:
-                return convert_at_once(out, back, back_cause)
-            return map_first(out, lambda tensor: convert_at_once(tensor, back, back_cause))
+            out = inner(enter(x), *args, **kwargs)
+            return leave(out) if type(out) is Tensor else map_first(out, leave)
 
         return straight
 
     def around(*args: Any, **kwargs: Any) -> Any:
-        for step in before:
+        for enter in before:
             if isinstance(first, str):
-                kwargs[first] = convert_at_once(kwargs[first], step.route, step.cause)
+                kwargs[first] = enter(kwargs[first])
             else:
-                args, kwargs = map_first((args, kwargs), lambda t, s=step: convert_at_once(t, s.route, s.cause))
+                args, kwargs = map_first((args, kwargs), enter)
         out = inner(*args, **kwargs)
-        for step in after:
-            out = map_first(out, lambda t, s=step: convert_at_once(t, s.route, s.cause))
+        for leave in after:
+            out = map_first(out, leave)
         return out
 
     return around
