@@ -146,6 +146,11 @@ CHECKS: tuple[Check, ...] = (
     Check(6, 2, "checkpoints from a shell", tests("packages/vescale/tests/test_checkpoint_command.py")),
     Check(6, 3, "checkpoints against raw work", (PYTHON, "benchmarks/checkpoint_ratios.py"), 20 * MINUTES),
     Check(6, 4, "a HuggingFace Llama and back", tests("packages/vescale/tests/test_checkpoint_huggingface.py")),
+    Check(8, 1, "static mode is eager mode to the bit", tests("packages/vescale/tests/test_static_training.py")),
+    Check(8, 1, "compile mode", tests("packages/vescale/tests/test_static_compiled.py")),
+    Check(8, 2, "static mode over hand-written blocks", (PYTHON, "benchmarks/static_blocks.py")),
+    Check(8, 3, "the share of modules that run static", (PYTHON, "benchmarks/static_share.py")),
+    Check(8, 4, "awkward modules", tests("packages/plans/tests/test_static.py")),
 )
 
 

@@ -39,7 +39,7 @@ def contenders(mesh) -> dict[str, Callable[[], Timer]]:
     return {BY_HAND: by_hand, VESCALE: by_vescale, TORCH: by_torch}
 
 
-def step(model: torch.nn.Module, x: torch.Tensor) -> Timer:
+def step(model: torch.nn.Module, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor] | None = None) -> Timer:
     """Forward, sum, backward. The input needs a gradient, as behind an embedding.
 
     Gradients are dropped before every call and outside its time: accumulating into them, or
@@ -47,7 +47,7 @@ def step(model: torch.nn.Module, x: torch.Tensor) -> Timer:
     """
     x = x.detach().requires_grad_()
     leaves = [x, *model.parameters()]
-    cos, sin = rotary_table(SIZES)
+    cos, sin = rotary_table(SIZES) if tables is None else tables
 
     def clear():
         for leaf in leaves:

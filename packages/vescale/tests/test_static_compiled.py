@@ -42,8 +42,12 @@ def compared():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     losses, found, model = train(compiled=True)
-    sites = model._vescale.static.sites.values()
-    compiled = {s.name for s in sites for regions in s.regions.values() for r in regions if getattr(r, "is_compiled", 0)}
+    compiled = {
+        site.name
+        for site in model._vescale.static.sites.values()
+        for regions in site.regions.values()
+        if any(getattr(region, "is_compiled", False) for region in regions)
+    }
     errors = [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
     norms = {n: ((found[n] - g).norm() / g.norm()).item() for n, g in gradients.items()}
     return errors, norms, compiled, dict(torch._dynamo.utils.counters["graph_break"])
