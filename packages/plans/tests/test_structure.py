@@ -180,7 +180,10 @@ def test_segments_of_unequal_size_are_split_by_their_weights_alone():
 
 def test_a_norm_over_all_heads_is_a_bridge():
     found = structure(words(lambda: Attention(6, 3, 8, normed=True), lambda: Gated(40)))
-    by_norm = {source.parameter: source.by_norm for source in found.groups[0].sources}
+    by_norm = {source.parameter: source.by_norm for source in found.groups[0].sources if not source.companion}
+    assert [source.parameter for source in found.groups[0].sources if source.companion] == [
+        "blocks.0.attention.norm.scale"
+    ]
     assert by_norm == {
         "blocks.0.attention.inward.0.weight": True,
         "blocks.0.attention.inward.1.weight": False,

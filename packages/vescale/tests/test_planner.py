@@ -341,8 +341,9 @@ TYPES = (
 )  # fmt: skip
 COLUMNS = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWS = ("rowwise", "packed_rowwise", "rowwise_split_input")
-# One number per head, added to the scores or their sum: split it or not, nothing else changes.
-EXPLAINED = ("self_attn.sinks",)
+# HuggingFace splits these weights by their other dim, and gathers what they give; the two of LongCat's experts are not
+# reached with a small sample.
+EXPLAINED = ("linear_attn.out_proj", "lm_head", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def against_huggingface(kind):
@@ -352,15 +353,15 @@ def against_huggingface(kind):
     split = split_parameters(found, 2)
     claimed, entries, missed = set(), 0, []
     for pattern, style in (model.tp_plan or {}).items():
-        if style not in (*COLUMNS, *ROWS):
-            continue
         named = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + r"(\.weight|\.bias)?$")
         names = [name for name in found.shapes if named.search(name)]
         claimed.update(names)
+        if style not in (*COLUMNS, *ROWS):
+            continue
         weights = [name for name in names if not name.endswith("bias")]
         entries += bool(weights)
         for name in weights:
-            dims = (int(style in ROWS),) if len(found.shapes[name]) == 2 else (1, 2)  # a stack may be transposed
+            dims = {1: (0,), 2: (int(style in ROWS),)}.get(len(found.shapes[name]), (1, 2))  # a stack may be transposed
             if name not in split or split[name].dim not in dims:
                 missed.append((pattern, style, split.get(name)))
                 break

@@ -73,6 +73,7 @@ class Findings:
         calls: in order.
         influences: source -> sink -> Influence.
         bridged: the same with norms handing nothing on, for sources that mix otherwise.
+        vectors: parameter of one dim -> sink -> what its entries reach; where it reaches sinks of groups alone.
         routers: calls whose result something was selected by.
         sites: module -> how its output lies; for modules whose output has the sample's batch and positions.
         token_wise: calls of the residual stream whose position s reaches position s alone.
@@ -87,6 +88,7 @@ class Findings:
     calls: dict[Key, Call]
     influences: dict[Key, dict[Key, Influence]] = field(default_factory=dict)
     bridged: dict[Key, dict[Key, Influence]] = field(default_factory=dict)
+    vectors: dict[str, dict[Key, Influence]] = field(default_factory=dict)
     routers: set[Key] = field(default_factory=set)
     inputs: dict[str, Site] = field(default_factory=dict)
     outputs: dict[str, Site] = field(default_factory=dict)
@@ -142,6 +144,7 @@ class _Prober:
                 whole.setdefault(sink, one)
         self._sinks = {}
         self._bridge()
+        self._vectors()
         self._positions()
         return found
 
@@ -270,7 +273,7 @@ class _Prober:
 
     def _taints(self, batch: int, tests, everywhere, shift: bool, bridge: bool) -> Reached:
         sinks = [self._sinks.get(test.key) for part in (*tests.values(), everywhere) for test in part]
-        until = None if None in sinks or bridge else frozenset().union(*sinks)
+        until = None if None in sinks or not sinks or bridge else frozenset().union(*sinks)
         probe = self._forward(
             batch,
             calls=self.findings.calls,
@@ -319,6 +322,32 @@ class _Prober:
         sources = [key for key in sources if any(not one.is_mixing for one in sampled.get(key, {}).values())]
         units = self._units(sources, sampled)
         found.bridged = self._influences(self._whole(sources, units), units, sampled=sampled, bridge=True)
+
+    def _vectors(self) -> None:
+        """Parameters that are no contraction's: a gate, a decay, a number per head."""
+        found = self.findings
+        structured = {sink for sinks in found.influences.values() for sink, one in sinks.items() if not one.is_mixing}
+        for name, size in list(self.operands.vectors.items()):
+            sinks = self._met(name, torch.arange(size))
+            if size < 2 or found.like.get(name, (name,))[0] != name or not sinks or set(sinks) - structured:
+                continue
+            unit = 1 if size <= UNITS else size // gcd(size, UNITS_ALONE)
+            rows = [self._met(name, torch.arange(at, at + unit)) for at in range(0, size, unit)]
+            reached = {
+                sink: Influence(unit, torch.stack([row.get(sink, torch.zeros_like(sinks[sink])) for row in rows]))
+                for sink in sinks
+            }
+            if not any(one.is_mixing for one in reached.values()):
+                found.vectors[name] = reached
+
+    def _met(self, name: str, entries: Tensor) -> dict[Key, Tensor]:
+        """What these entries of a parameter reach: bool [in features] per sink."""
+        self.operands.tainted = (name, entries)
+        try:
+            reached = self._taints(1, {}, (), False, False)
+        finally:
+            self.operands.tainted = None
+        return {key: row[0] for key, row in reached.features.items() if bool(row.any())}
 
     def _positions(self) -> None:
         """Whether what the residual stream carries at one position stays there."""

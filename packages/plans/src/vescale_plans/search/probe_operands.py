@@ -70,7 +70,12 @@ class Features:
 
 
 class Operands:
-    """Finds parameters again behind views, casts and copies."""
+    """Finds parameters again behind views, casts and copies.
+
+    Attributes:
+        vectors: parameters of one dim that were computed with, and their sizes.
+        tainted: one of them, and which of its entries are NaN.
+    """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -78,6 +83,8 @@ class Operands:
         self._copies: dict[int, _Copy | None] = {}
         self._values: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []
+        self.vectors: dict[str, int] = {}
+        self.tainted: tuple[str, Tensor] | None = None
         for name, parameter in named:
             self.shapes[name] = tuple(parameter.shape)
             self._parameters.setdefault(_storage(parameter), (name, parameter))
@@ -115,7 +122,7 @@ class Operands:
         if _storage(made) in self._parameters or _storage(made) in self._copies:
             return
         self._kept.append(made)
-        source = next((one for one in sources if one.shape == made.shape and made.ndim > 1), None)
+        source = next((one for one in sources if one.shape == made.shape and made.ndim), None)
         self._copies[_storage(made)] = None if source is None else _Copy(Geometry.of(made), source)
 
     def derive_rows(self, made: Tensor, source: Tensor) -> None:
@@ -140,6 +147,11 @@ class Operands:
                 )
             self._values[key] = flat
         flat = self._values[key]
+        name = self.name(tensor)
+        if name is not None and len(self.shapes[name]) == 1 and flat.numel() == self.shapes[name][0]:
+            self.vectors[name] = flat.numel()
+            if self.tainted is not None and self.tainted[0] == name and flat.is_floating_point():
+                flat = flat.index_fill(0, self.tainted[1], float("nan"))
         if flat.dtype != tensor.dtype:
             flat = flat.view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -21,9 +21,7 @@ def structure_of(model: nn.Module, sample: Sample) -> Structure:
     found = probe(model, sample)
     pairs = _paired(found)
     groups = tuple(
-        group
-        for sink in sorted(pairs, key=lambda key: found.calls[key].order)
-        for group in _group(found, sink, pairs[sink])
+        group for sink in sorted(pairs, key=lambda key: found.calls[key].order) for group in _group(found, sink, pairs)
     )
     groups = _everywhere(groups, found.like)
     return Structure(
@@ -95,7 +93,8 @@ def _spans(influence: Influence) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _group(found: Findings, sink: Key, sources: Mapping[Key, Influence]) -> list[Group]:
+def _group(found: Findings, sink: Key, pairs: Mapping[Key, Mapping[Key, Influence]]) -> list[Group]:
+    sources = pairs[sink]
     call = found.calls[sink]
     if found.like.get(sink[0], sink)[0] != sink[0]:
         return []
@@ -126,6 +125,10 @@ def _group(found: Findings, sink: Key, sources: Mapping[Key, Influence]) -> list
         )
     if not made or not any(not one.companion for one in made):
         return []
+    for name, reached in found.vectors.items():
+        if sink in reached and set(reached) <= pairs.keys():
+            size = found.shapes[name][0]
+            made.append(Source(name, None, 0, size, reached[sink].unit, _spans(reached[sink]), companion=True))
     split = {one.parameter for one in made}
     kept = {key[0] for key, reached in found.influences.items() if sink in reached} - split - {sink[0]}
     experts = found.shapes[sink[0]][0] if call.stack else 0

@@ -56,7 +56,7 @@ class Source:
         spans: per unit what it reaches of the sink's in features; each span is one atom or more.
         module: the innermost whose input is a whole activation that the parameter meets.
         by_norm: a norm over all features lies between; sharded, it costs an all-reduce of one number per position.
-        companion: a table of rows looked up (an expert's bias), which is split only where a weight is.
+        companion: no weight of a contraction (an expert's bias, a number per head), split only where one is.
     """
 
     parameter: str
@@ -120,7 +120,7 @@ class Group:
         for source in self.sources:
             groups = source.groups(self.features, degree)
             if groups is None:
-                if source.size >= self.features:
+                if source.size >= self.features and not source.companion:
                     return {}
             else:
                 placement = Shard(source.dim) if groups == 1 else InterleavedShard(source.dim, groups)
