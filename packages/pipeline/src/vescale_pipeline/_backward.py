@@ -19,6 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Gradients = list[Tensor | None]
+_run = torch.autograd.Variable._execution_engine.run_backward
+
+
+def gradients_of(roots: Sequence, inputs: Sequence, seeds: Sequence, retain_graph: bool = False) -> tuple:
+    """`autograd.grad` with allow_unused, without its checks of the seeds, which cost more than a small backward."""
+    inputs = tuple(inputs)
+    return _run(tuple(roots), tuple(seeds), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False)
 
 
 def whole(
@@ -28,7 +35,7 @@ def whole(
     inputs = [*leaves, *weights]
     if not roots or not inputs:
         return [None] * len(leaves), [None] * len(weights)
-    found = torch.autograd.grad(roots, inputs, seeds, allow_unused=True)
+    found = gradients_of(roots, inputs, seeds)
     return list(found[: len(leaves)]), list(found[len(leaves) :])
 
 
@@ -61,11 +68,8 @@ class Split:
             along = list(zip(roots, seeds))
         if not along or not inputs:
             return
-        found = list(
-            torch.autograd.grad(
-                [root for root, _ in along], inputs, [seed for _, seed in along], allow_unused=True, retain_graph=True
-            )
-        )
+        found = gradients_of([root for root, _ in along], inputs, [seed for _, seed in along], retain_graph=True)
+        found = list(found)
         self.leaves = found[: len(leaves)]
         flowing = dict(zip([(edge.node, edge.output_nr) for edge in kept], found[len(leaves) :]))
         self._early = dict(zip(shared, found[len(leaves) + len(kept) :]))
@@ -87,7 +91,7 @@ class Split:
         late, self._late = self._late, []
         for outputs, gradients, behind in late:
             inputs = [self._edges[i] for i in behind]
-            for index, gradient in zip(behind, torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)):
+            for index, gradient in zip(behind, gradients_of(outputs, inputs, gradients)):
                 found[index] = gradient
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -50,7 +50,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def fill(template: Any, tensors: list[Any]) -> Any:
+def fill(template: Any, tensors: Iterable[Any]) -> Any:
     """`template` with its tensors replaced by `tensors`, in order."""
     following = iter(tensors)
     return map_tensors(template, lambda _: next(following))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._containers import map_tensors, tensors_in
+from ._containers import fill, tensors_in
 from ._errors import PipelineError
 from ._placeholder import Placeholder
 from ._record import Record
@@ -22,7 +22,9 @@ def rows_in_order(tensor: Tensor, index: int, count: int) -> Tensor:
     return tensor[index * size : (index + 1) * size]
 
 
-def split(inputs: Any, count: int, part_of: Callable[[Tensor, int, int], Tensor] = rows_in_order) -> list[Any]:
+def split(
+    inputs: tuple[tuple, dict], count: int, part_of: Callable[[Tensor, int, int], Tensor] = rows_in_order
+) -> list[tuple[tuple, dict]]:
     """`inputs` (the args and kwargs of a call) in `count` equal parts of rows; views, nothing is copied.
 
     The rows are dim 0 of the first tensor that has dims. A tensor of another size in
@@ -41,15 +43,22 @@ def split(inputs: Any, count: int, part_of: Callable[[Tensor, int, int], Tensor]
             ],
         )
 
-    def part(index: int) -> Callable[[Tensor], Tensor]:
-        def cut(tensor: Tensor) -> Tensor:
-            if tensor.ndim and tensor.shape[0] == rows:
-                return part_of(tensor, index, count)
-            return tensor
+    def parts(value: Any) -> Sequence[Any]:
+        """One argument's part for every microbatch."""
+        if isinstance(value, Tensor):
+            is_cut = value.ndim and value.shape[0] == rows
+            return [part_of(value, i, count) for i in range(count)] if is_cut else (value,) * count
+        tensors = tensors_in(value)
+        if not tensors:
+            return (value,) * count
+        return [fill(value, part) for part in zip(*map(parts, tensors))]
 
-        return cut
-
-    return [map_tensors(inputs, part(index)) for index in range(count)]
+    columns = [parts(value) for value in inputs[0]]
+    named = {name: parts(value) for name, value in inputs[1].items()}
+    return [
+        (tuple(column[i] for column in columns), {name: column[i] for name, column in named.items()})
+        for i in range(count)
+    ]
 
 
 def rows_of(inputs: Any) -> int:

@@ -292,6 +292,8 @@ class _Weights(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(function, "__name__", "") == "__set__":  # a hook's own handling of a parameter, such as `.data = `
+            return function(*args, **(kwargs or {}))
         args, kwargs = map_tensors((args, kwargs or {}), lambda tensor: self._weights.get(id(tensor), tensor))
         return function(*args, **kwargs)
 

@@ -73,6 +73,8 @@ class Stage:
         self.parameters = parameters
         self._codec = codec
         self._slots: dict[int, Slot] = {}
+        self.trained: list[str] = []
+        self._edges: list = []
         self.begin(None, 1)
 
     def begin(self, record: Record | None, stages: int) -> None:
@@ -80,10 +82,12 @@ class Stage:
         self._record, self._is_last = record, self.index == stages - 1
         self._slots.clear()
         with local_only(), torch.enable_grad():
-            self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
-            self._edges = [get_gradient_edge(self.parameters[name]) for name in self.trained]
+            trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+            if trained != self.trained:
+                self.trained = trained
+                self._edges = [get_gradient_edge(self.parameters[name]) for name in trained]
         self._sums: Gradients = [None] * len(self._edges)
-        self._is_own = [False] * len(self._edges)
+        self._own: list[int] | None = None  # whose sums share their memory with nothing
 
     # --- forward --------------------------------------------------------------------
 
@@ -169,22 +173,23 @@ class Stage:
         return [None if leaf is None else next(following) for leaf in slot.leaves], rest
 
     def _add(self, gradients: Gradients) -> None:
-        """In place from the second on; the first may share its memory with another gradient."""
-        sums, is_own = self._sums, self._is_own
-        into, added = [], []
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if sums[i] is None:
-                sums[i] = gradient
-            elif is_own[i] and not gradient.is_sparse:
-                into.append(sums[i])
-                added.append(gradient)
-            else:
-                sums[i], is_own[i] = sums[i] + gradient, True
-        if into:
+        """In place from the third on: the first may share its memory with another gradient."""
+        sums = self._sums
+        there = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        both = [i for i in there if sums[i] is not None]
+        if both:
+            into, added = [sums[i] for i in both], [gradients[i] for i in both]
             with torch.no_grad():
-                torch._foreach_add_(into, added)
+                if both == self._own:
+                    torch._foreach_add_(into, added)
+                else:
+                    for i, total in zip(both, torch._foreach_add(into, added)):
+                        sums[i] = total
+            self._own = both
+        if len(both) < len(there):
+            for i in there:
+                if sums[i] is None:
+                    sums[i] = gradients[i]
 
 
 def check_uses(record: Record, stages: dict[str, tuple[int, ...]], cuts: Sequence[str]) -> None:

@@ -1,0 +1,109 @@
+"""Pipelines beside data, tensor and sequence parallelism and ZeRO, on one mesh: within the standard tolerances."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import vescale
+from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_plans import library
+
+warm_up("torch._dynamo", "vescale", "transformers")
+
+POSITIONS, STEPS, ROWS, COUNT, VOCABULARY, LAYERS = 16, 10, 2, 4, 64, 4
+LOSS, PARAMETER = 1e-5, 1e-4  # the standard tolerances of docs/design.md, section 11
+
+
+def build_gpt():
+    from nanogpt.model import GPT, GPTConfig
+
+    sizes = {"n_layer": LAYERS, "n_head": 4, "n_embd": 32}
+    return GPT(GPTConfig(vocab_size=VOCABULARY, block_size=POSITIONS, dropout=0.1, **sizes))
+
+
+def build_llama():
+    from llama.model import build
+
+    return build(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS)
+
+
+MODELS = {
+    "gpt": (build_gpt, lambda model, x, y: model(x, y), "transformer.h.{}"),
+    "llama": (build_llama, lambda model, x, y: model(input_ids=x, labels=y).loss, "model.layers.{}"),
+}
+# mesh, sequence parallel, ZeRO stage, schedule, virtual stages
+CASES = [
+    ({"pp": 2, "dp": 2}, False, 0, "1f1b", 1),
+    ({"pp": 2, "dp": 2}, False, 1, "zb-h1", 1),
+    ({"pp": 2, "dp": 2}, False, 2, "1f1b", 1),
+    ({"pp": 2, "dp": 2}, False, 3, "1f1b", 1),
+    ({"pp": 2, "dp": 2}, False, 3, "zbv", 2),
+    ({"pp": 2, "tp": 2}, True, 0, "1f1b", 1),
+    ({"pp": 2, "tp": 2}, True, 0, "zbv", 2),
+    ({"dp": 2, "pp": 2}, False, 0, "interleaved", 2),
+    ({"pp": 2, "dp": 2, "tp": 2}, True, 1, "1f1b", 1),
+]
+
+
+def plan_of(name, mesh, sequence_parallel, zero, kind, virtual):
+    cut, stages = MODELS[name][2], mesh["pp"] * virtual
+    cuts = tuple(cut.format(LAYERS * stage // stages) for stage in range(1, stages))
+    plan = getattr(library, name)(mesh={"dp": 1, "tp": 1, **mesh}, sequence_parallel=sequence_parallel)
+    return plan.override(
+        mesh=mesh if "tp" in mesh else {**mesh, "tp": 1},
+        data_axis="dp" if "dp" in mesh else None,
+        zero=zero,
+        pipeline=vescale.Pipeline(cuts=cuts, schedule=kind, microbatches=COUNT, virtual=virtual),
+    )
+
+
+def train(name, plan):
+    """Losses of the whole batches, and the parameters that this rank has, whole."""
+    build, loss_of, _ = MODELS[name]
+    torch.manual_seed(0)
+    model, optimizer_fn = build(), partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    if plan is None:
+        optimizer = optimizer_fn(model.parameters())
+    else:
+        model, optimizer = vescale.parallelize(plan, model, optimizer_fn)
+    torch.manual_seed(1)
+    data = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(STEPS):
+        inputs, labels = torch.randint(VOCABULARY, (2, COUNT * ROWS, POSITIONS), generator=data)
+        if plan is None:
+            total = 0
+            for x, y in zip(inputs.chunk(COUNT), labels.chunk(COUNT)):
+                loss = loss_of(model, x, y) / COUNT
+                loss.backward()
+                total += loss.item()
+        else:
+            loss = loss_of(model, inputs, labels)
+            loss.backward()
+            total = loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    whole = {n: p.detach() if plan is None else p.detach().full_tensor() for n, p in model.named_parameters()}
+    return losses, whole
+
+
+def compared(name, *case):
+    losses, whole = train(name, plan_of(name, *case))
+    wanted_losses, wanted = train(name, None)
+    errors = {n: ((p - wanted[n]).norm() / wanted[n].norm()).item() for n, p in whole.items()}
+    return [abs(a - b) / abs(b) for a, b in zip(losses, wanted_losses)], errors
+
+
+@pytest.mark.parametrize("name, case", slice_of([(n, case) for case in CASES for n in MODELS], fraction=6))
+def test_training_equals_one_device(name, case):
+    ranks = 1
+    for size in case[0].values():
+        ranks *= size
+    held = set()
+    for losses, parameters in run_ranks(ranks, compared, name, *case, timeout=300):
+        assert max(losses) <= LOSS
+        assert {n: e for n, e in parameters.items() if not e <= PARAMETER} == {}
+        held.update(parameters)
+    assert held >= {n for n, _ in MODELS[name][0]().named_parameters()}
