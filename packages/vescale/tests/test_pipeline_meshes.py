@@ -37,8 +37,7 @@ CASES = [
     ({"pp": 2, "dp": 2}, False, 0, "1f1b", 1),
     ({"pp": 2, "dp": 2}, False, 1, "zb-h1", 1),
     ({"pp": 2, "dp": 2}, False, 2, "1f1b", 1),
-    ({"pp": 2, "dp": 2}, False, 3, "1f1b", 1),
-    ({"pp": 2, "dp": 2}, False, 3, "zbv", 2),
+    ({"pp": 2, "dp": 2}, False, 2, "zbv", 2),
     ({"pp": 2, "tp": 2}, True, 0, "1f1b", 1),
     ({"pp": 2, "tp": 2}, True, 0, "zbv", 2),
     ({"dp": 2, "pp": 2}, False, 0, "interleaved", 2),
@@ -107,3 +106,12 @@ def test_training_equals_one_device(name, case):
         assert {n: e for n, e in parameters.items() if not e <= PARAMETER} == {}
         held.update(parameters)
     assert held >= {n for n, _ in MODELS[name][0]().named_parameters()}
+
+
+def refused():
+    with pytest.raises(vescale.PlanError, match="ZeRO-3 and a pipeline"):
+        vescale.parallelize(plan_of("gpt", {"pp": 2, "dp": 2}, False, 3, "1f1b", 1), build_gpt())
+
+
+def test_zero_3_is_refused():
+    run_ranks(4, refused)

@@ -89,3 +89,11 @@ class Release(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> tuple:
         return (None, None, None, *ctx.gradients.take(incoming))
+
+
+def released(
+    gradients: list[Tensor | None], scale: float, loss: Tensor, parameters: list[Tensor]
+) -> tuple[Tensor, Gradients]:
+    """`loss`, connected to the parameters."""
+    held = Gradients(gradients, scale)
+    return Release.apply(held, loss, torch.zeros((), requires_grad=True), *parameters), held

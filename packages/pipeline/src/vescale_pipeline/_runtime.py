@@ -26,13 +26,13 @@ from ._elsewhere import Elsewhere, combined, norm_of_gradients
 from ._errors import PipelineError
 from ._faults import Faults, failure
 from ._interpreter import Interpreter
-from ._loss import Gradients, Release, loss_in, no_loss, with_loss
+from ._loss import Gradients, loss_in, no_loss, released, with_loss
 from ._microbatches import loss_weights, split
 from ._ownership import Ownership, let_go
 from ._p2p import PARTS, Link, LinkError, Part, Tags, part_of
 from ._placeholder import Current
 from ._record import dry_run
-from ._skeleton import Station
+from ._skeleton import Run, Station
 from ._stage import Codec, Stage, check_uses
 from .action import Action, Schedule
 
@@ -93,6 +93,7 @@ class Runtime:
         self._state: Interpreter | None = None
         self._broken: str | None = None
         self._elsewhere = Elsewhere(self._norm_elsewhere, self.link.device)
+        model.register_forward_hook(_reveal, prepend=True)
         model.__dict__["_call_impl"] = self
         model.__dict__["parameters"] = self._all_parameters
 
@@ -158,10 +159,9 @@ class Runtime:
         self.link.flush()
         trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
         self._elsewhere.exists = True
-        self._gradients = Gradients([sums.get(name) for name in trained], scale)
-        anchor = torch.zeros((), requires_grad=True)
-        released = Release.apply(self._gradients, loss, anchor, *(self._parameters[name] for name in trained))
-        return with_loss(call.record.result, released)
+        parameters = [self._parameters[name] for name in trained]
+        loss, self._gradients = released([sums.get(name) for name in trained], scale, loss, parameters)
+        return with_loss(call.record.result, loss)
 
     # --- the norm of all gradients --------------------------------------------------------
 
@@ -294,6 +294,11 @@ class Runtime:
         for stage in self.stages.values():
             stage.begin(None, self.schedule.stages)
         self.link.close()
+
+
+def _reveal(root: nn.Module, args: tuple, output: Any) -> Any:
+    """The root's other hooks see real outputs on the stage that has them."""
+    return Current.reader.reveal(output) if isinstance(Current.reader, Run) else output
 
 
 class _Doing:

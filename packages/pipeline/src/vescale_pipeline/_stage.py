@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as local_only
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ._backward import Gradients, Split, whole
 from ._errors import PipelineError
@@ -73,20 +73,16 @@ class Stage:
         self.parameters = parameters
         self._codec = codec
         self._slots: dict[int, Slot] = {}
-        self.trained: list[str] = []
-        self._edges: list = []
         self.begin(None, 1)
 
     def begin(self, record: Record | None, stages: int) -> None:
         """A call begins: nothing is kept, no gradient is added up yet."""
         self._record, self._is_last = record, self.index == stages - 1
         self._slots.clear()
-        with local_only(), torch.enable_grad():
-            trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
-            if trained != self.trained:
-                self.trained = trained
-                self._edges = [get_gradient_edge(self.parameters[name]) for name in trained]
-        self._sums: Gradients = [None] * len(self._edges)
+        with local_only():
+            self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        self._edges: list[GradientEdge] = []
+        self._sums: Gradients = [None] * len(self.trained)
         self._own: list[int] | None = None  # whose sums share their memory with nothing
 
     # --- forward --------------------------------------------------------------------
@@ -153,7 +149,7 @@ class Stage:
 
     def sums(self) -> dict[str, Tensor | None]:
         """The weights' gradients over all microbatches so far; they are the caller's from now on."""
-        sums, self._sums = self._sums, [None] * len(self._edges)
+        sums, self._sums, self._edges = self._sums, [None] * len(self.trained), []
         return dict(zip(self.trained, sums))
 
     # --- internal -------------------------------------------------------------------
@@ -167,6 +163,9 @@ class Stage:
         if slot.loss is not None and slot.loss.requires_grad:
             roots.append(slot.loss)
             seeds.append(seed)
+        if not self._edges:
+            with local_only(), torch.enable_grad():
+                self._edges = [get_gradient_edge(self.parameters[name]) for name in self.trained]
         wanted = [leaf for leaf in slot.leaves if leaf is not None]
         found, rest = compute(roots, seeds, wanted, self._edges)
         following = iter(found)
