@@ -109,7 +109,7 @@ def test_training_equals_one_device(name, case):
 
 
 def refused():
-    with pytest.raises(vescale.PlanError, match="ZeRO-3 and a pipeline"):
+    with pytest.raises(vescale.PlanError, match="ZeRO-3 does not go with a pipeline"):
         vescale.parallelize(plan_of("gpt", {"pp": 2, "dp": 2}, False, 3, "1f1b", 1), build_gpt())
 
 

@@ -23,7 +23,7 @@ from vescale_dtensor import DTensor
 from vescale_dtensor.engine import Mesh, from_plain, layout_of, mesh_of
 from vescale_pipeline import Schedule, generate, verify
 from vescale_pipeline.engine import Codec, Runtime, let_go, ownership
-from vescale_plans import Plan, PlanError
+from vescale_plans import Plan
 
 from ._scaler import lines
 
@@ -46,19 +46,6 @@ parallelize.__doc__ = vescale_plans.parallelize.__doc__
 
 def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan, DeviceMesh, Callable[[], None]]:
     """What `vescale_plans.parallelize` calls for a plan with a pipeline, once the ranks agree on plan and model."""
-    if plan.zero == 3:
-        raise PlanError(
-            "parallelize",
-            "the plan has ZeRO-3 and a pipeline: between backwards its parameters are let go, and a pipeline's call "
-            "hands out gradients when all its backwards are over",
-            (),
-            [
-                (
-                    "zero=2",
-                    "optimizer states and gradients are sharded; parameters are kept whole, those of a stage alone",
-                )
-            ],
-        )
     axis = plan.pipeline.axis
     schedule = schedule_of(plan, device_mesh.device_type)
     owned = ownership(model, plan.pipeline.cuts)
