@@ -82,7 +82,7 @@ pytest_test = rule(
     },
 )
 
-def pytest_suites(name, deps, suites = {}, multi_rank = [], data = [], benchmark_deps = [], timeout = "moderate"):
+def pytest_suites(name, deps, suites = {}, multi_rank = [], data = [], benchmark_deps = [], timeout = "long"):
     """One pytest_test per suite, such that each tests/test_*.py is in exactly one of them.
 
     A new test file joins the suite whose stem its name begins with, and the suite `name` otherwise, with no edit here.
