@@ -77,7 +77,7 @@ def as_nobody(path, call):
         f"path = {os.fspath(path)!r}\n"
         f"try:\n    {call}\nexcept Exception as error:\n    print(type(error).__name__, error)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
     return run.stdout + run.stderr
 
 
@@ -158,7 +158,7 @@ def test_neither_path_imports_pickle():
         "d = tempfile.mkdtemp(); s = {'model': m, 'optimizer': o, 'rng': torch.get_rng_state(), 'step': 1}\n"
         "c.save(d, s); c.load(d, s); print('fine')\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
     assert run.stdout == "fine\n", run.stdout + run.stderr
     source = Path(manifest.__file__).parent
     names = [path for path in source.glob("*.py") if path.stem != "testing" and "import pickle" in path.read_text()]
