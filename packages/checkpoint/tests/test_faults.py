@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from vescale_checkpoint import ConflictError, CorruptError, FormatError, StorageError, close, load, save
+from vescale_checkpoint._commit import Draft
+from vescale_checkpoint._job import SaveJob
 from vescale_checkpoint.testing import failing, intercepted, short_writes
 from vescale_dtensor import Replicate, Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
@@ -144,6 +146,30 @@ def test_a_background_failure_is_raised_once_by_what_comes_next(tmp_path):
     for name, surface in (("close", close), ("save", next_save)):
         run_ranks(2, run, tmp_path / name, surface)
         loads_exactly(tmp_path / name, 1)
+
+
+def test_a_draft_taken_away_is_not_the_cause(tmp_path):
+    """The rank that fails first says so before it removes the directory that another is about to write to."""
+
+    def run(path):
+        first = torch.distributed.get_rank() == 0
+        discard, write = Draft.discard, SaveJob._write
+
+        def slowly_discarded(draft):
+            discard(draft)
+            time.sleep(0.6)
+
+        def slowly_written(job):
+            time.sleep(0.0 if first else 0.3)
+            return write(job)
+
+        with pytest.MonkeyPatch.context() as patched, intercepted(failing("fsync", errno.EIO)):
+            patched.setattr(Draft, "discard", slowly_discarded)
+            patched.setattr(SaveJob, "_write", slowly_written)
+            with pytest.raises(StorageError, match="Input/output error"):
+                save(path, state_of(1))
+
+    run_ranks(2, run, tmp_path)
 
 
 # --- 3. and 5. files that are short, empty, missing, or of another step ------------

@@ -92,8 +92,8 @@ class SaveJob:
             self._check_folder()
             writes = plan_writes(self.catalogue.entries, session.rank)
             self._describe(contents, writes)
-        except BaseException:
-            self.discard()
+        except BaseException as error:
+            self._give_up(error)
             raise
 
     @property
@@ -109,8 +109,8 @@ class SaveJob:
         try:
             self._sources = staged(self._sources, _staging)
             self.session.gather("staged")
-        except BaseException:
-            self.discard()
+        except BaseException as error:
+            self._give_up(error)
             raise
 
     def finish(self) -> None:
@@ -122,9 +122,18 @@ class SaveJob:
             else:
                 self._commit([report, *map(json.loads, self.session.to_first("written")[1:])])
             self.session.gather("committed")
-        except BaseException:
-            self.discard()
+        except BaseException as error:
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Raises the first cause, unless `error` is it. The others are told before the draft is gone: a directory
+        taken away from under them would be what they report."""
+        try:
+            if isinstance(error, Exception) and not (self.session._failed and isinstance(error, CheckpointError)):
+                raise self.session.fail(error) from error
+        finally:
+            self.discard()
 
     def discard(self) -> None:
         if self._draft is not None:
