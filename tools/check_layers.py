@@ -50,6 +50,7 @@ COMMUNICATES = {
         "_together",  # lets all ranks know how one fared
     },
     "vescale": {
+        "record",  # collects what ranks measured
         "_scaler",  # whether any rank's gradients are not finite
         "_stages",  # makes the groups of pipelines
     },

@@ -50,6 +50,8 @@ from vescale_rng import use_stream as _use_stream
 
 from ._stages import parallelize as parallelize
 from ._version import __version__ as __version__
+from .compare import compare as compare
+from .record import record as record
 
 # Under the names that torch has for its own.
 get_rng_state, set_rng_state, fork_rng = _state.get_state, _state.set_state, _state.fork

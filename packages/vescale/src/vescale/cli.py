@@ -10,10 +10,12 @@ from vescale_dtensor import VescaleError
 from vescale_pipeline import PipelineError
 
 from ._checkpoint_command import app as checkpoint
+from ._compare_command import compare
 from ._schedule_command import schedule
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(schedule)
+app.command()(compare)
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -1,0 +1,237 @@
+"""compare: the first place at which two recorded runs differ, on whatever meshes they ran."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor import VescaleError
+
+from ._digest import Summary, first_index, hexadecimal
+from .record import FORMAT, Place, place_name
+
+_PHASES = ("forward", "backward", "update")
+
+
+def compare(run_a: str | Path, run_b: str | Path, *, rtol: float = 0.0) -> Comparison:
+    """Holds two runs against each other that `vescale.record` wrote.
+
+    Arguments:
+        run_a, run_b: their folders.
+        rtol: 0 asks for every bit. Otherwise places differ whose tensors are farther apart than rtol times the larger
+            norm; the distance is estimated from sketches, usually within a quarter of its size.
+
+    Places are gone through in the order of computation: per step all forwards, by call, then all backwards, then what
+    the optimizer made. Ranks that hold another replica than the first are a difference, too. Places that only one run
+    has (a root module under a pipeline) are listed, and are no difference by themselves.
+
+    Raises VescaleError: a folder that holds no record, or one of another format.
+
+    Example:
+        >>> print(vescale.compare("runs/one", "runs/tp4", rtol=1e-4))
+    """
+    if not rtol >= 0:
+        raise VescaleError("compare", f"rtol is {rtol}, not a number from 0 on", (), [("rtol=0", "every bit")])
+    folders = Path(run_a), Path(run_b)
+    found: list[Difference] = []
+    alone: list[str] = []
+    steps, places = 0, 0
+    for a, b in zip_longest(*map(_steps, folders)):
+        if a is None or b is None:
+            alone.append(f"step {(a or b)[0]} and what follows")
+            break
+        (step, ours), (_, theirs) = a, b
+        steps += 1
+        alone += [place_name(step, place) for place in (*ours, *theirs) if not (place in ours and place in theirs)]
+        for place in sorted((place for place in ours if place in theirs), key=_phase_and_call):
+            places += 1
+            why = _difference(ours[place], theirs[place], rtol)
+            if why:
+                found.append(Difference(step, place, why, ours[place], theirs[place]))
+    first = _first_value(folders, found[0], rtol) if found else ""
+    return Comparison(str(run_a), str(run_b), rtol, steps, places, tuple(found), first, tuple(alone))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A place at which two runs differ: `module` is a path, "" the root; `direction` forward, backward or update."""
+
+    step: int
+    place: Place
+    why: str
+    a: Mapping[str, Any]
+    b: Mapping[str, Any]
+
+    @property
+    def direction(self) -> str:
+        return self.place[0]
+
+    @property
+    def module(self) -> str:
+        return self.place[1]
+
+    @property
+    def call(self) -> int:
+        """Which call of the module within the step: the microbatch."""
+        return self.place[2]
+
+    @property
+    def tensor(self) -> str:
+        return self.place[3]
+
+    def __str__(self) -> str:
+        call = f", call {self.call}" if self.call else ""
+        return f"step {self.step}, {self.direction}, {self.module or '(root)'}: {self.tensor}{call}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` gives; `str()` is the report."""
+
+    run_a: str
+    run_b: str
+    rtol: float
+    steps: int
+    places: int
+    differences: tuple[Difference, ...]
+    first_value: str
+    alone: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        return self.differences[0] if self.differences else None
+
+    def __str__(self) -> str:
+        measure = f"within {self.rtol:g}" if self.rtol else "to the bit"
+        if self.first is None:
+            lines = [f"no difference: {self.places} places of {self.steps} steps are equal {measure}"]
+        else:
+            within = sum(difference.step == self.first.step for difference in self.differences)
+            lines = [
+                f"the runs differ first at {self.first}",
+                f"  {self.first.why}",
+                f"  a  {_described(self.first.a)}  {self.run_a}",
+                f"  b  {_described(self.first.b)}  {self.run_b}",
+                f"  {self.first_value}",
+                f"{len(self.differences)} of {self.places} places differ, {within} of them in step {self.first.step}",
+            ]
+        if self.alone:
+            lines.append(f"{len(self.alone)} places are in one run only, such as {self.alone[0]}")
+        return "\n".join(lines)
+
+    def write_html(self, path: str | Path, most: int = 500) -> Path:
+        """A page with the report and a table of the first `most` differences."""
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in _cells(difference))}</tr>\n"
+            for difference in self.differences[:most]
+        )
+        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+        table = f"<table><tr>{head}</tr>\n{rows}</table>" if rows else ""
+        written = Path(path)
+        written.write_text(_PAGE.format(report=html.escape(str(self)), table=table))
+        return written
+
+
+_COLUMNS = ("step", "direction", "module", "tensor", "call", "why", "norm a", "norm b", "digest a", "digest b")
+_PAGE = """<!doctype html>
+<meta charset="utf-8"><title>vescale compare</title>
+<style>
+body {{ font: 14px sans-serif; margin: 2em }} td, th {{ padding: 2px 10px; text-align: left; white-space: nowrap }}
+tr:nth-child(even) {{ background: #f2f2f2 }} tr:nth-child(2) {{ font-weight: bold }}
+</style>
+<h1>Two runs compared</h1>
+<pre>{report}</pre>
+{table}
+"""
+
+
+def _cells(difference: Difference) -> Iterable[str]:
+    direction, module, call, tensor = difference.place
+    yield from (str(difference.step), direction, module or "(root)", tensor, str(call), difference.why)
+    yield from (f"{entry['norm']:.6g}" for entry in (difference.a, difference.b))
+    yield from (entry["digest"] for entry in (difference.a, difference.b))
+
+
+def _described(entry: Mapping[str, Any]) -> str:
+    shape = ", ".join(map(str, entry["shape"]))
+    return f"{entry['dtype']}[{shape}]  digest {entry['digest']}  norm {entry['norm']:.9g}"
+
+
+def _phase_and_call(place: Place) -> tuple[int, int]:
+    return _PHASES.index(place[0]), place[2]
+
+
+def _steps(folder: Path) -> Iterator[tuple[int, dict[Place, dict[str, Any]]]]:
+    """Number and entries of each step, in the order recorded."""
+    file = folder / "steps.jsonl"
+    remedies = [("with vescale.record(model, folder, optimizer=optimizer): ...", "writes one")]
+    try:
+        with file.open() as lines:
+            header = json.loads(next(lines, "{}"))
+            if header.get("format") != FORMAT:
+                rule = f"{file} has format {header.get('format')}; this version reads {FORMAT}"
+                raise VescaleError("compare", rule, (), remedies)
+            for line in lines:
+                if not line.endswith("\n"):  # of a run that ended, or runs, while it wrote
+                    return
+                step = json.loads(line)
+                yield step["step"], {tuple(entry["place"]): entry for entry in step["entries"]}
+    except (OSError, ValueError) as error:
+        raise VescaleError("compare", f"{file} cannot be read: {error}", (), remedies) from error
+
+
+def _difference(a: Mapping[str, Any], b: Mapping[str, Any], rtol: float) -> str:
+    """Why the entries of one place differ, or nothing."""
+    for what in ("dtype", "shape"):
+        if a[what] != b[what]:
+            return f"{what} {a[what]} and {b[what]}"
+    distance = _summary(a).distance(_summary(b))
+    if a["digest"] != b["digest"] and (not rtol or not distance <= rtol):
+        return f"apart by {distance:.2g} of the norm" if distance else "other bits"
+    for name, entry in (("a", a), ("b", b)):
+        odd = {rank: apart for rank, apart in entry.get("odd", {}).items() if not rtol or not apart <= rtol}
+        if odd:
+            return f"replicas differ in {name}: rank {', '.join(odd)}, by up to {max(odd.values()):.2g} of the norm"
+    return ""
+
+
+def _summary(entry: Mapping[str, Any]) -> Summary:
+    return Summary(int(entry["digest"], 16), entry["norm"], entry["largest"], tuple(entry["sketch"]))
+
+
+def _first_value(folders: tuple[Path, Path], difference: Difference, rtol: float) -> str:
+    """The first index and both values, where both runs kept them; otherwise how to."""
+    if "values" not in difference.a or "values" not in difference.b:
+        name = place_name(difference.step, difference.place)
+        return f"to see the first index and values: record both again with keep={name!r}"
+    a, b = (_read(folder, entry) for folder, entry in zip(folders, (difference.a, difference.b)))
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return "values of other dtypes or shapes"
+    at = first_index(a, b, rtol)
+    if at is None:
+        return "no element by itself is that far apart"
+    index = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(at), a.shape))
+    return f"first at [{index}]: a {hexadecimal(a, at)}, b {hexadecimal(b, at)}"
+
+
+def _read(folder: Path, entry: Mapping[str, Any]) -> Tensor:
+    try:
+        data = bytearray((folder / entry["values"]).read_bytes())
+    except OSError as error:
+        raise VescaleError("compare", f"kept values cannot be read: {error}") from error
+    dtype = getattr(torch, entry["dtype"])
+    return (
+        torch.frombuffer(data, dtype=dtype).view(entry["shape"]) if data else torch.empty(entry["shape"], dtype=dtype)
+    )
