@@ -16,7 +16,9 @@ FULL = Plan(
     boundaries={"*.mlp": Boundary(input={"tp": Replicate()})},
     data_axis=("dpr", "dp"),
     zero=3,
-    pipeline=Pipeline(cuts=["layers.1", "layers.2", "layers.3"], schedule=SCHEDULE, microbatches=4, virtual=2),
+    pipeline=Pipeline(
+        cuts=["layers.1", "layers.2", "layers.3"], schedule=SCHEDULE, microbatches=4, virtual=2, loss="sum"
+    ),
     checkpointing={"layers.0": False, "layers.*": True},
     regather={"*.mlp": True},
     precision=Precision(),
@@ -89,7 +91,7 @@ def test_a_plan_prints_as_a_table():
         "Plan on pp 2 x dpr 2 x dp 2 x tp 2 = 16 ranks\n"
         "batch          sharded over dpr, dp\n"
         "zero           3: optimizer states, gradients, parameters sharded over dp\n"
-        "pipeline       4 stages over pp, 2 per rank, 4 microbatches, mine; "
+        "pipeline       4 stages over pp, 2 per rank, 4 microbatches, losses' sum, mine; "
         "stages begin at the model, layers.1, layers.2, layers.3\n"
         "precision      computes in bfloat16, reduces in float32\n"
         "offload        optimizer states in host memory\n"

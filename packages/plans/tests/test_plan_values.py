@@ -17,7 +17,9 @@ FULL = Plan(
     boundaries={"*.mlp": Boundary(input={"tp": Replicate()})},
     data_axis=("dpr", "dp"),
     zero=3,
-    pipeline=Pipeline(cuts=["layers.1", "layers.2", "layers.3"], schedule=SCHEDULE, microbatches=4, virtual=2),
+    pipeline=Pipeline(
+        cuts=["layers.1", "layers.2", "layers.3"], schedule=SCHEDULE, microbatches=4, virtual=2, loss="sum"
+    ),
     checkpointing={"layers.0": False, "layers.*": True},
     regather={"*.mlp": True},
     precision=Precision(),

@@ -90,6 +90,7 @@ WRONG = {
     "a cut by number": lambda: Pipeline(cuts=(1,)),
     "no schedule": lambda: Pipeline(schedule=None),
     "no microbatches": lambda: Pipeline(microbatches=0),
+    "a loss of no kind": lambda: Pipeline(loss="max"),
     # The plan against the model
     "a pattern that matches nothing": lambda: fits(parameters=places(("*.q_porj.weight", {"tp": Shard(0)}))),
     "a parameter that nothing decides": lambda: fits(parameters={"layers.*": {}, "embed.weight": {}}),
@@ -245,6 +246,11 @@ TEXTS = {
     ),
     "no schedule": ('Pipeline: schedule is None, neither a name nor a schedule\'s JSON dict\nfix: schedule="1f1b"'),
     "no microbatches": ("Pipeline: microbatches is 0, not a positive number\nfix: microbatches=1"),
+    "a loss of no kind": (
+        "Pipeline: loss is 'max', not one of 'mean', 'sum', None\n"
+        "fix one of: loss=\"mean\"  # the mean of the microbatches' losses\n"
+        "            loss=\"sum\"   # their sum"
+    ),
     "a pattern that matches nothing": (
         "Plan: the pattern '*.q_porj.weight' matches no parameter of the model\n"
         "  nearest  *.q_proj.weight, *.o_proj.weight, *.norm.weight\n"

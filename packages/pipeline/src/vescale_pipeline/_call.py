@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ._containers import map_tensors
 from ._p2p import Header
 from ._record import Record
+from ._reduction import Tag
 from .action import Action, Schedule
 
 _FORWARD = frozenset(("F", "SEND_F", "RECV_F"))
@@ -19,10 +20,12 @@ class Call:
     """See the module.
 
     `headers` holds, by kind of message, stage and whether gradients are computed, what is sent for every microbatch.
+    `reduction` tells how the loss comes from the batch's rows; None until a loss is asked for.
     """
 
     def __init__(self, record: Record, signature: Any) -> None:
         self.record = record
+        self.reduction: Tag | None = None
         self.headers: dict[tuple, Header] = {}
         self._signature = signature
         self._digest: int | None = None

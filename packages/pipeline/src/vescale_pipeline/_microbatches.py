@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ._containers import fill, tensors_in
 from ._errors import PipelineError
 from ._placeholder import Placeholder
 from ._record import Record
+from ._reduction import LABELLED, Lost, Tag, refused
 from ._skeleton import Run
 
 
@@ -74,33 +75,44 @@ def rows_of(inputs: Any) -> int:
 # --- weights ------------------------------------------------------------------------
 
 
-def loss_weights(record: Record, forward: Callable[[Any], Any], parts: list[Any]) -> list[float]:
+def loss_weights(reduction: Tag, record: Record, forward: Callable[[Any], Any], parts: list[Any]) -> list[float]:
     """What each part's loss counts for in the batch's: shares of 1, or 1 each where the loss is a sum.
 
     A mean over labels weighs a part by the labels that it does not ignore. They are
     counted from the targets, which no stage computes: the forward is run once more per
-    part, on placeholders alone.
+    part, on placeholders alone. Raises PipelineError for a loss that is no such mean or
+    sum, and for one that adds up what weighs the parts differently.
     """
-    if not any(event.function in _COUNTS for event in record.events):
-        return [1 / len(parts)] * len(parts)
-    counts = [Counter(record).count(forward, part) for part in parts]
-    weights = {tuple(_shares([part[i] for part in counts])) for i in range(len(counts[0]))}
-    if len(weights) > 1:
+    if isinstance(reduction, Lost):
+        raise refused(reduction)
+    kinds = reduction if isinstance(reduction, frozenset) else frozenset(("mean",))
+    labelled = sorted(kind for kind in kinds if isinstance(kind, int))
+    counts = [Counter(record).count(forward, part) for part in parts] if labelled else []
+    found = {kind: _shares([of_part[kind] for of_part in counts]) for kind in labelled}
+    if "mean" in kinds:
+        found["mean"] = [1 / len(parts)] * len(parts)
+    if "sum" in kinds:
+        found["sum"] = [1.0] * len(parts)
+    first, *others = found.values()
+    if any(math.isnan(a) is not math.isnan(b) or abs(a - b) > 1e-12 for other in others for a, b in zip(first, other)):
         raise PipelineError(
             "pipeline",
-            "the loss adds means over different numbers of labels, which weigh the microbatches differently",
-            [f"labels per microbatch  {list(of_part)}" for of_part in zip(*counts)],
-            [("loss_fn=", "one mean over all labels"), ("reduction='sum' over a number that you pass in", "")],
+            "the loss adds up parts that weigh the microbatches differently",
+            [f"{_name(kind)}  {', '.join(f'{share:.4g}' for share in shares)}" for kind, shares in found.items()],
+            [
+                ("loss_fn=", "one mean over all labels, or sums alone"),
+                ("reduction='sum' over a number that you pass in", ""),
+                ('Pipeline(loss="mean")', "if the batch's loss is the mean of the microbatches' losses"),
+            ],
         )
-    return list(weights.pop())
+    return first
 
 
-def _shares(counts: list[float | None]) -> list[float]:
-    """None stands for a sum, -1 for a mean over what is not known: alike in every part."""
-    if counts[0] is None:
-        return [1.0] * len(counts)
-    if counts[0] == -1:
-        return [1 / len(counts)] * len(counts)
+def _name(kind: str | int) -> str:
+    return f"mean over labels {kind + 1}" if isinstance(kind, int) else f"{kind} over rows"
+
+
+def _shares(counts: list[float]) -> list[float]:
     total = sum(counts)
     return [count / total if total else float("nan") for count in counts]
 
@@ -113,16 +125,15 @@ class Counter(Run):
     def __init__(self, record: Record) -> None:
         super().__init__(record, len(record.events), {})
         self._replays = False
-        self.counts: list[float | None] = []
+        self.counts: list[float] = []
 
-    def count(self, forward: Callable[[Any], Any], part: Any) -> list[float | None]:
+    def count(self, forward: Callable[[Any], Any], part: Any) -> list[float]:
         self(lambda: forward(part))
         return self.counts
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        count = _COUNTS.get(function)
-        if count is not None:
-            self.counts.append(count(*args, **kwargs))
+        if function in LABELLED:
+            self.counts.append(_labels(*args, **kwargs))
         return super().call(function, args, kwargs)
 
 
@@ -135,16 +146,12 @@ def _labels(
     reduce: Any = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> float | None:
-    """The labels that a mean divides by; see `_shares`."""
-    if reduction == "sum":
-        return None
+) -> float:
+    """The labels that a mean divides by; 0 where it is none, which nobody asks for."""
     if reduction != "mean" or type(target) is Placeholder or target.is_floating_point():
-        return -1
+        return 0
     kept = target != ignore_index
     if weight is None or type(weight) is Placeholder:
         return int(kept.sum())
     return float(weight[torch.where(kept, target, 0)][kept].sum())
 
-
-_COUNTS = {F.cross_entropy: _labels, F.nll_loss: _labels}

@@ -16,7 +16,7 @@ stages run it for real.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ from ._placeholder import (
     read_error,
     weight_placeholder,
 )
+from ._reduction import LABELLED
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,20 @@ def dry_run(
     cuts: Sequence[str],
     call: Callable[[], Any],
     stations: dict[nn.Module, Any],
+    notes: AbstractContextManager | None = None,
 ) -> Record:
     """Runs `call()`, which calls `model`, on placeholders.
 
     Arguments:
         cuts: names of the modules that begin stages 1, 2, ...
         stations: per module, what stands before its call and asks the reader (`_skeleton.Station`).
+        notes: a context for the run (`_reduction.Notes`).
 
     The generator and the buffers are as they were, afterwards. Raises PipelineError
     for a forward that reads a value, for cuts that are called in another order, and for a stage without a module.
     """
     recorder = Recorder(model, cuts)
-    with _kept_as_it_was(model), stations_in_place(stations), recorder:
+    with _kept_as_it_was(model), stations_in_place(stations), recorder, notes or nullcontext():
         result = recorder.adopt(call(), "the model")
     return recorder.record(result)
 
@@ -173,7 +176,10 @@ class Recorder:
     # --- as a reader ----------------------------------------------------------------
 
     def enter(self, station: Any, args: tuple, kwargs: dict) -> Any:
-        """A module's call: its events become one, if it lies within one stage and computes something."""
+        """A module's call: its events become one, if it lies within one stage and computes something.
+
+        Not those of a module that takes a mean over labels: the labels are counted where the function is met.
+        """
         name = station.name
         begins = self._begins.get(name, 0)
         if begins > self._stage:
@@ -187,7 +193,8 @@ class Recorder:
         self._path.pop()
         inner = self._frames.pop()
         outputs = tensors_in(out)
-        if name and self._stage == stage and any(type(tensor) is Placeholder for tensor in outputs):
+        counted = any(event.function in LABELLED for event in inner)
+        if name and not counted and self._stage == stage and any(type(tensor) is Placeholder for tensor in outputs):
             out = self.adopt(out, name)
             self._frames[-1].append(self._event(station.module, None, out, name, drawn))
         else:

@@ -32,6 +32,7 @@ from ._ownership import Ownership, let_go
 from ._p2p import PARTS, Link, LinkError, Part, Tags, part_of
 from ._placeholder import Current
 from ._record import dry_run
+from ._reduction import MEAN, Notes, reduction
 from ._skeleton import Run, Station
 from ._stage import Codec, Stage, check_uses
 from .action import Action, Schedule
@@ -49,6 +50,7 @@ class Runtime:
         ranks: this pipeline's global ranks, in order.
         group: a process group of these ranks that nothing else uses; closed when anything fails.
         codec: for values that are not plain tensors.
+        loss: "mean" or "sum" of the microbatches' losses; None finds out.
         paused: a context in which reductions of gradients wait: a call's gradients are reduced once, when the user's
             backward releases them.
     """
@@ -62,6 +64,7 @@ class Runtime:
         group: Any,
         *,
         codec: Codec | None = None,
+        loss: str | None = None,
         paused: Callable[[], AbstractContextManager] = nullcontext,
         timeout: timedelta = TIMEOUT,
         device: torch.device | None = None,
@@ -69,6 +72,7 @@ class Runtime:
         self.schedule = schedule
         self.codec = codec or Codec()
         self._paused = paused
+        self._loss = frozenset((loss,)) if loss is not None else None
         self.tags = Tags(schedule.stages, schedule.microbatches)
         self._owned = owned
         self.link = Link(ranks, device or torch.device("cpu"), timeout, group)
@@ -107,7 +111,7 @@ class Runtime:
         parts = split((args, kwargs), self.schedule.microbatches, self.codec.part)
         doing = _Doing()
         try:
-            return self._run(self._call_of(parts), parts, doing)
+            return self._run(self._call_of(parts, (args, kwargs)), parts, doing)
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, PipelineError) and doing.action is None:
                 raise  # nothing has started: the same on every rank
@@ -118,18 +122,28 @@ class Runtime:
                 raise failure(self._broken) from None
             raise failure(self._broken) from error
 
-    def _call_of(self, parts: list[Any]) -> Call:
-        """What is known of calls with inputs of these shapes; a dry run for new ones."""
+    def _call_of(self, parts: list[Any], whole: Any) -> Call:
+        """What is known of calls with inputs of these shapes; a dry run for new ones, and one of the whole batch to
+        find how a loss comes from its rows."""
         key = signature_of(parts[0], self._modules)
         call = self._calls.get(key)
         if call is None:
             stations = {module: Station(module, name) for name, module in self._model.named_modules() if name}
-            record = dry_run(self._model, self._owned.cuts, lambda: self.forward(parts[0]), stations)
+            notes = Notes()
+            record = dry_run(self._model, self._owned.cuts, lambda: self.forward(parts[0]), stations, notes)
             check_uses(record, self._owned.stages, self._owned.cuts)
             for event in record.events:
                 if event.module is not None:
                     event.module.__dict__["_call_impl"] = stations[event.module]
-            call = self._calls[key] = Call(record, key)
+            call = Call(record, key)
+            loss = loss_in(record.result)
+            if loss is not None:
+                call.reduction = self._loss or (MEAN if len(parts) == 1 else None)
+            if loss is not None and call.reduction is None:
+                others = Notes()
+                again = dry_run(self._model, self._owned.cuts, lambda: self.forward(whole), stations, others)
+                call.reduction = reduction(notes, others, len(parts), (loss, loss_in(again.result)))
+            self._calls[key] = call
         return call
 
     def forward(self, part: Any) -> Any:
@@ -140,7 +154,8 @@ class Runtime:
         trains = torch.is_grad_enabled()
         if trains and loss_in(call.record.result) is None:
             raise no_loss(call.record.result)
-        weights = loss_weights(call.record, self.forward, parts) if loss_in(call.record.result) is not None else []
+        has_loss = call.reduction is not None
+        weights = loss_weights(call.reduction, call.record, self.forward, parts) if has_loss else []
         self._greet(call, trains, doing)
         for stage in self.stages.values():
             stage.begin(call.record, self.schedule.stages)

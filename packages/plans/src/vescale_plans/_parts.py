@@ -45,6 +45,8 @@ class Pipeline:
         schedule: the name of a schedule, or one written out, as its JSON dict.
         microbatches: parts that the batch is cut in (dim 0).
         virtual: stages per rank.
+        loss: how the microbatches' losses make the batch's: "mean" or "sum"; None finds it out from the functions that
+            compute the loss, which is an error where they do not tell.
 
     Raises PlanError for values that are not of these kinds; that the number of stages
     fits the mesh is checked by `Plan`.
@@ -55,6 +57,7 @@ class Pipeline:
     schedule: str | Mapping[str, Any] = "1f1b"
     microbatches: int = 1
     virtual: int = 1
+    loss: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.cuts, str):
@@ -73,6 +76,9 @@ class Pipeline:
             raise PlanError("Pipeline", rule, (), remedies)
         for name in ("microbatches", "virtual"):
             check_count("Pipeline", name, getattr(self, name))
+        if self.loss not in (None, "mean", "sum"):
+            remedies = [('loss="mean"', "the mean of the microbatches' losses"), ('loss="sum"', "their sum")]
+            raise PlanError("Pipeline", f"loss is {self.loss!r}, not one of 'mean', 'sum', None", (), remedies)
 
     @property
     def stages(self) -> int:

@@ -73,7 +73,8 @@ def _text(value: Any) -> str:
             begins = ", ".join(("the model", *value.cuts))
             virtual = f", {value.virtual} per rank" if value.virtual > 1 else ""
             stages = f"{value.stages} stages over {value.axis}{virtual}"
-            return f"{stages}, {value.microbatches} microbatches, {name}; stages begin at {begins}"
+            loss = f", losses' {value.loss}" if value.loss else ""
+            return f"{stages}, {value.microbatches} microbatches{loss}, {name}; stages begin at {begins}"
         case Precision():
             compute, reduce = (str(dtype).removeprefix("torch.") for dtype in (value.compute, value.reduce))
             return f"computes in {compute}, reduces in {reduce}"

@@ -63,7 +63,15 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
         device = torch.device(device_mesh.device_type)
         paused = model._vescale.sync.paused
         model._vescale.runtime = Runtime(
-            model, schedule, owned, ranks, group, codec=codec, device=device, paused=paused
+            model,
+            schedule,
+            owned,
+            ranks,
+            group,
+            codec=codec,
+            loss=plan.pipeline.loss,
+            device=device,
+            paused=paused,
         )
 
     return stage_plan, stage_mesh, finish

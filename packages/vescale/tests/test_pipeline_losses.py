@@ -1,0 +1,171 @@
+"""Losses under a pipeline against one device's full batch: what weighs a microbatch, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vescale
+from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
+from vescale_pipeline import PipelineError
+
+warm_up("vescale")
+
+ROWS, CLASSES = 8, 6
+
+
+class Net(nn.Module):
+    """Four linear layers; the loss is computed where `loss` says: by a function, or a module of its own."""
+
+    def __init__(self, loss=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(CLASSES, CLASSES) for _ in range(4))
+        self.loss = loss
+
+    def forward(self, *batch):
+        x, *rest = batch
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x if self.loss is None else self.loss(x, *rest)
+
+
+def batch():
+    """Inputs, wanted outputs, a mask that keeps another number of rows in each microbatch, labels of the kept rows."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(2, ROWS, CLASSES, generator=generator)
+    mask = torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 1])
+    labels = torch.randint(CLASSES, (ROWS,), generator=generator).masked_fill(mask == 0, -100)
+    return x, y, mask, labels
+
+
+def step(loss_of, *, outside=False, declared=None, pick=(0, 1), module=False, extra=()):
+    """The largest differences of the loss and of a gradient from one device's, relative."""
+    given = tuple(batch()[i] for i in pick) + tuple(extra)
+    torch.manual_seed(0)
+    one = Net(nn.CrossEntropyLoss() if module else None if outside else loss_of)
+    plan = vescale.Plan(
+        mesh={"pp": 2, "dp": 1},
+        parameters={"*": {}},
+        pipeline=vescale.Pipeline(cuts=("blocks.2",), microbatches=4, loss=declared),
+    )
+    loss_fn = (lambda output, x, target: loss_of(output, target)) if outside else None
+    model, _ = vescale.parallelize(plan, copy.deepcopy(one), lambda p: torch.optim.SGD(p, lr=0.1), loss_fn=loss_fn)
+    if outside:
+        loss, wanted = model(given[0], target=given[1]), loss_of(one(given[0]), given[1])
+    else:
+        loss, wanted = model(*given), one(*given)
+    loss.backward()
+    wanted.backward()
+    gradients = {name: p.grad for name, p in one.named_parameters()}
+    worst = abs(loss.item() - wanted.item()) / abs(wanted.item())
+    for name, p in model.named_parameters():
+        if name in gradients:
+            got = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            worst = max(worst, ((got - gradients[name]).norm() / gradients[name].norm()).item())
+    return worst
+
+
+def plain_sum(x, y):
+    return (x - y).square().sum()
+
+
+def over_rows(x, y):
+    return (x - y).square().sum() / x.shape[0]
+
+
+def in_two_steps(x, y):
+    return (x - y).abs().mean(-1).sum(0).div(len(x))
+
+
+def with_an_auxiliary(x, y):
+    return F.mse_loss(x, y) + 0.01 * x.float().square().mean()
+
+
+def labelled(x, labels):
+    return 0.5 * F.cross_entropy(x, labels) + 0.0
+
+
+def by_hand(x, y, mask):
+    return ((x - y).square().mean(-1) * mask).sum() / mask.sum()
+
+
+def over_a_number(x, y, mask, kept):
+    return ((x - y).square().mean(-1) * mask).sum() / kept
+
+
+def read_number(x, y, mask):
+    return ((x - y).square().mean(-1) * mask).sum() / mask.sum().item()
+
+
+def divided_before(x, y, mask):
+    return ((x - y).square().mean(-1) * (mask / mask.sum())).sum()
+
+
+def largest(x, y):
+    return (x - y).abs().max()
+
+
+def product(x, y):
+    return x.mean() * y.mean()
+
+
+def root(x, y):
+    return F.mse_loss(x, y).sqrt()
+
+
+def contrastive(x, y):
+    return F.cross_entropy(x @ y.T, torch.arange(len(x)))
+
+
+def two_kinds(x, y):
+    return F.mse_loss(x, y) + (x - y).square().sum()
+
+
+def two_numbers_of_labels(x, labels):
+    return F.cross_entropy(x, labels) + x.square().mean()
+
+
+RIGHT = {
+    "a sum": (plain_sum, {}),
+    "a sum outside the model": (plain_sum, {"outside": True}),
+    "reduction=sum": (lambda x, y: F.mse_loss(x, y, reduction="sum"), {}),
+    "a mean": (F.mse_loss, {}),
+    "a sum over the number of rows": (over_rows, {}),
+    "in two steps": (in_two_steps, {}),
+    "an auxiliary mean": (with_an_auxiliary, {}),
+    "a mean over labels": (labelled, {"pick": (0, 3)}),
+    "a mean over labels by a module": (None, {"pick": (0, 3), "module": True}),
+    "a masked sum over a number": (over_a_number, {"pick": (0, 1, 2), "extra": (5,)}),
+    "a masked sum over a 0-dim tensor": (over_a_number, {"pick": (0, 1, 2), "extra": (torch.tensor(5.0),)}),
+    "a mean declared": (lambda x, y: torch.einsum("bi,bi->", x, y) / x.shape[0], {"declared": "mean"}),
+    "a sum declared": (lambda x, y: torch.einsum("bi,bi->", x, y), {"declared": "sum"}),
+}
+REFUSED = {
+    "a masked mean by hand": (by_hand, {"pick": (0, 1, 2)}, "div"),
+    "a masked mean over a read number": (read_number, {"pick": (0, 1, 2)}, "item"),
+    "a masked mean, divided before": (divided_before, {"pick": (0, 1, 2)}, "div"),
+    "the largest": (largest, {}, "max"),
+    "a product of means": (product, {}, "mul"),
+    "a root of a mean": (root, {}, "sqrt"),
+    "contrastive": (contrastive, {}, "matmul"),
+    "a mean and a sum": (two_kinds, {}, "sum"),
+    "means over labels and over rows": (two_numbers_of_labels, {"pick": (0, 3)}, "different"),
+}
+
+
+def several(cases):
+    return [step(loss_of, **options) for loss_of, options in cases]
+
+
+def test_losses_are_those_of_the_whole_batch():
+    for found in run_ranks(2, several, list(RIGHT.values()), timeout=120):
+        assert dict(zip(RIGHT, found)) == {name: pytest.approx(0, abs=1e-5) for name in RIGHT}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_right_is_refused(case):
+    loss_of, options, named = REFUSED[case]
+    text = raises_on_all(2, PipelineError, lambda: step(loss_of, **options))
+    assert named in text and "fix one of:" in text
