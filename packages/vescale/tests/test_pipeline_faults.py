@@ -128,7 +128,7 @@ def test_a_killed_rank_ends_the_others(victim, tmp_path):
     assert raised.value.exit_code == -signal.SIGKILL and raised.value.rank == victim
     outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4) if rank != victim]
     assert len({text for _, text, _ in outcomes}) == 1
-    place = rf"rank \d, in stage \d, (F|B|SEND_F|SEND_B) of microbatch \d, lost rank {victim}: .*[Cc]onnection"
+    place = rf"rank \d, in stage \d, (F|B|(SEND|RECV)_[FB]) of microbatch \d, lost rank {victim}: .*[Cc]onnection"
     assert re.search(place, outcomes[0][1]), outcomes[0][1]
     assert all(kind == "PipelineFailure" and seconds < PROMPT_S for kind, _, seconds in outcomes)
 
