@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .probe_blocks import Chain, chains, skipping
+from .probe_blocks import Chain, chains, hand_on
 from .probe_model import buffers_kept, first_tensor, on_meta, paths, plain_kernels
 from .probe_operands import Operands
 from .probe_run import Call, Enough, Key, Probe, Reached, Test
@@ -26,7 +27,9 @@ UNITS = 64
 UNITS_ALONE = 32
 """The same for contractions whose rows are dealt out by value: their tests fill whole forwards."""
 ROWS = 192
-"""Tests in one forward."""
+"""Tests in one forward, at most."""
+NUMBERS = 1 << 22
+"""In one result of a forward with tests, or a few more: what is larger comes from fresh memory each time."""
 SEEDS = (1, 2)
 """Further forwards with other stub values, for paths that depend on the data."""
 _NOTHING: Mapping = {}
@@ -44,7 +47,7 @@ class Influence:
     unit: int
     reach: Tensor
 
-    @property
+    @cached_property
     def is_mixing(self) -> bool:
         """What lies between sees all features together: every unit that reaches any reaches the same."""
         hit = self.reach[self.reach.any(1)]
@@ -104,24 +107,23 @@ def probe(model: nn.Module, sample: Sample) -> Findings:
 
     Nothing of the model is changed: a copy with parameters on the meta device is run. Needs no process group.
     """
-    return _Prober(model, sample).run()
+    return _Prober(model, sample).run(model)
 
 
 class _Prober:
     def __init__(self, model: nn.Module, sample: Sample) -> None:
         self.names = [(name, one) for name, one in model.named_parameters(remove_duplicate=False)]
-        self.model = on_meta(model).eval()
         self.sample = sample
-        self.operands = Operands(self.model.named_parameters())
-        self.chains = chains(self.model)
-        self.skips = True
+        self.chains = chains(model)
         self.silent: frozenset[Key] = frozenset()
         self._sinks: dict[Key, frozenset[Key]] = {}
-        self.findings = Findings({}, {}, like=_like(self.model, self.chains))
+        self._values: dict[tuple[int, ...], Tensor] = {}
+        self.findings = Findings({}, {}, like=_like(model, self.chains))
+        self._copy(model, self.chains)
 
-    def run(self) -> Findings:
+    def run(self, model: nn.Module) -> Findings:
         found = self.findings
-        first = self._first()
+        first = self._first(model)
         found.calls, found.shapes = first.calls, self.operands.shapes
         found.chains, found.tied = self.chains, _tied(self.names)
         found.coupled = tuple(dict.fromkeys(call.key[0] for call in first.calls.values() if call.coupled))
@@ -150,22 +152,28 @@ class _Prober:
 
     # ---------------------------------------------------------------- forwards
 
-    def _first(self) -> Probe:
+    def _copy(self, model: nn.Module, skipped: Sequence[Chain]) -> None:
+        """What runs from now on: `model` without weights, in which blocks of these chains stand in for their like."""
+        stand_ins = {name: like for chain in skipped for name, like in chain.skipped.items()}
+        self.model = on_meta(model, stand_ins).eval()
+        self.operands = Operands(self.model.named_parameters())
+        self.watched = [(name, one) for name, one in self.model.named_modules() if name not in stand_ins]
+        hand_on(self.model, skipped)
+
+    def _first(self, model: nn.Module) -> Probe:
         try:
             return self._forward(FOLLOWED, follow=True)
         except Exception:
-            if not self.skips:
+            if not self.chains:
                 raise
-        self.skips = False  # a block that another one reads from, or that returns something else each time
+        self._copy(model, ())  # a block that another one reads from, or that returns something else each time
         return self._forward(FOLLOWED, follow=True)
 
     def _forward(self, batch: int, *, follow: bool = False, **settings: Any) -> Probe:
         args, kwargs = self.sample.repeat(batch, follow=follow)
-        probe = Probe(self.operands, batch, silent=self.silent, **settings)
+        probe = Probe(self.operands, batch, silent=self.silent, values=self._values, **settings)
         with ExitStack() as stack:
-            stack.enter_context(paths(self.model, probe.path, self._note if follow else None))
-            if self.skips:
-                stack.enter_context(skipping(self.model, self.chains))
+            stack.enter_context(paths(self.watched, probe.path, self._note if follow else None))
             stack.enter_context(plain_kernels())
             stack.enter_context(buffers_kept(self.model))
             stack.enter_context(torch.no_grad())
@@ -244,8 +252,10 @@ class _Prober:
             (alone if apart_from_batch else packed).append(test)
         rows: dict[Key, dict[Key, list[Tensor]]] = {}
         lines = list(_apart(packed, apart)) if apart else [[test] for test in packed]
-        for start in range(0, len(lines), ROWS):
-            part = dict(enumerate(lines[start : start + ROWS], 1))
+        wide = max((calls[key].out_features for key in calls if key not in self.silent), default=1)
+        most = min(ROWS, max(8, NUMBERS // (wide * (self.sample.positions or 1))))
+        for start in range(0, len(lines), most):
+            part = dict(enumerate(lines[start : start + most], 1))
             seen = [self._taints(len(part) + 1, part, (), False, bridge)]
             if not bridge and not units:  # samples show the paths that NaN may skip
                 seen.append(self._taints(len(part) + 1, part, (), True, False))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._containers import map_first
+from .probe_model import first_tensor
 
 KEPT = 2
 """Of equal blocks so many really run: two show what one hands to the next."""
@@ -28,20 +28,35 @@ class Chain:
     names: tuple[str, ...]
     kinds: tuple[int, ...]
 
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Blocks beyond the first KEPT of their kind -> the first of that kind."""
+        alike: dict[int, list[str]] = defaultdict(list)
+        for name, kind in zip(self.names, self.kinds):
+            alike[kind].append(name)
+        return {name: names[0] for names in alike.values() for name in names[KEPT:]}
+
 
 def chains(model: nn.Module) -> tuple[Chain, ...]:
     """Containers with at least two children of equal structure, outermost first; none inside another's block."""
     found: list[Chain] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{block}.") for chain in found for block in chain.names):
-            continue
+    seen: set[int] = set()
+
+    def walk(name: str, module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
         children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
-        if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            continue
-        kinds = _kinds([child for _, child in children])
-        heavy = [any(True for _ in child.parameters()) for _, child in children]
-        if len(children) > max(1, len(set(kinds))) and any(heavy):
-            found.append(Chain(tuple(one for one, _ in children), tuple(kinds)))
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            kinds = _kinds([child for _, child in children])
+            heavy = any(True for _, child in children for _ in child.parameters())
+            if heavy and len(children) > max(1, len(set(kinds))):
+                found.append(Chain(tuple(one for one, _ in children), tuple(kinds)))
+                return
+        for one, child in children:
+            walk(one, child)
+
+    walk("", model)
     return tuple(found)
 
 
@@ -50,22 +65,24 @@ def _kinds(blocks: list[nn.Module]) -> list[int]:
 
     A setting that counts up from block to block is the block's place, and no difference.
     """
-    forms = [_form(block) for block in blocks]
     settings = [_settings(block) for block in blocks]
-    keys: list[Hashable] = []
-    for form, own in zip(forms, settings):
-        like = [(at, other) for at, other in enumerate(settings) if forms[at] == form and len(other) == len(own)]
-        counted = {
-            column
-            for column in range(len(own))
-            if len(
-                {(type(other[column]), other[column] - at if type(other[column]) is int else at) for at, other in like}
-            )
-            == 1
-        }
-        keys.append((form, tuple(value for column, value in enumerate(own) if column not in counted)))
+    families: dict[Hashable, list[int]] = defaultdict(list)
+    for at, (block, own) in enumerate(zip(blocks, settings)):
+        families[_form(block), len(own)].append(at)
+    keys: dict[int, Hashable] = {}
+    for form, members in families.items():
+        columns = [column for column in zip(*(settings[at] for at in members)) if not _counts(column, members)]
+        for row, at in enumerate(members):
+            keys[at] = (form, tuple(column[row] for column in columns))
     numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
+    return [numbers.setdefault(keys[at], len(numbers)) for at in range(len(blocks))]
+
+
+def _counts(column: Sequence[Hashable], places: Sequence[int]) -> bool:
+    """Whether these values are their places plus a constant."""
+    if len(column) == 1:
+        return True
+    return all(type(value) is int for value in column) and len({v - at for v, at in zip(column, places)}) == 1
 
 
 def _form(block: nn.Module) -> Hashable:
@@ -84,49 +101,30 @@ def _settings(block: nn.Module) -> list[Hashable]:
     return [value for module in block.modules() for value in module.__dict__.values() if isinstance(value, plain)]
 
 
-@contextmanager
-def skipping(model: nn.Module, found: tuple[Chain, ...]) -> Iterator[None]:
-    """Blocks beyond the first KEPT of their kind hand on what they are given, in the form their like returned."""
-    undo: list[nn.Module] = []
-    last: dict[tuple[int, int], Any] = {}
-
-    def replace(block: nn.Module, kind: tuple[int, int]) -> None:
-        def handed_on(*args: Any, **kwargs: Any) -> Any:
-            carried = _first((args, kwargs))
-            return map_first(last[kind], lambda tensor: carried)
-
-        block.forward = handed_on
-        undo.append(block)
-
-    handles = []
-    for number, chain in enumerate(found):
-        seen: dict[int, int] = defaultdict(int)
-        for name, kind in zip(chain.names, chain.kinds):
-            block = model.get_submodule(name)
-            seen[kind] += 1
-            if seen[kind] > KEPT:
-                replace(block, (number, kind))
+def hand_on(model: nn.Module, found: Sequence[Chain]) -> None:
+    """From now on skipped blocks of `model` return what they are given, in the form that their like returned last."""
+    last: dict[str, Any] = {}
+    for chain in found:
+        skipped = chain.skipped
+        for name in chain.names:
+            block, like = model.get_submodule(name), skipped.get(name)
+            if like is not None:
+                block.forward = _handing_on(last, like)
             else:
-
-                def remember(_, __, output, kind=(number, kind)):
-                    last[kind] = output
-
-                handles.append(block.register_forward_hook(remember))
-    try:
-        yield
-    finally:
-        for block in undo:
-            del block.forward
-        for handle in handles:
-            handle.remove()
+                kind = chain.kinds[chain.names.index(name)]
+                block.register_forward_hook(_remembering(last, chain.names[chain.kinds.index(kind)]))
 
 
-def _first(value: Any) -> Tensor:
-    found: list[Tensor] = []
+def _handing_on(last: Mapping[str, Any], like: str) -> Callable:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        carried = first_tensor((args, kwargs))
+        return map_first(last[like], lambda tensor: carried)
 
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
+    return forward
 
-    map_first(value, keep)
-    return found[0]
+
+def _remembering(last: dict[str, Any], like: str) -> Callable:
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        last[like] = output
+
+    return hook

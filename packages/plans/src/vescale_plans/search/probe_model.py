@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,19 +14,38 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._containers import map_first
 
 
-def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of the model with its parameters on the meta device, and its buffers with values on the CPU."""
+def on_meta(model: nn.Module, stand_ins: Mapping[str, str] | None = None) -> nn.Module:
+    """A copy of the model with its parameters on the meta device, and its buffers with values on the CPU.
+
+    Arguments:
+        stand_ins: module -> another, whose children, parameters and buffers it shares in the copy: what is never to
+            run need not be copied, and attributes that others read of it are there all the same.
+    """
     memo: dict[int, Any] = {}
+    shared = {name: model.get_submodule(name) for name in stand_ins or ()}
+    for module in shared.values():
+        memo[id(module)] = _shell(module)
     for parameter in model.parameters():
         empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
         empty.__dict__.update(parameter.__dict__)
         memo[id(parameter)] = empty
     copied = copy.deepcopy(model, memo)
+    for name, like in (stand_ins or {}).items():
+        shell, other = memo[id(shared[name])], memo[id(model.get_submodule(like))]
+        for members in ("_modules", "_parameters", "_buffers"):
+            shell.__dict__[members] = dict(zip(shell.__dict__[members], other.__dict__[members].values()))
     for module in copied.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type != "cpu":
                 module._buffers[name] = _values(buffer)
     return copied
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    shell = object.__new__(type(module))
+    for key, value in vars(module).items():
+        shell.__dict__[key] = copy.copy(value) if isinstance(value, dict) else value
+    return shell
 
 
 def _values(buffer: Tensor) -> Tensor:
@@ -75,10 +94,13 @@ def plain_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def paths(model: nn.Module, path: list[str], note: Callable[[str, Any, Any], None] | None) -> Iterator[None]:
-    """Keeps in `path` the modules that are running, outermost first; `note` sees what each takes and returns."""
+def paths(
+    modules: Iterable[tuple[str, nn.Module]], path: list[str], note: Callable[[str, Any, Any], None] | None
+) -> Iterator[None]:
+    """Keeps in `path` which of the named `modules` are running, outermost first; `note` sees what each takes and
+    returns."""
     handles = []
-    for name, module in model.named_modules():
+    for name, module in modules:
 
         def enter(_, __, name=name):
             path.append(name)

@@ -116,6 +116,7 @@ class Probe(TorchDispatchMode):
         bridge: a mean, a variance or a norm over features hands no taint on.
         silent: calls that reach nothing; their stubs take no memory.
         until: the forward is left, by `Enough`, when these calls have been seen.
+        values: what stubs gave in other forwards of the same model, to be given again, and added to.
     """
 
     def __init__(
@@ -131,8 +132,10 @@ class Probe(TorchDispatchMode):
         bridge: bool = False,
         silent: frozenset[Key] = frozenset(),
         until: frozenset[Key] | None = None,
+        values: dict[tuple[int, ...], Tensor] | None = None,
     ) -> None:
         super().__init__()
+        self.values = {} if values is None else values
         self.operands, self.batch, self.seed = operands, batch, seed
         self.known, self.shift, self.bridge, self.silent = calls, shift, bridge, silent
         self.calls: dict[Key, Call] = {}
@@ -261,14 +264,20 @@ class Probe(TorchDispatchMode):
 
     def _stub(self, call: Call, form: Form, rows: int) -> Tensor:
         """[rows, out features], the same for all rows of the batch."""
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 7919 * self._order + 11)
         features, dtype = call.out_features, _float(form)
         layout = self._layout(call, rows)
         if layout is None:  # whatever row is whose: all are alike
-            return torch.randn(1, features, generator=generator).to(dtype).repeat(rows, 1)
+            return self._random(1, features).to(dtype).repeat(rows, 1)
         outer, inner = layout
-        one = torch.randn(outer, 1, inner, features, generator=generator).to(dtype)
-        return one.expand(outer, self.batch, inner, features).reshape(rows, features).contiguous()
+        one = self._random(outer, 1, inner, features).to(dtype)
+        return one.repeat(1, self.batch, 1, 1).view(rows, features)
+
+    def _random(self, *shape: int) -> Tensor:
+        key = (self.seed, self._order, *shape)
+        if key not in self.values:
+            generator = torch.Generator().manual_seed(1_000_003 * self.seed + 7919 * self._order + 11)
+            self.values[key] = torch.randn(*shape, generator=generator)
+        return self.values[key]
 
     def _taint(self, call: Call, out: Tensor) -> None:
         if (test := self._everywhere.get(call.key)) is not None:
@@ -299,19 +308,25 @@ class Probe(TorchDispatchMode):
                 return  # whose taint it is cannot be told
             found = flat.isnan().any(0).expand(self.batch, features)
         else:
-            parts = flat.view(layout[0], self.batch, layout[1], features)
-            if self.shift:
-                base = parts[:, :1]
-                hit = (parts - base).abs() > 1e-3 * (base.abs() + 1e-2)
-            else:
-                hit = parts.isnan()
-            found = hit.any(2).any(0)
-            tokens = hit.any(3).any(0) if layout[1] > 1 else hit.any(3).any(2).t()
+            found, tokens = self._hits(flat.view(layout[0], self.batch, layout[1], features))
             seen = self.reached.tokens.get(key)
             if seen is None or seen.shape == tokens.shape:
                 self.reached.tokens[key] = tokens if seen is None else seen | tokens
         seen = self.reached.features.get(key)
         self.reached.features[key] = found if seen is None else seen | found
+
+    def _hits(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """What is tainted of an input [outer, batch, inner, features]: bool [batch, features], [batch, positions]."""
+        outer, batch, inner, features = parts.shape
+        if self.shift:
+            base = parts[:, :1]
+            hit = (parts - base).abs() > 1e-3 * (base.abs() + 1e-2)
+        elif bool(parts.sum().isnan()):
+            hit = parts.isnan()
+        else:  # one pass tells that no taint arrived, as is so for most
+            none = torch.zeros(batch, 1, dtype=torch.bool)
+            return none.expand(batch, features), none.expand(batch, inner if inner > 1 else outer)
+        return hit.any(2).any(0), hit.any(3).any(0) if inner > 1 else hit.any(3).any(2).t()
 
     def _follow(self, call: Call, form: Form, rows: int) -> Tensor | None:
         """In the first forward: the rows of the result that belong to row 1 of the batch, and the layout they show."""
