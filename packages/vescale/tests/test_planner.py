@@ -297,13 +297,19 @@ def compared(name, world, pin):
         "gradient": max((gradients[n] - expected[n]).norm().item() / scale for n in expected),
         "own gradient": max((gradients[n] - expected[n]).norm().item() / expected[n].norm().item() for n in real),
         "parameter": max(error(n, whole(p)) for n, p in parallel.named_parameters() if n in real),
-        "split": sum("tp" in placed for placed in plan.parameters.values()),
+        "split": sum("tp" in placed for placed in plan.parameters.values()) + (plan.expert_axis is not None),
         "mesh": dict(plan.mesh),
     }
 
 
-CASES = [(name, 2, {"tp": 2}) for name in (*CAUSAL, *OTHERS, *OWN)] + [
-    (name, 4, {"tp": 2, "dp": 2}) for name in (*CAUSAL, *OTHERS, *OWN)
+ALL = (*CAUSAL, *OTHERS, *OWN)
+SPREAD = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+CASES = [
+    *((name, 2, {"tp": 2}) for name in ALL),
+    *((name, 4, {"tp": 2, "dp": 2, "zero": at % 4}) for at, name in enumerate(ALL)),
+    *((name, 2, {"ep": 2}) for name in SPREAD),
+    *((name, 4, {"ep": 2, "tp": 2}) for name in SPREAD),
+    *((name, 4, {"ep": 2, "dp": 4, "zero": zero}) for name, zero in zip(SPREAD, (0, 1, 2, 3))),
 ]
 
 

@@ -1,15 +1,17 @@
-"""Candidates: every way to spread a world over data, tensor and pipeline parallelism that a structure allows."""
+"""Candidates: every way to spread a world over data, tensor, expert and pipeline axes that a structure allows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from ..plan import PlanError
 from .structure import Structure
 
-PINNABLE = ("dp", "tp", "pp", "zero", "sp", "microbatches", "checkpointing")
+AXES = ("dp", "tp", "pp", "ep")
+PINNABLE = (*AXES, "zero", "sp", "microbatches", "checkpointing")
 
 
 @dataclass(frozen=True, order=True)
@@ -18,6 +20,8 @@ class Candidate:
 
     Arguments:
         pp, dp, tp: ranks along each axis; the mesh is [pp, dp, tp], outermost first.
+        ep: of the dp ranks so many neighbours share the experts; the mesh is [pp, dp / ep, ep, tp] then, and ZeRO
+            shards over these neighbours.
         sp: activations between tensor-parallel groups are split by position.
         zero: stage over dp.
         microbatches: parts of a rank's batch that go through the pipeline.
@@ -27,13 +31,20 @@ class Candidate:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    ep: int = 1
     sp: bool = False
     zero: int = 0
     microbatches: int = 1
     checkpointing: bool = False
 
+    @property
+    def sharded(self) -> int:
+        """Ranks over which ZeRO shards."""
+        return self.ep if self.ep > 1 else self.dp
+
     def __str__(self) -> str:
-        axes = [f"{name}={size}" for name, size in (("pp", self.pp), ("dp", self.dp), ("tp", self.tp)) if size > 1]
+        sizes = {"pp": self.pp, "dp": self.dp, "ep": self.ep, "tp": self.tp}
+        axes = [f"{name}={size}" for name, size in sizes.items() if size > 1]
         more = ["sp"] * self.sp + [f"zero={self.zero}"] * bool(self.zero)
         more += [f"microbatches={self.microbatches}"] * (self.microbatches > 1)
         more += ["checkpointing"] * self.checkpointing
@@ -53,7 +64,7 @@ def candidates(
     pin = dict(pin or {})
     check_names("pin", pin)
     banned = [
-        {one: 1} if one in ("dp", "tp", "pp") else {one: False} if isinstance(one, str) else dict(one) for one in forbid
+        {one: 1} if one in AXES else {one: False} if isinstance(one, str) else dict(one) for one in forbid
     ]
     for one in forbid:
         check_names("forbid", (one,) if isinstance(one, str) else one)
@@ -83,7 +94,7 @@ def _is_banned(values: Mapping[str, Any], one: str | Mapping[str, Any], rule: Ma
 
 def _all(structure: Structure, world_size: int, batch: int, seq: int | None) -> Iterator[Candidate]:
     split = set(structure.degrees)
-    stages = len(structure.cut_points) + 1
+    stages = 1 if structure.coupled else len(structure.cut_points) + 1  # microbatches too would part rows that meet
     for tp in divisors(world_size):
         if tp > 1 and tp not in split:
             continue
@@ -91,11 +102,14 @@ def _all(structure: Structure, world_size: int, batch: int, seq: int | None) -> 
             dp = world_size // tp // pp
             if pp > stages or dp > batch or (dp > 1 and structure.coupled):
                 continue
-            for microbatches in _microbatches(pp, batch // dp):
-                for sp in (False, True)[: 1 + (tp > 1 and structure.position_dim is not None and (seq or tp) >= tp)]:
-                    for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-                        for checkpointing in (False, True)[: 1 + bool(structure.blocks)]:
-                            yield Candidate(pp, dp, tp, sp, zero, microbatches, checkpointing)
+            spread = [1, *(d for d in structure.expert_degrees if dp % d == 0 and pp == 1)]
+            sequence = (False, True)[: 1 + (tp > 1 and structure.position_dim is not None and (seq or tp) >= tp)]
+            stage = (0,) if dp == 1 else (0, 1, 2) if pp > 1 else (0, 1, 2, 3)  # ZeRO-3 goes with no pipeline
+            again = (False, True)[: 1 + bool(structure.blocks)]
+            for microbatches, ep, sp, zero, checkpointing in product(
+                _microbatches(pp, batch // dp), spread, sequence, stage, again
+            ):
+                yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing)
 
 
 def _microbatches(pp: int, local_batch: int) -> list[int]:

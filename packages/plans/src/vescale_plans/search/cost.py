@@ -19,8 +19,6 @@ STREAM = 12
 """Reads and writes of a stream's width per group and direction, elementwise operators and norms together."""
 HIDDEN = 0.7
 """Share of the gradient reduction that backward hides."""
-ROUTED = 2
-"""Experts that each position meets."""
 
 
 @dataclass(frozen=True)
@@ -30,35 +28,41 @@ class Cost:
     compute: float
     elementwise: float
     tensor: float
+    experts: float
     data: float
     pipeline: float
     optimizer: float
 
     @property
     def total(self) -> float:
-        return self.compute + self.elementwise + self.tensor + self.data + self.pipeline + self.optimizer
+        return self.compute + self.elementwise + self.tensor + self.experts + self.data + self.pipeline + self.optimizer
 
 
 def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Cost:
-    """Of the slowest rank; `batch` rows of `seq` positions on all ranks together."""
+    """Of the slowest rank; `batch` rows of `seq` positions on all ranks together.
+
+    What a rank is busy with (compute, elementwise, tensor, experts) is a sum over the parts that it holds, and that of
+    `sizes` over candidate.pp: blocks dealt out evenly. `pipeline` is waiting, pp - 1 microbatches long, and transfers.
+    """
     positions = ceil(batch / candidate.dp / candidate.microbatches) * seq
-    forward = _matrices(sizes, hardware, positions) + _attention(sizes, hardware, positions, seq)
+    forward = _matrices(sizes, candidate, hardware, positions) + _attention(sizes, hardware, positions, seq)
     passes = 4 if candidate.checkpointing else 3
     compute = forward * passes
     tensor = _tensor(sizes, candidate, hardware, positions) * (passes - 1)
     elementwise = _elementwise(sizes, candidate, hardware, positions) * passes
-    stage = (compute + tensor + elementwise) / candidate.pp
+    experts = _exchanges(sizes, candidate, hardware, positions) * (passes - 1)
+    stage = (compute + tensor + experts + elementwise) / candidate.pp
     steps = candidate.microbatches + candidate.pp - 1
-    busy = stage * candidate.microbatches
-    share = busy / max(1e-12, compute + tensor + elementwise)
-    held = sizes.held / candidate.pp
+    share = candidate.microbatches / candidate.pp
+    held = sizes.spread(candidate.ep) / candidate.pp
     return Cost(
         compute=compute * share,
         elementwise=elementwise * share,
         tensor=tensor * share,
-        data=_data(candidate, hardware, held, compute * share),
+        experts=experts * share,
+        data=_data(sizes, candidate, hardware, compute * share),
         pipeline=stage * (steps - candidate.microbatches) + _hops(sizes, candidate, hardware, positions),
-        optimizer=held / (candidate.dp if candidate.zero else 1) * 32 / hardware.bandwidth,
+        optimizer=held / (candidate.sharded if candidate.zero else 1) * 32 / hardware.bandwidth,
     )
 
 
@@ -76,10 +80,12 @@ def collective_time(link: Link, size: int, moved: float) -> float:
     return 0.0 if size < 2 else link.latency * (size - 1) ** 0.5 + moved / link.bandwidth
 
 
-def _matrices(sizes: Sizes, hardware: Hardware, positions: int) -> float:
+def _matrices(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
     time = 0.0
     for one, times in sizes.contractions.items():
-        rows, experts = (positions * ROUTED / one.experts, one.experts) if one.experts else (positions, 1)
+        rows, experts = positions, 1.0
+        if one.experts:  # spread, each rank has fewer, to each of which more ranks send
+            rows, experts = positions * candidate.ep * one.chosen / one.experts, one.experts / candidate.ep
         time += times * experts * product_time(hardware, rows, one.inward, one.outward)
     return time
 
@@ -95,10 +101,10 @@ def _attention(sizes: Sizes, hardware: Hardware, positions: int, seq: int) -> fl
 
 def _elementwise(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
     stream = candidate.tp if candidate.sp else 1
-    moved = sum(
-        times * (STREAM * branch.stream / stream + 4 * branch.features / (sizes.tp if branch.split else 1))
-        for branch, times in sizes.branches.items()
-    )
+    moved = 0.0
+    for branch, times in sizes.branches.items():
+        inner = branch.features * max(1, branch.chosen) / (sizes.tp if branch.split else 1)
+        moved += times * (STREAM * branch.stream / stream + 4 * inner)
     operators = OPERATORS * sum(sizes.contractions.values())
     return positions * moved * hardware.itemsize / hardware.bandwidth + operators * hardware.launch
 
@@ -117,11 +123,26 @@ def _tensor(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: i
     )
 
 
-def _data(candidate: Candidate, hardware: Hardware, held: float, compute: float) -> float:
+def _exchanges(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
+    """One direction: each stack of experts is sent the rows chosen for it, and sends back as many."""
+    if candidate.ep == 1:
+        return 0.0
+    link = hardware.link(candidate.tp, candidate.ep)
+    moved = (candidate.ep - 1) / candidate.ep * positions * hardware.itemsize
+    return sum(
+        times * 2 * collective_time(link, candidate.ep, moved * branch.chosen * branch.stream)
+        for branch, times in sizes.branches.items()
+        if branch.chosen
+    )
+
+
+def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float) -> float:
     if candidate.dp == 1:
         return 0.0
     link = hardware.link(candidate.tp, candidate.dp)
-    part = (candidate.dp - 1) / candidate.dp * held * 4
+    copies = candidate.dp // candidate.ep  # of each expert
+    dense = (sizes.held - sizes.experts) * (candidate.dp - 1) / candidate.dp
+    part = 4 / candidate.pp * (dense + sizes.experts / candidate.ep * (copies - 1) / copies)
     reduce = collective_time(link, candidate.dp, 2 * part)
     exposed = max(0.1 * reduce, reduce - HIDDEN * compute * 2 / 3)
     if candidate.zero < 3:

@@ -128,8 +128,8 @@ def ranked(
 
 def plan_of(structure: Structure, candidate: Candidate, *, overrides: Mapping[str, Placements] | None = None) -> Plan:
     """The `Plan` of a candidate."""
-    mesh = {name: size for name, size in (("pp", candidate.pp), ("dp", candidate.dp), ("tp", candidate.tp)) if size > 1}
-    mesh = mesh or {"dp": 1}
+    sizes = {"pp": candidate.pp, "dp": candidate.dp // candidate.ep, "ep": candidate.ep, "tp": candidate.tp}
+    mesh = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
     parameters: Mapping[str, Placements] = {"*": {}}
     boundaries: Mapping[str, Any] = {}
     if candidate.tp > 1:
@@ -142,7 +142,8 @@ def plan_of(structure: Structure, candidate: Candidate, *, overrides: Mapping[st
         mesh=mesh,
         parameters={**(overrides or {}), **{k: v for k, v in parameters.items() if k not in (overrides or {})}},
         boundaries=boundaries,
-        data_axis="dp" if "dp" in mesh else None,
+        data_axis=tuple(name for name in ("dp", "ep") if name in mesh) or None,
+        expert_axis="ep" if candidate.ep > 1 else None,
         zero=candidate.zero,
         pipeline=pipeline,
         checkpointing={name: True for one in structure.blocks for name in one.patterns}

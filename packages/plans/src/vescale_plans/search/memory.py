@@ -38,17 +38,24 @@ def memory_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int
     AdamW on parameters in fp32; activations in the hardware's training dtype (arXiv 2205.05198, section 4, counts
     the same way; here the widths are those that probing found).
     """
-    per_stage = ceil(sizes.held / candidate.pp)
-    share = {stage: candidate.dp if candidate.zero >= stage else 1 for stage in (1, 2, 3)}
+    spread = ceil(sizes.experts / candidate.ep / candidate.pp)
+    dense = ceil((sizes.held - sizes.experts) / candidate.pp)
+    again = 1 if candidate.ep > 1 else candidate.sharded  # ZeRO goes over the axis that the experts are spread over
+
+    def part(stage: int, size: int) -> int:
+        if candidate.zero < stage:
+            return (dense + spread) * size
+        return dense * size // candidate.sharded + spread * size // again
+
     positions = ceil(batch / candidate.dp / candidate.microbatches) * seq
     in_flight = min(candidate.microbatches, candidate.pp)
     kept = _kept_per_position(sizes, candidate) * hardware.itemsize
     logits = positions * sizes.entries // candidate.tp * 4 * LOGITS
-    gathered = 2 * per_stage * 4 // max(1, sizes.blocks // candidate.pp) if candidate.zero == 3 else 0
+    gathered = 2 * (dense + spread) * 4 // max(1, sizes.blocks // candidate.pp) if candidate.zero == 3 else 0
     return Memory(
-        parameters=per_stage * 4 // share[3],
-        gradients=per_stage * 4 // share[2],
-        states=per_stage * STATES // share[1],
+        parameters=part(3, 4),
+        gradients=part(2, 4),
+        states=part(1, STATES),
         activations=int(positions * in_flight * kept / candidate.pp) + logits,
         gathered=gathered,
     )
@@ -62,6 +69,6 @@ def _kept_per_position(sizes: Sizes, candidate: Candidate) -> float:
         if candidate.checkpointing:
             kept += times * branch.stream / stream
             continue
-        inner = branch.inner + KEPT_OF_INPUT * branch.features
+        inner = (branch.inner + KEPT_OF_INPUT * branch.features) * max(1, branch.chosen)
         kept += times * (KEPT_OF_STREAM * branch.stream / stream + inner / (candidate.tp if branch.split else 1))
     return kept

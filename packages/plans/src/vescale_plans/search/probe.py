@@ -78,6 +78,7 @@ class Findings:
         bridged: the same with norms handing nothing on, for sources that mix otherwise.
         vectors: parameter of one dim -> sink -> what its entries reach; where it reaches sinks of groups alone.
         routers: calls whose result something was selected by.
+        chosen: of so many scores, so many were selected.
         sites: module -> how its output lies; for modules whose output has the sample's batch and positions.
         token_wise: calls of the residual stream whose position s reaches position s alone.
         chains: repeated blocks.
@@ -93,6 +94,7 @@ class Findings:
     bridged: dict[Key, dict[Key, Influence]] = field(default_factory=dict)
     vectors: dict[str, dict[Key, Influence]] = field(default_factory=dict)
     routers: set[Key] = field(default_factory=set)
+    chosen: dict[int, int] = field(default_factory=dict)
     inputs: dict[str, Site] = field(default_factory=dict)
     outputs: dict[str, Site] = field(default_factory=dict)
     token_wise: dict[Key, bool] = field(default_factory=dict)
@@ -124,7 +126,7 @@ class _Prober:
     def run(self, model: nn.Module) -> Findings:
         found = self.findings
         first = self._first(model)
-        found.calls, found.shapes = first.calls, self.operands.shapes
+        found.calls, found.shapes, found.chosen = first.calls, self.operands.shapes, first.chosen
         found.chains, found.tied = self.chains, _tied(self.names)
         found.coupled = tuple(dict.fromkeys(call.key[0] for call in first.calls.values() if call.coupled))
         for seed in SEEDS[:1] if not self._routed() else SEEDS:

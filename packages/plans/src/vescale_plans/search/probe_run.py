@@ -140,6 +140,7 @@ class Probe(TorchDispatchMode):
         self.known, self.shift, self.bridge, self.silent = calls, shift, bridge, silent
         self.calls: dict[Key, Call] = {}
         self.reached = Reached(selectors=torch.zeros(batch, dtype=torch.bool))
+        self.chosen: dict[int, int] = {}
         self.path: list[str] = []
         stacked = until is None or any(calls[key].stack or calls[key].scattered for key in until)
         self._awaited = None if stacked else set(until)
@@ -174,6 +175,8 @@ class Probe(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         if function in SELECTORS:
             self._select(args[0])
+            if function is aten.topk.default and args[0].ndim:
+                self.chosen[args[0].shape[-1]] = max(args[1], self.chosen.get(args[0].shape[-1], 0))
         if self.bridge and function in REDUCTIONS and args[0].is_floating_point():
             args = (args[0].nan_to_num(0.0), *args[1:])
         if self.bridge and function in NORMS.values():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from .._experts import stacked_experts
 from .probe import Findings, Influence, Site, probe
 from .probe_run import Call, Key
 from .probe_sample import Sample
@@ -31,7 +32,7 @@ def structure_of(model: nn.Module, sample: Sample) -> Structure:
         matrices=_matrices(found),
         lookups=_lookups(found),
         heads=_heads(found, pairs),
-        experts=_experts(found, found.like),
+        experts=_experts(model, found),
         routers=tuple(dict.fromkeys(name for key in found.routers for name in found.like.get(key[0], (key[0],)))),
         blocks=_blocks(model, found),
         tied=found.tied,
@@ -195,7 +196,7 @@ def _heads(found: Findings, pairs: Mapping) -> tuple[Vocabulary, ...]:
     return tuple(made.values())
 
 
-def _experts(found: Findings, repeated: Mapping[str, tuple[str, ...]]) -> tuple[Experts, ...]:
+def _experts(model: nn.Module, found: Findings) -> tuple[Experts, ...]:
     stacks: dict[str, list[Call]] = {}
     for call in found.calls.values():
         if call.stack or (
@@ -206,8 +207,10 @@ def _experts(found: Findings, repeated: Mapping[str, tuple[str, ...]]) -> tuple[
     for module, calls in stacks.items():
         names = [call.key[0] for call in calls]
         count = found.shapes[names[0]][0]
-        for one in zip(*(repeated.get(name, (name,)) for name in (module, *names))):
-            made.append(Experts(tuple(one[1:]), count, one[0] or None))
+        chosen = min(found.chosen.get(count, 1), count)
+        spreads = bool(module) and stacked_experts(model.get_submodule(module)) == count
+        for one in zip(*(found.like.get(name, (name,)) for name in (module, *names))):
+            made.append(Experts(tuple(one[1:]), count, one[0] or None, chosen, spreads))
     return tuple(dict.fromkeys(made))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -13,11 +13,13 @@ from .tensor_plan import split_parameters
 
 @dataclass(frozen=True)
 class Contraction:
-    """One rank's share of a contraction: features of its input and result, and experts it is one of (0: none)."""
+    """One rank's share of a contraction: features of its input and result, and experts it is one of (0: none), of
+    which each position meets `chosen`."""
 
     inward: float
     outward: float
     experts: int
+    chosen: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Branch:
         inner: features of the sink and of all sources, whole.
         split: whether the tensor axis splits it.
         positions_meet: see `Group`.
+        chosen: experts that each position meets in it; 0 where it is no stack of experts.
     """
 
     stream: int
@@ -37,15 +40,17 @@ class Branch:
     inner: int
     split: bool
     positions_meet: bool
+    chosen: int = 0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A structure at one degree.
+    """A structure, or a part of one, at one degree.
 
     Arguments:
         tp: the degree.
         whole, split: numbers in parameters that stay whole, and that the axis splits; tied ones once.
+        experts: of these, the numbers that one rank of the tensor axis holds in stacks of experts.
         contractions, branches: how often each occurs.
         entries: of the largest head.
         blocks: repeated blocks, 1 at least.
@@ -54,6 +59,7 @@ class Sizes:
     tp: int
     whole: int
     split: int
+    experts: float
     contractions: Mapping[Contraction, int]
     branches: Mapping[Branch, int]
     entries: int
@@ -64,31 +70,63 @@ class Sizes:
         """Numbers that one rank of the tensor axis holds."""
         return self.whole + self.split / self.tp
 
+    def spread(self, ranks: int) -> float:
+        """The same, with the experts spread over `ranks`."""
+        return self.held - self.experts * (1 - 1 / ranks)
+
 
 def sizes_of(structure: Structure, tp: int) -> Sizes:
     """Counts `structure` with its groups split `tp` ways."""
+    return _counted(structure, tp, dict.fromkeys(structure.shapes, 0), [sum(len(b.names) for b in structure.blocks)])[0]
+
+
+def parts_of(structure: Structure, tp: int) -> tuple[Sizes, ...]:
+    """The same by parts, of which `structure.parts` tells where they begin."""
+    starts = structure.parts
+    part, of, blocks = 0, {}, [0] * (len(starts) + 1)
+    for name in structure.shapes:  # in the order of registration, in which pipelines are cut too
+        if part < len(starts) and name.startswith(f"{starts[part]}."):
+            part += 1
+        of[name] = part
+    for number, name in enumerate(starts, 1):
+        blocks[number] += name in structure.block_names
+    blocks[0] += bool(structure.block_names)
+    return _counted(structure, tp, of, blocks)
+
+
+def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Sequence[int]) -> tuple[Sizes, ...]:
+    """Per part, with `of` telling the part of each parameter."""
     split = split_parameters(structure, tp)
     again = {name for names in structure.tied for name in names[1:]}
-    counts = {name: prod(shape) for name, shape in structure.shapes.items() if name not in again}
-    cut = sum(count for name, count in counts.items() if name in split)
+    stacked = {name for one in structure.experts for name in one.parameters}
     sinks = {group.sink for group in structure.groups}
-    contractions: Counter[Contraction] = Counter()
+    heads = {one.parameter for one in structure.heads}
+    chosen = {name: one.chosen for one in structure.experts for name in one.parameters}
+    parts = range(len(blocks))
+    whole, cut, experts, entries = ([0] * len(blocks) for _ in range(4))
+    contractions: list[Counter[Contraction]] = [Counter() for _ in parts]
+    branches: list[Counter[Branch]] = [Counter() for _ in parts]
+    for name, shape in structure.shapes.items():
+        if name not in again:
+            count = prod(shape)
+            (cut if name in split else whole)[of[name]] += count
+            if name in stacked:
+                experts[of[name]] += count / tp if name in split else count
     for one in structure.matrices:
         inward = one.inward / tp if one.parameter in split and one.parameter in sinks else one.inward
         outward = one.outward / tp if one.parameter in split and one.parameter not in sinks else one.outward
-        contractions[Contraction(inward, outward, one.experts)] += 1
-    branches: Counter[Branch] = Counter()
+        part = of[one.parameter]
+        met = chosen.get(one.parameter, int(one.experts > 0))
+        contractions[part][Contraction(inward, outward, one.experts, met)] += 1
+        if one.parameter in heads:
+            entries[part] = max(entries[part], one.outward)
     for group in structure.groups:
         width = prod(structure.shapes[group.sink]) // max(1, group.features * max(1, group.experts))
         inner = group.features + sum(source.size for source in group.sources)
-        branches[Branch(width, group.features, inner, group.sink in split, group.positions_meet)] += 1
-    heads = {one.parameter for one in structure.heads}
-    return Sizes(
-        tp,
-        sum(counts.values()) - cut,
-        cut,
-        contractions,
-        branches,
-        max((one.outward for one in structure.matrices if one.parameter in heads), default=0),
-        max(1, sum(len(one.names) for one in structure.blocks)),
+        met = chosen.get(group.sink, int(group.experts > 0))
+        branch = Branch(width, group.features, inner, group.sink in split, group.positions_meet, met)
+        branches[of[group.sink]][branch] += 1
+    return tuple(
+        Sizes(tp, whole[at], cut[at], experts[at], contractions[at], branches[at], entries[at], max(1, blocks[at]))
+        for at in parts
     )

@@ -7,8 +7,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from math import prod
+from functools import cache, cached_property
+from math import gcd, prod
 
 from vescale_dtensor import InterleavedShard, Placement, Shard
 
@@ -194,11 +194,15 @@ class Experts:
         parameters: names.
         count: experts.
         module: that holds them.
+        chosen: of them each position meets so many.
+        spreads: `Plan.expert_axis` can spread them.
     """
 
     parameters: tuple[str, ...]
     count: int
     module: str | None
+    chosen: int = 1
+    spreads: bool = False
 
 
 @dataclass(frozen=True)
@@ -272,6 +276,25 @@ class Structure:
     def cut_points(self) -> tuple[str, ...]:
         """Modules that may begin a pipeline stage."""
         return tuple(name for blocks in self.blocks if blocks.chained for name in blocks.names[1:])
+
+    @cached_property
+    def block_names(self) -> tuple[str, ...]:
+        """All repeated blocks, in the order of registration."""
+        names = {name for blocks in self.blocks for name in blocks.names}
+        return tuple(name for name in self.modules if name in names)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Modules at which a part of the model begins, one per repeated block; the first part begins with the model."""
+        return self.block_names[1:]
+
+    @property
+    def expert_degrees(self) -> tuple[int, ...]:
+        """Ranks, from 2 on, over which the experts can be spread evenly; none if any stack of them cannot be."""
+        if not self.experts or not all(one.spreads for one in self.experts):
+            return ()
+        count = gcd(*(one.count for one in self.experts))
+        return tuple(d for d in range(2, count + 1) if count % d == 0)
 
     @property
     def fingerprint(self) -> str:
