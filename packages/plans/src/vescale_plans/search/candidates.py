@@ -63,9 +63,7 @@ def candidates(
     """All that are legal, in a fixed order. `pin` and `forbid` as in `generate_plan`."""
     pin = dict(pin or {})
     check_names("pin", pin)
-    banned = [
-        {one: 1} if one in AXES else {one: False} if isinstance(one, str) else dict(one) for one in forbid
-    ]
+    banned = [{one: 1} if one in AXES else {one: False} if isinstance(one, str) else dict(one) for one in forbid]
     for one in forbid:
         check_names("forbid", (one,) if isinstance(one, str) else one)
     for candidate in _all(structure, world_size, batch, seq):

@@ -34,8 +34,13 @@ class Cost:
     optimizer: float
 
     @property
+    def busy(self) -> float:
+        """What grows with the parts of the model that a rank holds."""
+        return self.compute + self.elementwise + self.tensor + self.experts
+
+    @property
     def total(self) -> float:
-        return self.compute + self.elementwise + self.tensor + self.experts + self.data + self.pipeline + self.optimizer
+        return self.busy + self.data + self.pipeline + self.optimizer
 
 
 def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Cost:

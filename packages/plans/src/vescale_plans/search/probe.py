@@ -17,6 +17,7 @@ from .probe_model import buffers_kept, first_tensor, on_meta, paths, plain_kerne
 from .probe_operands import Operands
 from .probe_run import Call, Enough, Key, Probe, Reached, Test
 from .probe_sample import Sample
+from .progress import Bar
 
 FOLLOWED = 3
 """Rows of the first forward; row 1 is followed."""
@@ -104,16 +105,17 @@ class Findings:
     tied: tuple[tuple[str, ...], ...] = ()
 
 
-def probe(model: nn.Module, sample: Sample) -> Findings:
+def probe(model: nn.Module, sample: Sample, bar: Bar) -> Findings:
     """Runs `model` on repeated rows of `sample` with stubs for its contractions; see `probe_run`.
 
     Nothing of the model is changed: a copy with parameters on the meta device is run. Needs no process group.
     """
-    return _Prober(model, sample).run(model)
+    return _Prober(model, sample, bar).run(model)
 
 
 class _Prober:
-    def __init__(self, model: nn.Module, sample: Sample) -> None:
+    def __init__(self, model: nn.Module, sample: Sample, bar: Bar) -> None:
+        self.bar = bar
         self.names = [(name, one) for name, one in model.named_parameters(remove_duplicate=False)]
         self.sample = sample
         self.chains = chains(model)
@@ -182,6 +184,7 @@ class _Prober:
             stack.enter_context(probe)
             with suppress(Enough):
                 self.model(*args, **kwargs)
+        self.bar.tick("probing the model")
         return probe
 
     def _note(self, name: str, args: Any, output: Any) -> None:

@@ -11,15 +11,16 @@ from .._experts import stacked_experts
 from .probe import Findings, Influence, Site, probe
 from .probe_run import Call, Key
 from .probe_sample import Sample
+from .progress import Bar
 from .structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
 
 
-def structure_of(model: nn.Module, sample: Sample) -> Structure:
+def structure_of(model: nn.Module, sample: Sample, bar: Bar | None = None) -> Structure:
     """Probes `model` and reads its structure from what was seen. Nothing of the model is changed.
 
     Cost: some tens of forwards of a few blocks without their contractions; no communication, no weight is read.
     """
-    found = probe(model, sample)
+    found = probe(model, sample, bar or Bar())
     pairs = _paired(found)
     groups = tuple(
         group for sink in sorted(pairs, key=lambda key: found.calls[key].order) for group in _group(found, sink, pairs)

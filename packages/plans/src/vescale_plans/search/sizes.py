@@ -81,17 +81,15 @@ def sizes_of(structure: Structure, tp: int) -> Sizes:
 
 
 def parts_of(structure: Structure, tp: int) -> tuple[Sizes, ...]:
-    """The same by parts, of which `structure.parts` tells where they begin."""
-    starts = structure.parts
-    part, of, blocks = 0, {}, [0] * (len(starts) + 1)
+    """The same by parts, one per repeated block; what lies around blocks belongs to the one before, or to the first."""
+    numbers = {name: at for at, name in enumerate(structure.block_names)}
+    of, part = {}, 0
     for name in structure.shapes:  # in the order of registration, in which pipelines are cut too
-        if part < len(starts) and name.startswith(f"{starts[part]}."):
-            part += 1
+        pieces = name.split(".")
+        inside = [numbers.get(".".join(pieces[:size]), 0) for size in range(1, len(pieces))]
+        part = max(part, *inside) if inside else part
         of[name] = part
-    for number, name in enumerate(starts, 1):
-        blocks[number] += name in structure.block_names
-    blocks[0] += bool(structure.block_names)
-    return _counted(structure, tp, of, blocks)
+    return _counted(structure, tp, of, [int(bool(numbers))] * max(1, len(numbers)))
 
 
 def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Sequence[int]) -> tuple[Sizes, ...]:

@@ -284,11 +284,6 @@ class Structure:
         return tuple(name for name in self.modules if name in names)
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """Modules at which a part of the model begins, one per repeated block; the first part begins with the model."""
-        return self.block_names[1:]
-
-    @property
     def expert_degrees(self) -> tuple[int, ...]:
         """Ranks, from 2 on, over which the experts can be spread evenly; none if any stack of them cannot be."""
         if not self.experts or not all(one.spreads for one in self.experts):

@@ -1,0 +1,244 @@
+"""Ranking: every candidate priced, those that fit in order, the best of them with their exact cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import inf
+from typing import Any
+
+from ..plan import PlanError
+from .candidates import Candidate, candidates
+from .cost import Cost, cost_of
+from .hardware import Hardware
+from .memory import Memory, memory_of
+from .progress import Bar
+from .refusals import nothing_legal, too_large
+from .sizes import Sizes, parts_of, sizes_of
+from .stages import Cutter, Part, Stages
+from .structure import Structure
+
+MARGIN = 0.94
+"""Of a device's memory that a plan may fill: the allocator and the communication library want the rest."""
+KEPT = 6
+"""Estimates that are made exactly: the choice, and the next five."""
+
+RANKING = "pricing candidates"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate with what it costs.
+
+    Arguments:
+        cost: seconds of one step.
+        memory: bytes of the fullest rank.
+        cuts: modules that begin the pipeline's stages 1, 2, ...
+        again: blocks that are computed again in backward.
+    """
+
+    candidate: Candidate
+    cost: Cost
+    memory: Memory
+    cuts: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is wanted for, see `generate_plan`; `limit` is in bytes of one rank."""
+
+    structure: Structure
+    world_size: int
+    batch: int
+    seq: int
+    hardware: Hardware
+    limit: float
+    objective: str = "time"
+    pin: Mapping[str, Any] | None = None
+    forbid: Sequence[str | Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        if self.objective not in ("time", "memory"):
+            remedies = [('objective="time"', 'or "memory"')]
+            raise PlanError("generate_plan", f"objective is {self.objective!r}", (), remedies)
+
+    def candidates(self, world_size: int | None = None, batch: int | None = None) -> list[Candidate]:
+        """All that the request allows."""
+        world, rows = world_size or self.world_size, batch or self.batch
+        return list(candidates(self.structure, world, rows, seq=self.seq, pin=self.pin, forbid=self.forbid))
+
+    def any(self, world_size: int) -> bool:
+        """Whether there is one for that many ranks."""
+        found = candidates(self.structure, world_size, self.batch, seq=self.seq, pin=self.pin, forbid=self.forbid)
+        return next(found, None) is not None
+
+    def free(self) -> Request:
+        """Without pins, and with nothing forbidden."""
+        return replace(self, pin=None, forbid=())
+
+
+class Pricer:
+    """Prices the candidates of one request; what a structure is at one degree is counted once."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._sizes: dict[int, Sizes] = {}
+        self._parts: dict[int, tuple[list[Sizes], list[int]]] = {}
+        points = set(request.structure.cut_points)
+        self._names = request.structure.block_names or ("",)  # of the block in each part
+        self._cuttable = [at == 0 or name in points for at, name in enumerate(self._names)]
+
+    def evenly(self, candidate: Candidate, batch: int | None = None) -> Estimate:
+        """In closed form, with blocks dealt out evenly."""
+        asked, sizes = self.request, self._whole(candidate.tp)
+        shape = (candidate, asked.hardware, batch or asked.batch, asked.seq)
+        return Estimate(candidate, cost_of(sizes, *shape), memory_of(sizes, *shape))
+
+    def least(self, candidate: Candidate, batch: int | None = None) -> int | None:
+        """Bytes of the fullest rank with blocks dealt out evenly; None where that is no cut."""
+        found = self.cutter(candidate, inf, whole=True, batch=batch).even()
+        return None if found is None else found.memory + self.evenly(candidate, batch).memory.gathered
+
+    def cutter(self, candidate: Candidate, limit: float, *, whole: bool = False, batch: int | None = None) -> Cutter:
+        """For the parts of the model under a candidate; `whole` computes every block again, if any."""
+        again: bool | str = "all" if whole and candidate.checkpointing else candidate.checkpointing
+        return Cutter(self._priced(candidate, batch), candidate.pp, candidate.microbatches, limit, again)
+
+    def exactly(self, candidate: Candidate, *, whole: bool, below: float = inf) -> Estimate | None:
+        """With the best cut, and the fewest blocks computed again; None where nothing fits in `below` seconds."""
+        rough = self.evenly(candidate)
+        cutter = self.cutter(candidate, self.request.limit - rough.memory.gathered, whole=whole)
+        if self.request.objective == "time":
+            found = cutter.best(below - _apart(rough.cost, candidate))
+        else:
+            found = cutter.even() or cutter.best()
+        return None if found is None else self._estimate(candidate, rough, found)
+
+    def bound(self, candidate: Candidate, *, whole: bool) -> float:
+        """Seconds that no cut of the candidate is below."""
+        rough = self.evenly(candidate).cost
+        return self.cutter(candidate, 0, whole=whole).bound + _apart(rough, candidate)
+
+    def _whole(self, tp: int) -> Sizes:
+        if tp not in self._sizes:
+            self._sizes[tp] = sizes_of(self.request.structure, tp)
+        return self._sizes[tp]
+
+    def _priced(self, candidate: Candidate, batch: int | None) -> list[Part]:
+        if candidate.tp not in self._parts:
+            kinds: list[Sizes] = []
+            of = []
+            for one in parts_of(self.request.structure, candidate.tp):
+                if one not in kinds:
+                    kinds.append(one)
+                of.append(kinds.index(one))
+            self._parts[candidate.tp] = (kinds, of)
+        kinds, of = self._parts[candidate.tp]
+        priced = [self._part(one, candidate, batch or self.request.batch) for one in kinds]
+        return [
+            part if cuttable else replace(part, cuttable=False)
+            for part, cuttable in zip((priced[kind] for kind in of), self._cuttable)
+        ]
+
+    def _part(self, sizes: Sizes, candidate: Candidate, batch: int) -> Part:
+        asked = self.request
+        plain = replace(candidate, pp=1, checkpointing=False)
+        shape = (asked.hardware, batch, asked.seq)
+        memory = memory_of(sizes, plain, *shape)
+        time = cost_of(sizes, plain, *shape).busy / candidate.microbatches
+        static = memory.total - memory.activations - memory.gathered
+        if not candidate.checkpointing:
+            return Part(time, static, memory.activations)
+        again = replace(plain, checkpointing=True)
+        longer = cost_of(sizes, again, *shape).busy / candidate.microbatches - time
+        less = memory.activations - memory_of(sizes, again, *shape).activations
+        return Part(time, static, memory.activations, (float(f"{longer:.9g}"), less))  # equal blocks, equal numbers
+
+    def _estimate(self, candidate: Candidate, rough: Estimate, found: Stages) -> Estimate:
+        scale = found.longest * candidate.microbatches / rough.cost.busy if rough.cost.busy else 1.0
+        cost = replace(
+            rough.cost,
+            **{name: getattr(rough.cost, name) * scale for name in ("compute", "elementwise", "tensor", "experts")},
+            pipeline=rough.cost.pipeline - _bubble(rough.cost, candidate) + found.total - found.longest,
+        )
+        borders = [*found.starts, len(self._cuttable)]
+        kinds, of = self._parts[candidate.tp]
+        plain = replace(candidate, pp=1, checkpointing=False)
+        shape = (plain, self.request.hardware, self.request.batch, self.request.seq)
+        held = [memory_of(kinds[of[at]], *shape) for at in range(*borders[found.fullest : found.fullest + 2])]
+        sums = {one.name: sum(getattr(part, one.name) for part in held) for one in fields(Memory)}
+        sums["gathered"] = rough.memory.gathered
+        static = sum(size for name, size in sums.items() if name not in ("activations", "gathered"))
+        memory = Memory(**{**sums, "activations": found.memory - static})
+        return Estimate(
+            candidate,
+            cost,
+            memory,
+            tuple(self._names[at] for at in found.starts[1:]),
+            tuple(name for at, name in enumerate(self._names) if at in found.again),
+        )
+
+
+def ranked(
+    structure: Structure,
+    world_size: int,
+    batch: int,
+    seq: int,
+    hardware: Hardware,
+    *,
+    memory: float | None = None,
+    objective: str = "time",
+    pin: Mapping[str, Any] | None = None,
+    forbid: Sequence[str | Mapping[str, Any]] = (),
+) -> list[Estimate]:
+    """The best candidates that fit, KEPT at most, best first. Raises InfeasibleError when none does."""
+    limit = MARGIN * hardware.memory if memory is None else memory
+    return rank(Request(structure, world_size, batch, seq, hardware, limit, objective, pin, forbid))
+
+
+def rank(request: Request, bar: Bar | None = None) -> list[Estimate]:
+    """Exact branch and bound: candidates in the order of what no cut of theirs is below, until KEPT are known that
+    the next cannot beat.
+
+    A candidate that may compute blocks again is one with the fewest such blocks: it is left out where none is needed.
+    With a pin, all blocks are.
+    """
+    legal = request.candidates()
+    if not legal:
+        raise nothing_legal(request)
+    pricer, bar = Pricer(request), bar or Bar()
+    whole = "checkpointing" in (request.pin or {}) or request.objective == "memory"
+    if request.objective == "memory":
+        found = [one for each in bar.over(RANKING, legal) if (one := pricer.exactly(each, whole=True)) is not None]
+        best = sorted(found, key=lambda one: (one.memory.total, one.cost.total, one.candidate))[:KEPT]
+    else:
+        best = _fastest(pricer, legal, whole, bar)
+    if not best:
+        raise too_large(request, pricer)
+    return best
+
+
+def _fastest(pricer: Pricer, legal: list[Candidate], whole: bool, bar: Bar) -> list[Estimate]:
+    bounds = sorted((pricer.bound(one, whole=whole), one) for one in bar.over(RANKING, legal))
+    best: list[tuple[float, int, Candidate, Estimate]] = []
+    fitted: set[Candidate] = set()
+    for bound, candidate in bounds:
+        if len(best) == KEPT and bound > best[-1][0]:
+            break
+        if replace(candidate, checkpointing=False) in fitted:
+            continue
+        below = best[-1][0] if len(best) == KEPT else inf
+        if (one := pricer.exactly(candidate, whole=whole, below=below)) is not None:
+            fitted.add(candidate)
+            best = sorted([*best, (one.cost.total, one.memory.total, candidate, one)], key=lambda each: each[:3])[:KEPT]
+    return [one for *_, one in best]
+
+
+def _apart(cost: Cost, candidate: Candidate) -> float:
+    """What of a step's seconds no cut changes: data parallelism, the optimizer, transfers between stages."""
+    return cost.total - cost.busy - _bubble(cost, candidate)
+
+
+def _bubble(cost: Cost, candidate: Candidate) -> float:
+    return cost.busy / candidate.microbatches * (candidate.pp - 1)

@@ -1,0 +1,106 @@
+"""Refusals: what binds where no plan satisfies a request, and the nearest requests that one does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..plan import PlanError
+from .candidates import Candidate
+from .hardware import GIB
+
+if TYPE_CHECKING:
+    from .ranking import Pricer, Request
+
+MOST = 1 << 14
+"""Ranks up to which a world that would do is looked for."""
+
+
+class InfeasibleError(PlanError):
+    """No plan satisfies the request; the text names what binds, and the nearest plan that does fit."""
+
+
+def nothing_legal(request: Request) -> InfeasibleError:
+    """No candidate for the world size and the batch, or none that pins and forbids leave."""
+    structure, world, batch = request.structure, request.world_size, request.batch
+    coupled = f"none: rows of the batch meet in {structure.coupled[0]}" if structure.coupled else f"up to {batch}"
+    stages = 1 if structure.coupled else len(structure.cut_points) + 1
+    facts = [
+        f"tensor parallelism splits by  {list(structure.degrees) or 'nothing'}",
+        f"pipeline stages  up to {stages}",
+        f"data parallelism  {coupled}",
+    ]
+    if structure.experts:
+        facts.append(f"experts spread over  {list(structure.expert_degrees) or 'nothing'}")
+    pin = dict(request.pin or {})
+    free = request.free().candidates()
+    if free:
+        near = min(free, key=lambda one: (_distance(one, pin), one))
+        rule = f"pin={pin} and forbid={list(request.forbid)} leave no plan for {world} ranks and batch {batch}"
+        kept = {name: value for name, value in asdict(near).items() if name in pin}
+        remedies = [(f"pin={kept}", f"nearest: {near}")]
+        if (other := _world(request, pinned=True)) is not None:
+            remedies.append((f"world_size={other}", "with the same pins"))
+        if request.forbid and not kept:
+            remedies = [("forbid=[]", f"nearest: {near}")]
+        return InfeasibleError("generate_plan", rule, facts, remedies)
+    remedies = [(f"batch={world}", "a row for each rank")] if not structure.coupled else []
+    if (other := _world(request, pinned=False)) is not None:
+        remedies.insert(0, (f"world_size={other}", "the most ranks below that can all be used"))
+    return InfeasibleError("generate_plan", f"{world} ranks cannot all be used with batch {batch}", facts, remedies)
+
+
+def too_large(request: Request, pricer: Pricer) -> InfeasibleError:
+    """Every candidate needs more memory than there is."""
+    least = min(
+        ((size, one) for one in request.candidates() if (size := pricer.least(one)) is not None),
+        default=None,
+    )
+    rule = f"memory binds: no plan for {request.world_size} ranks stays within {request.limit / GIB:.2f} GiB a rank"
+    if least is None:
+        return InfeasibleError("generate_plan", rule, (), [("memory=...", "more bytes a rank")])
+    size, candidate = least
+    parts = sorted(asdict(pricer.evenly(candidate).memory).items(), key=lambda item: -item[1])
+    facts = [
+        f"least  {candidate}: {size / GIB:.2f} GiB a rank",
+        "of which  " + ", ".join(f"{name} {part / GIB:.2f}" for name, part in parts if part),
+    ]
+    remedies = [(f"memory={size}", f"bytes; the least that {request.world_size} ranks need")]
+    fewer = request.batch // 2
+    while fewer and not _fits(request, pricer, request.world_size, fewer):
+        fewer //= 2
+    if fewer:
+        remedies.append((f"batch={fewer}", "fewer rows on as many ranks"))
+    world = request.world_size
+    while world < MOST:
+        world *= 2
+        rows = max(request.batch, world)
+        if _fits(request, pricer, world, rows):
+            remedies.append((f"world_size={world}, batch={rows}", "ranks as large as these, and a row for each"))
+            break
+    return InfeasibleError("generate_plan", rule, facts, remedies)
+
+
+def _fits(request: Request, pricer: Pricer, world: int, batch: int) -> bool:
+    for one in request.candidates(world, batch):
+        size = pricer.least(one, batch)
+        if size is not None and size <= request.limit:
+            return True
+    return False
+
+
+def _world(request: Request, *, pinned: bool) -> int | None:
+    """The nearest world size below, or with pins also above, that all ranks of can be used."""
+    asked = request if pinned else request.free()
+    for off in range(1, min(request.world_size, MOST)):
+        below, above = request.world_size - off, request.world_size + off
+        for world in (below, above) if pinned else (below,):
+            if world >= 1 and asked.any(world):
+                return world
+    return None
+
+
+def _distance(candidate: Candidate, pin: Mapping[str, Any]) -> float:
+    values = asdict(candidate)
+    return sum(abs(float(values[name]) - float(wanted)) for name, wanted in pin.items())

@@ -1,0 +1,137 @@
+"""The pruned search against brute force on toys of up to eight blocks, and how it does on the largest published job."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from math import inf
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+from vescale_dtensor.testing import slice_of
+from vescale_plans.search import (
+    Cutter,
+    InfeasibleError,
+    Part,
+    Request,
+    hardware_of,
+    rank,
+    sample_of,
+    structure_of,
+)
+from vescale_plans.search.ranking import Pricer
+
+
+def by_force(parts, count, microbatches, limit, again):
+    """The least seconds of a step over every cut and every choice of blocks to compute again."""
+    best = inf
+    places = [at for at in range(1, len(parts)) if parts[at].cuttable]
+    for starts in combinations(places, count - 1):
+        borders = [0, *starts, len(parts)]
+        times = []
+        for number, (first, past) in enumerate(pairwise(borders)):
+            flight = min(microbatches, count - number)
+            times.append(inf)
+            for flags in product((False, True) if again else (False,), repeat=past - first):
+                held = parts[first:past]
+                memory = sum(one.static + flight * one.kept for one in held)
+                memory -= sum(flight * one.again[1] for one, flag in zip(held, flags) if flag)
+                if memory <= limit:
+                    time = sum(one.time for one in held) + sum(one.again[0] for one, f in zip(held, flags) if f)
+                    times[-1] = min(times[-1], time)
+        best = min(best, sum(times) + (microbatches - 1) * max(times))
+    return best
+
+
+def toy(random, size):
+    """Blocks of up to three kinds, the first and the last with something around them."""
+    kinds = [(random.uniform(1, 3), random.randint(1, 9), random.randint(3, 9)) for _ in range(random.randint(1, 3))]
+    parts = []
+    for _ in range(size):
+        time, static, kept = random.choice(kinds)
+        parts.append(Part(time, static, kept, (round(time / 3, 6), kept - 2), cuttable=random.random() < 0.9))
+    parts[0] = replace(parts[0], time=parts[0].time + random.random(), static=parts[0].static + 4)
+    parts[-1] = replace(parts[-1], time=parts[-1].time + random.random(), static=parts[-1].static + 4)
+    return parts
+
+
+def test_cuts_equal_brute_force():
+    random, feasible, tight = Random(0), 0, 0
+    for _ in range(400):
+        parts = toy(random, random.randint(1, 8))
+        count, microbatches = random.randint(1, len(parts)), random.randint(1, 8)
+        limit, again = random.uniform(10, 80), random.random() < 0.7
+        cutter = Cutter(parts, count, microbatches, limit, again)
+        found, wanted = cutter.best(), by_force(parts, count, microbatches, limit, again)
+        if wanted == inf:
+            assert found is None
+            continue
+        feasible += 1
+        tight += bool(found.again)
+        assert found.seconds(microbatches) == pytest.approx(wanted, rel=1e-12)
+        assert found.memory <= limit
+        assert cutter.bound <= wanted * (1 + 1e-12)
+        assert cutter.made(found.starts).seconds(microbatches) == pytest.approx(wanted, rel=1e-12)
+    assert feasible > 100
+    assert tight > 30
+
+
+class Block(nn.Module):
+    def __init__(self, width, inner):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Toy(nn.Module):
+    """Blocks of two kinds, between a table and a head that weigh as much as some blocks."""
+
+    def __init__(self, blocks, width=64, words=512):
+        super().__init__()
+        self.table = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width, 1024 if at % 3 == 1 else 256) for at in range(blocks))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module", params=(2, 5, 8))
+def structure(request):
+    return structure_of(Toy(request.param), sample_of(Toy(request.param), torch.arange(6)[None]))
+
+
+MEMORIES = (3e6, 4e6, 6e6, 1e7, 2e7, 1e9)
+
+
+@pytest.mark.parametrize(("world", "batch"), slice_of([(2, 8), (4, 8), (8, 16), (6, 12), (8, 8)], 2))
+@pytest.mark.parametrize("memory", slice_of(MEMORIES, 2))
+def test_the_pruned_search_equals_brute_force(structure, world, batch, memory):
+    request = Request(structure, world, batch, 32, hardware_of("cpu"), memory)
+    pricer = Pricer(request)
+    wanted = inf
+    for one in request.candidates():
+        rough = pricer.evenly(one)
+        parts = pricer.cutter(one, 0).parts
+        room = memory - rough.memory.gathered
+        step = by_force(parts, one.pp, one.microbatches, room, one.checkpointing)
+        waiting = rough.cost.busy / one.microbatches * (one.pp - 1)
+        wanted = min(wanted, step + rough.cost.total - rough.cost.busy - waiting)
+    if wanted == inf:
+        with pytest.raises(InfeasibleError):
+            rank(request)
+        return
+    best = rank(request)[0]
+    assert best.cost.total == pytest.approx(wanted, rel=1e-9)
+    assert best.memory.total <= memory
+
+
+def test_the_order_of_candidates_and_the_choice_are_the_same_every_time(structure):
+    request = Request(structure, 8, 16, 32, hardware_of("h100"), 1e9)
+    assert rank(request) == rank(request)
