@@ -50,11 +50,15 @@ COMMUNICATES = {
         "_together",  # lets all ranks know how one fared
     },
     "vescale": {
+        "_probes",  # times sends
+        "calibrate",  # starts ranks that measure together
         "record",  # collects what ranks measured
         "_scaler",  # whether any rank's gradients are not finite
         "_stages",  # makes the groups of pipelines
     },
 }
+# Modules that are not called as what is installed, by "_".
+NAMED_OTHERWISE = {"pynvml": "nvidia_ml_py"}
 # What torch.distributed defines that is a value: naming it neither communicates nor needs a process group.
 VALUES = ("torch.distributed.device_mesh.DeviceMesh", "torch.distributed.tensor")
 
@@ -129,6 +133,7 @@ def check_third_party(repository: Repository) -> Iterator[str]:
         if package.requirements.get("torch") != ">=2.11":
             yield f"packages/{package.name}/pyproject.toml: does not require torch>=2.11"
         declared = {name.lower().replace("-", "_") for name in {*package.requirements, *package.optional}}
+        declared |= {module for module, name in NAMED_OTHERWISE.items() if name in declared}
         for found in package.imports:
             if found.top not in own | declared:
                 yield f"{repository.relative(found.path)}:{found.line}: imports {found.top}, which is not declared"

@@ -56,6 +56,7 @@ PUBLIC = {
         "materialize",
         "no_sync",
         "parallelize",
+        "predict",
         "rand",
         "randint",
         "randn",

@@ -91,6 +91,11 @@ def announce(kind: str, axes: tuple[str, ...], received: int, count: int = 1) ->
         listener(event)
 
 
+def current_module() -> str:
+    """Path of the module whose forward runs; "" unless somebody traces."""
+    return module_path()
+
+
 def function_name(function: object) -> str:
     """`matmul`, `view`, `shape`: how a person would write the function. `a @ b` is a `matmul`."""
     name = raw_name(function)

@@ -12,6 +12,7 @@ from ._convert import convert_plain as convert_plain
 from ._convert import from_plain as from_plain
 from ._copies import check_writable as check_writable
 from ._events import current_cause as current_cause
+from ._events import current_module as current_module
 from ._events import is_strict as is_strict
 from ._events import is_users as is_users
 from ._events import set_cause as set_cause

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Meter(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.flops = 0
+        self.listener: Callable | None = None  # told of every operator: (kind, function, args, kwargs, out)
         self._known: dict[int, tuple[str, int]] = {}
 
     def mark(self) -> None:
@@ -54,12 +55,12 @@ class Meter(TorchDispatchMode):
             elif kwargs.get("device") == _META and _makes_integers(function, args, kwargs):
                 kwargs = {**kwargs, "device": _CPU}  # asked for on the device of another tensor, which is meta
             out = function(*args, **kwargs)
-            count = _FLOPS.get(function.overloadpacket)
-            if count is not None:
-                self.flops += count(*args, **kwargs, out_val=out)
+            self.flops += flops_of(function.overloadpacket, args, kwargs, out)
             for tensor in tree_iter(out):
                 if isinstance(tensor, Tensor):
                     self._note(tensor, self.kind)
+            if self.listener is not None:
+                self.listener(self.kind, function, args, kwargs, out)
         return out
 
     def _note(self, tensor: Tensor, kind: str, relabel: bool = False) -> None:
@@ -99,6 +100,14 @@ _FLOPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
+
+
+def flops_of(packet, args: tuple, kwargs: dict, out) -> int:
+    """Floating point operations of an operator; 0 for what is neither product, convolution nor attention."""
+    count = _FLOPS.get(packet)
+    return count(*args, **kwargs, out_val=out) if count is not None else 0
+
+
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 

@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ._meta_attention import fused_attention
 from ._meter import Meter
 from ._parts import PlanError
 from .plan import Plan
+from .timeline import Recorder, Timeline
 
 KINDS = ("parameters", "optimizer", "gradients", "activations", "other")
 
@@ -42,6 +43,7 @@ class DryRun:
         memory: bytes by kind at the worst moment. "parameters" includes buffers and what ZeRO gathers, "activations"
             is what forward made, "gradients" what backward and the gradient buffers hold.
         resting: bytes by kind between steps.
+        timeline: what the step's operators and collectives take on a hardware profile: `timeline.seconds(hardware)`.
     """
 
     plan: Plan
@@ -49,6 +51,7 @@ class DryRun:
     flops: int
     memory: dict[str, int]
     resting: dict[str, int]
+    timeline: Timeline = field(repr=False, compare=False)
 
     @property
     def peak(self) -> int:
@@ -123,6 +126,8 @@ def dry_run(
             meter.label(_state(model), "parameters")
             for _ in range(2):
                 trace.events.clear()
+                recorder = Recorder()
+                meter.listener = recorder.note
                 meter.mark()
                 meter.kind = "activations"
                 loss = (step or _loss)(model, batch)
@@ -133,7 +138,9 @@ def dry_run(
                     meter.kind = "optimizer"
                     optimizer.step()
                     optimizer.zero_grad()
-            return DryRun(plan, tuple(trace.events), meter.flops, _kinds(meter.peak), _kinds(meter.live))
+            events = tuple(trace.events)
+            timeline = Timeline(recorder.operations, events, plan.mesh)
+            return DryRun(plan, events, meter.flops, _kinds(meter.peak), _kinds(meter.live), timeline)
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:

@@ -48,6 +48,7 @@ from vescale_rng import randperm as randperm
 from vescale_rng import state as _state
 from vescale_rng import use_stream as _use_stream
 
+from ._predict import predict as predict
 from ._stages import parallelize as parallelize
 from ._version import __version__ as __version__
 from .compare import compare as compare

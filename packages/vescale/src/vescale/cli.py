@@ -9,6 +9,7 @@ import typer
 from vescale_dtensor import VescaleError
 from vescale_pipeline import PipelineError
 
+from ._calibrate_command import calibrate
 from ._checkpoint_command import app as checkpoint
 from ._compare_command import compare
 from ._schedule_command import schedule
@@ -16,6 +17,7 @@ from ._schedule_command import schedule
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(schedule)
 app.command()(compare)
+app.command()(calibrate)
 app.add_typer(checkpoint, name="checkpoint")
 
 

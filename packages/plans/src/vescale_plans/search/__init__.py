@@ -20,11 +20,15 @@ from .cost import Cost as Cost
 from .cost import cost_of as cost_of
 from .generate import generate_plan as generate_plan
 from .generate import plan_of as plan_of
+from .hardware import Curve as Curve
 from .hardware import Hardware as Hardware
 from .hardware import Link as Link
+from .hardware import Product as Product
 from .hardware import hardware_of as hardware_of
 from .memory import Memory as Memory
 from .memory import memory_of as memory_of
+from .predict import Prediction as Prediction
+from .predict import predict as predict
 from .ranking import Estimate as Estimate
 from .ranking import Request as Request
 from .ranking import rank as rank

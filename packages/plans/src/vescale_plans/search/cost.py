@@ -7,10 +7,10 @@ that their axis lies on, the pipeline by its bubble (Narayanan et al., arXiv 210
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 
 from .candidates import Candidate
-from .hardware import Hardware, Link
+from .hardware import ATTENTION, Hardware
 from .sizes import Sizes
 
 OPERATORS = 12
@@ -71,27 +71,13 @@ def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, 
     )
 
 
-def product_time(hardware: Hardware, rows: float, inward: float, outward: float) -> float:
-    """Of one matrix multiplication."""
-    if min(rows, inward, outward) <= 0:
-        return 0.0
-    reached = hardware.flops * prod(size / (size + hardware.small) for size in (rows, inward, outward))
-    moved = hardware.itemsize * (rows * inward + inward * outward + rows * outward)
-    return max(2 * rows * inward * outward / reached, moved / hardware.bandwidth) + hardware.launch
-
-
-def collective_time(link: Link, size: int, moved: float) -> float:
-    """`moved` bytes received by each of `size` ranks."""
-    return 0.0 if size < 2 else link.latency * (size - 1) ** 0.5 + moved / link.bandwidth
-
-
 def _matrices(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
     time = 0.0
     for one, times in sizes.contractions.items():
         rows, experts = positions, 1.0
         if one.experts:  # spread, each rank has fewer, to each of which more ranks send
             rows, experts = positions * candidate.ep * one.chosen / one.experts, one.experts / candidate.ep
-        time += times * experts * product_time(hardware, rows, one.inward, one.outward)
+        time += times * experts * hardware.product_seconds(rows, one.outward, one.inward)
     return time
 
 
@@ -101,7 +87,7 @@ def _attention(sizes: Sizes, hardware: Hardware, positions: int, seq: int) -> fl
         for branch, times in sizes.branches.items()
         if branch.positions_meet
     )
-    return 4 * positions * seq * width / (hardware.flops * 0.6)
+    return 4 * positions * seq * width / (hardware.flops * ATTENTION)
 
 
 def _elementwise(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
@@ -118,11 +104,10 @@ def _tensor(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: i
     """One direction: an all-reduce per split group, or an all-gather and a reduce-scatter, which move the same."""
     if candidate.tp == 1:
         return 0.0
-    link = hardware.link(1, candidate.tp)
-    calls = 2 if candidate.sp else 1
+    calls, kind = (2, "reduce_scatter") if candidate.sp else (1, "all_reduce")
     moved = 2 / calls * (candidate.tp - 1) / candidate.tp * positions * hardware.itemsize
     return sum(
-        times * calls * collective_time(link, candidate.tp, moved * branch.stream)
+        times * calls * hardware.collective_seconds(kind, candidate.tp, moved * branch.stream)
         for branch, times in sizes.branches.items()
         if branch.split
     )
@@ -132,10 +117,11 @@ def _exchanges(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions
     """One direction: each stack of experts is sent the rows chosen for it, and sends back as many."""
     if candidate.ep == 1:
         return 0.0
-    link = hardware.link(candidate.tp, candidate.ep)
     moved = (candidate.ep - 1) / candidate.ep * positions * hardware.itemsize
     return sum(
-        times * 2 * collective_time(link, candidate.ep, moved * branch.chosen * branch.stream)
+        times
+        * 2
+        * hardware.collective_seconds("all_to_all", candidate.ep, moved * branch.chosen * branch.stream, candidate.tp)
         for branch, times in sizes.branches.items()
         if branch.chosen
     )
@@ -144,21 +130,22 @@ def _exchanges(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions
 def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float) -> float:
     if candidate.dp == 1:
         return 0.0
-    link = hardware.link(candidate.tp, candidate.dp)
     copies = candidate.dp // candidate.ep  # of each expert
     dense = (sizes.held - sizes.experts) * (candidate.dp - 1) / candidate.dp
     part = 4 / candidate.pp * (dense + sizes.experts / candidate.ep * (copies - 1) / copies)
-    reduce = collective_time(link, candidate.dp, 2 * part)
+    reduce = hardware.collective_seconds("all_reduce", candidate.dp, 2 * part, candidate.tp)
     exposed = max(0.1 * reduce, reduce - HIDDEN * compute * 2 / 3)
     if candidate.zero < 3:
         return exposed
-    gathers = 2 * collective_time(link, candidate.dp, part * hardware.itemsize / 4) * candidate.microbatches
+    gather = hardware.collective_seconds("all_gather", candidate.dp, part * hardware.itemsize / 4, candidate.tp)
+    gathers = 2 * gather * candidate.microbatches
     return exposed + max(0.1 * gathers, gathers - HIDDEN * compute)
 
 
 def _hops(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
     if candidate.pp == 1:
         return 0.0
-    link = hardware.link(candidate.tp * candidate.dp, candidate.pp)
     width = max((branch.stream for branch in sizes.branches), default=0)
-    return 2 * candidate.microbatches * (link.latency + positions * width * hardware.itemsize / link.bandwidth)
+    moved = positions * width * hardware.itemsize
+    hop = hardware.collective_seconds("send", 2, moved, candidate.tp * candidate.dp * candidate.pp // 2)
+    return 2 * candidate.microbatches * hop

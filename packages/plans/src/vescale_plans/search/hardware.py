@@ -1,16 +1,47 @@
-"""Hardware profiles: what a device and its links can do, as data."""
+"""Hardware profiles: what a device and its links can do, as data.
+
+A profile of a data sheet has rates alone. One that `vescale calibrate` measured has, besides, the terms of a matrix
+product's time and curves of operators and collectives, which then count instead.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
+from math import log, prod
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from ..plan import PlanError
 
 GIB = 2**30
+VERSION = 1
+"""Of the JSON text of a profile."""
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by size, measured: straight between the points, the last slope beyond, the first time before.
+
+    Arguments:
+        points: (size, seconds), sizes rising.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, size: float) -> float:
+        """Seconds for `size`."""
+        points = self.points
+        if size <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        after = min(max(1, bisect_left(points, (size,))), len(points) - 1)
+        (low, first), (high, last) = points[after - 1], points[after]
+        return max(0.0, first + (last - first) * (size - low) / (high - low))
 
 
 @dataclass(frozen=True)
@@ -18,12 +49,32 @@ class Link:
     """Between devices of one level.
 
     Arguments:
-        latency: seconds per collective and further rank.
-        bandwidth: bytes per second, per device and direction.
+        latency: seconds before the first byte of a collective of two ranks.
+        bandwidth: bytes per second that each rank receives.
     """
 
     latency: float
     bandwidth: float
+
+
+@dataclass(frozen=True)
+class Product:
+    """Terms of the seconds that a matrix product [m, k] x [k, n] takes, fitted to measurements.
+
+    Arguments:
+        launch: seconds, whatever the size.
+        flop: seconds per floating point operation.
+        left, right, result: seconds per element of [m, k], [k, n] and [m, n].
+    """
+
+    launch: float
+    flop: float
+    left: float
+    right: float
+    result: float
+
+    def seconds(self, m: float, n: float, k: float) -> float:
+        return self.launch + self.flop * 2 * m * n * k + self.left * m * k + self.right * k * n + self.result * m * n
 
 
 @dataclass(frozen=True)
@@ -39,6 +90,12 @@ class Hardware:
         launch: seconds per operator of eager code.
         node: devices joined by `inside`; across nodes by `across`.
         itemsize: bytes of an activation.
+        at_once: devices that compute at full speed at the same time; None for all. Cores, where ranks share a host.
+        hidden: share of a reduction or gather beside computation that computation hides.
+        product: measured terms of a matrix product, in place of `flops` and `small`.
+        operators: operator ("aten.gelu") -> its curve over bytes read and written ("attention" over operations).
+        collectives: kind -> ranks -> its curve over bytes received by each.
+        device: what was measured, in words.
     """
 
     name: str
@@ -51,10 +108,86 @@ class Hardware:
     inside: Link
     across: Link
     itemsize: int = 2
+    at_once: int | None = None
+    hidden: float = 0.7
+    product: Product | None = None
+    operators: Mapping[str, Curve] = field(default_factory=dict, hash=False, repr=False)
+    collectives: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict, hash=False, repr=False)
+    device: str = ""
 
     def link(self, stride: int, size: int) -> Link:
         """Of a mesh axis of `size` ranks that lie `stride` ranks apart."""
         return self.inside if stride * size <= self.node else self.across
+
+    def product_seconds(self, m: float, n: float, k: float) -> float:
+        """Of one matrix product [m, k] x [k, n]: as measured, or by a roofline that small sizes do not reach."""
+        if min(m, n, k) <= 0:
+            return 0.0
+        if self.product is not None:
+            return self.product.seconds(m, n, k)
+        reached = self.flops * prod(size / (size + self.small) for size in (m, n, k))
+        moved = self.itemsize * (m * k + k * n + m * n)
+        return max(2 * m * n * k / reached, moved / self.bandwidth) + self.launch
+
+    def operator_seconds(self, name: str, moved: float) -> float:
+        """Of one operator that reads and writes `moved` bytes; `moved` 0 is a view."""
+        curve = self.operators.get(name) or self.operators.get(name.rstrip("_")) or self.operators.get("aten.add")
+        if curve is None or not moved:
+            return self.launch + moved / self.bandwidth
+        return curve.at(moved)
+
+    def attention_seconds(self, name: str, flops: float) -> float:
+        """Of a fused attention kernel ("attention", "attention_backward", ".causal" of either) by its operations."""
+        curve = self.operators.get(name) or self.operators.get(name.partition(".")[0])
+        return curve.at(flops) if curve is not None else self.launch + flops / (self.flops * ATTENTION)
+
+    def collective_seconds(self, kind: str, size: int, received: float, stride: int = 1) -> float:
+        """Of a collective over an axis of `size` ranks that lie `stride` apart; each receives `received` bytes."""
+        if size < 2:
+            return 0.0
+        curves = self.collectives.get(kind)
+        if curves:
+            return curves[min(curves, key=lambda ranks: abs(log(ranks / size)))].at(received)
+        link = self.link(stride, size)
+        return link.latency * (size - 1) ** 0.5 + received / link.bandwidth
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` and `hardware="PATH"` read."""
+        values = {name: value for name, value in asdict(self).items() if name not in ("operators", "collectives")}
+        values["operators"] = {name: curve.points for name, curve in self.operators.items()}
+        values["collectives"] = {
+            kind: {str(ranks): curve.points for ranks, curve in curves.items()}
+            for kind, curves in self.collectives.items()
+        }
+        return json.dumps({"vescale hardware": VERSION, **values}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """The profile that `to_json` wrote. Raises PlanError for anything else."""
+        try:
+            values: dict[str, Any] = json.loads(text)
+            if values.pop("vescale hardware", None) != VERSION:
+                raise ValueError(f"no profile of version {VERSION}")
+            unknown = set(values) - {one.name for one in fields(cls)}
+            if unknown:
+                raise ValueError(f"a profile has no {min(unknown)!r}")
+            for name in ("inside", "across"):
+                values[name] = Link(**values[name])
+            if values.get("product") is not None:
+                values["product"] = Product(**values["product"])
+            values["operators"] = {name: _curve(points) for name, points in values.get("operators", {}).items()}
+            values["collectives"] = {
+                kind: {int(ranks): _curve(points) for ranks, points in curves.items()}
+                for kind, curves in values.get("collectives", {}).items()
+            }
+            return cls(**values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            remedies = [("vescale calibrate --out FILE", "writes one")]
+            raise PlanError("hardware", f"this is no hardware profile: {error}", (), remedies) from error
+
+
+ATTENTION = 0.6
+"""Share of `flops` that a fused attention kernel reaches where nothing was measured."""
 
 
 PROFILES: Mapping[str, Hardware] = MappingProxyType(
@@ -72,21 +205,48 @@ PROFILES: Mapping[str, Hardware] = MappingProxyType(
 """Start values from data sheets and published measurements; `cpu` is gloo on a small shared machine."""
 
 
-def hardware_of(name: str | Hardware) -> Hardware:
-    """The profile of that name; "auto" is the one whose name the first GPU here carries, "cpu" without a GPU.
+def calibrated_path() -> Path:
+    """Where `vescale calibrate` leaves this machine's profile, and "auto" looks for it."""
+    base = os.environ.get("VESCALE_HARDWARE") or os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    path = Path(base).expanduser()
+    return path if path.suffix == ".json" else path / "vescale" / "hardware.json"
 
-    Raises PlanError for a name that no profile has.
+
+def hardware_of(name: str | os.PathLike | Hardware) -> Hardware:
+    """The profile of that name, or in that file.
+
+    "auto" is what `vescale calibrate` wrote on this machine; else the profile whose name the first GPU here carries,
+    "cpu" without a GPU.
+
+    Raises PlanError for a name that no profile has, and for a file that is none.
     """
     if isinstance(name, Hardware):
         return name
     if name == "auto":
+        if calibrated_path().is_file():
+            return _read(calibrated_path())
         device = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "cpu"
         name = next((one for one in PROFILES if one in device), device)
-    if name not in PROFILES:
-        raise PlanError(
-            "generate_plan",
-            f"no hardware profile is called {name!r}",
-            [f"profiles  {', '.join(PROFILES)}"],
-            [('hardware="h100"', ""), ("hardware=Hardware(...)", "a profile of your own")],
-        )
-    return PROFILES[name]
+    if name in PROFILES:
+        return PROFILES[name]
+    if isinstance(name, os.PathLike) or str(name).endswith(".json"):
+        return _read(Path(name))
+    raise PlanError(
+        "generate_plan",
+        f"no hardware profile is called {name!r}",
+        [f"profiles  {', '.join(PROFILES)}"],
+        [('hardware="h100"', ""), ('hardware="profile.json"', "that vescale calibrate wrote")],
+    )
+
+
+def _read(path: Path) -> Hardware:
+    try:
+        return Hardware.from_json(path.read_text())
+    except OSError as error:
+        remedies = [("vescale calibrate --out FILE", "writes one")]
+        rule = f"the profile {path.name} cannot be read: {error.strerror}"
+        raise PlanError("hardware", rule, (), remedies) from error
+
+
+def _curve(points: list) -> Curve:
+    return Curve(tuple((float(size), float(seconds)) for size, seconds in points))

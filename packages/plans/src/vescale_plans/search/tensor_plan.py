@@ -122,6 +122,9 @@ def _boundaries(
     if position is not None:
         leaving.update({name: stream for name in structure.stream_entries if name and name not in leaving})
         entering.update({one.module: whole for one in structure.heads if one.module})
+    else:  # a split table gives partial sums, which would be added up wherever they are met
+        tables = {one.module for one in structure.lookups if one.parameter in split}
+        leaving.update({name: whole for name in (*structure.stream_entries, *tables) if name and name not in leaving})
     named = {name: Boundary(entering.get(name, {}), leaving.get(name, {})) for name in {**entering, **leaving}}
     return _patterns({name: named.get(name) for name in structure.modules}, rest=None, last=False)
 

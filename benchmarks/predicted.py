@@ -1,0 +1,316 @@
+"""Predicted against measured: a training step of every mesh of data, tensor, sequence and pipeline parallelism on gloo.
+
+    vescale calibrate --ranks 2 --out PROFILE.json
+    python benchmarks/predicted.py measure --ranks 2 --case NAME --out RAW.json [--clean N] [--only MESH ...]
+    python benchmarks/predicted.py report --ranks 2 --raw RAW.json --profile PROFILE.json [--png FILE] [--json FILE]
+    python benchmarks/predicted.py memory [--count 100] [--json FILE]
+
+`measure` adds samples to a file, so that it can be run in parts and again: three models at two shapes, each on every
+mesh, steps with AdamW, one thread a rank. A sample is the slowest rank's wall time between two barriers. What the
+machine did beside it is noted, and steps beside which it did anything else do not count. `report` prices a dry run of
+each plan on the profile and prints, and closes with a line of JSON: rank correlation over all points, the median error,
+and what the plan that is predicted fastest loses to the measured best. Nothing is fitted to what was measured.
+
+`memory` is the peak that a dry run predicts against the live storage bytes of real runs, of random plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from vescale_dtensor.testing import run_ranks, warm_up
+
+BUDGETS = {
+    2: {"spearman": 0.9, "regret": 0.05, "median error": 0.15},
+    4: {"spearman": 0.9, "regret": 0.10, "median error": None},
+}
+WORDS = 1024
+WARM = 5
+"""Steps before the first sample: the first calls compare the inputs of the ranks."""
+QUIET = 0.15
+"""Cores that others may have kept busy during a step that counts."""
+SHAPES = {"short": (512, 4, 4, 256), "wide": (768, 4, 4, 256)}
+"""Hidden size, layers, rows of the batch, positions."""
+
+
+def gpt(hidden: int, layers: int, positions: int):
+    from nanogpt.model import GPT, GPTConfig
+
+    return GPT(GPTConfig(vocab_size=WORDS, block_size=positions, n_layer=layers, n_head=8, n_embd=hidden))
+
+
+def llama(hidden: int, layers: int, positions: int):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=positions,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def neox(hidden: int, layers: int, positions: int):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=WORDS, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=8, max_position_embeddings=positions,
+    )  # fmt: skip
+    return GPTNeoXForCausalLM(config)
+
+
+MODELS = {"gpt": gpt, "llama": llama, "neox": neox}
+CASES = [f"{model} {shape}" for model in MODELS for shape in SHAPES]
+# Degrees of each mesh, as `Candidate` has them. ZeRO-3 is fsdp.
+MESHES = {
+    2: {
+        "tp2": {"tp": 2}, "tp2 sp": {"tp": 2, "sp": True}, "fsdp2": {"dp": 2, "zero": 3}, "dp2": {"dp": 2},
+        "pp2": {"pp": 2, "microbatches": 4},
+    },
+    4: {
+        "tp4": {"tp": 4}, "tp4 sp": {"tp": 4, "sp": True}, "fsdp4": {"dp": 4, "zero": 3}, "dp4": {"dp": 4},
+        "pp4": {"pp": 4, "microbatches": 4}, "dp2 tp2": {"dp": 2, "tp": 2},
+        "dp2 tp2 sp": {"dp": 2, "tp": 2, "sp": True}, "fsdp2 tp2": {"dp": 2, "tp": 2, "zero": 3},
+        "fsdp2 tp2 sp": {"dp": 2, "tp": 2, "zero": 3, "sp": True}, "pp2 tp2": {"pp": 2, "tp": 2, "microbatches": 4},
+        "pp2 tp2 sp": {"pp": 2, "tp": 2, "sp": True, "microbatches": 4},
+        "pp2 dp2": {"pp": 2, "dp": 2, "microbatches": 2},
+    },
+}  # fmt: skip
+
+
+def case_of(name: str):
+    """(model, batch) of a case, the same on every rank."""
+    kind, shape = name.split()
+    hidden, layers, rows, positions = SHAPES[shape]
+    torch.manual_seed(0)
+    model = MODELS[kind](hidden, layers, positions)
+    ids = torch.randint(WORDS, (rows, positions), generator=torch.Generator().manual_seed(1))
+    return model, (ids, ids) if kind == "gpt" else {"input_ids": ids, "labels": ids}
+
+
+def plan_for(model, batch, degrees):
+    from vescale_plans.search import Candidate, plan_of, sample_of, structure_of
+
+    rows = batch if isinstance(batch, dict) else tuple(batch)
+    return plan_of(structure_of(model, sample_of(model, rows)), Candidate(**degrees))
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+# --- measuring ----------------------------------------------------------------------------
+
+
+def steps(case: str, text: str, clean: int, limit: float) -> list[list[float]]:
+    """Per step: seconds of the slowest rank, and cores that others kept busy. Runs on every rank, until `clean` steps
+    were undisturbed or `limit` seconds are over."""
+    import vescale
+    from vescale._devices import busy_seconds, own_seconds
+
+    torch.set_num_threads(1)
+    model, batch = case_of(case)
+    model, optimizer = vescale.parallelize(vescale.Plan.from_json(text), model, adamw)
+    samples: list[list[float]] = []
+    until = time.perf_counter() + limit
+    for at in itertools.count():
+        torch.distributed.barrier()
+        before = (own_seconds(), busy_seconds())
+        began = time.perf_counter()
+        out = model(**batch) if isinstance(batch, dict) else model(*batch)
+        (out if isinstance(out, torch.Tensor) else out.loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del out
+        torch.distributed.barrier()
+        seconds, worked = time.perf_counter() - began, busy_seconds() - before[1]
+        facts = torch.tensor([seconds, own_seconds() - before[0], worked, time.perf_counter() - until])
+        everyone = [torch.empty(4) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(everyone, facts)
+        seconds, own, worked, late = torch.stack(everyone).double().unbind(1)
+        if at >= WARM:
+            foreign = max(0.0, (worked.max() - own.sum()).item()) / seconds.max().item()
+            samples.append([round(seconds.max().item(), 5), round(foreign, 3)])
+            if late.max() > 0 or sum(one[1] <= QUIET for one in samples) >= clean:
+                break
+    del model, optimizer
+    gc.collect()
+    return samples
+
+
+def measure(arguments) -> int:
+    warm_up("vescale", "transformers")
+    path = Path(arguments.out)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    model, batch = case_of(arguments.case)
+    for mesh, degrees in MESHES[arguments.ranks].items():
+        if arguments.only and mesh not in arguments.only:
+            continue
+        text = plan_for(model, batch, degrees).to_json()
+        samples = run_ranks(
+            arguments.ranks, steps, arguments.case, text, arguments.clean, arguments.seconds, timeout=200
+        )[0]
+        known.setdefault(arguments.case, {}).setdefault(mesh, []).extend(samples)
+        path.write_text(json.dumps(known))
+        print(f"{arguments.case:<12} {mesh:<14} {' '.join(f'{s:.3f}({f:.1f})' for s, f in samples)}", flush=True)
+    return 0
+
+
+def settled(samples: list[list[float]]) -> float:
+    """Median of the undisturbed samples, or of the three that were least disturbed."""
+    return median(seconds for seconds, _ in calm(samples))
+
+
+def calm(samples: list[list[float]]) -> list[list[float]]:
+    found = [one for one in samples if one[1] <= QUIET]
+    return found if len(found) >= 3 else sorted(samples, key=lambda one: one[1])[:3]
+
+
+# --- predicting ---------------------------------------------------------------------------
+
+
+def ranks_of(values: list[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    places = [0.0] * len(values)
+    for place, i in enumerate(order):
+        places[i] = float(place)
+    return places
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """Rank correlation; no two values are equal here."""
+    x, y = ranks_of(a), ranks_of(b)
+    n = len(x)
+    return 1 - 6 * sum((i - j) ** 2 for i, j in zip(x, y)) / (n * (n * n - 1))
+
+
+def predicted(ranks: int, profile: str, cases) -> dict:
+    from vescale import predict
+    from vescale_plans.search import Candidate, cost_of, hardware_of, sample_of, sizes_of, structure_of
+
+    hardware, found = hardware_of(Path(profile)), {}
+    for case in cases:
+        model, batch = case_of(case)
+        structure = structure_of(model, sample_of(model, batch))
+        _, _, rows, positions = SHAPES[case.split()[1]]
+        for mesh, degrees in MESHES[ranks].items():
+            candidate = Candidate(**degrees)
+            prediction = predict(plan_for(model, batch, degrees), model, batch, hardware, adamw)
+            closed = cost_of(sizes_of(structure, candidate.tp), candidate, hardware, rows, positions)
+            found[case, mesh] = {
+                "predicted": prediction.seconds, "closed form": closed.total,
+                "spent": {name: round(value, 5) for name, value in prediction.spent.items()},
+            }  # fmt: skip
+    return found
+
+
+def report(arguments) -> int:
+    raw = json.loads(Path(arguments.raw).read_text())
+    cases = [case for case in CASES if case in raw]
+    points = predicted(arguments.ranks, arguments.profile, cases)
+    points = {key: value for key, value in points.items() if key[1] in raw[key[0]]}
+    for (case, mesh), point in points.items():
+        samples = raw[case][mesh]
+        point.update(measured=settled(samples), samples=len(samples))
+        point["foreign"] = round(median(one[1] for one in calm(samples)), 2)
+    budgets = BUDGETS[arguments.ranks]
+    record: dict = {"ranks": arguments.ranks}
+    for way in ("predicted", "closed form"):
+        record[way] = judged(points, cases, way)
+    for (case, mesh), point in points.items():
+        error = point["predicted"] / point["measured"] - 1
+        print(
+            f"{case:<12} {mesh:<14} measured {point['measured']:.3f} s  predicted {point['predicted']:.3f}"
+            f" ({error:+.0%})  closed form {point['closed form']:.3f}  others {point['foreign']:.1f}  {point['spent']}"
+        )
+    met = True
+    for name, budget in budgets.items():
+        value = record["predicted"][name]
+        if budget is not None:
+            met &= value >= budget if name == "spearman" else value <= budget
+        print(f"{name:<14} {value:.3f}  budget {budget}   closed form {record['closed form'][name]:.3f}")
+    record["points"] = [
+        {"case": case, "mesh": mesh, **{k: round(v, 5) if isinstance(v, float) else v for k, v in point.items()}}
+        for (case, mesh), point in points.items()
+    ]
+    if arguments.png:
+        draw(points, arguments.ranks, Path(arguments.png))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in record.items() if name != "points"}))
+    return int(not met)
+
+
+def judged(points: dict, cases, way: str) -> dict:
+    """Over all points; and the worst case's loss by the choice."""
+    errors = [abs(point[way] / point["measured"] - 1) for point in points.values()]
+    regrets, within = {}, {}
+    for case in cases:
+        rows = {mesh: point for (one, mesh), point in points.items() if one == case}
+        chosen = min(rows, key=lambda mesh: rows[mesh][way])
+        best = min(point["measured"] for point in rows.values())
+        regrets[case] = round(rows[chosen]["measured"] / best - 1, 4)
+        within[case] = round(spearman([p[way] for p in rows.values()], [p["measured"] for p in rows.values()]), 3)
+    return {
+        "spearman": round(spearman([p[way] for p in points.values()], [p["measured"] for p in points.values()]), 4),
+        "median error": round(median(errors), 4),
+        "worst error": round(max(errors), 4),
+        "regret": max(regrets.values()),
+        "regrets": regrets,
+        "spearman within cases": within,
+    }
+
+
+def draw(points: dict, ranks: int, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5.2, 5))
+    meshes = sorted({mesh for _, mesh in points})
+    for mesh in meshes:
+        own_points = [point for (_, one), point in points.items() if one == mesh]
+        axes.scatter([p["measured"] for p in own_points], [p["predicted"] for p in own_points], s=22, label=mesh)
+    low = 0.8 * min(min(p["measured"], p["predicted"]) for p in points.values())
+    high = 1.2 * max(max(p["measured"], p["predicted"]) for p in points.values())
+    axes.plot([low, high], [low, high], color="black", linewidth=0.8)
+    axes.fill_between([low, high], [0.85 * low, 0.85 * high], [1.15 * low, 1.15 * high], color="0.9", zorder=0)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    axes.set(xlabel="measured seconds per step", ylabel="predicted", title=f"{ranks} gloo ranks, CPU; band: 15 %")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("measure")
+    one.add_argument("--ranks", type=int, default=2, choices=list(MESHES))
+    one.add_argument("--case", choices=CASES, required=True)
+    one.add_argument("--out", required=True)
+    one.add_argument("--clean", type=int, default=5, help="undisturbed steps of each mesh")
+    one.add_argument("--seconds", type=float, default=30, help="after which a mesh is left with what it has")
+    one.add_argument("--only", nargs="*")
+    two = commands.add_parser("report")
+    two.add_argument("--ranks", type=int, default=2, choices=list(MESHES))
+    two.add_argument("--raw", required=True)
+    two.add_argument("--profile", required=True)
+    two.add_argument("--png")
+    two.add_argument("--json")
+    arguments = parser.parse_args()
+    return {"measure": measure, "report": report}[arguments.command](arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

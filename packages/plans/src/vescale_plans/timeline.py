@@ -1,0 +1,199 @@
+"""Timeline: the operators and collectives of a training step, and the seconds that they take on a hardware profile.
+
+What is recorded are sizes: the same record is priced on any profile. Each operator costs what its curve, or the
+profile's rates, say for the bytes that it touches; products and attention cost by their shapes; a collective by the
+bytes it receives over its axis. What computes and what communicates takes turns, but for what ZeRO and data
+parallelism reduce and gather beside the passes: of that the profile's share is hidden.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from vescale_dtensor.debug import Event
+from vescale_dtensor.engine import current_module
+
+from ._meter import flops_of
+
+if TYPE_CHECKING:  # the planner builds on dry runs
+    from .search.hardware import Hardware
+
+PHASES = {"activations": "forward", "gradients": "backward", "optimizer": "optimizer"}
+BESIDE = ("gradient sync", "parameter gather")
+"""Causes of collectives that run beside computation."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Operators alike.
+
+    Arguments:
+        name: "aten.gelu"; "attention" and "attention_backward" for fused kernels, with ".causal" if they are.
+        moved: bytes of operands and results, 0 where nothing is moved (a view).
+        product: (batch, m, n, k) of a matrix product.
+        flops: of attention.
+    """
+
+    name: str
+    moved: int
+    product: tuple[int, int, int, int] | None = None
+    flops: int = 0
+
+    def seconds(self, hardware: Hardware) -> float:
+        """On a device of `hardware`."""
+        if self.product is not None:
+            batch, m, n, k = self.product
+            return batch * hardware.product_seconds(m, n, k)
+        if self.flops:
+            return hardware.attention_seconds(self.name, self.flops)
+        return hardware.operator_seconds(self.name, self.moved)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one step, by what they are spent on; `communication` is what nothing hides."""
+
+    products: float
+    attention: float
+    elementwise: float
+    communication: float
+    hidden: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.elementwise + self.communication
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What one step of one rank does.
+
+    Arguments:
+        operations: (phase, module, operation) -> how often; phases are forward, backward, optimizer, and backward
+            and optimizer have no module.
+        collectives: as in `DryRun`.
+        mesh: axis -> ranks, outermost first.
+    """
+
+    operations: Mapping[tuple[str, str, Operation], int] = field(repr=False)
+    collectives: tuple[Event, ...] = field(repr=False)
+    mesh: Mapping[str, int]
+
+    def seconds(self, hardware: Hardware) -> Seconds:
+        """Of the step on `hardware`."""
+        spent: Counter[str] = Counter()
+        for (_, _, operation), count in self.operations.items():
+            spent[_sort(operation)] += count * operation.seconds(hardware)
+        crowded = max(1.0, prod(self.mesh.values()) / hardware.at_once) if hardware.at_once else 1.0
+        shown = hidden = 0.0
+        for event in self.collectives:
+            seconds = self.collective_seconds(event, hardware)
+            part = hardware.hidden if event.cause.function in BESIDE else 0.0
+            shown, hidden = shown + seconds * (1 - part), hidden + seconds * part
+        computed = {name: seconds * crowded for name, seconds in spent.items()}
+        return Seconds(
+            computed.get("products", 0.0),
+            computed.get("attention", 0.0),
+            computed.get("elementwise", 0.0),
+            shown,
+            hidden,
+        )
+
+    def collective_seconds(self, event: Event, hardware: Hardware) -> float:
+        """Of one collective. Those that were not counted (`count` 0) are part of the one before."""
+        if not event.count:
+            return 0.0
+        names = list(self.mesh)
+        ranks = prod(self.mesh[axis] for axis in event.axes)
+        stride = prod(self.mesh[axis] for axis in names[names.index(event.axes[-1]) + 1 :]) if event.axes else 1
+        received = event.received
+        return hardware.collective_seconds(event.kind, ranks, received, stride)
+
+
+class Recorder:
+    """Notes operators; a listener of `Meter`."""
+
+    def __init__(self) -> None:
+        self.operations: Counter[tuple[str, str, Operation]] = Counter()
+
+    def note(self, kind: str, function, args: tuple, kwargs: dict, out) -> None:
+        operation = operation_of(function, args, kwargs, out)
+        if operation is not None:
+            phase = PHASES.get(kind, kind)
+            self.operations[phase, current_module() if phase == "forward" else "", operation] += 1
+
+
+def operation_of(function, args: tuple, kwargs: dict, out) -> Operation | None:
+    """What is to be priced; None for what computes nothing: collectives, which are noted as such, and markers."""
+    packet = function.overloadpacket
+    if function.namespace != "aten":
+        return None
+    product = _PRODUCTS.get(packet)
+    moved = _bytes((args, kwargs, out))
+    name = f"aten.{packet.__name__}"
+    if product is not None:
+        return Operation(name, moved, product(*args))
+    if "scaled_dot_product" in packet.__name__:
+        name = "attention_backward" if "backward" in packet.__name__ else "attention"
+        causal = any(one is True for one in args) or kwargs.get("is_causal")
+        return Operation(name + ".causal" * bool(causal), moved, None, flops_of(packet, args, kwargs, out))
+    if function in _MAKES_NOTHING or _is_view(function):
+        moved = 0
+    return Operation(name, moved)
+
+
+def _is_view(function) -> bool:
+    """Whether what it returns is its operand's memory, not written to."""
+    result = function._schema.returns
+    return bool(result) and result[0].alias_info is not None and not result[0].alias_info.is_write
+
+
+def _bytes(tree: object) -> int:
+    """Of all tensors, each once; of one that is expanded, what lies in memory."""
+    return sum(_held(one) for one in {id(one): one for one in tree_iter(tree) if isinstance(one, Tensor)}.values())
+
+
+def _held(tensor: Tensor) -> int:
+    numbers = prod(size for size, stride in zip(tensor.shape, tensor.stride()) if stride)
+    return numbers * tensor.element_size()
+
+
+def _sort(operation: Operation) -> str:
+    if operation.product is not None:
+        return "products"
+    return "attention" if operation.flops else "elementwise"
+
+
+def _mm(a: Tensor, b: Tensor, *_: object) -> tuple[int, int, int, int]:
+    return 1, a.shape[0], b.shape[1], a.shape[1]
+
+
+def _bmm(a: Tensor, b: Tensor, *_: object) -> tuple[int, int, int, int]:
+    return a.shape[0], a.shape[1], b.shape[2], a.shape[2]
+
+
+aten = torch.ops.aten
+_PRODUCTS = {
+    aten.mm: _mm,
+    aten.bmm: _bmm,
+    aten.addmm: lambda bias, a, b, *_: _mm(a, b),
+    aten.baddbmm: lambda bias, a, b, *_: _bmm(a, b),
+}
+_MAKES_NOTHING = {
+    aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten._unsafe_view.default,
+    aten.set_.source_Storage, aten.resize_.default, aten.lift_fresh.default, aten.empty_strided.default,
+    aten.new_empty_strided.default,
+}  # fmt: skip
+
+
+def total_of(operations: Iterable[tuple[Operation, int]], hardware: Hardware) -> float:
+    """Seconds of operations, one after the other."""
+    return sum(count * operation.seconds(hardware) for operation, count in operations)

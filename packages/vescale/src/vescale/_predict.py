@@ -1,0 +1,25 @@
+"""predict with the pipeline's own simulator: what a schedule takes is simulated, not estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial, wraps
+
+from vescale_pipeline import Costs, Schedule, generate, simulate
+from vescale_plans import Pipeline
+from vescale_plans.search import predict as _predict
+
+
+def makespan(
+    pipeline: Pipeline, ranks: int, forward: Sequence[float], backward: Sequence[float], transfer: float
+) -> float:
+    """Seconds of the plan's schedule, of whose backwards half is for inputs where it tells them apart."""
+    if isinstance(pipeline.schedule, str):
+        schedule = generate(pipeline.schedule, ranks, pipeline.microbatches, pipeline.virtual)
+    else:
+        schedule = Schedule.from_json(pipeline.schedule)
+    half = [seconds / 2 for seconds in backward]
+    return simulate(schedule, Costs(forward, half, half, transfer)).makespan
+
+
+predict = wraps(_predict)(partial(_predict, simulator=makespan))

@@ -1,0 +1,264 @@
+"""calibrate: what this machine takes for products, operators, attention and collectives, as a hardware profile.
+
+All ranks measure at once, in step, since that is how they will train: memory and links are shared then as now. Probes
+take turns over several rounds, so that what else runs on the machine meets them alike, and the lower quartile of the
+rounds is kept. What one thread computes on a CPU is timed in its own CPU seconds, which no neighbour lengthens; ranks
+that outnumber the cores share them, which the profile says by `at_once`. A matrix product's time is fitted by its terms
+(operations, and elements of operands and result), everything else is a curve.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+
+from vescale_plans import PlanError
+from vescale_plans.search import Curve, Hardware, Link, Product, hardware_of
+
+from . import _probes
+from ._devices import Device, busy_seconds, device_of, own_seconds
+
+LEAST = 1e-3
+"""Seconds that a probe is repeated for within a round."""
+QUIET = 0.1
+"""Cores that others may keep busy in a round that counts, if there are enough such rounds."""
+MORE = 3
+"""Times as many rounds are taken, at most, to find quiet ones."""
+LONGEST = 600
+"""Seconds after which the ranks are given up."""
+
+
+def calibrate(ranks: int = 1, *, rounds: int = 7, progress: Callable[[str], None] | None = None) -> Hardware:
+    """Measures this machine with so many ranks at work: GPUs over NCCL where there are as many, else CPU over gloo.
+
+    Arguments:
+        ranks: processes that measure at once, one thread each on a CPU; collectives are measured over every divisor.
+        rounds: times that each probe is taken.
+        progress: is told what is done.
+
+    Returns a profile; `Hardware.to_json` writes it. Takes about half a minute.
+
+    Raises PlanError in a process that has joined a world, and when a rank fails.
+    """
+    if dist.is_initialized():
+        remedies = [("call it before the world is joined", "calibration starts ranks of its own")]
+        raise PlanError("calibrate", "this process is in a world already", (), remedies)
+    if ranks < 1 or rounds < 1:
+        raise PlanError("calibrate", f"{ranks} ranks and {rounds} rounds measure nothing", (), [("ranks=2", "")])
+    device = device_of(ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        if progress is not None:
+            progress(f"{ranks} ranks on {device.words}, {rounds} rounds")
+        try:
+            multiprocessing.start_processes(_measure, (ranks, folder, device, rounds), ranks, start_method="spawn")
+        except Exception as error:
+            last = str(error).strip().splitlines()[-1]
+            raise PlanError("calibrate", f"a rank failed: {last}", (), [("ranks=1", "")]) from error
+        found = json.loads((Path(folder) / "measured").read_text())
+    return profile_of(found["times"], found["overlap"], ranks, device)
+
+
+def _measure(rank: int, ranks: int, folder: str, device: Device, rounds: int) -> None:
+    """One rank; the first writes the times."""
+    torch.set_num_threads(1)
+    here = torch.device(device.kind, rank) if device.kind == "cuda" else torch.device("cpu")
+    if device.kind == "cuda":
+        torch.cuda.set_device(here)
+    dist.init_process_group(
+        "nccl" if device.kind == "cuda" else "gloo",
+        store=dist.FileStore(str(Path(folder) / "store"), ranks),
+        rank=rank,
+        world_size=ranks,
+    )
+    try:
+        stop = torch.cuda.synchronize if device.kind == "cuda" else (lambda: None)
+        times: dict[str, list[float]] = defaultdict(list)
+        with torch.no_grad():
+            families = [_probes.products(device.dtype, here, device.base), _probes.operators(device.dtype, here)]
+            sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
+            meshes = [init_device_mesh(device.kind, (ranks // size, size)) for size in sizes]
+            families += [_probes.collectives(mesh, device.dtype, here) for mesh in meshes]
+            if ranks > 1:
+                families.append(_probes.sends(device.dtype, here))
+            for family in families:
+                _rounds(list(family), rounds, here, stop, times)
+        _rounds(list(_probes.attention(device.dtype, here)), rounds, here, stop, times)
+        overlap = _overlap(here, device, rounds, stop) if ranks > 1 else 0.0
+        if rank == 0:
+            (Path(folder) / "measured").write_text(json.dumps({"times": times, "overlap": overlap}))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _rounds(
+    probes: list[_probes.Probe], rounds: int, here: torch.device, stop: Callable, times: dict[str, list[float]]
+) -> None:
+    """Each probe in turn, all ranks in step; of all rounds the `rounds` beside which the machine did least count."""
+    repeats = []
+    for probe in probes:
+        _timed(probe, 1, stop)
+        took = torch.tensor([_timed(probe, 1, stop)])
+        took = took.to(here)
+        dist.all_reduce(took, dist.ReduceOp.MAX)  # ranks must repeat a collective equally often
+        repeats.append(max(1, min(50, int(LEAST / max(took.item(), 1e-6)))))
+    taken: list[tuple[float, list[float]]] = []
+    for _ in range(MORE * rounds):
+        before = (own_seconds(), busy_seconds(), time.perf_counter())
+        seconds = [_timed(probe, repeat, stop) for probe, repeat in zip(probes, repeats)]
+        facts = torch.tensor([own_seconds() - before[0], busy_seconds() - before[1], time.perf_counter() - before[2]])
+        facts = facts.to(here)
+        dist.all_reduce(facts)
+        own, busy, passed = facts.tolist()
+        taken.append(((busy / dist.get_world_size() - own) * dist.get_world_size() / passed, seconds))
+        if sum(foreign <= QUIET for foreign, _ in taken) >= rounds:
+            break
+    for _, seconds in sorted(taken, key=lambda one: one[0])[:rounds]:
+        for probe, time_ in zip(probes, seconds):
+            times[json.dumps([probe.kind, probe.name, probe.ranks, probe.size])].append(time_)
+
+
+def _timed(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
+    dist.barrier()
+    stop()
+    alone = probe.kind != "collective" and dist.get_backend() == "gloo"
+    clock = time.thread_time if alone else time.perf_counter
+    began = clock()
+    for _ in range(repeat):
+        probe.run()
+    stop()
+    return (clock() - began) / repeat
+
+
+def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) -> float:
+    """Share of an all-gather that products beside it hide."""
+    part = torch.ones(1 << 21, dtype=device.dtype, device=here)
+    whole = part.new_empty(part.numel() * dist.get_world_size())
+    square = torch.randn(device.base * 2, device.base * 2, dtype=device.dtype, device=here)
+
+    def communicate():
+        return dist.all_gather_single(whole, part, async_op=True)
+
+    def alone() -> None:
+        communicate().wait()
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            square @ square
+
+    def timed(function: Callable, *given) -> float:
+        dist.barrier()
+        stop()
+        began = time.perf_counter()
+        function(*given)
+        stop()
+        return time.perf_counter() - began
+
+    def both(count: int) -> None:
+        work = communicate()
+        compute(count)
+        work.wait()
+
+    alone()
+    compute(1)
+    count = torch.tensor([max(1, round(timed(alone) / max(1e-6, timed(compute, 1))))], device=here)
+    dist.broadcast(count, 0)
+    count = int(count.item())
+    shares = []
+    for _ in range(rounds):
+        communication, computation, together = timed(alone), timed(compute, count), timed(both, count)
+        shares.append((communication + computation - together) / min(communication, computation))
+    return min(1.0, max(0.0, median(shares)))
+
+
+def profile_of(times: dict[str, list[float]], overlap: float, ranks: int, device: Device) -> Hardware:
+    """The profile that measured times give; `times` by JSON of (kind, name, ranks, size)."""
+    curves: dict[tuple[str, str, int], list[tuple[float, float]]] = defaultdict(list)
+    multiplied = []
+    for key, rounds in times.items():
+        kind, name, over, size = json.loads(key)
+        seconds = _quartile(rounds)
+        if kind == "product":
+            multiplied.append((tuple(size), seconds))
+        else:
+            curves[kind, name, over].append((size, seconds))  # of a size measured twice the longer counts
+    operators = {name: _rising(points) for (kind, name, _), points in curves.items() if kind == "operator"}
+    collectives: dict[str, dict[int, Curve]] = defaultdict(dict)
+    for (kind, name, over), points in curves.items():
+        if kind == "collective":
+            collectives[name][over] = _rising(points)
+    product = fitted(multiplied)
+    start = hardware_of(device.profile)
+    gather = collectives.get("all_gather", {}).get(ranks)
+    link = _link(gather) if gather is not None else start.inside
+    add = operators["aten.add"].points[-1]
+    return Hardware(
+        name=device.profile if device.kind == "cpu" else device.name,
+        flops=1 / max(product.flop, 1e-18),
+        small=start.small,
+        bandwidth=add[0] / add[1],
+        memory=device.memory // (ranks if device.kind == "cpu" else 1),
+        launch=operators["aten.add"].points[0][1] if device.kind == "cuda" else start.launch,
+        node=device.count if device.kind == "cuda" else start.node,
+        inside=link,
+        across=start.across if device.kind == "cuda" else link,
+        itemsize=device.dtype.itemsize,
+        at_once=os.cpu_count() if device.kind == "cpu" else None,
+        hidden=overlap,
+        product=product,
+        operators=operators,
+        collectives=dict(collectives),
+        device=f"{device.words}; {ranks} ranks; torch {torch.__version__}, {platform.system()}",
+    )
+
+
+def fitted(measured: Iterable[tuple[tuple[int, int, int], float]]) -> Product:
+    """Terms of `Product` by least squares of relative errors; a term that came out negative is none."""
+    measured = list(measured)
+    rows = [[1, 2 * m * n * k, m * k, k * n, m * n] for (m, n, k), _ in measured]
+    seconds = torch.tensor([time for _, time in measured], dtype=torch.float64)[:, None]
+    table = torch.tensor(rows, dtype=torch.float64) / seconds
+    scale = table.norm(dim=0)
+    used = list(range(5))
+    while True:
+        solution = torch.linalg.lstsq(table[:, used] / scale[used], torch.ones_like(seconds)).solution[:, 0]
+        negative = [at for at, value in zip(used, solution) if value < 0 and at != _FLOP]
+        if not negative:
+            break
+        used.remove(min(negative, key=lambda at: solution[used.index(at)]))
+    terms = [0.0] * 5
+    for at, value in zip(used, solution / scale[used]):
+        terms[at] = max(0.0, value.item())
+    return Product(*terms)
+
+
+def _quartile(values: list[float]) -> float:
+    return quantiles(values, n=4)[0] if len(values) > 1 else values[0]
+
+
+_FLOP = 1  # the term that any product has
+
+
+def _rising(points: list[tuple[float, float]]) -> Curve:
+    """A larger size takes no less."""
+    rising: list[tuple[float, float]] = []
+    for size, seconds in sorted(dict(sorted(points)).items()):
+        rising.append((size, max(seconds, rising[-1][1]) if rising else seconds))
+    return Curve(tuple(rising))
+
+
+def _link(curve: Curve) -> Link:
+    (low, first), (high, last) = curve.points[0], curve.points[-1]
+    return Link(first, (high - low) / max(1e-9, last - first))

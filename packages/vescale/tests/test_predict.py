@@ -1,0 +1,185 @@
+"""Profiles, what prices a step by them, and the calibration that writes them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import vescale
+from vescale import Plan, PlanError
+from vescale.calibrate import calibrate, fitted
+from vescale.cli import app
+from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_plans import dry_run, library
+from vescale_plans.search import (
+    Candidate,
+    Curve,
+    Hardware,
+    Product,
+    hardware_of,
+    plan_of,
+    sample_of,
+    structure_of,
+)
+from vescale_plans.timeline import operation_of
+
+warm_up("torch._dynamo", "vescale", "transformers")
+CPU = hardware_of("cpu")
+aten = torch.ops.aten
+
+
+# --- profiles -----------------------------------------------------------------------------
+
+
+def test_a_curve_is_straight_between_its_points():
+    curve = Curve(((10, 1.0), (20, 2.0), (40, 3.0)))
+    assert [curve.at(size) for size in (0, 10, 15, 20, 30, 40, 60)] == [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
+
+
+def test_a_profile_goes_through_json():
+    measured = replace(
+        CPU,
+        product=Product(1e-6, 1e-11, 0.0, 1e-10, 0.0),
+        operators={"aten.add": Curve(((1.0, 1e-6), (1e6, 1e-3)))},
+        collectives={"all_gather": {2: Curve(((1.0, 1e-4), (1e6, 1e-2)))}},
+    )
+    assert Hardware.from_json(measured.to_json()) == measured
+
+
+def test_a_profile_is_read_from_a_file_and_by_auto(tmp_path, monkeypatch):
+    path = tmp_path / "vescale" / "hardware.json"
+    path.parent.mkdir()
+    path.write_text(replace(CPU, name="this one").to_json())
+    assert hardware_of(str(path)).name == hardware_of(path).name == "this one"
+    monkeypatch.setenv("VESCALE_HARDWARE", str(tmp_path))
+    assert hardware_of("auto").name == "this one"
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"vescale hardware": 1, "gears": 5}'])
+def test_what_is_no_profile_is_refused(tmp_path, text):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=r"no hardware profile"):
+        hardware_of(path)
+    with pytest.raises(PlanError, match="cannot be read"):
+        hardware_of(tmp_path / "missing.json")
+
+
+def test_terms_of_a_product_are_found_again():
+    product = Product(5e-6, 1e-11, 2e-10, 1e-10, 3e-10)
+    shapes = [(m, n, k) for m in (64, 256, 1024) for n in (64, 512) for k in (128, 2048)]
+    found = fitted([(shape, product.seconds(*shape)) for shape in shapes])
+    for shape in shapes:
+        assert found.seconds(*shape) == pytest.approx(product.seconds(*shape), rel=1e-6)
+
+
+def test_measured_curves_count_before_rates():
+    measured = replace(CPU, operators={"aten.gelu": Curve(((0, 0.0), (10, 1.0)))})
+    assert measured.operator_seconds("aten.gelu", 5) == 0.5
+    assert measured.operator_seconds("aten.gelu_", 5) == 0.5
+    assert measured.operator_seconds("aten.tanh", 8e9) == CPU.operator_seconds("aten.tanh", 8e9)
+
+
+# --- operations ---------------------------------------------------------------------------
+
+
+def test_sizes_of_operations():
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    assert operation_of(aten.mm.default, (a, b), {}, a @ b).product == (1, 3, 5, 4)
+    assert operation_of(aten.t.default, (a,), {}, a.t()).moved == 0
+    assert operation_of(aten.add_.Tensor, (a, a), {}, a).moved == a.nbytes
+    assert operation_of(aten.add.Tensor, (a, a[:1].expand(3, 4)), {}, a + a).moved == 2 * a.nbytes + 16
+
+
+def test_a_tensor_axis_halves_products():
+    from llama.model import build
+
+    model = build(vocab_size=128, hidden_size=64, intermediate_size=176, num_hidden_layers=2)
+    ids = torch.arange(128).view(4, 32)
+    rates = replace(CPU, launch=0.0, small=0, bandwidth=1e30)
+    whole = dry_run(Plan({"tp": 1}, {"*": {}}), model, {"input_ids": ids, "labels": ids})
+    for sp in (False, True):
+        plan = library.llama({"tp": 2}, sequence_parallel=sp)
+        half = dry_run(plan, model, {"input_ids": ids, "labels": ids})
+        assert half.timeline.seconds(rates).products == pytest.approx(
+            whole.timeline.seconds(rates).products / 2, rel=1e-6
+        )
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_generated_tensor_parallelism_computes_nothing_twice(sp):
+    """A split table's partial sums are added up once, where they leave it."""
+    from llama.model import build
+
+    model = build(vocab_size=128, hidden_size=64, intermediate_size=176, num_hidden_layers=2)
+    ids = torch.arange(128).view(4, 32)
+    batch = {"input_ids": ids, "labels": ids}
+    structure = structure_of(model, sample_of(model, batch))
+    one = dry_run(Plan({"tp": 1}, {"*": {}}), model, batch)
+    two = dry_run(plan_of(structure, Candidate(tp=2, sp=sp)), model, batch)
+    assert two.flops * 2 == one.flops
+
+
+# --- predictions --------------------------------------------------------------------------
+
+
+def test_a_pipeline_is_priced_by_its_simulator():
+    from llama.model import build
+
+    model = build(vocab_size=128, hidden_size=64, intermediate_size=176, num_hidden_layers=4)
+    ids = torch.arange(256).view(8, 32) % 128
+    batch = {"input_ids": ids, "labels": ids}
+    structure = structure_of(model, sample_of(model, batch))
+    seen = []
+
+    def simulator(pipeline, ranks, forward, backward, transfer):
+        seen.append((ranks, forward, backward, transfer))
+        return 7.0
+
+    plan = plan_of(structure, Candidate(pp=2, microbatches=4))
+    found = vescale.predict(plan, model, batch, replace(CPU, at_once=None), simulator=simulator)
+    ranks, forward, backward, transfer = seen[0]
+    assert ranks == 2 and len(forward) == len(backward) == 2 and min(forward + backward) > 0
+    assert transfer == pytest.approx(CPU.collective_seconds("send", 2, 2 * 32 * 64 * 4))
+    assert 7.0 < found.seconds < 7.1
+    ours = vescale.predict(plan, model, batch, CPU).spent["bubble"]
+    assert ours > 0
+
+
+# --- calibration --------------------------------------------------------------------------
+
+
+def test_calibrate_on_one_rank(tmp_path, monkeypatch):
+    from vescale import _probes
+
+    monkeypatch.setattr(_probes, "BYTES", (1 << 14, 1 << 16))
+    path = tmp_path / "hardware.json"
+    result = CliRunner().invoke(app, ["calibrate", "--rounds", "1", "--out", str(path)])
+    assert result.exit_code == 0, result.output
+    profile = hardware_of(path)
+    assert profile.product.flop > 0 and profile.bandwidth > 1e8
+    assert {"aten.add", "aten.gelu", "attention.causal"} <= set(profile.operators)
+    assert not profile.collectives
+    assert json.loads(path.read_text())["vescale hardware"] == 1
+
+
+def test_calibrate_measures_collectives_of_two_ranks():
+    profile = calibrate(2, rounds=1)
+    assert {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"} <= set(profile.collectives)
+    for curves in profile.collectives.values():
+        times = [seconds for _, seconds in curves[2].points]
+        assert times == sorted(times) and times[0] > 0
+    assert profile.at_once and 0 <= profile.hidden <= 1
+
+
+def calibrate_in_a_world():
+    with pytest.raises(PlanError, match="in a world already"):
+        calibrate(2)
+
+
+def test_only_outside_a_world():
+    run_ranks(2, calibrate_in_a_world)
+    with pytest.raises(PlanError, match="measure nothing"):
+        calibrate(0)
