@@ -21,7 +21,7 @@ FULL = Plan(
     ),
     checkpointing={"layers.0": False, "layers.*": True},
     regather={"*.mlp": True},
-    precision=Precision(),
+    precision=Precision(sent=torch.int8),
     offload=True,
     blocks={"*.up.weight": 128},
     expert_axis="tp",
@@ -93,7 +93,7 @@ def test_a_plan_prints_as_a_table():
         "zero           3: optimizer states, gradients, parameters sharded over dp\n"
         "pipeline       4 stages over pp, 2 per rank, 4 microbatches, losses' sum, mine; "
         "stages begin at the model, layers.1, layers.2, layers.3\n"
-        "precision      computes in bfloat16, reduces in float32\n"
+        "precision      computes in bfloat16, reduces in float32, sends int8\n"
         "offload        optimizer states in host memory\n"
         "experts        spread over tp\n"
         "checkpointing  layers.0 no, layers.* yes\n"

@@ -73,6 +73,7 @@ WRONG = {
     "a dtype in place of a precision": lambda: plan(precision=torch.bfloat16),
     "a dtype by name": lambda: Precision(compute="bf16"),
     "sums in integers": lambda: Precision(reduce=torch.int8),
+    "sent as long integers": lambda: Precision(sent=torch.int64),
     "offload to a device": lambda: plan(offload="cpu"),
     # The pipeline
     "a schedule in place of a pipeline": lambda: plan(pipeline="1f1b"),
@@ -209,6 +210,11 @@ TEXTS = {
         "Precision: reduce is torch.int8, which is not a floating dtype\n"
         "fix one of: reduce=torch.bfloat16\n"
         "            reduce=torch.float32"
+    ),
+    "sent as long integers": (
+        "Precision: sent is torch.int64, not a floating dtype, torch.int8 or None\n"
+        "fix one of: sent=torch.int8  # a quarter of float32's bytes\n"
+        "            sent=None        # exact"
     ),
     "offload to a device": (
         "Plan: offload is 'cpu', neither True nor False\nfix: offload=True  # optimizer states live in host memory"

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale_dtensor import DTensor, RaggedShard, Replicate, Shard, comm_trace
 from vescale_dtensor.engine import local_only
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
-from vescale_plans import Boundary, Plan, no_sync, parallelize
+from vescale_plans import Boundary, Plan, Precision, no_sync, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
 
@@ -304,3 +305,34 @@ def test_parameters_stay_whole_objects():
         assert all(torch.equal(p.full_tensor(), saved[n]) for n, p in model.state_dict().items())
 
     run_ranks(4, run)
+
+
+# AdamW follows the sign of a gradient even where that is rounding.
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def trained_in_few_bits(mesh, sent):
+    """Losses and parameters by ZeRO stage, and what the last stage's step received beside the exact one."""
+    exact = Precision(torch.float32)
+    found = [train(plan_of(mesh, zero, precision=replace(exact, sent=sent)), SGD) for zero in range(4)]
+    received = []
+    for precision in (exact, replace(exact, sent=sent)):
+        model, _ = parallelize(plan_of(mesh, 2, precision=precision), Net(), SGD)
+        with comm_trace(model) as trace:
+            model(*data(0)).backward()
+        received.append(trace.received(function="gradient sync"))
+    return found, received
+
+
+@pytest.mark.parametrize("sent", [torch.int8, torch.bfloat16])
+def test_gradients_sent_in_few_bits(sent):
+    wanted, parameters = train(None, SGD)
+    for found, (exact, received) in run_ranks(4, trained_in_few_bits, "dp4", sent):
+        for numbers, whole in found:
+            losses = [abs(a - b) / abs(b) for a, b in zip(numbers, wanted)]
+            assert 0 < max(losses) <= 1e-3
+            moved = [(whole[n] - p).norm() / p.norm() for n, p in parameters.items() if p.norm()]
+            assert max(moved) <= 2e-2  # what began at zero is nothing but gradients; int8 moves one by 1/254
+        if sent is torch.bfloat16:  # element by element: no matter how buffers are cut
+            assert all(numbers == found[0][0] for numbers, _ in found)
+        assert received < 0.6 * exact

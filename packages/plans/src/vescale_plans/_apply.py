@@ -157,11 +157,8 @@ def expert_load(model: nn.Module) -> dict[str, list[int]]:
 def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
     """How the plan shares buffers over the mesh: ZeRO shards over the innermost data axis."""
     lead = mesh.axis(plan.data_axes[-1]) if plan.data_axes else None
-    precision = plan.precision
-    return Sharing(
-        mesh, plan.zero, lead, precision.compute if precision else None, precision.reduce if precision else None,
-        plan.offload,
-    )  # fmt: skip
+    dtypes = (plan.precision.compute, plan.precision.reduce, plan.precision.sent) if plan.precision else (None,) * 3
+    return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload)
 
 
 def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> None:

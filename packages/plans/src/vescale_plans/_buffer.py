@@ -67,7 +67,7 @@ class Sharing:
     """How the buffers of a model are shared.
 
     zero: the stage. lead: the mesh axis over which ZeRO shards (the innermost data axis); None without one.
-    compute, reduce: dtypes, None for the parameters' own. offload: masters, and so optimizer states, on the host.
+    compute, reduce, sent: see `Precision`, None for the parameters' own. offload: masters, and so optimizer states, on the host.
     """
 
     mesh: Mesh
@@ -75,6 +75,7 @@ class Sharing:
     lead: int | None = None
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    sent: torch.dtype | None = None
     offload: bool = False
 
 
@@ -320,7 +321,9 @@ class Buffer:
                 slot.gradient = None
         self.flat, self.filled = None, set()
         set_cause(SYNC)
-        return InFlight(self, PendingReduction(flat, self.sharing.mesh, self.inner, self.outer, self.keep), missing)
+        sharing = self.sharing
+        pending = PendingReduction(flat, sharing.mesh, self.inner, self.outer, self.keep, sharing.sent)
+        return InFlight(self, pending, missing)
 
     def settle(self, summed: Tensor, missing: list[int], usage: Usage | None) -> None:
         """Adds the reduced gradients to what earlier backwards left. `missing`: what this rank did not use."""

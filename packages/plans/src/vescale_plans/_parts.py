@@ -92,12 +92,16 @@ class Precision:
     Arguments:
         compute: floating dtype in which parameters and floating inputs enter forward and backward.
         reduce: floating dtype in which gradients are summed over ranks.
+        sent: dtype in which gradients travel to their sum, None for `reduce`: a floating one, or torch.int8 (a
+            scale per 256 numbers, errors up to 1/254 of the largest of them; bytes sent fall to a quarter of
+            float32's). What axes outside of ZeRO's sum, and what is gathered after the sum, stays in `reduce`.
 
-    Raises PlanError for a dtype that is not floating.
+    Raises PlanError for another dtype.
     """
 
     compute: torch.dtype = torch.bfloat16
     reduce: torch.dtype = torch.float32
+    sent: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce"):
@@ -105,6 +109,10 @@ class Precision:
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 remedies = [(f"{name}=torch.bfloat16", ""), (f"{name}=torch.float32", "")]
                 raise PlanError("Precision", f"{name} is {dtype!r}, which is not a floating dtype", (), remedies)
+        sent = self.sent
+        if sent not in (None, torch.int8) and not (isinstance(sent, torch.dtype) and sent.is_floating_point):
+            remedies = [("sent=torch.int8", "a quarter of float32's bytes"), ("sent=None", "exact")]
+            raise PlanError("Precision", f"sent is {sent!r}, not a floating dtype, torch.int8 or None", (), remedies)
 
 
 def check_count(operation: str, name: str, value: Any) -> None:

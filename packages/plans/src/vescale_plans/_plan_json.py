@@ -154,13 +154,14 @@ def _pipeline_out(pipeline: Pipeline | None) -> dict | None:
 def _precision_out(precision: Precision | None) -> dict | None:
     if precision is None:
         return None
-    return {field.name: str(getattr(precision, field.name)).removeprefix("torch.") for field in fields(Precision)}
+    dtypes = {field.name: getattr(precision, field.name) for field in fields(Precision)}
+    return {name: dtype and str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
 
 
-def _precision_in(written: Mapping[str, str] | None) -> Precision | None:
+def _precision_in(written: Mapping[str, str | None] | None) -> Precision | None:
     if written is None:
         return None
-    return Precision(**{name: getattr(torch, dtype) for name, dtype in written.items()})
+    return Precision(**{name: dtype and getattr(torch, dtype) for name, dtype in written.items()})
 
 
 def _same(value: Any) -> Any:

@@ -77,7 +77,8 @@ def _text(value: Any) -> str:
             return f"{stages}, {value.microbatches} microbatches{loss}, {name}; stages begin at {begins}"
         case Precision():
             compute, reduce = (str(dtype).removeprefix("torch.") for dtype in (value.compute, value.reduce))
-            return f"computes in {compute}, reduces in {reduce}"
+            sent = f", sends {str(value.sent).removeprefix('torch.')}" if value.sent else ""
+            return f"computes in {compute}, reduces in {reduce}{sent}"
         case Boundary():
             return ", ".join(f"{side} {_text(places)}" for side, places in _sides(value)) or "nothing"
         case bool():
