@@ -67,7 +67,8 @@ class Sharing:
     """How the buffers of a model are shared.
 
     zero: the stage. lead: the mesh axis over which ZeRO shards (the innermost data axis); None without one.
-    compute, reduce, sent: see `Precision`, None for the parameters' own. offload: masters, and so optimizer states, on the host.
+    compute, reduce, sent: see `Precision`, None for the parameters' own.
+    offload: masters, and so optimizer states, on the host.
     """
 
     mesh: Mesh
