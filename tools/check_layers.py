@@ -52,9 +52,11 @@ COMMUNICATES = {
     "vescale": {
         "_probes",  # times sends
         "calibrate",  # starts ranks that measure together
+        "doctor",  # whether ranks reach each other
         "record",  # collects what ranks measured
         "_scaler",  # whether any rank's gradients are not finite
         "_stages",  # makes the groups of pipelines
+        "timeline",  # asks for the rank
     },
 }
 # Modules that are not called as what is installed, by "_".

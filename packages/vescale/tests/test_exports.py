@@ -54,6 +54,7 @@ PUBLIC = {
         "local_map",
         "manual_seed",
         "materialize",
+        "merge_timeline",
         "no_sync",
         "parallelize",
         "predict",
@@ -68,6 +69,7 @@ PUBLIC = {
         "set_rng_state",
         "static",
         "strict",
+        "timeline",
         "use_rng_stream",
     },
     "vescale_checkpoint": {

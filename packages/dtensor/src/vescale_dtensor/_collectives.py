@@ -55,8 +55,7 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
     def gather(local: Tensor) -> Tensor:
         local = local.contiguous()
         out = local.new_empty(rows)
-        if _events.listeners:
-            _events.announce(kind, names, local.nbytes * (count - 1))
+        event = _events.announce(kind, names, local.nbytes * (count - 1)) if _events.listeners else None
         try:
             if local.dtype in _GLOO_DTYPES:
                 call(out, local).wait()
@@ -64,6 +63,8 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
                 call(_wire(out), _wire(local)).wait()
         except RuntimeError as error:
             raise _failure(error, kind, mesh, axes) from error
+        if event is not None:
+            _events.settle(event)
         return out
 
     return gather
@@ -136,18 +137,19 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
     sent_shape = (count * shape[0], *shape[1:])
 
     def scatter(rows: Tensor) -> Tensor:
-        if _events.listeners:
-            _events.announce(kind, names, rows.nbytes // count * (count - 1))
+        event = _events.announce(kind, names, rows.nbytes // count * (count - 1)) if _events.listeners else None
         try:
             if native:
                 out = rows.new_empty(shape)
                 call(_summable(out), _summable(rows.view(sent_shape))).wait()
-                return out
-            swapped = torch.empty_like(rows)
-            call(_wire(swapped), _wire(rows), [], []).wait()
+            else:
+                out = torch.empty_like(rows)
+                call(_wire(out), _wire(rows), [], []).wait()
         except RuntimeError as error:
             raise _failure(error, kind, mesh, axes) from error
-        return _ordered_sum(swapped)
+        if event is not None:
+            _events.settle(event)
+        return out if native else _ordered_sum(out)
 
     return scatter
 
@@ -198,22 +200,29 @@ def gather_objects(value: object, mesh: Mesh) -> list:
 
 def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1) -> None:
     """Makes the collective and waits for it. `count=0`: it is the second half of the one before."""
+    event = None
     if _events.listeners:
-        _events.announce(kind, tuple(mesh.names[axis] for axis in axes), received, count)
+        event = _events.announce(kind, tuple(mesh.names[axis] for axis in axes), received, count)
     try:
         call(*args).wait()
     except RuntimeError as error:
         raise _failure(error, kind, mesh, axes) from error
+    if event is not None:
+        _events.settle(event)
 
 
 def _start(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1):
     """Starts the collective; pairs with `_wait`."""
+    event = None
     if _events.listeners:
-        _events.announce(kind, tuple(mesh.names[axis] for axis in axes), received, count)
+        event = _events.announce(kind, tuple(mesh.names[axis] for axis in axes), received, count)
     try:
-        return call(*args)
+        work = call(*args)
     except RuntimeError as error:
         raise _failure(error, kind, mesh, axes) from error
+    if event is not None:
+        _under_way[id(work)] = event
+    return work
 
 
 def _wait(work, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> None:
@@ -221,6 +230,11 @@ def _wait(work, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> None:
         work.wait()
     except RuntimeError as error:
         raise _failure(error, kind, mesh, axes) from error
+    if _under_way:
+        _events.settle(_under_way.pop(id(work), None))
+
+
+_under_way: dict[int, _events.Event] = {}  # started while somebody listened: by the id of their work, which _wait gets
 
 
 def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> CommunicationError:

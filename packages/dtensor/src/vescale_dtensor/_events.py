@@ -7,8 +7,9 @@ collective can say who asked for it.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -50,6 +51,7 @@ class Event:
 
 
 listeners: list[Callable[[Event], None]] = []
+settlers: list[Callable[[Event], None]] = []  # told, after the listeners, when the collective is done
 module_path: Callable[[], str] = lambda: ""  # set by debug while somebody traces
 strict_depth = 0
 # Called in place of a conversion, with what would make it: set while a pass is recorded (`_static_tape`).
@@ -85,10 +87,34 @@ def cause() -> Cause:
     return known if _direction == "forward" else replace(known, direction=_direction)
 
 
-def announce(kind: str, axes: tuple[str, ...], received: int, count: int = 1) -> None:
+def announce(kind: str, axes: tuple[str, ...], received: int, count: int = 1) -> Event:
     event = Event(kind, axes, received, cause(), count)
     for listener in listeners:
         listener(event)
+    return event
+
+
+def settle(event: Event | None) -> None:
+    """Says that an announced collective is done; None: it was announced to nobody."""
+    if event is not None:
+        for settler in settlers:
+            settler(event)
+
+
+@contextlib.contextmanager
+def watched(begins: Callable[[Event], None], ends: Callable[[Event], None]) -> Iterator[None]:
+    """Calls `begins` and `ends` around every collective of this rank: the same event object each time.
+
+    One that overlaps with compute ends when somebody waits for it. On an accelerator a
+    collective is only handed over; what is told are the host's times.
+    """
+    listeners.append(begins)
+    settlers.append(ends)
+    try:
+        yield
+    finally:
+        listeners.remove(begins)
+        settlers.remove(ends)
 
 
 def current_module() -> str:

@@ -18,6 +18,7 @@ from ._events import is_users as is_users
 from ._events import set_cause as set_cause
 from ._events import set_watch as set_watch
 from ._events import user_line as user_line
+from ._events import watched as watched
 from ._fallback import gathered as gathered
 from ._gradient import after_backward as after_backward
 from ._gradient import in_backward as in_backward

@@ -53,6 +53,8 @@ from ._stages import parallelize as parallelize
 from ._version import __version__ as __version__
 from .compare import compare as compare
 from .record import record as record
+from .timeline import merge_timeline as merge_timeline
+from .timeline import timeline as timeline
 
 # Under the names that torch has for its own.
 get_rng_state, set_rng_state, fork_rng = _state.get_state, _state.set_state, _state.fork

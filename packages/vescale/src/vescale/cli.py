@@ -12,12 +12,16 @@ from vescale_pipeline import PipelineError
 from ._calibrate_command import calibrate
 from ._checkpoint_command import app as checkpoint
 from ._compare_command import compare
+from ._doctor_command import doctor
 from ._schedule_command import schedule
+from ._timeline_command import timeline
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(schedule)
 app.command()(compare)
 app.command()(calibrate)
+app.command()(doctor)
+app.command()(timeline)
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -1,0 +1,210 @@
+"""timeline: what every rank did when, in a step: modules, collectives with their cause, pipeline actions.
+
+    with vescale.timeline("trace", model):
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+
+Each rank writes one file of its own; nothing is communicated. `merge_timeline` (`vescale timeline trace` from a shell)
+makes one trace of them for Chrome and Perfetto: a process per rank, with a lane each for compute (forward and backward
+of every module, nested, and the optimizer's step), collectives, and the actions of a pipeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from vescale_dtensor import VescaleError, comm_trace
+from vescale_dtensor.engine import watched
+from vescale_pipeline import record_events
+
+LANES = ("compute", "collectives", "pipeline")
+
+
+@contextlib.contextmanager
+def timeline(folder: str | Path, model: nn.Module | None = None) -> Iterator[None]:
+    """Notes what this rank does while the block runs, and writes it to `folder/rank-N.json`.
+
+    Arguments:
+        folder: made if it is not there; the same for all ranks, on a file system that they share, or collected later.
+        model: whose modules are shown, by their paths; without it, collectives and pipeline actions alone.
+
+    Times are the host's: on an accelerator, which runs behind, those of its commands. Modules of a model in static
+    mode are shown where hooks still see them. Costs some Python per module and collective while open, nothing
+    otherwise. Clocks of several machines are as far apart as the machines' clocks are (`vescale doctor`).
+    """
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", 0))
+    notes = _Notes()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(comm_trace(model))  # which names the modules in the causes
+        stack.enter_context(watched(notes.collective_begins, notes.collective_ends))
+        actions = stack.enter_context(record_events())
+        if model is not None:
+            stack.enter_context(_modules(model, notes))
+        yield
+    for event in actions:
+        about = {"stage": event.action.stage, "microbatch": event.action.microbatch}
+        notes.add("pipeline", str(event.action), event.start, event.end, about)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps({"rank": rank, "spans": notes.spans}))
+
+
+def merge_timeline(folder: str | Path, path: str | Path | None = None) -> Path:
+    """One trace for Chrome of what all ranks wrote to a folder; `folder/trace.json` without a path. Returns the path.
+
+    Raises VescaleError where the folder holds no timeline.
+    """
+    ranks = read_timeline(folder)
+    begin = min((span["start"] for spans in ranks.values() for span in spans), default=0.0)
+    rows: list[dict[str, Any]] = []
+    for rank, spans in sorted(ranks.items()):
+        rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for lane, name in enumerate(LANES):
+            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
+        for span in spans:
+            rows.append({
+                "ph": "X", "name": span["name"], "cat": span["lane"], "pid": rank, "tid": LANES.index(span["lane"]),
+                "ts": 1e6 * (span["start"] - begin), "dur": 1e6 * (span["end"] - span["start"]), "args": span["about"],
+            })  # fmt: skip
+    written = Path(folder) / "trace.json" if path is None else Path(path)
+    written.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+    return written
+
+
+def read_timeline(folder: str | Path) -> dict[int, list[dict[str, Any]]]:
+    """By rank, its spans: lane, name, start and end (seconds since 1970), about."""
+    files = sorted(Path(folder).glob("rank-*.json"))
+    if not files:
+        raise VescaleError("merge_timeline", f"{folder} holds no rank-*.json", (), [
+            ("with vescale.timeline(folder, model): ...", "on every rank, around a step")])  # fmt: skip
+    read = [json.loads(file.read_text()) for file in files]
+    return {one["rank"]: one["spans"] for one in read}
+
+
+def totals(spans: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
+    """Count and seconds by what a rank did: forward, backward and step of the root, collectives by kind, actions."""
+    sums: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for span in spans:
+        if span["lane"] == "compute" and span["about"].get("depth", 0):
+            continue  # inside of another
+        name = {"compute": span["about"].get("phase"), "collectives": span["name"], "pipeline": "pipeline actions"}
+        count, seconds = sums[name[span["lane"]]]
+        sums[name[span["lane"]]] = (count + 1, seconds + span["end"] - span["start"])
+    return dict(sums)
+
+
+@dataclass
+class _Notes:
+    """The spans of this rank. Times come as `perf_counter`'s and are kept as the clock's."""
+
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    offset: float = field(default_factory=lambda: time.time() - time.perf_counter())
+    begun: dict[int, float] = field(default_factory=dict)
+
+    def add(self, lane: str, name: str, start: float, end: float, about: dict[str, Any]) -> None:
+        span = {"lane": lane, "name": name, "start": start + self.offset, "end": end + self.offset, "about": about}
+        self.spans.append(span)
+
+    def collective_begins(self, event: Any) -> None:
+        self.begun[id(event)] = time.perf_counter()
+
+    def collective_ends(self, event: Any) -> None:
+        start = self.begun.pop(id(event), None)
+        if start is not None:  # begun inside of the block
+            cause = event.cause
+            about = {"axes": event.axes, "received": event.received, "function": cause.function,
+                     "module": cause.module, "line": cause.line, "direction": cause.direction}  # fmt: skip
+            self.add("collectives", event.kind, start, time.perf_counter(), about)
+
+
+@contextlib.contextmanager
+def _modules(model: nn.Module, notes: _Notes) -> Iterator[None]:
+    """Forward and backward of each module of the model, and steps of any optimizer."""
+    names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
+    depth = {id(module): name.count(".") + 1 if name else 0 for name, module in model.named_modules()}
+    entered: list[tuple[float, Node | None]] = []
+    stepping: list[float] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        if id(module) in names:
+            entered.append((time.perf_counter(), _node(inputs)))
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        if id(module) not in names or not entered:
+            return
+        start, before = entered.pop()
+        about = {"phase": "forward", "depth": depth[id(module)]}
+        notes.add("compute", names[id(module)], start, time.perf_counter(), about)
+        node = _node(output)
+        if node is not None:
+            _Backward(names[id(module)], depth[id(module)], notes).between(node, before)
+
+    def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+        stepping.append(time.perf_counter())
+
+    def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+        start = stepping.pop()
+        about = {"phase": "optimizer", "depth": len(stepping)}
+        notes.add("compute", f"{type(optimizer).__name__}.step", start, time.perf_counter(), about)
+
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave),
+        register_optimizer_step_pre_hook(begin),
+        register_optimizer_step_post_hook(end),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Backward:
+    """A module's backward: from its output's node to the node that its input came from, or the end of the backward."""
+
+    def __init__(self, name: str, depth: int, notes: _Notes) -> None:
+        self.name, self.depth, self.notes = name, depth, notes
+        self.start: float | None = None
+
+    def between(self, last: Node, before: Node | None) -> None:
+        last.register_prehook(self._begins)
+        if before is not None and before is not last:
+            before.register_prehook(self._ends)
+
+    def _begins(self, gradients: Any) -> None:
+        if self.start is None:
+            self.start = time.perf_counter()
+            Variable._execution_engine.queue_callback(self._ends)
+
+    def _ends(self, gradients: Any = None) -> None:
+        if self.start is not None:
+            about = {"phase": "backward", "depth": self.depth}
+            self.notes.add("compute", f"{self.name} (backward)", self.start, time.perf_counter(), about)
+            self.start = None
+
+
+def _node(values: Any) -> Node | None:
+    """The autograd node of the first tensor that has one."""
+    if isinstance(values, Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return values.grad_fn
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return None
+    return next((node for node in map(_node, values) if node is not None), None)
