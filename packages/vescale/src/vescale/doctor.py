@@ -141,7 +141,8 @@ def devices() -> Iterator[Finding]:
 
 def _cards() -> Iterator[str]:
     try:
-        nvml = importlib.import_module("pynvml")  # the distribution is called nvidia-ml-py
+        import pynvml as nvml
+
         nvml.nvmlInit()
     except Exception:  # no library, no driver
         return
