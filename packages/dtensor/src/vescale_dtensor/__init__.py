@@ -1,6 +1,8 @@
 """vescale_dtensor: tensors sharded over a device mesh, programmed as if on one device."""
 
 from . import _methods as _methods
+from ._canonical.grid import ReproducibleError as ReproducibleError
+from ._canonical.mode import reproducible as reproducible
 from ._construct import arange as arange
 from ._construct import distribute_tensor as distribute_tensor
 from ._construct import empty as empty

@@ -60,6 +60,10 @@ def route_of(source: Layout, target: Layout) -> Route:
 
 atexit.register(route_of.cache_clear)  # routes hold process groups, which must not outlive the interpreter
 
+# While the reproducible mode is on, what becomes pending is whole on the axis's first rank and -0.0 on the others, so
+# that no later sum over ranks has an order (`_canonical/tree.py`).
+whole_on_first = False
+
 # --- steps without communication ------------------------------------------------
 
 
@@ -68,7 +72,14 @@ def _nothing(step: Step) -> None:
 
 
 def _keep_on_first(step: Step) -> Recipe | None:
-    return None if step.before.mesh.coordinate[step.axis] == 0 else torch.zeros_like
+    return None if step.before.mesh.coordinate[step.axis] == 0 else _nothing_of
+
+
+def _nothing_of(local: Tensor) -> Tensor:
+    """Zeros, of the sign that changes no sum where that counts."""
+    if whole_on_first and local.is_floating_point():
+        return torch.full_like(local, -0.0)
+    return torch.zeros_like(local)
 
 
 def _slice(step: Step) -> Recipe:
@@ -80,6 +91,20 @@ def _slice(step: Step) -> Recipe:
 
 
 def _pad(step: Step) -> Recipe:
+    alone = _pad_alone(step)
+
+    def pad(local: Tensor) -> Tensor:
+        if not whole_on_first:
+            return alone(local)
+        gather, keep = _all_gather(step), _keep_on_first(step)
+        whole = gather(local) if gather is not None else local
+        return keep(whole) if keep is not None else whole
+
+    return pad
+
+
+def _pad_alone(step: Step) -> Recipe:
+    """This rank's part between zeros."""
     if step.before.flat_axis == step.axis:
         start, stop = step.before.flat_range_at(step.before.mesh.coordinate)
         shape = step.after.local_shape

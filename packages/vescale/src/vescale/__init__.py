@@ -12,12 +12,14 @@ from vescale_dtensor import Partial as Partial
 from vescale_dtensor import RaggedShard as RaggedShard
 from vescale_dtensor import Replicate as Replicate
 from vescale_dtensor import Shard as Shard
+from vescale_dtensor import ReproducibleError as ReproducibleError
 from vescale_dtensor import VescaleError as VescaleError
 from vescale_dtensor import breakpoint as breakpoint
 from vescale_dtensor import comm_trace as comm_trace
 from vescale_dtensor import distribute_tensor as distribute_tensor
 from vescale_dtensor import local_map as local_map
 from vescale_dtensor import register_rule as register_rule
+from vescale_dtensor import reproducible as reproducible
 from vescale_dtensor import strict as strict
 from vescale_plans import Boundary as Boundary
 from vescale_plans import GlobalBatchSampler as GlobalBatchSampler

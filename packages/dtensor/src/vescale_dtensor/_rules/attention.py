@@ -22,6 +22,9 @@ from .owned import held_ranges, nothing
 from .pointwise import labels_for
 from .registry import Call, Operand, composite, rule
 
+# Gives what runs on the shards in place of a kernel, which then sees whole sequences: the reproducible mode's.
+stand_in: Callable | None = None
+
 
 @rule(F.scaled_dot_product_attention, exact=True)
 def scaled_dot_product_attention(call: Call):
@@ -56,6 +59,7 @@ def _decide(
     shape = _batch_shape(query, key, value, grouped=heads != "h")
     if shape is None or not (mask is None or isinstance(mask, Operand) and mask.ndim <= len(shape) + 2):
         return None
+    kernel = stand_in(kernel) if stand_in is not None else kernel
     places = tuple(("b", d) for d in range(-len(shape), 0))
     found = {}
     for operand, rows, columns in ((query, "l", "e"), (key, "s", "e"), (value, "s", "ev")):
@@ -71,7 +75,7 @@ def _decide(
         call,
         Signature(
             [found[operand.index] for operand in call.operands], [(*places, "l", "ev")],
-            whole={"s", "e", "ev", "kv"}, linear=[(value.index,)],
+            whole={"s", "e", "ev", "kv"} | ({"l"} if stand_in is not None else set()), linear=[(value.index,)],
             shapes=[(*shape, query.shape[-2], value.shape[-1])],
         ),
     )  # fmt: skip
@@ -87,6 +91,8 @@ def _decide(
         decision.run = _nothing(decision.out)
     elif rows or own_heads:
         decision.run = _local(here, key, rows, own_heads, kernel)
+    elif stand_in is not None:
+        decision.run = kernel
     return decision
 
 

@@ -1,0 +1,158 @@
+"""The switch: the canonical table put in place of the ordinary one, plain tensors intercepted, threads fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .. import _dispatch, _steps
+from .._layout import layout_of
+from .._rules import attention as attention_rules
+from .._rules.body import body_of
+from .._rules.registry import CACHE_LIMIT, TABLE, Call, Entry, Operand
+from . import lookup, rows  # noqa: F401 - their forms are registered
+from .attention import attend, kernel_for
+from .call import ALONE
+from .forms import FORMS
+from .grid import ReproducibleError, Splits
+from .table import canonical_entries
+
+_BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_current: reproducible | None = None
+
+
+class reproducible(TorchFunctionMode):
+    """Within it, no sum depends on the mesh: losses, gradients and parameters are equal TO THE BIT on every mesh.
+
+        with vescale.reproducible(splits={"batch": 8, "seq": 2, "hidden": 8}):
+            train()                      # on one device, or parallelized by any plan
+
+    Every contraction is computed in blocks of a canonical grid, each of one shape on every mesh, and what is summed
+    is summed over a fixed tree (`_canonical/tree.py`): a rank sums the blocks it holds, the ranks' sums are gathered,
+    and all ranks finish the tree alike. One device in the mode holds all blocks. So the bits depend on the splits
+    and on the hardware, not on the mesh. A run in the mode is compared with a run in the mode, of the same splits.
+
+    Arguments:
+        splits: into how many blocks the first dim of activations ("batch"), their second ("seq") and features
+            ("hidden") are cut; powers of two. A mesh must divide them. More blocks fit more meshes, and cost more.
+        threads: of every process, while the mode is on; kernels round by how many they are.
+
+    Functions without a canonical form are run on whole tensors. Raises ReproducibleError where a shard is not made of
+    whole blocks, with the nearest splits, and when one mode is opened inside another. Not for `static` or "compile".
+    Overhead off: none. On: `docs` of the README, "Reproducible".
+    """
+
+    def __init__(self, splits: Mapping[str, int] | Splits | None = None, *, threads: int = 1) -> None:
+        super().__init__()
+        self.splits, self.threads = Splits.of(splits), threads
+        self._plain: dict[Callable, Entry] = {}
+        self._kept: dict[Callable, Entry] = {}
+
+    def __enter__(self) -> reproducible:
+        global _current
+        if _current is not None and _current is not self:
+            rule = "the mode is on already, with other splits or the same"
+            raise ReproducibleError("reproducible", rule, (), [("leave the outer one first", "")])
+        if _current is None:
+            _current = self
+            entries = canonical_entries(self.splits)
+            self._kept = {function: TABLE[function] for function in entries}
+            self._plain = {}
+            for function, entry in entries.items():
+                if function in FORMS or _is_elementwise(self._kept[function]):
+                    self._plain[function] = plain = Entry(function, rule=entry.rule)
+                    plain.exact = entry.exact
+            TABLE.update(entries)
+            attention_rules.stand_in = kernel_for
+            _steps.whole_on_first = True
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(self.threads)
+            self._depth = 0
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *exception) -> None:
+        global _current
+        super().__exit__(*exception)
+        self._depth -= 1
+        if self._depth:
+            return
+        _current = None
+        TABLE.update(self._kept)
+        attention_rules.stand_in = None
+        _steps.whole_on_first = False
+        torch.set_num_threads(self._threads_before)
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _BACKWARDS:  # a checkpoint recomputes in there
+            with self:
+                return body_of(function)(*args, **kwargs)
+        if function is _ATTENTION:
+            return self._attention(args, kwargs)
+        entry = self._plain.get(function)
+        if entry is None:
+            return function(*args, **kwargs)
+        tensors: list[Tensor] = []
+        _dispatch._collect(args, tensors)
+        _dispatch._collect(kwargs, tensors)
+        if not tensors or any(type(t) not in _PLAIN for t in tensors) or kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        key: Any = (_dispatch._keyed(args, entry.exact), _dispatch._keyed(kwargs, entry.exact))
+        try:
+            decision = entry.cache.get(key)
+        except TypeError:
+            key = decision = None
+        if decision is None:
+            decision = self._decide(entry, args, kwargs, tensors)
+            if key is not None:
+                if len(entry.cache) >= CACHE_LIMIT:
+                    entry.cache.clear()
+                entry.cache[key] = decision
+        if decision is _AS_IT_IS:
+            return function(*args, **kwargs)
+        if decision.composite is not None:
+            with self:
+                return decision.composite(*args, **kwargs)
+        return decision.run(*args, **kwargs)
+
+    def _decide(self, entry: Entry, args: tuple, kwargs: dict, tensors: list[Tensor]):
+        """The form's decision on a mesh without axes; `_AS_IT_IS` where DTensors would run whole."""
+        operands = [Operand(layout_of(ALONE, (), tuple(t.shape)), False, i) for i, t in enumerate(tensors)]
+        queue = iter(operands)
+        abstract = _dispatch.substitute(args, lambda _: next(queue))
+        named = _dispatch.substitute(kwargs, lambda _: next(queue))
+        function = entry.function
+        call = Call(function, abstract, named, operands, ALONE, entry.inplace or named.get("inplace") is True)
+        form = FORMS.get(function)
+        decision = form(call, self.splits) if form is not None else entry.rule(call)
+        if decision is None or not hasattr(decision, "run"):
+            return _AS_IT_IS
+        if form is None and decision.composite is not None:
+            return _AS_IT_IS
+        return _AS_IT_IS if decision.run is None and decision.composite is None else decision
+
+    def _attention(self, args: tuple, kwargs: dict) -> Tensor:
+        if any(type(t) not in _PLAIN for t in args[:3]):
+            return _ATTENTION(*args, **kwargs)
+        if kwargs.pop("enable_gqa", False):
+            from .attention import repeated
+
+            query, key, value = args[:3]
+            count = query.shape[-3] // key.shape[-3]
+            with self:
+                args = (query, repeated(key, count), repeated(value, count), *args[3:])
+        return attend(*args, **kwargs)
+
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_PLAIN = (Tensor, torch.nn.Parameter)
+_AS_IT_IS = object()
+
+
+def _is_elementwise(entry: Entry) -> bool:
+    return entry.rule is not None and entry.rule.__module__ == "vescale_dtensor._rules.pointwise"

@@ -1,0 +1,81 @@
+"""The mode's table of rules: for every function a canonical form, the ordinary rule, or the whole tensor.
+
+    a form                    what sums or contracts, and elementwise functions (`forms.py` and the modules beside it)
+    the ordinary rule         what moves data, or asks for metadata: it adds nothing up, forward or backward
+    the whole tensor          all else: inputs are gathered, and every rank computes what one device computes
+
+While the mode is on these stand in the table that dispatch looks into. Nothing is asked of a function that has no
+rule: it runs whole in any case (`_fallback.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+
+from .. import _fallback
+from .._rules.registry import TABLE, Call, Decision, Entry, composite
+from .._signature import Signature
+from .forms import FORMS, elementwise
+from .grid import Splits
+from .steady import STEADY
+from .stretch import grouped_attention
+
+# Modules of rules whose functions only move data, forward and backward; a gradient that is met twice is added twice.
+_MOVES = frozenset(
+    f"vescale_dtensor._rules.{name}"
+    for name in "shape view join index metadata python comparison empty fresh random pad regroup carry search".split()
+)
+_SUMS_BACKWARD = ("trace", "broadcast_tensors", "meshgrid", "tile", "pad")
+_DRAWS = "vescale_rng."
+_ATTENTION = F.scaled_dot_product_attention
+
+
+def canonical_entries(splits: Splits) -> dict[Callable, Entry]:
+    """function -> the entry that stands for it while the mode is on; those that stay as they are, are left out."""
+    entries = {}
+    for function, entry in list(TABLE.items()):
+        rule = _rule_of(function, entry, splits)
+        if rule is None:
+            continue
+        changed = entries[function] = Entry(function, rule=rule)
+        changed.exact, changed.view, changed.inplace = entry.exact or function in FORMS, entry.view, entry.inplace
+    return entries
+
+
+def _rule_of(function: Callable, entry: Entry, splits: Splits) -> Callable | None:
+    if entry.rule is None:
+        return None
+    form, ordinary = FORMS.get(function), entry.rule
+    if form is not None:
+        return lambda call: form(call, splits) or whole(function)
+    if function is _ATTENTION:
+        return lambda call: grouped_attention(call) or ordinary(call)
+    module, name = ordinary.__module__, ordinary.__name__
+    if module == "vescale_dtensor._rules.pointwise":
+        return _elementwise(ordinary, function)
+    if (module in _MOVES and name not in _SUMS_BACKWARD) or module.startswith(_DRAWS):
+        return None
+    if module == "vescale_dtensor._rules.optim" and name in ("foreach", "fused"):
+        return None
+    return lambda call: whole(function)
+
+
+def _elementwise(ordinary: Callable, function: Callable) -> Callable:
+    def rule(call: Call) -> Decision | Signature:
+        signature = ordinary(call)
+        if not isinstance(signature, Signature):
+            return signature
+        if any(operand.layout.flat_axis is not None for operand in call.operands):
+            return whole(function) if function in STEADY else signature  # on flat shards as ever (`_flat_rules.py`)
+        return elementwise(call, signature, function) or whole(function)
+
+    rule.__module__ = ordinary.__module__  # a family that decisions on flat shards know
+    return rule
+
+
+def whole(function: Callable) -> Decision:
+    """The function on whole tensors, on every rank what one device computes."""
+    _fallback._reported.add(function)  # asked for: no warning
+    return composite(_fallback.gathered(function))
