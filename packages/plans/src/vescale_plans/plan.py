@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -19,6 +19,9 @@ from ._parts import Placements as Placements
 from ._parts import PlanError as PlanError
 from ._parts import Precision as Precision
 from ._self_check import check_itself
+
+if TYPE_CHECKING:
+    from .search.explain import Explanation
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +174,18 @@ class Plan:
                 kept = {g: v for g, v in getattr(self, name).items() if not any(covers(new, g) for new in value)}
                 changes[name] = {glob: v for glob, v in value.items() if v is not None} | kept
         return replace(self, **changes)
+
+    def explain(self) -> Explanation:
+        """Why `generate_plan` made this plan: the next best, what binds each, per block why; prints as tables, and
+        writes itself as a page (`write_html`).
+
+        Raises PlanError for a plan that was written, overridden or read from JSON: nothing was weighed for it.
+        """
+        explanation = self.__dict__.get("_explanation")
+        if explanation is None:
+            remedies = [("generate_plan(model, world_size=..., batch=...).explain()", "says what it weighed")]
+            raise PlanError("Plan.explain", "this plan was not made by generate_plan", (), remedies)
+        return explanation
 
     def validate(self, model: nn.Module, *, even: bool = False) -> None:
         """Raises PlanError for the first thing in which the plan does not fit `model`.

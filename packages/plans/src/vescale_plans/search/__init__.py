@@ -18,6 +18,7 @@ from .tensor_plan import tensor_parallel_plan as tensor_parallel_plan
 from .candidates import Candidate as Candidate
 from .cost import Cost as Cost
 from .cost import cost_of as cost_of
+from .explain import Explanation as Explanation
 from .generate import generate_plan as generate_plan
 from .generate import plan_of as plan_of
 from .hardware import Curve as Curve

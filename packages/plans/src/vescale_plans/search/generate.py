@@ -9,6 +9,7 @@ from torch import nn
 
 from ..plan import Pipeline, Placements, Plan, PlanError
 from .candidates import Candidate
+from .explain import Explanation
 from .hardware import hardware_of
 from .probe_sample import POSITIONS, Sample, sample_of
 from .probe_structure import structure_of
@@ -36,7 +37,7 @@ def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None
         sample: what the model is called with: a tensor, a tuple of arguments or a dict of keywords, one row or more.
             Not needed for a model that takes `input_ids`.
 
-    Deterministic; no process group, no GPU, and no weight is needed.
+    Deterministic; no process group, no GPU, and no weight is needed. `explain()` of the plan says why.
 
     Raises InfeasibleError when nothing fits, PlanError for a request that is none.
     """
@@ -71,7 +72,9 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
         tuple(request.get("forbid", ())),
     )
     best = rank(wanted, bar)
-    return plan_of(structure, best[0], overrides=request.get("overrides"))
+    plan = plan_of(structure, best[0], overrides=request.get("overrides"))
+    object.__setattr__(plan, "_explanation", Explanation(wanted, tuple(best)))
+    return plan
 
 
 def plan_of(

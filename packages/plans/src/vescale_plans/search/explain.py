@@ -1,0 +1,216 @@
+"""Why a plan was chosen: the next best, what binds each of them, and why every block is as it is."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from .candidates import Candidate
+from .hardware import GIB
+from .ranking import Estimate, Pricer, Request
+from .structure import Group as Split
+
+FULL = 0.9
+"""Of the memory limit, from which on memory is said to bind."""
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A candidate in closed form, with blocks dealt out evenly: a point of time against memory."""
+
+    candidate: Candidate
+    seconds: float
+    bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class BlockReason:
+    """Blocks in a row that are treated alike.
+
+    Arguments:
+        names: of the blocks.
+        stage: of the pipeline.
+        again: they are computed again in backward.
+        reasons: one line for each of their groups.
+    """
+
+    names: tuple[str, ...]
+    stage: int
+    again: bool
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `generate_plan` weighed. Prints as tables, in a rich console too.
+
+    Arguments:
+        request: what was asked.
+        ranked: the choice, and the next best.
+    """
+
+    request: Request
+    ranked: Sequence[Estimate]
+
+    @property
+    def chosen(self) -> Estimate:
+        return self.ranked[0]
+
+    @cached_property
+    def priced(self) -> tuple[Priced, ...]:
+        """Every candidate that the request allows, in closed form."""
+        pricer = Pricer(self.request)
+        points = []
+        for one in self.request.candidates():
+            rough = pricer.evenly(one)
+            size = rough.memory.total
+            points.append(Priced(one, rough.cost.total, size, size <= self.request.limit))
+        return tuple(points)
+
+    @property
+    def front(self) -> tuple[Priced, ...]:
+        """Of these, those that no other beats in both time and memory; fastest first."""
+        front: list[Priced] = []
+        for point in sorted(self.priced, key=lambda one: (one.seconds, one.bytes, one.candidate)):
+            if not front or point.bytes < front[-1].bytes:
+                front.append(point)
+        return tuple(front)
+
+    def binds(self, estimate: Estimate) -> str:
+        """What keeps an estimate from being faster: memory, and what it spends time on besides computing."""
+        parts = []
+        if self.request.limit and estimate.memory.total > FULL * self.request.limit:
+            parts.append(f"memory {estimate.memory.total / self.request.limit:.0%} full")
+        terms = {name: value for name, value in asdict(estimate.cost).items() if name != "compute"}
+        name = max(terms, key=lambda one: terms[one])
+        parts.append(f"{name} {terms[name] / estimate.cost.total:.0%} of the step")
+        return ", ".join(parts)
+
+    def loses(self, estimate: Estimate) -> str:
+        """Where an estimate is worse than the choice."""
+        if estimate is self.chosen:
+            return ""
+        if self.request.objective == "memory":
+            return f"{(estimate.memory.total - self.chosen.memory.total) / GIB:+.2f} GiB"
+        own, best = asdict(estimate.cost), asdict(self.chosen.cost)
+        name = max(own, key=lambda one: own[one] - best[one])
+        more = estimate.cost.total - self.chosen.cost.total
+        return f"{more:+.3g} s, {name} {own[name] - best[name]:+.3g} s" if more else "a tie, broken by memory and order"
+
+    @cached_property
+    def blocks(self) -> tuple[BlockReason, ...]:
+        """Per run of blocks that are treated alike, why."""
+        structure, again = self.request.structure, set(self.chosen.again)
+        starts, stage = set(self.chosen.cuts), 0
+        made: list[BlockReason] = []
+        groups = _groups_by_block(structure.block_names, structure.groups)
+        for name in structure.block_names:
+            stage += name in starts
+            reasons = tuple(dict.fromkeys(self._reason(group) for group in groups.get(name, ())))
+            last = made[-1] if made else None
+            if last is not None and (last.stage, last.again, last.reasons) == (stage, name in again, reasons):
+                made[-1] = BlockReason((*last.names, name), stage, last.again, reasons)
+            else:
+                made.append(BlockReason((name,), stage, name in again, reasons))
+        return tuple(made)
+
+    def _reason(self, group: Split) -> str:
+        tp = self.chosen.candidate.tp
+        kind = "experts" if group.experts else "attention" if group.positions_meet else "feed-forward"
+        if group.experts and self.chosen.candidate.ep > 1:
+            kind = f"{group.experts} experts over {self.chosen.candidate.ep} ranks"
+        if tp == 1:
+            return f"{kind}: whole, there is no tensor axis"
+        if placed := group.split(tp):
+            whole = [one.parameter for one in group.sources if one.parameter not in placed and not one.companion]
+            kept = f"; {', '.join(map(_leaf, whole))} whole: fewer atoms than {tp}" if whole else ""
+            return f"{kind}: {group.features} features in {group.atoms} atoms, {tp} ways{kept}"
+        if group.gathered(tp):
+            return f"{kind}: weights {tp} ways, what they give is gathered: {group.atoms} atoms do not divide by {tp}"
+        return f"{kind}: whole, {group.atoms} atoms do not divide by {tp}"
+
+    # -------------------------------------------------------------------- text
+
+    def headline(self) -> list[str]:
+        """The request and the choice, in a few lines."""
+        asked, best = self.request, self.chosen
+        fit = sum(one.fits for one in self.priced)
+        return [
+            f"{asked.structure.parameters / 1e9:.3g}B parameters on {asked.world_size} x {asked.hardware.name}, "
+            f"{asked.batch} rows of {asked.seq} positions, for the least {asked.objective}",
+            f"chosen: {best.candidate}",
+            f"{best.cost.total:.4g} s a step, {best.memory.total / GIB:.2f} of {asked.limit / GIB:.2f} GiB a rank; "
+            f"{len(self.priced)} candidates, {fit} of which fit with blocks dealt out evenly",
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Group(Text("\n".join(self.headline())), *self._tables())
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def _tables(self) -> Iterator[Table]:
+        table = Table(title="the choice, and the next best", title_justify="left")
+        for name in ("", "plan", "s/step", "GiB", "what binds", "loses"):
+            table.add_column(name, justify="right" if name in ("s/step", "GiB") else "left")
+        for number, one in enumerate(self.ranked):
+            seconds, size = f"{one.cost.total:.4g}", f"{one.memory.total / GIB:.2f}"
+            table.add_row(str(number + 1), str(one.candidate), seconds, size, self.binds(one), self.loses(one))
+        yield table
+        table = Table(title="where the choice spends time and memory", title_justify="left")
+        for name in ("s/step", "", "GiB", ""):
+            table.add_column(name)
+        times = [(name, f"{value:.4g}") for name, value in asdict(self.chosen.cost).items() if value]
+        sizes = [(name, f"{value / GIB:.3f}") for name, value in asdict(self.chosen.memory).items() if value]
+        for at in range(max(len(times), len(sizes))):
+            left = times[at] if at < len(times) else ("", "")
+            right = sizes[at] if at < len(sizes) else ("", "")
+            table.add_row(*left, *right)
+        yield table
+        if self.blocks:
+            table = Table(title="per block, why", title_justify="left")
+            for name in ("blocks", "stage", "why"):
+                table.add_column(name)
+            for one in self.blocks:
+                yes = f"computed again: {self.chosen.memory.total / GIB:.1f} of {self.request.limit / GIB:.1f} GiB so"
+                why = (*one.reasons, yes) if one.again else one.reasons
+                table.add_row(_range(one.names), str(one.stage), "\n".join(why) or "nothing to split")
+            yield table
+
+    def write_html(self, path: str | Path) -> Path:
+        """A page that needs no other file: memory and time as bars, the front of time against memory, the mesh."""
+        from .explain_html import page
+
+        written = Path(path)
+        written.write_text(page(self))
+        return written
+
+
+def _groups_by_block(names: Sequence[str], groups: Sequence[Split]) -> dict[str, list[Split]]:
+    known, found = set(names), {}
+    for group in groups:
+        pieces = group.sink.split(".")
+        for size in range(1, len(pieces)):
+            if (name := ".".join(pieces[:size])) in known:
+                found.setdefault(name, []).append(group)
+                break
+    return found
+
+
+def _range(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].rpartition('.')[2]}"
+
+
+def _leaf(name: str) -> str:
+    return ".".join(name.split(".")[-2:])

@@ -1,0 +1,191 @@
+"""The explanation of a plan as one page: plain SVG, no script, nothing from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from math import log10
+from typing import TYPE_CHECKING
+
+from .hardware import GIB
+
+if TYPE_CHECKING:
+    from .explain import Explanation
+
+COLOURS = ("#4878a8", "#e08f3c", "#5a9e6f", "#c25b5b", "#8d76b0", "#8c6d5c", "#d58bb8", "#7f7f7f", "#b7b04a")
+WIDE, ROW, LEFT = 960, 26, 330
+SHOWN = {"stages": 8, "replicas": 4, "ranks": 8}
+
+
+def page(explained: Explanation) -> str:
+    """The whole page."""
+    best = explained.ranked
+    labels = [f"{at + 1}  {one.candidate}" for at, one in enumerate(best)]
+    memory = [{name: size / GIB for name, size in asdict(one.memory).items()} for one in best]
+    seconds = [asdict(one.cost) for one in best]
+    head = "\n".join(escape(line) for line in explained.headline())
+    parts = [
+        ("The mesh", mesh(explained)),
+        ("Memory of the fullest rank, GiB", bars(labels, memory, limit=explained.request.limit / GIB)),
+        ("One step, seconds", bars(labels, seconds)),
+        ("Time against memory: every candidate, and the front that no other beats", front(explained)),
+        ("Tables", f"<pre>{escape(str(explained))}</pre>"),
+    ]
+    body = "\n".join(f"<h2>{title}</h2>\n{content}" for title, content in parts)
+    return _PAGE.format(head=head, body=body)
+
+
+def bars(labels: Sequence[str], rows: Sequence[dict[str, float]], *, limit: float | None = None) -> str:
+    """Stacked bars, a row per label, with a legend; `limit` is a line."""
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    most = max([sum(row.values()) for row in rows] + [limit or 0.0]) or 1.0
+    scale = (WIDE - LEFT - 90) / most
+    made = []
+    for number, (label, row) in enumerate(zip(labels, rows)):
+        top, left = ROW * number, float(LEFT)
+        made.append(_text(LEFT - 8, top + 17, label, anchor="end"))
+        for at, name in enumerate(names):
+            width = row[name] * scale
+            tip = f"{name} {row[name]:.4g}"
+            made.append(_box(left, top + 4, width, ROW - 8, COLOURS[at % len(COLOURS)], tip))
+            left += width
+        made.append(_text(left + 6, top + 17, f"{sum(row.values()):.4g}"))
+    high = ROW * len(rows)
+    if limit:
+        at = LEFT + limit * scale
+        made.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{high}" stroke="#000" stroke-dasharray="4 3"/>')
+        made.append(_text(at, high + 14, f"limit {limit:.4g}", anchor="middle"))
+    return _svg(high + 18, made) + _legend(names)
+
+
+def front(explained: Explanation) -> str:
+    """A point per candidate, time against memory, both logarithmic; the front as a line, the choice as a ring."""
+    points = [one for one in explained.priced if one.seconds > 0 and one.bytes > 0]
+    if not points:
+        return ""
+    high, chosen = 380, explained.chosen
+    xs = [log10(one.seconds) for one in points] + [log10(max(1e-12, chosen.cost.total))]
+    ys = [log10(one.bytes / GIB) for one in points] + [log10(max(1e-12, chosen.memory.total / GIB))]
+    across, up = _scale(xs, 70, WIDE - 30), _scale(ys, high - 40, 20)
+    made = []
+    for axis, values, scale in (("x", xs, across), ("y", ys, up)):
+        for tick in _ticks(values):
+            at = scale(log10(tick))
+            if axis == "x":
+                made.append(_text(at, high - 18, f"{tick:g} s", anchor="middle"))
+                made.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="20" y2="{high - 34}" stroke="#eee"/>')
+            else:
+                made.append(_text(62, at + 4, f"{tick:g} GiB", anchor="end"))
+                made.append(f'<line x1="70" x2="{WIDE - 30}" y1="{at:.1f}" y2="{at:.1f}" stroke="#eee"/>')
+    for one in points:
+        tip = f"{one.candidate}: {one.seconds:.4g} s, {one.bytes / GIB:.3g} GiB"
+        colour = COLOURS[0] if one.fits else "#ccc"
+        made.append(_dot(across(log10(one.seconds)), up(log10(one.bytes / GIB)), 3, colour, tip))
+    line = " ".join(f"{across(log10(p.seconds)):.1f},{up(log10(p.bytes / GIB)):.1f}" for p in explained.front)
+    made.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[1]}" stroke-width="1.5"/>')
+    limit = log10(explained.request.limit / GIB) if explained.request.limit > 0 else None
+    if limit is not None and min(ys) <= limit <= max(ys):
+        made.append(
+            f'<line x1="70" x2="{WIDE - 30}" y1="{up(limit):.1f}" y2="{up(limit):.1f}" stroke="#000" '
+            'stroke-dasharray="4 3"/>'
+        )
+        made.append(_text(WIDE - 32, up(limit) - 5, "limit", anchor="end"))
+    ring = f'cx="{across(xs[-1]):.1f}" cy="{up(ys[-1]):.1f}" r="7"'
+    made.append(f'<circle {ring} fill="none" stroke="{COLOURS[3]}" stroke-width="2.5"><title>chosen</title></circle>')
+    names = {"fits": COLOURS[0], "does not fit": "#ccc", "front": COLOURS[1], "chosen": COLOURS[3]}
+    return _svg(high, made) + _legend(list(names), list(names.values()))
+
+
+def mesh(explained: Explanation) -> str:
+    """Stages from left to right, replicas below each other, ranks of the tensor axis as cells."""
+    one = explained.chosen.candidate
+    names = explained.request.structure.block_names
+    starts = [names.index(cut) for cut in explained.chosen.cuts]
+    borders = [0, *starts, len(names)]
+    stages, replicas, ranks = (
+        min(number, SHOWN[name]) for number, name in ((one.pp, "stages"), (one.dp, "replicas"), (one.tp, "ranks"))
+    )
+    wide, high = min(220.0, (WIDE - 40) / stages), 34.0
+    made = []
+    for stage in range(stages):
+        left = 20 + stage * wide
+        held = borders[stage + 1] - borders[stage] if names else 0
+        made.append(_text(left, 16, f"stage {stage}" if one.pp > 1 else "every rank", bold=True))
+        made.append(_text(left, 32, f"{held} blocks" if names else ""))
+        for replica in range(replicas):
+            top = 42 + replica * (high + 8)
+            made.append(
+                f'<rect x="{left:.1f}" y="{top}" width="{wide - 14:.1f}" height="{high}" rx="4" class="group"/>'
+            )
+            cell = (wide - 22) / ranks
+            for rank in range(ranks):
+                number = (stage * one.dp + replica) * one.tp + rank
+                tip = f"rank {number}: pp {stage}, dp {replica}, tp {rank}"
+                colour = COLOURS[(replica % one.ep if one.ep > 1 else replica) % 4]
+                made.append(_box(left + 4 + rank * cell, top + 5, cell - 3, high - 10, colour, tip))
+    more = [
+        f"{name}: {number} in all, {shown} drawn"
+        for name, number, shown in (("stages", one.pp, stages), ("replicas", one.dp, replicas), ("tp", one.tp, ranks))
+        if shown < number
+    ]
+    sizes = f"pp {one.pp} x dp {one.dp} x tp {one.tp} = {one.pp * one.dp * one.tp} ranks"
+    if one.ep > 1:
+        sizes += f"; experts over {one.ep} neighbours of dp, one colour each"
+    made.append(_text(20, 60 + replicas * (high + 8), "; ".join([sizes, *more])))
+    return _svg(72 + replicas * (high + 8), made)
+
+
+def _scale(values: Sequence[float], first: float, last: float):
+    low, high = min(values), max(values)
+    room = (high - low) * 0.04 or 0.5
+    return lambda value: first + (value - low + room) / (high - low + 2 * room) * (last - first)
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Round numbers within 10 ** values."""
+    low, high = 10 ** min(values), 10 ** max(values)
+    ticks = [m * 10.0**e for e in range(int(min(values)) - 2, int(max(values)) + 2) for m in (1, 2, 5)]
+    inside = [tick for tick in ticks if low <= tick <= high]
+    return inside[:: max(1, len(inside) // 8)] or [float(f"{low:.3g}")]
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", bold: bool = False) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'
+
+
+def _box(x: float, y: float, wide: float, high: float, colour: str, tip: str) -> str:
+    size = f'x="{x:.1f}" y="{y:.1f}" width="{max(0.0, wide):.1f}" height="{high:.1f}"'
+    return f'<rect {size} fill="{colour}"><title>{escape(tip)}</title></rect>'
+
+
+def _dot(x: float, y: float, radius: float, colour: str, tip: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"><title>{escape(tip)}</title></circle>'
+
+
+def _svg(high: float, parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {WIDE} {high:.0f}" width="{WIDE}" role="img">\n' + "\n".join(parts) + "\n</svg>\n"
+
+
+def _legend(names: Sequence[str], colours: Sequence[str] = COLOURS) -> str:
+    keys = [
+        f'<span><i style="background:{colours[at % len(colours)]}"></i>{escape(name)}</span>'
+        for at, name in enumerate(names)
+    ]
+    return f'<p class="legend">{" ".join(keys)}</p>'
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>vescale plan</title>
+<style>
+body {{ font: 14px sans-serif; margin: 2em; max-width: 1000px }} svg {{ font: 12px sans-serif; max-width: 100% }}
+.group {{ fill: #f4f4f4; stroke: #999 }} .legend span {{ margin-right: 1.2em }}
+.legend i {{ display: inline-block; width: 12px; height: 12px; margin-right: 5px }}
+pre {{ font-size: 12px; overflow-x: auto }}
+</style>
+<h1>A plan, and why</h1>
+<pre>{head}</pre>
+{body}
+</html>
+"""
