@@ -13,6 +13,7 @@ from ._calibrate_command import calibrate
 from ._checkpoint_command import app as checkpoint
 from ._compare_command import compare
 from ._doctor_command import doctor
+from ._plan_command import plan
 from ._schedule_command import schedule
 from ._timeline_command import timeline
 
@@ -22,6 +23,7 @@ app.command()(compare)
 app.command()(calibrate)
 app.command()(doctor)
 app.command()(timeline)
+app.command()(plan)
 app.add_typer(checkpoint, name="checkpoint")
 
 

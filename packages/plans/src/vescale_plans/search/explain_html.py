@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .explain import Explanation
 
 COLOURS = ("#4878a8", "#e08f3c", "#5a9e6f", "#c25b5b", "#8d76b0", "#8c6d5c", "#d58bb8", "#7f7f7f", "#b7b04a")
-WIDE, ROW, LEFT = 960, 26, 330
+WIDE, ROW, LEFT = 960, 26, 390
 SHOWN = {"stages": 8, "replicas": 4, "ranks": 8}
 
 

@@ -1,0 +1,123 @@
+"""plan.explain(): its tables, its page, and that what they say is what was weighed."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from vescale_plans import Plan, PlanError
+from vescale_plans.search import generate_plan
+
+
+class Heads(nn.Module):
+    """Attention of four heads with two of keys and values, and a wide layer."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, width // 2, bias=False) for _ in range(2))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        y = self.before(x)
+        q, k, v = (f(y).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        k, v = (one.repeat_interleave(2, 1) for one in (k, v))
+        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(self.between(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks=4):
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(64, 32), nn.LayerNorm(32), nn.Linear(32, 64)
+        self.blocks = nn.ModuleList(Heads() for _ in range(blocks))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def made(**asked):
+    asked = {"world_size": 8, "batch": 16, "seq": 64, "hardware": "cpu", "sample": torch.arange(6)[None], **asked}
+    return generate_plan(Model(), asked)
+
+
+def test_the_choice_comes_first_and_the_next_are_no_better():
+    explained = made().explain()
+    times = [one.cost.total for one in explained.ranked]
+    assert len(times) == 6
+    assert times == sorted(times)
+    assert "8 x cpu, 16 rows of 64 positions, for the least time" in str(explained)
+    assert explained.loses(explained.chosen) == ""
+    for one in explained.ranked[1:]:
+        said = explained.loses(one)
+        more = one.cost.total - times[0]
+        assert said.startswith("a tie") or float(said.split()[0]) == pytest.approx(more, rel=0.01)
+
+
+def test_memory_that_binds_is_named():
+    loose = made(pin={"tp": 1, "pp": 1}).explain()
+    limit = int(loose.chosen.memory.total * 1.01)
+    tight = made(pin={"tp": 1, "pp": 1}, memory=limit).explain()
+    assert "memory 99% full" in tight.binds(tight.chosen)
+    assert "memory" not in loose.binds(loose.chosen).split(",")[0]
+
+
+def test_every_block_says_why():
+    explained = made(pin={"tp": 2, "pp": 2, "dp": 2}).explain()
+    first, second = explained.blocks
+    assert (first.names, first.stage, second.stage) == (("blocks.0", "blocks.1"), 0, 1)
+    assert first.reasons == (
+        "attention: 32 features in 2 atoms, 2 ways",
+        "feed-forward: 128 features in 128 atoms, 2 ways",
+    )
+    whole = made(pin={"tp": 4, "pp": 1}).explain().blocks[0]
+    assert "attention: 32 features in 2 atoms, 4 ways; k.weight, v.weight whole: fewer atoms than 4" in whole.reasons[0]
+    alone = made(pin={"tp": 1}).explain().blocks[0]
+    assert alone.reasons[0] == "attention: whole, there is no tensor axis"
+
+
+def test_blocks_computed_again_are_as_few_as_fit():
+    plain = made(pin={"dp": 8, "zero": 0}).explain().chosen
+    assert plain.again == ()
+    tight = made(pin={"dp": 8, "zero": 0}, memory=plain.memory.total - 1)
+    chosen = tight.explain().chosen
+    assert 0 < len(chosen.again) < 4
+    assert tuple(tight.checkpointing) == chosen.again
+    assert any(one.again for one in tight.explain().blocks)
+
+
+def test_the_front_is_beaten_by_no_candidate():
+    explained = made().explain()
+    front = explained.front
+    assert len(front) > 1
+    for one in explained.priced:
+        assert any(best.seconds <= one.seconds and best.bytes <= one.bytes for best in front)
+    for best in front:
+        assert not any(one.seconds < best.seconds and one.bytes < best.bytes for one in explained.priced)
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    explained = made(memory=10**6, pin={"tp": 2}).explain()
+    text = explained.write_html(tmp_path / "plan.html").read_text()
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    mesh, memory, time, front = map(ElementTree.fromstring, drawings)
+    assert "http" not in text
+    assert "<script" not in text
+    tips = [title.text for title in mesh.iter("title")]
+    assert len(tips) == len(set(tips)) == 8
+    assert len(list(memory.iter("line"))) == 1
+    assert {title.text.split()[0] for title in time.iter("title")} >= {"compute", "optimizer"}
+    points = [one for one in front.iter("circle") if one.find("title").text != "chosen"]
+    assert len(points) == len(explained.priced)
+
+
+def test_what_was_not_chosen_cannot_be_explained():
+    for plan in (Plan(mesh={"dp": 2}, parameters={"*": {}}), made().override(zero=1), Plan.from_json(made().to_json())):
+        with pytest.raises(PlanError, match="was not made by generate_plan"):
+            plan.explain()

@@ -1,0 +1,113 @@
+"""`vescale plan`: the plan of a model, and why, from its config alone; no GPU, no process group, no weights."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+
+from vescale_plans import PlanError, generate_plan
+
+GIB = 2**30
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Folder with a HuggingFace config.json, or module:factory.")],
+    world_size: Annotated[int, typer.Option(help="Ranks.")],
+    hardware: Annotated[str, typer.Option(help='Profile, such as h100; "auto" is what is here.')] = "auto",
+    batch: Annotated[int | None, typer.Option(help="Rows of the global batch; one for each rank by default.")] = None,
+    seq: Annotated[int, typer.Option(help="Positions of a row.")] = 4096,
+    memory: Annotated[float | None, typer.Option(help="GiB of one device that may be used.")] = None,
+    objective: Annotated[str, typer.Option(help="time or memory.")] = "time",
+    pin: Annotated[list[str] | None, typer.Option(help="What is given, such as tp=8; may be repeated.")] = None,
+    forbid: Annotated[list[str] | None, typer.Option(help="What must not be used, such as pp.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the plan, for Plan.from_json.")] = None,
+) -> None:
+    """Makes the whole plan of a model: what was chosen, the next best, what binds, and why for every block."""
+    built, sample = _build(model)
+    asked: dict[str, Any] = {} if memory is None else {"memory": int(memory * GIB)}
+    if sample is not None:
+        asked["sample"] = sample
+    made = generate_plan(
+        built,
+        world_size=world_size,
+        batch=world_size if batch is None else batch,
+        seq=seq,
+        hardware=hardware,
+        objective=objective,
+        pin=_pins(pin or ()),
+        forbid=tuple(forbid or ()),
+        **asked,
+    )
+    console = Console()
+    console.print(made.explain())
+    console.print(str(made), highlight=False, soft_wrap=True, markup=False)
+    if html is not None:
+        typer.echo(f"written to {made.explain().write_html(html)}")
+    if json is not None:
+        json.write_text(made.to_json())
+        typer.echo(f"written to {json}")
+
+
+def _pins(given: list[str]) -> Mapping[str, Any]:
+    pins = {}
+    for one in given:
+        name, _, value = one.partition("=")
+        if value.lower() in ("true", "false"):
+            pins[name] = value.lower() == "true"
+        elif value.isdigit():
+            pins[name] = int(value)
+        else:
+            raise PlanError("vescale plan", f"--pin {one!r} gives no number", (), [("--pin tp=8", "or --pin sp=true")])
+    return pins
+
+
+def _build(model: str) -> tuple[nn.Module, Any]:
+    """The model on the meta device, and a sample where the factory gives one."""
+    folder = Path(model)
+    if folder.is_dir() or folder.name == "config.json":
+        return _from_huggingface(folder.parent if folder.is_file() else folder), None
+    module, colon, factory = model.partition(":")
+    remedies = [("vescale plan ./folder", "with a config.json"), ("vescale plan package.module:factory", "")]
+    if not colon:
+        raise PlanError("vescale plan", f"{model!r} is neither a folder nor module:factory", (), remedies)
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise PlanError("vescale plan", f"{model!r} cannot be imported: {error}", (), remedies) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    with torch.device("meta"):
+        made = make()
+    made, sample = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(made, nn.Module):
+        remedies = [("return model", "an nn.Module"), ("return model, sample", "with what it is called with")]
+        rule = f"{model!r} gives no model but an object of type {type(made).__name__}"
+        raise PlanError("vescale plan", rule, (), remedies)
+    return made, sample
+
+
+def _from_huggingface(folder: Path) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        remedies = [("pip install transformers", ""), ("vescale plan module:factory", "needs no transformers")]
+        raise PlanError("vescale plan", f"{folder} is read by transformers, which is not here", (), remedies) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        named = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            return named(config) if named is not None else transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        remedies = [("vescale plan module:factory", "builds the model by code of your own")]
+        raise PlanError("vescale plan", f"{folder} holds no config that builds: {error}", (), remedies) from error

@@ -1,0 +1,112 @@
+"""`vescale plan` plans from a config folder or a factory, with no process group and no GPU, and says what is wrong."""
+
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from vescale import Plan, PlanError
+from vescale.cli import app, main
+
+RUN = CliRunner()
+FACTORY = """
+import torch
+from torch import nn
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+def build():
+    return Wide(), torch.zeros(1, 5, 64, device="cpu")
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    (tmp_path / "factories_of_a_test.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    yield "factories_of_a_test"
+    sys.modules.pop("factories_of_a_test", None)
+
+
+def run(*arguments):
+    result = RUN.invoke(app, ["plan", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    assert not dist.is_initialized()
+    return result.output
+
+
+def test_a_folder_with_a_config(tmp_path):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    written, page = tmp_path / "plan.json", tmp_path / "out.html"
+    shown = run(tmp_path, "--world-size", 64, "--hardware", "h100", "--html", page, "--json", written)
+    assert "7.24B parameters on 64 x h100, 64 rows of 4096 positions" in shown
+    assert "the choice, and the next best" in shown
+    assert "model.layers.0 .. 31" in shown
+    assert Plan.from_json(written.read_text()).world_size == 64
+    text = page.read_text()
+    assert text.count("<svg") == 4
+    assert "http" not in text
+    assert "<script" not in text
+    for drawing in text.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + drawing.split("</svg>")[0] + "</svg>")
+
+
+def test_a_factory_with_a_sample(factory, tmp_path):
+    given = (f"{factory}:build", "--world-size", 8, "--batch", 4, "--hardware", "cpu", "--seq", 16)
+    shown = run(*given, "--pin", "tp=2", "--pin", "pp=2", "--forbid", "sp", "--json", tmp_path / "plan.json")
+    assert "chosen: pp=2 dp=2 tp=2" in shown
+    assert dict(Plan.from_json((tmp_path / "plan.json").read_text()).mesh) == {"pp": 2, "dp": 2, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere", "--world-size", "2"], "'nowhere' is neither a folder nor module:factory"),
+        (["no_such_module:f", "--world-size", "2"], "cannot be imported"),
+        (["MODULE:absent", "--world-size", "2"], "cannot be imported"),
+        (["MODULE:nothing", "--world-size", "2"], "gives no model but an object of type int"),
+        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--pin", "tp"], "--pin 'tp' gives no number"),
+        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--pin", "tp=7"], "leave no plan for 2 ranks"),
+        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--memory", "0"], "memory binds"),
+        ([".", "--world-size", "2"], "holds no config that builds"),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_traceback(arguments, said, factory, capsys, monkeypatch):
+    arguments = [one.replace("MODULE", factory) for one in arguments]
+    monkeypatch.setattr(sys, "argv", ["vescale", "plan", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "Traceback" not in shown
+
+
+def test_the_plan_says_why_only_where_it_was_chosen():
+    with pytest.raises(PlanError, match="was not made by generate_plan"):
+        Plan(mesh={"dp": 2}, parameters={"*": {}}).explain()
