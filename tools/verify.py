@@ -159,6 +159,7 @@ CHECKS: tuple[Check, ...] = (
     Check(8, 2, "static mode over hand-written blocks", (PYTHON, "benchmarks/static_blocks.py")),
     Check(8, 3, "the share of modules that run static", (PYTHON, "benchmarks/static_share.py")),
     Check(8, 4, "awkward modules", tests("packages/plans/tests/test_static.py")),
+    Check(12, 3, "examples: every flag, resume, curve", tests("packages/vescale/tests/test_examples.py"), 30 * MINUTES),
     Check(12, 0, "an environment's faults, named and mended", tests("packages/vescale/tests/test_doctor.py")),
     Check(12, 0, "a step's timeline over ranks", tests("packages/vescale/tests/test_timeline.py")),
 )

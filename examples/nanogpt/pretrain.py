@@ -1,0 +1,47 @@
+"""Trains the GPT of this folder on any text file, under any parallelism, and goes on under any other.
+
+    python -m nanogpt.pretrain --out runs/one --data book.txt
+    torchrun --nproc-per-node 4 -m nanogpt.pretrain --pp 2 --tp 2 --out runs/four --against runs/one
+    torchrun --nproc-per-node 2 -m nanogpt.pretrain --tp 2 --resume runs/four --steps 60
+"""
+
+import torch
+from corpus import VOCABULARY, read_corpus
+from curve import keep_losses, read_losses
+from flags import read_flags
+from nanogpt.model import GPT, GPTConfig
+
+import vescale
+from vescale_plans import library
+
+
+def main(arguments: list[str] | None = None) -> list[float]:
+    """The loss of every step, those before a resume included."""
+    flags = read_flags(__doc__, arguments)
+    torch.manual_seed(flags.seed)
+    corpus = read_corpus(flags.data, seed=flags.seed, device=flags.device)
+    model = GPT(GPTConfig(vocab_size=VOCABULARY, block_size=flags.sequence)).to(flags.device)
+    plan = library.gpt(flags.mesh, sequence_parallel=flags.sequence_parallel)
+    plan = plan.override(**flags.changes("transformer.h", model.config.n_layer))
+    adamw = lambda parameters: torch.optim.AdamW(parameters, lr=flags.rate)
+    model, optimizer = vescale.parallelize(plan, model, adamw, mode=flags.mode)
+    state = {"plan": plan, "model": model, "optimizer": optimizer, "step": 0}
+    losses = read_losses(flags.resume)
+    if flags.resume:
+        vescale.load(flags.resume, state)
+    for number in range(state["step"], flags.steps):
+        inputs, targets = corpus.batch(number, flags.batch, flags.sequence)
+        loss = model(inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        state["step"] = number + 1
+    vescale.save(flags.out, state, overwrite=True)
+    keep_losses(flags, "nanogpt", losses)
+    return losses
+
+
+if __name__ == "__main__":
+    main()
