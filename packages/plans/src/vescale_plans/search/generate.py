@@ -39,7 +39,7 @@ def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None
 
     Deterministic; no process group, no GPU, and no weight is needed. `explain()` of the plan says why.
 
-    Raises InfeasibleError when nothing fits, PlanError for a request that is none.
+    Raises InfeasibleError when nothing fits, PlanError for a request that is none, or overrides that do not fit.
     """
     request = {**(constraints or {}), **asked}
     for name in request:
@@ -73,6 +73,8 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
     )
     best = rank(wanted, bar)
     plan = plan_of(structure, best[0], overrides=request.get("overrides"))
+    if request.get("overrides"):
+        plan.validate(model)
     object.__setattr__(plan, "_explanation", Explanation(wanted, tuple(best)))
     return plan
 
