@@ -15,6 +15,7 @@ from torch.autograd import Function
 from . import _events
 from ._conversion import communicates, plan
 from ._errors import ImplicitCommunicationError
+from ._functorch import check_outside
 from ._layout import Layout, layout_of
 from ._memo import recall, remember
 from ._mesh import Mesh
@@ -129,6 +130,8 @@ def _make(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own: bool
         known = None if own else recall(tensor, target)
         if known is not None:
             return known
+        if _are_functorch_transforms_active():
+            check_outside(_events.cause().function)
         route = route_of(source, target)
         if is_grad_enabled() and tensor.requires_grad:
             out = convert_tracked(tensor, route, own)

@@ -66,7 +66,11 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
         key.append(_KEYWORDS)
         for name, argument in kwargs.items():
             key.append(name)
-            key.append(argument if type(argument) in _ATOMS else _keyed(argument, entry.exact))
+            kind = type(argument)
+            if kind is DTensor:
+                key.append(argument._layout)
+            else:
+                key.append(argument if kind in _ATOMS else _keyed(argument, entry.exact))
     key = tuple(key)
     try:
         decision = entry.cache.get(key)
@@ -122,6 +126,8 @@ def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, d
 def _keyed(value: Any, exact: bool) -> Any:
     """The hashable stand-in of an argument that is neither a DTensor nor an atom by itself."""
     kind = type(value)
+    if kind is DTensor:
+        return value._layout
     if kind is slice:
         start, stop, step = value.start, value.stop, value.step
         if type(start) in _ATOMS and type(stop) in _ATOMS and step is None:
@@ -137,8 +143,6 @@ def _keyed(value: Any, exact: bool) -> Any:
         return value
     if kind is list:  # x[[0, 1]] is not x[0, 1]
         return (list, *_keyed_items(value, exact))
-    if kind is DTensor:
-        return value._layout
     if isinstance(value, Tensor):
         return (kind, value.shape, value.requires_grad, is_wrapped(value))
     if kind is dict:
@@ -150,10 +154,10 @@ def _keyed_items(items: Any, exact: bool) -> list:
     key = []
     for item in items:
         kind = type(item)
-        if kind in _ATOMS:
-            key.append(item)
-        elif kind is DTensor:
+        if kind is DTensor:
             key.append(item._layout)
+        elif kind in _ATOMS:
+            key.append(item)
         else:
             key.append(_keyed(item, exact))
     return key

@@ -192,14 +192,26 @@ def _finish_backward() -> None:
                 finish()
 
 
-def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad`: gradients come back as DTensors in their layouts."""
+def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
+    """`torch.autograd.grad`: gradients come back as DTensors in their layouts.
+
+    Batched cotangents are taken one after the other, one backward each: vmap does not know of shards.
+    """
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
-    given = dict(zip(names, args)) | kwargs
+    given = dict(zip((*names, "is_grads_batched", "materialize_grads"), args)) | kwargs
     outputs, inputs, seeds = given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs", None)
+    if isinstance(inputs, dict):
+        return dict(zip(inputs, grad(function, (outputs, tuple(inputs.values()), seeds), given)))
     outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     seeds = (None,) * len(outputs) if seeds is None else (seeds,) if isinstance(seeds, Tensor) else tuple(seeds)
+    if given.pop("is_grads_batched", False):
+        rows = zip(*[seed.unbind(0) for seed in seeds], strict=True)
+        found = [grad(function, (outputs, inputs, row), given | {"retain_graph": True}) for row in rows]
+        return tuple(None if one[0] is None else torch.stack(one) for one in zip(*found))
+    if given.pop("materialize_grads", False):
+        found = grad(function, (outputs, inputs, seeds), given | {"allow_unused": True})
+        return tuple(torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found))
     roots, starts = _started(outputs, seeds, "autograd.grad")
     # Inputs stay the DTensor objects (autograd knows the nodes by them), dispatch off only for the outer call's
     # own check: the graph itself runs on plain tensors.

@@ -19,7 +19,7 @@ from torch._C import DispatchKey, _is_torch_function_enabled
 from torch._C import _current_graph_task_id as _graph_task
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
 
-from ._functorch import check_not_mapped
+from ._functorch import TensorType, check_not_mapped
 from ._layout import Layout
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _plain_dim = Tensor.dim
 _plain_numel = Tensor.numel
 
 
-class DTensor(Tensor):
+class DTensor(Tensor, metaclass=TensorType):
     """A tensor sharded over a device mesh; used and debugged as if it were on one device.
 
     Methods that need the engine (`redistribute`, `backward`, operators) are put on the
