@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import vescale_dtensor.testing
-from vescale_dtensor import _worker_pool
+from vescale_dtensor import FallbackWarning, Shard, _worker_pool, distribute_tensor
 from vescale_dtensor.testing import (
     RankError,
     RankTimeout,
@@ -158,6 +159,20 @@ def test_every_call_starts_from_the_same_state() -> None:
     first, second = run_ranks(2, draw), run_ranks(2, draw)
     state = assert_ranks_agree(first + second)
     assert state[1:] == (True, torch.float32, 1)
+
+
+def test_what_a_call_says_of_warnings_ends_with_it() -> None:
+    """Neither its filters nor that a fallback was reported: the test after it would be told another thing."""
+
+    def gathers(action: str) -> None:
+        warnings.simplefilter(action, FallbackWarning)
+        torch.unique(distribute_tensor(torch.eye(4), mesh_of(2), [Shard(0)]))
+
+    run_ranks(2, gathers, "ignore")
+    raises_on_all(2, FallbackWarning, gathers, "error")
+    before = run_ranks(2, lambda: len(warnings.filters))
+    run_ranks(2, gathers, "ignore")
+    assert run_ranks(2, lambda: len(warnings.filters)) == before
 
 
 def test_processes_are_kept_between_calls() -> None:

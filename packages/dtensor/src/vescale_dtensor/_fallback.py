@@ -30,7 +30,7 @@ class FallbackWarning(UserWarning):
     """A function ran on gathered tensors because it has no rule; silence it with a rule."""
 
 
-_reported: set[Any] = set()
+reported: set[Any] = set()  # functions that were warned of, each once
 
 
 def gathered(function: Callable) -> Callable:
@@ -160,9 +160,9 @@ def _share(one: Tensor, other: Tensor) -> bool:
 
 
 def _report(function: Callable, wholes: list) -> None:
-    if function in _reported:
+    if function in reported:
         return
-    _reported.add(function)
+    reported.add(function)
     moved = sum(layout.numel for layout in (s._layout for s, _, _ in wholes) if not layout.is_replicated)
     if moved:
         warnings.warn(

@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 import types
+import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from typing import Any, Literal, NoReturn
 import cloudpickle
 import torch
 import torch.distributed as dist
+
+from . import _fallback
 
 START_SECONDS = 60.0  # importing torch in the fork server, rendezvous of a world
 COLLECTIVE_SECONDS = 30.0  # default timeout of every process group
@@ -290,7 +293,7 @@ def _work(rank: int, size: int, control: socket.socket, stack_fd: int, port: int
 
 
 def _answer(rank: int, request: bytes) -> Answer:
-    """Do one call from a defined state: seeds, grad mode, dtype, threads."""
+    """Do one call from a defined state: seeds, grad mode, dtype, threads, warnings."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
@@ -298,10 +301,12 @@ def _answer(rank: int, request: bytes) -> Answer:
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+    _fallback.reported.clear()
     expected: tuple[type[BaseException], ...] = ()
     try:
         function, args, kwargs, expected = pickle.loads(request)
-        value = function(*args, **kwargs)
+        with warnings.catch_warnings():
+            value = function(*args, **kwargs)
     except BaseException as error:
         answer = _raised(rank, error, expected)
     else:
