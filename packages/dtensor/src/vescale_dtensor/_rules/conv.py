@@ -225,7 +225,7 @@ def prelu(call: Call) -> Signature | None:
     return Signature([labels, (1,)], [labels]) if x.ndim > 1 and weight.ndim == 1 else None
 
 
-@rule(F.grid_sample, torch.grid_sampler)
+@rule(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
 def grid_sample(call: Call) -> Signature:
     """x [b, c, ...], grid [b, ..., n]: batch and channels are free, linear in x."""
     x, grid = call.operands

@@ -4,6 +4,7 @@ from . import attention as attention
 from . import batch_norm as batch_norm
 from . import classes as classes
 from . import comparison as comparison
+from . import composed as composed
 from . import conv as conv
 from . import embedding as embedding
 from . import extremum as extremum
@@ -14,6 +15,7 @@ from . import index_tensor as index_tensor
 from . import join as join
 from . import loss as loss
 from . import matmul as matmul
+from . import matrix as matrix
 from . import metadata as metadata
 from . import norm as norm
 from . import optim as optim

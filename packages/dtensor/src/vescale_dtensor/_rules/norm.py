@@ -1,4 +1,4 @@
-"""Normalisation layers over the last dims: layer_norm and rms_norm.
+"""Normalisation layers over the last dims: layer_norm, rms_norm and instance_norm.
 
     batch dims sharded          local; weight and bias whole (R: their gradients are pending)
     normalized dims sharded     x stays sharded, weight and bias alike; the statistics, one or two values
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from .._signature import Signature
 from .._tensor import DTensor
+from .empty import guarded
 from .parts import settled, splits
 from .reduce import upcast
 from .registry import Call, Operand, composite, rule
@@ -75,3 +76,15 @@ def layer_norm(call: Call):
 @rule(F.rms_norm, torch.rms_norm)
 def rms_norm(call: Call):
     return _over_rows(call, centered=False)
+
+
+@rule(F.instance_norm)
+def instance_norm(call: Call) -> Signature | None:
+    """x [b, c, ...], weight [c], bias [c], each channel of each sample by itself; without running statistics."""
+    x = call.operands[0]
+    others = [call.get(3, "weight"), call.get(4, "bias")]
+    given = [one for one in others if isinstance(one, Operand)]
+    if x.ndim < 3 or call.operands != [x, *given]:
+        return None
+    labels = ("b", "c", *[None] * (x.ndim - 2))
+    return Signature([labels, *[("c",)] * len(given)], [labels], shapes=[x.shape], local=guarded(call.function))

@@ -215,7 +215,7 @@ def filled_like(call: Call):
     return Decision(out=layout.with_states([INVARIANT if state is PENDING else state for state in layout.states]))
 
 
-@rule(Tensor.zero_)
+@rule(Tensor.zero_, torch.zero_)
 def zero_(call: Call):
     """Zero is zero in any layout, pending included."""
     return elementwise(call, linear=[(0,)])
