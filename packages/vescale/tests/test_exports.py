@@ -176,6 +176,7 @@ PUBLIC = {
         "static",
     },
     "vescale_rng": {
+        "Geometry",
         "RandomStateError",
         "RandomStreamError",
         "check_in_step",
@@ -193,6 +194,7 @@ PUBLIC = {
         "randperm",
         "recorded",
         "set_state",
+        "use_geometry",
         "use_stream",
     },
 }

@@ -7,6 +7,8 @@ from . import _attention as _attention
 from . import _choices as _choices
 from . import _dropout as _dropout
 from . import _fills as _fills
+from ._cuda_fill import use_geometry as use_geometry
+from ._cuda_launch import Geometry as Geometry
 from ._deferred import deferred_init as deferred_init
 from ._deferred import is_deferred as is_deferred
 from ._factories import rand as rand

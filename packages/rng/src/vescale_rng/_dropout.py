@@ -7,8 +7,7 @@
     nothing drawn      p = 0, p = 1, or not training: no number is taken
 
 What torch does on CPU (ATen/native/Dropout.cpp): noise = empty_like(input).bernoulli_(1 - p).div_(1 - p), then the
-product. rrelu draws for the negative elements only, so that where in the sequence a shard's numbers lie is known
-only with all values: it gathers its input, as the fallback.
+product; on CUDA `dropout`, out of place, has a kernel and an order of its own (ATen/native/cuda/Dropout.cu).
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from vescale_dtensor.engine import (
 )
 from vescale_dtensor.rules import Call, composite
 
-from ._fills import draws_for, settled
+from ._cuda_numbers import fused_dropout_
+from ._fills import draws_for, fills_for, settled
 from ._stream import Draw, fill
 
 _PLAIN = {F.dropout, torch.dropout, torch.dropout_}
@@ -72,13 +72,15 @@ def dropout(call: Call):
 def _drop(p: float, feature: bool, alpha: bool, inplace: bool, on_device: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> DTensor:
         x = args[0] if args else kwargs["input"]
-        if not draws_for(x):
+        if not fills_for(x):
             return on_device(*args, **kwargs)
         if inplace:
             check_writable("dropout", x)
         layout = x._layout.base
         # On the shards: a checkpoint that finds a DTensor among what autograd saved compares its global shape.
         with local_only():
+            if not (feature or alpha or inplace or draws_for(x)):
+                return stamp(_fused(x, layout, p), layout if torch.is_grad_enabled() else layout.untracked)
             noise, shift = _scaled(_noise(x, layout, p, feature), layout, p, alpha)
             out = x.mul_(noise) if inplace else x * noise
             if shift is not None:
@@ -88,6 +90,16 @@ def _drop(p: float, feature: bool, alpha: bool, inplace: bool, on_device: Callab
         return stamp(out, layout if torch.is_grad_enabled() else layout.untracked)
 
     return run
+
+
+def _fused(x: Tensor, layout: Layout, p: float) -> Tensor:
+    """As torch's fused kernel on CUDA: x times zero or one, times the scale, in float, rounded once."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        kept = fill(torch.empty_like(x.detach()), settled(layout), Draw(fused_dropout_, (p,)), fresh=True)
+        scale = torch.tensor(1 - p, dtype=wide).to(torch.float64).reciprocal().to(wide).item()
+        noise = kept.to(wide).mul_(scale)
+    return (x.to(wide) * noise).to(x.dtype)
 
 
 def _noise(x: Tensor, layout: Layout, p: float, feature: bool) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import DTensor, Placement, distribute_tensor, empty
 from vescale_dtensor.engine import mesh_of
 
-from ._fills import draw_into, draws_for
+from ._fills import draw_into, fills_for
 from ._stream import Draw
 
 
@@ -44,11 +44,11 @@ def randperm(n: int, *, device_mesh: DeviceMesh, placements: Sequence[Placement]
 def _made(
     whole: Callable, function: Callable, bounds: tuple, size, device_mesh, placements, generator, options: dict
 ) -> DTensor:
-    """An empty tensor, filled as torch's factory does; on other devices than CPU, the whole, sliced."""
+    """An empty tensor, filled as torch's factory does; on devices other than CPU and CUDA, the whole, sliced."""
     wants_grad = options.pop("requires_grad", False)
     seeded = {} if generator is None else {"generator": generator}
     fresh = empty(*size, device_mesh=device_mesh, placements=placements, **options)
-    if draws_for(fresh):
+    if fills_for(fresh):
         fresh = draw_into(fresh, Draw(function, bounds, seeded), fresh=True)
     else:
         options.setdefault("device", fresh.device)

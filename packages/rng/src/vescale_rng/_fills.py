@@ -6,7 +6,8 @@
     bernoulli_ with a tensor          uniform numbers in the layout of the target, compared with the probabilities
     torch.normal                      standard normal numbers, times std, plus mean, as torch's CPU kernel does
 
-What is not on a CPU goes the way that vescale_dtensor alone would go: drawn whole, sliced.
+On CUDA a Bernoulli number by its own probability has a kernel of its own: it is drawn whole and sliced, as
+vescale_dtensor alone would do; so is everything on other devices.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ def draws_for(tensor: DTensor) -> bool:
     return tensor.device.type in ("cpu", "meta") or current_stream() == "philox"
 
 
+def fills_for(tensor: DTensor) -> bool:
+    """Whether this package fills it, with numbers of one distribution: on CUDA, too."""
+    return draws_for(tensor) or tensor.device.type == "cuda"
+
+
 def draw_into(own: DTensor, draw: Draw, *, fresh: bool = False) -> DTensor:
     """`own` overwritten in place, with torch's own complaint when it is a leaf that requires grad."""
     if torch.is_grad_enabled() and requires_grad(own):
@@ -77,9 +83,10 @@ def settled(layout: Layout) -> Layout:
 @handler(_FILLS)
 def fill_in_place(function: Callable, args: tuple, kwargs: dict) -> Any:
     own, *rest = args
-    if type(own) is not DTensor or not draws_for(own):
+    by_tensor = function is Tensor.bernoulli_ and isinstance(rest[0] if rest else kwargs.get("p"), Tensor)
+    if type(own) is not DTensor or not (draws_for(own) if by_tensor else fills_for(own)):
         return _WHOLE[function](function, args, kwargs)
-    if function is Tensor.bernoulli_ and isinstance(rest[0] if rest else kwargs.get("p"), Tensor):
+    if by_tensor:
         return _bernoulli_in_place(own, *rest, **kwargs)
     return draw_into(own, Draw(function, tuple(rest), kwargs))
 
@@ -136,7 +143,7 @@ def _filled_without_grad(fill_: Callable, given: tuple) -> DTensor:
 @handler(list(_LIKE))
 def like(function: Callable, args: tuple, kwargs: dict) -> Any:
     own, *rest = args if args else (kwargs["input"],)
-    if not draws_for(own) or torch.device(kwargs.get("device") or own.device) != own.device:
+    if not fills_for(own) or torch.device(kwargs.get("device") or own.device) != own.device:
         return _WHOLE[function](function, args, kwargs)
     options = {name: value for name, value in kwargs.items() if name not in ("input", "generator", "low", "high")}
     wants_grad = options.pop("requires_grad", False)
@@ -167,7 +174,7 @@ def normal(function: Callable, args: tuple, kwargs: dict) -> Any:
     mean, std, generator = given["mean"], given.get("std", 1.0), given.get("generator")
     leading = mean if isinstance(mean, Tensor) else std
     alike = not isinstance(mean, Tensor) or not isinstance(std, Tensor) or mean.shape == std.shape
-    if type(leading) is not DTensor or not draws_for(leading) or not alike or given.get("out") is not None:
+    if type(leading) is not DTensor or not fills_for(leading) or not alike or given.get("out") is not None:
         return gathered(function)(*args, **kwargs)
     with torch.no_grad():
         drawn = empty_as(leading, memory_format=torch.contiguous_format)

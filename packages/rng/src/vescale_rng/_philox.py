@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from ._scratch import scratch
+
 LANES, ROUNDS = 4, 10
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _MASK = (1 << 64) - 1
 _LOW = (1 << 32) - 1
+_AT_ONCE = 1 << 13  # words that numpy is asked for: few enough to stay in the cache until they are copied
 
 Key = tuple[int, int]
 
@@ -34,20 +37,22 @@ class Runs:
 
     def __init__(self, key: Key) -> None:
         self._source = np.random.Philox(key=np.array(key, np.uint64))
-        self._at = 0  # blocks made so far
+        self._at = 0  # the next word
 
-    def words(self, starts: Sequence[int], count: int) -> np.ndarray:
-        """`count` words from each of the places `starts`: uint64, [len(starts), count]."""
+    def words(self, starts: Sequence[int], count: int) -> Tensor:
+        """`count` words from each of the places `starts`: [len(starts), count], until the next call in this thread."""
+        found = scratch("words", len(starts) * count, torch.int64).view(len(starts), count)
         advance, raw, at = self._source.advance, self._source.random_raw, self._at
-        rows = []
-        for start in starts:
-            block, lane = start // LANES, start % LANES
-            if block != at:
-                advance(block - at if block > at else (block - at) % (1 << 256))
-            rows.append(raw(lane + count)[lane:])
-            at = block + -(-(lane + count) // LANES)
+        for row, start in zip(found.numpy().view(np.uint64), starts):
+            if start != at:  # forgets what is left of the last block
+                advance((start // LANES - -(-at // LANES)) % (1 << 256))
+                if start % LANES:
+                    raw(start % LANES, output=False)
+            for first in range(0, count, _AT_ONCE):
+                row[first : first + _AT_ONCE] = raw(min(_AT_ONCE, count - first))
+            at = start + count
         self._at = at
-        return rows[0][None] if len(rows) == 1 else np.stack(rows)
+        return found
 
 
 def words_at(places: Tensor, key: Key) -> Tensor:

@@ -28,6 +28,8 @@ from torch import Generator, Tensor
 from vescale_dtensor import Layout
 from vescale_dtensor.engine import PENDING
 
+from ._cuda_fill import check_not_named, fill_parts, generator_on, is_followed
+from ._cuda_numbers import fused_dropout_
 from ._journal import note
 from ._mt19937 import discard, generator_or_default, words_taken
 from ._philox import Key, next_key
@@ -50,6 +52,10 @@ class Draw:
     @property
     def generator(self) -> Generator:
         return generator_or_default(self.kwargs.get("generator"))
+
+    def generator_for(self, tensor: Tensor) -> Generator:
+        """The one that torch draws from into this tensor."""
+        return generator_on(tensor.device, self.kwargs.get("generator"))
 
     def __call__(self, tensor: Tensor) -> None:
         self.function(tensor, *self.args, **self.kwargs)
@@ -95,9 +101,10 @@ def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False) -> T
     if local.is_meta:
         draw(local)
         return local
-    note(draw.function.__name__, draw.generator)
     if current_stream() == "philox":
+        note(draw.function.__name__, draw.generator)
         return _place_philox(local, layout, draw, next_key(draw.generator))
+    note(draw.function.__name__, draw.generator_for(local))
     return _place(local, layout, draw, fresh)
 
 
@@ -162,13 +169,26 @@ def _place(local: Tensor, layout: Layout, draw: Draw, fresh: bool) -> Tensor:
     zero = any(state is PENDING and at for state, at in zip(layout.states, layout.mesh.coordinate))
     order = _in_rows(layout.shape) if layout.flat_axis is not None else order_of(local, layout.shape, fresh)
     parts = [] if zero else parts_of(local, layout, order.dims)
-    if not zero and parts and parts[0][1].is_whole and layout.flat_axis is None:
+    if local.device.type == "cuda":
+        _place_on_device(parts, layout, local, order, draw)
+    elif not zero and parts and parts[0][1].is_whole and layout.flat_axis is None:
         draw(local)
     elif _seeds_another(draw, local.dtype):
-        _fill_from_whole(parts, _sizes(layout, order), local.dtype, order, draw)
+        _fill_from_whole(parts, _sizes(layout, order), local, order, draw)
     else:
         _fill_in_chunks(parts, layout.numel, local.dtype, order, draw)
     return local.zero_() if zero else local
+
+
+def _place_on_device(parts: list[Part], layout: Layout, local: Tensor, order: Order, draw: Draw) -> None:
+    """By the formula of torch's kernels, where torch follows it on this device, else from the whole."""
+    dense = order.contiguous or draw.function is not fused_dropout_
+    if dense and is_followed(draw.function, local.dtype, local.device):
+        generator = draw.generator_for(local)
+        fill_parts(parts, layout.numel, local.dtype, draw.function, draw.args, draw.kwargs, generator)
+    else:
+        check_not_named(draw.function, local.dtype)
+        _fill_from_whole(parts, _sizes(layout, order), local, order, draw)
 
 
 def _in_rows(shape: Sequence[int]) -> Order:
@@ -259,8 +279,8 @@ def _memory(count: int, dtype: torch.dtype, contiguous: bool) -> Tensor:
     return torch.empty(count, dtype=dtype) if contiguous else torch.empty(2 * count, dtype=dtype)[::2]
 
 
-def _fill_from_whole(parts: list[Part], sizes: tuple[int, ...], dtype: torch.dtype, order: Order, draw: Draw) -> None:
-    whole = _memory(prod(sizes), dtype, order.contiguous)
+def _fill_from_whole(parts: list[Part], sizes: tuple[int, ...], local: Tensor, order: Order, draw: Draw) -> None:
+    whole = _memory(prod(sizes), local.dtype, order.contiguous or local.device.type != "cpu").to(local.device)
     # Such a kernel goes by index, not by memory: it must be given the dims in the user's order.
     undo = [order.dims.index(dim) for dim in range(len(order.dims))]
     strides = [prod(sizes[dim + 1 :]) * whole.stride(0) for dim in range(len(sizes))]

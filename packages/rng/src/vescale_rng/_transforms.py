@@ -1,6 +1,6 @@
 """From words to numbers, in the `philox` stream. The same bits on every device where no logarithm, sine or tangent is.
 
-An element of index i of the global tensor, row-major, takes
+An element at place i of the global tensor (`_philox_fill` says which that is) takes
 
     32 bits, half i % 2 (the low one first) of word i // 2      in float32 and narrower types
     64 bits, word i                                             in float64, and for integers: random_ in all types
@@ -24,6 +24,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._scratch import scratch
+
 _MOST = (1 << 63) - 1
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
@@ -34,7 +36,7 @@ def is_wide(function: Callable, dtype: torch.dtype) -> bool:
 
 
 def numbers(function: Callable, args: tuple, kwargs: dict, words: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of an even count of elements, of which `words` (int64, 1-D) are the bits, the first index even.
+    """The numbers of an even count of elements, of which `words` (int64, 1-D) are the bits, the first place even.
 
     To be copied into a target of type `dtype`. `words` is overwritten.
     """
@@ -42,10 +44,11 @@ def numbers(function: Callable, args: tuple, kwargs: dict, words: Tensor, dtype:
 
 
 def _bits(words: Tensor, dtype: torch.dtype, digits: int) -> Tensor:
-    """The leading digits of every element's bits, as numbers of type float64 or float32."""
-    if dtype == torch.float64:
-        return (words >> 64 - digits).bitwise_and_((1 << digits) - 1).to(torch.float64)
-    return words.view(torch.int32).bitwise_right_shift_(32 - digits).bitwise_and_((1 << digits) - 1).to(torch.float32)
+    """The leading digits of every element's bits, as numbers of type float64 or float32, in the memory of the words."""
+    kinds = (torch.int64, torch.float64) if dtype == torch.float64 else (torch.int32, torch.float32)
+    bits, found = (words.view(kind) for kind in kinds)
+    bits.bitwise_right_shift_(8 * bits.itemsize - digits).bitwise_and_((1 << digits) - 1)
+    return found.copy_(bits)
 
 
 def _positive(words: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,15 +69,23 @@ def _bernoulli(words: Tensor, dtype: torch.dtype, p: float = 0.5) -> Tensor:
 
 
 def _normal(words: Tensor, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    if dtype == torch.float64:
-        pairs = words.view(-1, 2)
-        lengths, angles = _positive(pairs[:, 0], dtype), _bits(pairs[:, 1], dtype, 53).mul_(2.0**-52 * math.pi)
-    else:  # both from one word
-        lengths = (words >> 1).bitwise_and_((1 << 31) - 1).to(torch.float32).add_(0.5).mul_(2.0**-31)
-        angles = words.bitwise_right_shift_(40).bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-23 * math.pi)
+    wide = dtype == torch.float64
+    found = words.view(torch.float64 if wide else torch.float32)
+    lengths, angles, cosines = (_memory(name, words, found) for name in ("lengths", "angles", "cosines"))
+    pairs = (words if wide else words.view(torch.int32)).view(-1, 2)
+    lengths = _positive(lengths.view(pairs.dtype).copy_(pairs[:, 0]), dtype)
+    digits = 53 if wide else 24
+    angles = _bits(angles.view(pairs.dtype).copy_(pairs[:, 1]), dtype, digits).mul_(2.0 ** (1 - digits) * math.pi)
     lengths.log_().mul_(-2).sqrt_().mul_(std)
-    found = torch.view_as_real(torch.complex(angles.cos().mul_(lengths), angles.sin_().mul_(lengths))).view(-1)
+    cosines = torch.cos(angles, out=cosines).mul_(lengths)
+    torch.complex(cosines, angles.sin_().mul_(lengths), out=torch.view_as_complex(found.view(-1, 2)))
     return found.add_(mean) if mean else found
+
+
+def _memory(name: str, words: Tensor, found: Tensor) -> Tensor:
+    """For a number of every pair."""
+    count = len(found) // 2
+    return scratch(name, count, found.dtype) if words.device.type == "cpu" else found.new_empty(count)
 
 
 def _log_normal(words: Tensor, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Tensor:
@@ -98,13 +109,16 @@ def _random(words: Tensor, dtype: torch.dtype, *bounds: int | None, **named: int
     given = dict(zip(("from", "to") if len(bounds) == 2 else ("to",), bounds)) | named
     start, stop = given.get("from", 0), given.get("to")
     count = (_largest(dtype) + 1 if stop is None else stop) - start
-    if count >> 64:
-        return words + start
+    return (words if count >> 64 else unsigned_remainder(words, count)) + start
+
+
+def unsigned_remainder(words: Tensor, count: int) -> Tensor:
+    """Of int64 read as unsigned, by a positive `count` below 2^64: of the upper 63 bits, then of what is left of it."""
     rest = words
     if not count >> 63:
         rest = words - (((words >> 1) & _MOST) // count * 2) * count
     over = (rest ^ ~_MOST) >= count - (1 << 63)
-    return torch.where(over, rest - (count - (1 << 64) if count >> 63 else count), rest) + start
+    return torch.where(over, rest - (count - (1 << 64) if count >> 63 else count), rest)
 
 
 def _largest(dtype: torch.dtype) -> int:
