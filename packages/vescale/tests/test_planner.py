@@ -411,12 +411,29 @@ class Renamed:
         return super().__getattr__(self.__dict__.get("_renames", {}).get(name, name))
 
 
+class Nested(nn.Module):
+    """One module more around another, under a name of its own."""
+
+    def __init__(self, inner, name):
+        super().__init__()
+        self._modules[name] = inner
+        self.__dict__["_inner"] = name
+
+    def forward(self, *args, **kwargs):
+        return self._modules[self._inner](*args, **kwargs)
+
+    def __getattr__(self, name):
+        inner = self.__dict__["_modules"][self.__dict__["_inner"]]
+        return inner if name == self.__dict__["_inner"] else getattr(inner, name)
+
+
 def renamed(model, seed=0):
-    """The model with every child and parameter under a random name, and some children wrapped."""
+    """The model with every child and parameter under a random name, and every third child inside one more module."""
     random = Random(seed)
     classes = {}
+    containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList)
     for module in list(model.modules()):
-        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList)):
+        if isinstance(module, containers):
             continue
         renames = {}
         for members in (module._modules, module._parameters):
@@ -424,21 +441,21 @@ def renamed(model, seed=0):
                 value = members.pop(name)
                 renames[name] = f"n{random.randrange(10**9)}"
                 members[renames[name]] = value
+                if isinstance(value, nn.Module) and not isinstance(value, containers) and random.random() < 1 / 3:
+                    members[renames[name]] = Nested(value, f"n{random.randrange(10**9)}")
         kind = type(module)
         module.__class__ = classes.setdefault(kind, type(kind.__name__, (Renamed, kind), {}))
         module.__dict__["_renames"] = renames
     return model
 
 
-RENAMED = ("llama", "gpt2", "mixtral", "olmo2", "bloom", "phi3", "gemma2", "falcon", "deepseek_v3", "opt")
-
-
-@pytest.mark.parametrize("kind", slice_of(RENAMED, 5))
-def test_names_change_nothing(kind):
+@pytest.mark.parametrize("kind", slice_of(TYPES, 36))
+def test_names_and_nesting_change_nothing(kind):
     model = build(kind)
     plain = structure_of(model, sample_of(model))
     other = structure_of(renamed(model), sample_of(model))
     assert not set(plain.shapes) & set(other.shapes)
+    assert len(other.modules) > len(plain.modules)
     assert list(plain.shapes.values()) == list(other.shapes.values())
     assert other.fingerprint == plain.fingerprint
     for degree in (2, 4):
