@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_plans import Plan, PlanError
-from vescale_plans.search import generate_plan
+from vescale_plans import Plan, PlanError, dry_run
+from vescale_plans.search import InfeasibleError, generate_plan, plan_of
 
 
 class Heads(nn.Module):
@@ -115,6 +115,44 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert {title.text.split()[0] for title in time.iter("title")} >= {"compute", "optimizer"}
     points = [one for one in front.iter("circle") if one.find("title").text != "chosen"]
     assert len(points) == len(explained.priced)
+
+
+class Loss(nn.Module):
+    """A model whose activations no formula knows: each block keeps a dozen copies of the wide layer's result."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(64, 512), nn.Linear(512, 64), nn.LayerNorm(64)
+
+    def forward(self, x):
+        y = self.up(self.norm(x))
+        for _ in range(12):
+            y = torch.sin(y)
+        return (x + self.down(y)).square().mean()
+
+
+def test_a_plan_that_does_not_fit_in_a_dry_run_is_demoted():
+    batch = torch.zeros(64, 8, 64)
+    asked = {"world_size": 2, "batch": 64, "hardware": "cpu", "sample": batch, "verify": batch}
+    free = generate_plan(Loss(), asked).explain()
+    assert free.demoted == ()
+    assert free.peak > free.chosen.memory.total  # the formula is short of it
+    alike = {one.candidate: dry(one, free.request, batch) for one in free.ranked}
+    least = min(alike.values())
+    assert least < free.peak
+    tight = generate_plan(Loss(), {**asked, "memory": least}).explain()
+    assert tight.peak <= least
+    assert tight.demoted
+    assert all(size > least for _, size in tight.demoted)
+    assert "demoted" in str(tight)
+    alone = {**asked, "pin": {"tp": 1, "zero": 0}}
+    enough = generate_plan(Loss(), {**alone, "verify": None}).explain().chosen.memory.total
+    with pytest.raises(InfeasibleError, match="in a dry run"):
+        generate_plan(Loss(), {**alone, "memory": enough})
+
+
+def dry(estimate, request, batch):
+    return dry_run(plan_of(request.structure, estimate), Loss(), batch).peak
 
 
 def test_what_was_not_chosen_cannot_be_explained():

@@ -56,10 +56,14 @@ class Explanation:
     Arguments:
         request: what was asked.
         ranked: the choice, and the next best.
+        demoted: what was faster by formula, and took so many bytes in a dry run.
+        peak: bytes of the choice in a dry run, where one was asked for.
     """
 
     request: Request
     ranked: Sequence[Estimate]
+    demoted: Sequence[tuple[Candidate, int]] = ()
+    peak: int | None = None
 
     @property
     def chosen(self) -> Estimate:
@@ -144,12 +148,15 @@ class Explanation:
         """The request and the choice, in a few lines."""
         asked, best = self.request, self.chosen
         fit = sum(one.fits for one in self.priced)
+        dry = [] if self.peak is None else [f"in a dry run {self.peak / GIB:.3g} GiB at the peak"]
+        dry += [f"demoted: {one}, {size / GIB:.3g} GiB in a dry run" for one, size in self.demoted]
         return [
             f"{asked.structure.parameters / 1e9:.3g}B parameters on {asked.world_size} x {asked.hardware.name}, "
             f"{asked.batch} rows of {asked.seq} positions, for the least {asked.objective}",
             f"chosen: {best.candidate}",
             f"{best.cost.total:.4g} s a step, {best.memory.total / GIB:.2f} of {asked.limit / GIB:.2f} GiB a rank; "
             f"{len(self.priced)} candidates, {fit} of which fit with blocks dealt out evenly",
+            *dry,
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

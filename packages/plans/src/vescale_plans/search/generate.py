@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..plan import Pipeline, Placements, Plan, PlanError
@@ -15,10 +16,14 @@ from .probe_sample import POSITIONS, Sample, sample_of
 from .probe_structure import structure_of
 from .progress import Bar
 from .ranking import MARGIN, Estimate, Request, rank
+from .refusals import beyond
 from .structure import Structure
 from .tensor_plan import tensor_parallel_plan
 
-ASKED = ("world_size", "batch", "seq", "hardware", "memory", "objective", "pin", "forbid", "overrides", "sample")
+ASKED = (
+    *("world_size", "batch", "seq", "hardware", "memory", "objective", "pin", "forbid", "overrides", "sample"),
+    *("verify", "loss_fn", "optimizer_fn"),
+)
 
 
 def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None, **asked: Any) -> Plan:
@@ -36,6 +41,10 @@ def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None
         overrides: parameter glob -> placements, before all others.
         sample: what the model is called with: a tensor, a tuple of arguments or a dict of keywords, one row or more.
             Not needed for a model that takes `input_ids`.
+        verify: a global batch that the model (with `loss_fn`, if given) makes a loss of; shapes count, values do not.
+            The choice is run dry on it, with AdamW or `optimizer_fn`, and the next best is taken where its peak is
+            beyond the memory: what is returned fits. A pipeline has no dry run, and is taken by formula.
+        loss_fn, optimizer_fn: for `verify`, as for `parallelize`.
 
     Deterministic; no process group, no GPU, and no weight is needed. `explain()` of the plan says why.
 
@@ -72,11 +81,29 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
         tuple(request.get("forbid", ())),
     )
     best = rank(wanted, bar)
-    plan = plan_of(structure, best[0], overrides=request.get("overrides"))
-    if request.get("overrides"):
-        plan.validate(model)
-    object.__setattr__(plan, "_explanation", Explanation(wanted, tuple(best)))
-    return plan
+    overrides, demoted = request.get("overrides"), []
+    for one in best:
+        plan = plan_of(structure, one, overrides=overrides)
+        if overrides:
+            plan.validate(model)
+        peak = None if request.get("verify") is None else _peak(plan, model, request)
+        if peak is None or peak <= wanted.limit:
+            chosen = [one, *(other for other in best if other is not one)]
+            object.__setattr__(plan, "_explanation", Explanation(wanted, tuple(chosen), tuple(demoted), peak))
+            return plan
+        demoted.append((one.candidate, peak))
+        bar.tick("running plans dry", len(best))
+    raise beyond(wanted, demoted)
+
+
+def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any]) -> int | None:
+    """Bytes of a rank at the worst moment of a dry run; None for a pipeline."""
+    from ..dry_run import dry_run
+
+    if plan.pipeline is not None:
+        return None
+    optimizer = request.get("optimizer_fn") or torch.optim.AdamW
+    return dry_run(plan, model, request["verify"], optimizer, loss_fn=request.get("loss_fn")).peak
 
 
 def plan_of(

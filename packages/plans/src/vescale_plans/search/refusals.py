@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -57,14 +57,14 @@ def too_large(request: Request, pricer: Pricer) -> InfeasibleError:
         ((size, one) for one in request.candidates() if (size := pricer.least(one)) is not None),
         default=None,
     )
-    rule = f"memory binds: no plan for {request.world_size} ranks stays within {request.limit / GIB:.2f} GiB a rank"
+    rule = f"memory binds: no plan for {request.world_size} ranks stays within {request.limit / GIB:.4g} GiB a rank"
     if least is None:
         return InfeasibleError("generate_plan", rule, (), [("memory=...", "more bytes a rank")])
     size, candidate = least
     parts = sorted(asdict(pricer.evenly(candidate).memory).items(), key=lambda item: -item[1])
     facts = [
-        f"least  {candidate}: {size / GIB:.2f} GiB a rank",
-        "of which  " + ", ".join(f"{name} {part / GIB:.2f}" for name, part in parts if part),
+        f"least  {candidate}: {size / GIB:.4g} GiB a rank",
+        "of which  " + ", ".join(f"{name} {part / GIB:.4g}" for name, part in parts if part),
     ]
     remedies = [(f"memory={size}", f"bytes; the least that {request.world_size} ranks need")]
     fewer = request.batch // 2
@@ -80,6 +80,20 @@ def too_large(request: Request, pricer: Pricer) -> InfeasibleError:
             remedies.append((f"world_size={world}, batch={rows}", "ranks as large as these, and a row for each"))
             break
     return InfeasibleError("generate_plan", rule, facts, remedies)
+
+
+def beyond(request: Request, demoted: Sequence[tuple[Candidate, int]]) -> InfeasibleError:
+    """Plans that fit by formula, none of which does in a dry run."""
+    least = min(size for _, size in demoted)
+    return InfeasibleError(
+        "generate_plan",
+        f"memory binds: no plan of the best {len(demoted)} stays within {request.limit / GIB:.4g} GiB in a dry run",
+        [f"{candidate}  {size / GIB:.4g} GiB" for candidate, size in demoted],
+        [
+            (f"memory={least}", "bytes; what the lightest of them needs"),
+            ('objective="memory"', "the lightest plans, not the fastest"),
+        ],
+    )
 
 
 def _fits(request: Request, pricer: Pricer, world: int, batch: int) -> bool:
