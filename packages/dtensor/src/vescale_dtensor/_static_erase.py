@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, nn
 
-from . import _events
-from ._convert import convert_tracked
 from ._layout import Layout
 from ._memo import recall, remember
+from ._static_cross import crossing
 from ._steps import Route, route_of
 from ._tensor import DTensor, local_only
 
@@ -46,7 +45,7 @@ def convert_erased(tensor: Tensor, route: Route, cause: object, made: list[Tenso
     with local_only():
         known = recall(tensor, target)
         if known is None:
-            known = convert_at_once(tensor, route, cause)
+            known = crossing(route, cause)(tensor)
             if known is tensor:
                 return tensor
             known._layout = target
@@ -54,20 +53,6 @@ def convert_erased(tensor: Tensor, route: Route, cause: object, made: list[Tenso
     known.__class__ = Tensor
     made.append(known)
     return known
-
-
-def convert_at_once(tensor: Tensor, route: Route, cause: object) -> Tensor:
-    """`convert_erased` where nobody else asks for the same conversion: nothing is remembered."""
-    _events.set_cause(cause)
-    if _events.watch is not None:
-        return _events.watch(lambda tensor, *_: _along(tensor, route), tensor, route.source, route.target)
-    return _along(tensor, route)
-
-
-def _along(tensor: Tensor, route: Route) -> Tensor:
-    if is_grad_enabled() and tensor.requires_grad:
-        return convert_tracked(tensor, route, False)
-    return route(tensor)
 
 
 def route_between(source: Layout, target: Layout) -> Route:

@@ -24,12 +24,14 @@ from ._region import Ranges, cut, flat_cut, intersect, local_offset
 class Route:
     """A conversion made ready: what to run, and the way back for the gradient."""
 
-    __slots__ = ("_back", "is_alias", "only_cuts", "recipe", "source", "target")
+    __slots__ = ("_back", "is_alias", "only_cuts", "recipe", "run", "source", "target")
 
     def __init__(self, source: Layout, target: Layout) -> None:
         steps = plan(source, target)
         self.source, self.target = source, target
         self.recipe = tuple(run for step in steps if (run := _COMPILE[step.kind](step)) is not None)
+        # What a region runs: always another tensor object. The bits beside the memory are the caller's to resolve.
+        self.run: Recipe = _joined(self.recipe)
         self.is_alias = all(step.kind == "nothing" for step in steps)
         # The result may be a part of the source's memory, where nothing is sent and something is left out.
         self.only_cuts = not self.is_alias and not any(step.kind in COLLECTIVES for step in steps)
@@ -50,6 +52,20 @@ class Route:
         for run in recipe:
             local = run(local)
         return local
+
+
+def _joined(recipe: tuple[Recipe, ...]) -> Recipe:
+    if not recipe:
+        return Tensor.detach
+    if len(recipe) == 1:
+        return recipe[0]
+
+    def run(local: Tensor) -> Tensor:
+        for step in recipe:
+            local = step(local)
+        return local
+
+    return run
 
 
 @lru_cache(maxsize=65536)

@@ -52,7 +52,7 @@ from ._static_compare import graph_difference as graph_difference
 from ._static_compare import same_bits as same_bits
 from ._static_compile import convert_numbered as convert_numbered
 from ._static_compile import number_of as number_of
-from ._static_erase import convert_at_once as convert_at_once
+from ._static_cross import crossing as crossing
 from ._static_erase import convert_erased as convert_erased
 from ._static_erase import erase as erase
 from ._static_erase import restore as restore

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
-from vescale_dtensor.engine import convert_at_once, convert_erased, convert_numbered, erase, number_of, restore, stamp
+from vescale_dtensor.engine import convert_erased, convert_numbered, crossing, erase, number_of, restore, stamp
 
 from . import _passes
 from ._boundary import replaceable
@@ -172,7 +172,7 @@ class Region:
         """A conversion of a plan's border, as a function; one operator where a compiler is to trace it."""
         route, cause = step.route, step.cause
         if self._compiled is None:
-            return lambda tensor: convert_at_once(tensor, route, cause)
+            return crossing(route, cause)
         number = number_of(route)
         return lambda tensor: convert_numbered(tensor, number)
 

@@ -98,6 +98,11 @@ class Unit:
     def is_full(self) -> bool:
         return all(buffer.is_full for buffer in self.reduced)
 
+    @property
+    def waits(self) -> bool:
+        """Whether autograd may keep gradients that nobody sums yet, as it does on one device."""
+        return not self.fetched and all(buffer.waits for buffer in self.reduced)
+
 
 class DataParallel:
     """A model's buffers, and the hooks that move them."""
@@ -184,7 +189,8 @@ class DataParallel:
                 lambda _, args, kwargs: self._enter(unit, None if root else (args, kwargs)),
                 with_kwargs=True, prepend=True,
             )  # fmt: skip
-        if unit.fetched or unit.reduced:
+        # That a gradient has reached the model is known from its output, so that all ranks take part in the sums.
+        if unit.fetched or (root and module is unit.modules[0] and any(each.reduced for each in self.units)):
             module.register_forward_hook(lambda _, args, output: self._leave(unit, output, root))
 
     def _cast(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -226,6 +232,10 @@ class DataParallel:
             following.fetch()
 
     def _leave(self, unit: Unit, output: Any, root: bool) -> None:
+        if root:
+            self._last[False] = None
+        if not self.enabled and unit.waits:
+            return
         in_graph = False
         entry = unit.entered.pop() if unit.entered else Pass()
 
@@ -239,8 +249,6 @@ class DataParallel:
 
         if torch.is_grad_enabled():
             map_tensors(output, watch)
-        if root:
-            self._last[False] = None
         if unit.fetched and _current_graph_task_id() == -1:
             # The root's parameters, and those of the block that backward begins with, are needed again at once.
             stays = in_graph and (root or unit is self.units[-2])
@@ -251,6 +259,8 @@ class DataParallel:
 
     def _reached(self, unit: Unit, entry: Pass) -> None:
         """A gradient has reached the output of a unit's block."""
+        if not self.enabled and unit.waits:
+            return
         self._ask_for_the_end()
         unit.passes.add(entry)
         if unit.fetched:
@@ -273,6 +283,8 @@ class DataParallel:
 
     def _on_gradient(self, parameter: DTensor) -> None:
         unit, buffer, i = self._home[id(parameter)]
+        if not self.enabled and unit.waits:
+            return
         self._ask_for_the_end()
         unit.touched = True
         buffer.arrived(i)

@@ -1,0 +1,65 @@
+"""A conversion between plain tensors, made ready both ways: what a region runs at its borders.
+
+Nothing is looked up when it runs: route, way back and cause are bound when the region is
+found, and nothing is remembered. Four Python calls forward and five backward, as a
+hand-written autograd Function around a collective has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import Function
+
+from . import _events
+from ._convert import convert_tracked
+from ._steps import Route
+from ._tensor import local_only
+
+
+class Cross(Function):
+    """Local tensor -> local tensor, both plain."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor, route: Route, cause: object) -> Tensor:
+        ctx.way = route.back, cause
+        if local.is_neg() or local.is_conj():
+            local = local.resolve_conj().resolve_neg()
+        return route.run(local)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        back, cause = ctx.way
+        _events.restore_cause(cause)
+        if type(grad) is not Tensor or grad.is_neg() or grad.is_conj() or is_grad_enabled():
+            with local_only():
+                if is_grad_enabled():
+                    return convert_tracked(grad, back, False), None, None
+                return back(grad.detach()), None, None
+        return back.run(grad), None, None
+
+
+# Without functorch's wrappers, which `Function.apply` looks for in Python.
+_apply = super(Function, Cross).apply
+
+
+def crossing(route: Route, cause: object) -> Callable[[Tensor], Tensor]:
+    """The conversion along `route`, differentiable, for plain tensors; `cause` is who asks for it."""
+
+    def cross(tensor: Tensor) -> Tensor:
+        _events.set_cause(cause)
+        if _events.watch is not None:
+            return _events.watch(lambda tensor, *_: _along(tensor, route), tensor, route.source, route.target)
+        if is_grad_enabled() and tensor.requires_grad and not _are_functorch_transforms_active():
+            return _apply(tensor, route, cause)
+        return _along(tensor, route)
+
+    return cross
+
+
+def _along(tensor: Tensor, route: Route) -> Tensor:
+    if is_grad_enabled() and tensor.requires_grad:
+        return convert_tracked(tensor, route, False)
+    return route(tensor)
