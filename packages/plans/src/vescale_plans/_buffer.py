@@ -251,11 +251,6 @@ class Buffer:
     def reduces(self) -> bool:
         return self.differentiable and bool(self.axes)
 
-    @property
-    def waits(self) -> bool:
-        """Whether gradients need no buffer until their sum starts: none is open, and they come in the sum's dtype."""
-        return self.flat is None and self.reduce is self.dtype
-
     def open_gradients(self) -> None:
         """Autograd adds into views of a flat buffer from here on; what is pending there already stays."""
         if not self.reduces:

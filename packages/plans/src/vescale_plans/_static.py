@@ -127,7 +127,11 @@ class Static:
             if key is None or foreign_global_hooks():
                 region = None
             else:
-                region = next((each for each in site.regions.get(key, ()) if each.holds()), _MISS)
+                region = _MISS
+                for each in site.regions.get(key, ()):
+                    if each.holds():
+                        region = each
+                        break
             if type(region) is Region:
                 try:
                     return region.run(args, kwargs, erased)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import attrgetter, getitem, is_, itemgetter
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor
 
@@ -16,7 +17,8 @@ _training, _layout = itemgetter("training"), attrgetter("_layout")
 class Guard:
     """Whether modules and parameters are as they were: training, hooks, the parameters themselves and their layouts.
 
-    Asked at every call, so the loops are C's.
+    Asked at every call, so the loops are C's, and modules without hooks are looked at only where somebody has
+    registered a hook since: every registration, of whatever hook, counts `RemovableHandle.next_id` up.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -25,6 +27,7 @@ class Guard:
         self._bare = [found for found in hooks if not found]
         self._hooked = [found for found in hooks if found]
         self._counts = list(map(len, self._hooked))
+        self._registered = -1
         self._held = [one.__dict__ for one in modules]
         self._training = list(map(_training, self._held))
         places = [held for one in modules for held in (one._parameters, one._buffers)]
@@ -37,7 +40,7 @@ class Guard:
     def __call__(self) -> bool:
         try:
             return (
-                not any(self._bare)
+                (RemovableHandle.next_id == self._registered or self._are_bare())
                 and list(map(len, self._hooked)) == self._counts
                 and list(map(_training, self._held)) == self._training
                 and all(map(is_, map(getitem, self._places, self._names), self._tensors))
@@ -45,3 +48,10 @@ class Guard:
             )
         except KeyError:  # a parameter was taken away
             return False
+
+    def _are_bare(self) -> bool:
+        registered = RemovableHandle.next_id
+        if any(self._bare):
+            return False
+        self._registered = registered
+        return True

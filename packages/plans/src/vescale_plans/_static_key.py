@@ -67,6 +67,8 @@ _KNOWING = frozenset(f"vescale_plans.{name}" for name in ("_boundary", "_zero", 
 
 def foreign_global_hooks() -> bool:
     """Whether somebody watches every module's call: such hooks see what modules take."""
+    if not (_global._global_forward_pre_hooks or _global._global_forward_hooks):
+        return False
     hooks = (*_global._global_forward_pre_hooks.values(), *_global._global_forward_hooks.values())
     return any(not knows_plain(hook) for hook in hooks)
 

@@ -87,15 +87,16 @@ class Region:
         outer, self._made = self._made, made
         before, _passes.running = _passes.running, self
         state = torch.get_rng_state() if self._random else None
-        erased += erase(self._others)
+        if self._others:
+            erased += erase(self._others)
         for tensor in self._weights:
             tensor.__class__ = nn.Parameter
-        usual = [(held, straight, {name: held.get(name) for name in straight}) for held, straight in self._stands]
-        for held, straight, _ in usual:
+        for held, straight, was in self._stands:
+            was["forward"] = held.get("forward")
             held.update(straight)
         try:
             forward = self.site.forward if self._compiled is None else self._through_compiler
-            out = self._across(self.border, self.site, forward, args, kwargs)
+            out = self._across(self.border, self.site, forward, args, kwargs) if self.border else forward(*args, **kwargs)
         except StaleRegion:
             if state is not None:
                 torch.set_rng_state(state)
@@ -103,7 +104,7 @@ class Region:
         finally:
             _passes.running = before
             self._made = outer
-            for held, straight, was in usual:
+            for held, straight, was in self._stands:
                 held.update(was)
                 for hooks in FORWARD_HOOKS:
                     if straight[hooks]:  # registered while the region ran
@@ -114,7 +115,8 @@ class Region:
             for tensor in self._weights:
                 tensor.__class__ = DTensor
             restore(erased)
-            restore(made)
+            if made:
+                restore(made)
         if self._stamps:
             self._stamp(out)
         return out
@@ -150,9 +152,9 @@ class Region:
         after = replaceable(held["_forward_hooks"].values())
         return None if before is None or after is None else (before, after)
 
-    def _straightened(self) -> Iterator[tuple[dict, dict]]:
-        """Of each module inside whose hooks are a plan's borders and scopes: its attributes, and what they are for the
-        time that the region runs, when its forward converts by itself and it has no hooks.
+    def _straightened(self) -> Iterator[tuple[dict, dict, dict]]:
+        """Of each module inside whose hooks are a plan's borders and scopes: its attributes, what they are for the
+        time that the region runs, when its forward converts by itself and it has no hooks, and what they are else.
 
         Only where no conversion is shared: then scopes, which are hooks too, have nothing to remember.
         """
@@ -163,10 +165,9 @@ class Region:
             ways = [[self._way(self._borders[c]) for c in found if c in self._borders] for found in hooks]
             inner = self._entering(site) if nested.border or nested.drawn else site.forward
             forward = _across_once(inner, nested.first, *ways)
-            yield (
-                site.module.__dict__,
-                {"_forward_pre_hooks": OrderedDict(), "_forward_hooks": OrderedDict(), "forward": forward},
-            )
+            held = site.module.__dict__
+            straight = {**{hooks: OrderedDict() for hooks in FORWARD_HOOKS}, "forward": forward}
+            yield held, straight, {hooks: held[hooks] for hooks in FORWARD_HOOKS}
 
     def _way(self, step: Step) -> Callable[[Tensor], Tensor]:
         """A conversion of a plan's border, as a function; one operator where a compiler is to trace it."""

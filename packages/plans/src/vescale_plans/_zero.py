@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -62,6 +62,8 @@ class Unit:
         self.name, self.modules, self.buffers = name, modules, buffers
         self.fetched = [buffer for buffer in buffers if buffer.separate]
         self.reduced = [buffer for buffer in buffers if buffer.reduces]
+        # Autograd may keep gradients that nobody sums yet, as it does on one device: they come in the sum's dtype.
+        self.may_wait = not self.fetched and all(buffer.reduce is buffer.dtype for buffer in self.reduced)
         self.is_open = not self.fetched
         self.next: dict[bool, Unit | None] = {False: None, True: None}  # by whether this is a backward
         self.started = False
@@ -98,10 +100,6 @@ class Unit:
     def is_full(self) -> bool:
         return all(buffer.is_full for buffer in self.reduced)
 
-    @property
-    def waits(self) -> bool:
-        """Whether autograd may keep gradients that nobody sums yet, as it does on one device."""
-        return not self.fetched and all(buffer.waits for buffer in self.reduced)
 
 
 class DataParallel:
@@ -116,7 +114,7 @@ class DataParallel:
                 for i, slot in enumerate(buffer.slots):
                     self._home[id(slot.parameter)] = (unit, buffer, i)
                     if buffer.reduces:
-                        slot.parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                        slot.parameter.register_post_accumulate_grad_hook(self._arrival(unit, buffer, i))
         self._order = [unit for unit in reversed(self.units) if unit.reduced]
         self._next_start = 0
         self._running: list[InFlight] = []
@@ -234,7 +232,7 @@ class DataParallel:
     def _leave(self, unit: Unit, output: Any, root: bool) -> None:
         if root:
             self._last[False] = None
-        if not self.enabled and unit.waits:
+        if unit.may_wait and not self.enabled:
             return
         in_graph = False
         entry = unit.entered.pop() if unit.entered else Pass()
@@ -259,7 +257,7 @@ class DataParallel:
 
     def _reached(self, unit: Unit, entry: Pass) -> None:
         """A gradient has reached the output of a unit's block."""
-        if not self.enabled and unit.waits:
+        if unit.may_wait and not self.enabled:
             return
         self._ask_for_the_end()
         unit.passes.add(entry)
@@ -281,16 +279,21 @@ class DataParallel:
             self._start_in_order()
         unit.close()
 
-    def _on_gradient(self, parameter: DTensor) -> None:
-        unit, buffer, i = self._home[id(parameter)]
-        if not self.enabled and unit.waits:
-            return
-        self._ask_for_the_end()
-        unit.touched = True
-        buffer.arrived(i)
-        if self.enabled and not unit.started and unit.is_full:
-            unit.started = True
-            self._start_in_order()
+    def _arrival(self, unit: Unit, buffer: Buffer, i: int) -> Callable[[Tensor], None]:
+        """The hook of a parameter: autograd has added to its gradient."""
+        may_wait = unit.may_wait
+
+        def arrived(parameter: Tensor) -> None:
+            if may_wait and not self.enabled and buffer.flat is None:
+                return
+            self._ask_for_the_end()
+            unit.touched = True
+            buffer.arrived(i)
+            if self.enabled and not unit.started and unit.is_full:
+                unit.started = True
+                self._start_in_order()
+
+        return arrived
 
     def _ask_for_the_end(self) -> None:
         if not self._touched:
