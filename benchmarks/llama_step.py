@@ -17,9 +17,9 @@ import time
 from statistics import quantiles
 
 import torch
-from benchmarks._llama_example_by_hand import split_by_hand, sum_norm_gradients
 
 import vescale
+from benchmarks._llama_example_by_hand import split_by_hand, sum_norm_gradients
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 

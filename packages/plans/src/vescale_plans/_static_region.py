@@ -96,7 +96,7 @@ class Region:
             held.update(straight)
         try:
             forward = self.site.forward if self._compiled is None else self._through_compiler
-            out = self._across(self.border, self.site, forward, args, kwargs) if self.border else forward(*args, **kwargs)
+            out = self._across(self.border, self.site, forward, args, kwargs)
         except StaleRegion:
             if state is not None:
                 torch.set_rng_state(state)
@@ -122,7 +122,10 @@ class Region:
         return out
 
     def _through_compiler(self, *args: Any, **kwargs: Any) -> Any:
-        """The compiled forward, on views: what it keeps for its backward must still be plain tensors then."""
+        """The compiled forward, on views: what it keeps for its backward must still be plain tensors then.
+
+        That goes for its results as well, of which autograd keeps those without gradient (indices) as they are.
+        """
         args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.view_as(tensor))
         weights = {id(tensor) for tensor in self._weights}
         usual = [
@@ -135,7 +138,8 @@ class Region:
         for held, name, tensor in usual:
             held[name] = tensor.view_as(tensor)
         try:
-            return self._compiled(*args, **kwargs)
+            out = self._compiled(*args, **kwargs)
+            return map_tensors(out, lambda tensor: tensor if tensor.requires_grad else tensor.detach())
         except torch._dynamo.exc.TorchDynamoException as error:
             self._compiled = None
             why = str(error).strip().partition("\n")[0]
