@@ -152,16 +152,6 @@ class Link:
             self.send(peer, tag, [mine])
         return [arrival.wait()[0].tolist() for arrival in arrivals]
 
-    def swap(self, peers: list[int], tag: int, numbers: list[float]) -> list[float]:
-        """Sends each peer its number, and gives theirs."""
-        mine = [torch.tensor([number], dtype=torch.float64, device=self.device) for number in numbers]
-        arrivals = [self.post(peer, tag, (part_of(tensor),)) for peer, tensor in zip(peers, mine)]
-        for peer, tensor in zip(peers, mine):
-            self.send(peer, tag, [tensor])
-        theirs = [arrival.wait()[0].item() for arrival in arrivals]
-        self.flush()
-        return theirs
-
     def flush(self) -> None:
         """Waits for all sends."""
         sent, self._sent = self._sent, []

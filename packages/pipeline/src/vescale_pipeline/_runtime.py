@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ._call import Call, signature_of
 from ._containers import fill, tensors_in
-from ._elsewhere import Elsewhere, combined, norm_of_gradients
+from ._elsewhere import Elsewhere, Placed, norms_of_gradients
 from ._errors import PipelineError
 from ._faults import Faults, failure
 from ._interpreter import Interpreter
@@ -51,6 +51,8 @@ class Runtime:
         group: a process group of these ranks that nothing else uses; closed when anything fails.
         codec: for values that are not plain tensors.
         loss: "mean" or "sum" of the microbatches' losses; None finds out.
+        in_order: whether weights tied over stages are added up microbatch by microbatch, as on one device, for which
+            every microbatch's gradient of theirs is kept; else stage by stage.
         paused: a context in which reductions of gradients wait: a call's gradients are reduced once, when the user's
             backward releases them.
     """
@@ -65,13 +67,14 @@ class Runtime:
         *,
         codec: Codec | None = None,
         loss: str | None = None,
+        in_order: Callable[[], bool] = lambda: False,
         paused: Callable[[], AbstractContextManager] = nullcontext,
         timeout: timedelta = TIMEOUT,
         device: torch.device | None = None,
     ) -> None:
         self.schedule = schedule
         self.codec = codec or Codec()
-        self._paused = paused
+        self._paused, self._in_order = paused, in_order
         self._loss = frozenset((loss,)) if loss is not None else None
         self.tags = Tags(schedule.stages, schedule.microbatches)
         self._owned = owned
@@ -158,7 +161,7 @@ class Runtime:
         weights = loss_weights(call.reduction, call.record, self.forward, parts) if has_loss else []
         self._greet(call, trains, doing)
         for stage in self.stages.values():
-            stage.begin(call.record, self.schedule.stages)
+            stage.begin(call.record, self.schedule.stages, self._tied if self._in_order() else ())
         scale = self._gradients.used if self._gradients is not None else 1.0
         state = self._state = Interpreter(self, call, parts, weights, scale, trains)
         with self._paused():
@@ -185,25 +188,23 @@ class Runtime:
         yield from nn.Module.parameters(self._model, recurse)
         yield self._elsewhere
 
-    def _norm_elsewhere(self, order: float) -> float:
-        """The norm of the gradients that this rank does not hold. Call it on all ranks of the pipeline. Cost: a number
-        to and from each."""
+    def _norm_elsewhere(self, order: float) -> Placed:
+        """The norms of the gradients that this rank does not hold. Call it on all ranks of the pipeline. Cost: the
+        norms of those gradients to and from each rank, told by the first that holds one."""
         placement, tag = self.schedule.placement, self.tags("norm")
         peers = [peer for peer in range(self.schedule.ranks) if peer != self.rank]
-        norms: dict[tuple[str, ...], float] = {}
-        numbers = []
+        places = {name: place for place, name in enumerate(self._owned.stages)}
+        first = {name: placement[stages[0]] for name, stages in self._owned.stages.items()}
+        mine = {name: self._parameters[name].grad for name in places if name in self._parameters}
+        here = {name: gradient for name, gradient in mine.items() if gradient is not None}
+        told = norms_of_gradients({places[n]: g for n, g in here.items() if first[n] == self.rank}, order)
         for peer in peers:
-            held = {name for name, stages in self._owned.stages.items() if any(placement[s] == peer for s in stages)}
-            told = tuple(
-                name
-                for name, parameter in self._parameters.items()
-                if name not in held and placement[self._owned.stages[name][0]] == self.rank
-            )
-            if told not in norms:
-                gradients = [g for name in told if (g := self._parameters[name].grad) is not None]
-                norms[told] = norm_of_gradients(gradients, order)
-            numbers.append(norms[told])
-        return combined(self.link.swap(peers, tag, numbers), order)
+            self.link.send_object(peer, tag, told)
+        theirs = [self.link.receive_object(peer, tag) for peer in peers]
+        self.link.flush()
+        held = {places[name] for name in self._parameters}
+        elsewhere = {place: norm for norms in theirs for place, norm in norms.items() if place not in held}
+        return elsewhere, [places[name] for name in here]
 
     # --- before and after the actions ---------------------------------------------------
 
@@ -227,7 +228,8 @@ class Runtime:
                 )
 
     def _sum_tied(self) -> dict[str, Tensor | None]:
-        """Each weight's gradient; of weights tied over stages, the sum over their uses, stage by stage."""
+        """Each weight's gradient; of weights tied over stages, the sum over their uses, stage by stage, and where
+        microbatches were kept apart, then over these."""
         per_stage = {index: stage.sums() for index, stage in self.stages.items()}
         sums = {name: gradient for of_stage in per_stage.values() for name, gradient in of_stage.items()}
         placement = self.schedule.placement
@@ -253,6 +255,10 @@ class Runtime:
             for stage in users:
                 gradient = uses[stage]
                 if gradient is not None:
+                    total = gradient if total is None else total + gradient
+            if total is not None and self._in_order():
+                parts, total = total.unbind(0), None
+                for gradient in parts:
                     total = gradient if total is None else total + gradient
             sums[name] = total
         return sums

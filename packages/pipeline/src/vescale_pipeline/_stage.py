@@ -6,7 +6,7 @@ gradients belong to nobody until the user's `loss.backward()` releases them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,13 +75,14 @@ class Stage:
         self._slots: dict[int, Slot] = {}
         self.begin(None, 1)
 
-    def begin(self, record: Record | None, stages: int) -> None:
-        """A call begins: nothing is kept, no gradient is added up yet."""
+    def begin(self, record: Record | None, stages: int, apart: Collection[str] = ()) -> None:
+        """A call begins: nothing is kept, no gradient is added up yet. Those of the weights `apart` will not be."""
         self._record, self._is_last = record, self.index == stages - 1
         self._slots.clear()
         with local_only():
             self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self._edges: list[GradientEdge] = []
+        self._apart: dict[int, list[Tensor]] = {i: [] for i, name in enumerate(self.trained) if name in apart}
         self._sums: Gradients = [None] * len(self.trained)
         self._own: list[int] | None = None  # whose sums share their memory with nothing
 
@@ -148,8 +149,11 @@ class Stage:
         return slot.buffers
 
     def sums(self) -> dict[str, Tensor | None]:
-        """The weights' gradients over all microbatches so far; they are the caller's from now on."""
+        """The weights' gradients over all microbatches so far, stacked for those that are kept apart; they are the
+        caller's from now on."""
         sums, self._sums, self._edges = self._sums, [None] * len(self.trained), []
+        for i, kept in self._apart.items():
+            sums[i] = torch.stack(kept) if kept else None
         return dict(zip(self.trained, sums))
 
     # --- internal -------------------------------------------------------------------
@@ -173,6 +177,10 @@ class Stage:
 
     def _add(self, gradients: Gradients) -> None:
         """In place from the third on: the first may share its memory with another gradient."""
+        for i, kept in self._apart.items():
+            if gradients[i] is not None:
+                kept.append(gradients[i].clone())
+                gradients[i] = None
         sums = self._sums
         there = [i for i, gradient in enumerate(gradients) if gradient is not None]
         both = [i for i in there if sums[i] is not None]

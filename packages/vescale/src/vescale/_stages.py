@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import vescale_plans
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import Mesh, from_plain, layout_of, mesh_of
+from vescale_dtensor.engine import Mesh, from_plain, is_reproducible, layout_of, mesh_of
 from vescale_pipeline import Schedule, generate, verify
 from vescale_pipeline.engine import Codec, Runtime, let_go, ownership
 from vescale_plans import Plan
@@ -71,6 +71,7 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
             codec=codec,
             loss=plan.pipeline.loss,
             device=device,
+            in_order=is_reproducible,
             paused=paused,
         )
 

@@ -149,6 +149,11 @@ class reproducible(TorchFunctionMode):
         return attend(*args, **kwargs)
 
 
+def is_reproducible() -> bool:
+    """Whether the mode is on."""
+    return _current is not None
+
+
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _PLAIN = (Tensor, torch.nn.Parameter)
 _AS_IT_IS = object()
