@@ -157,6 +157,8 @@ CHECKS: tuple[Check, ...] = (
     Check(6, 2, "checkpoints from a shell", tests("packages/vescale/tests/test_checkpoint_command.py")),
     Check(6, 3, "checkpoints against raw work", (PYTHON, "benchmarks/checkpoint_ratios.py"), 20 * MINUTES),
     Check(6, 4, "a HuggingFace Llama and back", tests("packages/vescale/tests/test_checkpoint_huggingface.py")),
+    Check(11, 1, "equal to the bit on every mesh", tests("packages/vescale/tests/test_reproducible.py"), 60 * MINUTES),
+    Check(11, 2, "the reproducible mode's cost", (PYTHON, "benchmarks/reproducible.py")),
     Check(11, 3, "ten bugs of one rank, named by compare", tests("packages/vescale/tests/test_compare.py")),
     Check(11, 3, "what recording costs", (PYTHON, "benchmarks/recording.py")),
     Check(8, 1, "static mode is eager mode to the bit", tests("packages/vescale/tests/test_static_training.py")),

@@ -49,6 +49,7 @@ class reproducible(TorchFunctionMode):
     def __init__(self, splits: Mapping[str, int] | Splits | None = None, *, threads: int = 1) -> None:
         super().__init__()
         self.splits, self.threads = Splits.of(splits), threads
+        self._entries: dict[Callable, Entry] = {}
         self._plain: dict[Callable, Entry] = {}
         self._kept: dict[Callable, Entry] = {}
 
@@ -59,14 +60,9 @@ class reproducible(TorchFunctionMode):
             raise ReproducibleError("reproducible", rule, (), [("leave the outer one first", "")])
         if _current is None:
             _current = self
-            entries = canonical_entries(self.splits)
-            self._kept = {function: TABLE[function] for function in entries}
-            self._plain = {}
-            for function, entry in entries.items():
-                if function in FORMS or _is_elementwise(self._kept[function]):
-                    self._plain[function] = plain = Entry(function, rule=entry.rule)
-                    plain.exact = entry.exact
-            TABLE.update(entries)
+            if not self._entries:  # a mode that is entered again keeps its decisions
+                self._make_entries()
+            TABLE.update(self._entries)
             attention_rules.stand_in = kernel_for
             _steps.whole_on_first = True
             self._threads_before = torch.get_num_threads()
@@ -74,6 +70,14 @@ class reproducible(TorchFunctionMode):
             self._depth = 0
         self._depth += 1
         return super().__enter__()
+
+    def _make_entries(self) -> None:
+        self._entries = canonical_entries(self.splits)
+        self._kept = {function: TABLE[function] for function in self._entries}
+        for function, entry in self._entries.items():
+            if function in FORMS or _is_elementwise(self._kept[function]):
+                self._plain[function] = plain = Entry(function, rule=entry.rule)
+                plain.exact = entry.exact
 
     def __exit__(self, *exception) -> None:
         global _current
