@@ -224,7 +224,7 @@ BUGS = {
     gradient_of_activation_scaled: ("transformer.h.1.mlp.c_fc", "backward", "gradient of output"),
     parameter_not_stepped: ("transformer.ln_f", "update", "weight"),
 }
-# In the reproducible mode a pending sum lies on the first rank, whole: what rank 1 draws for its own zeros has no effect.
+# In the reproducible mode a pending sum lies on the first rank, whole: what rank 1 draws for its zeros has no effect.
 EXACT_BUGS = {bug: place for bug, place in BUGS.items() if bug is not dropout_off} | {
     first_dropout_off: ("transformer.drop", "forward", "output"),
     one_bit: ("transformer.h.0.mlp.gelu", "forward", "output"),
