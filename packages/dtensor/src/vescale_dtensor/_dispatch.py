@@ -24,26 +24,22 @@ from torch import Tensor, is_grad_enabled
 from torch._ops import OpOverload
 
 from . import _events, _fallback, _forms
+from ._arguments import ATOMS, KEYWORDS, collect, keyed, substitute
 from ._conversion import is_alias
 from ._convert import alias, convert_operand, describe
 from ._copies import as_on_one_device, check_writable, mark_copy
 from ._errors import GradientError, InternalError, MeshError, PlainTensorError, VescaleError
 from ._flat_rules import decide_flat
-from ._functorch import check_not_wrapped, is_wrapped
+from ._functorch import check_not_wrapped
 from ._layout import Layout, layout_of
 from ._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from ._signature import Signature, solve
 from ._state import INVARIANT
 from ._tensor import DTensor, below_autograd, local_only, stamp, watch_autograd
 
-_ATOMS = frozenset(
-    {int, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
-)
 # Calls a function with dispatch disabled, as `local_only` does, in one step of C.
 _run_local = torch._C._disabled_torch_function_impl
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_KEYWORDS = object()  # divides positional from keyword arguments in a key
-_BOOL = {True: "true", False: "false"}  # True == 1 as a key, and x[True] is not x[1]
 
 
 def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -58,19 +54,19 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
         kind = type(argument)
         if kind is DTensor:
             key.append(argument._layout)
-        elif kind in _ATOMS:
+        elif kind in ATOMS:
             key.append(argument)
         else:
-            key.append(_keyed(argument, entry.exact))
+            key.append(keyed(argument, entry.exact))
     if kwargs:
-        key.append(_KEYWORDS)
+        key.append(KEYWORDS)
         for name, argument in kwargs.items():
             key.append(name)
             kind = type(argument)
             if kind is DTensor:
                 key.append(argument._layout)
             else:
-                key.append(argument if kind in _ATOMS else _keyed(argument, entry.exact))
+                key.append(argument if kind in ATOMS else keyed(argument, entry.exact))
     key = tuple(key)
     try:
         decision = entry.cache.get(key)
@@ -110,8 +106,8 @@ def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, d
         with local_only():
             return function(*args, **kwargs)
     tensors: list[Tensor] = []
-    _collect(args, tensors)
-    _collect(kwargs, tensors)
+    collect(args, tensors)
+    collect(kwargs, tensors)
     if decision is None:
         if any(getattr(type(tensor), "before_dtensor", False) for tensor in tensors):
             return NotImplemented
@@ -121,75 +117,6 @@ def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, d
                 entry.cache.clear()
             entry.cache[key] = decision
     return _apply(decision, entry, function, args, kwargs, tensors)
-
-
-def _keyed(value: Any, exact: bool) -> Any:
-    """The hashable stand-in of an argument that is neither a DTensor nor an atom by itself."""
-    kind = type(value)
-    if kind is DTensor:
-        return value._layout
-    if kind is slice:
-        start, stop, step = value.start, value.stop, value.step
-        if type(start) in _ATOMS and type(stop) in _ATOMS and step is None:
-            return (slice, start, stop)
-        return (slice, _keyed(start, exact), _keyed(stop, exact), _keyed(step, exact))
-    if kind is tuple:
-        return tuple(_keyed_items(value, exact))
-    if kind is float:
-        return (float, value) if exact else float
-    if kind is bool:
-        return _BOOL[value]
-    if kind in _ATOMS:
-        return value
-    if kind is list:  # x[[0, 1]] is not x[0, 1]
-        return (list, *_keyed_items(value, exact))
-    if isinstance(value, Tensor):
-        return (kind, value.shape, value.requires_grad, is_wrapped(value))
-    if kind is dict:
-        return tuple([(name, _keyed(item, exact)) for name, item in value.items()])
-    return (kind, value)  # numpy.True_ == 1: the type is part of it
-
-
-def _keyed_items(items: Any, exact: bool) -> list:
-    key = []
-    for item in items:
-        kind = type(item)
-        if kind is DTensor:
-            key.append(item._layout)
-        elif kind in _ATOMS:
-            key.append(item)
-        else:
-            key.append(_keyed(item, exact))
-    return key
-
-
-def _collect(value: Any, tensors: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _collect(item, tensors)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, tensors)
-    elif isinstance(value, slice):
-        _collect((value.start, value.stop, value.step), tensors)
-
-
-def substitute(value: Any, replace: Any) -> Any:
-    """`value` with `replace(tensor)` in place of every tensor, containers rebuilt, in the order of `_collect`."""
-    if isinstance(value, Tensor):
-        return replace(value)
-    if isinstance(value, (tuple, list)):
-        items = [substitute(item, replace) for item in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items) if type(value) in (tuple, list) else value
-    if isinstance(value, dict):
-        return {name: substitute(item, replace) for name, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*[substitute(item, replace) for item in (value.start, value.stop, value.step)])
-    return value
 
 
 def _local_form(function: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
+from ._arguments import substitute
 from ._convert import alias, convert_operand, describe
 from ._copies import check_writable, mark_copy
 from ._errors import OperatorError
@@ -37,8 +38,6 @@ def gathered(function: Callable) -> Callable:
     """`function` on whole tensors: takes and returns DTensors."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        from ._dispatch import substitute
-
         targets = _written_by_name(function, args, kwargs)
         wholes: list[tuple[DTensor, Tensor, int]] = []
         plains: list[Tensor] = []

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ._arguments import substitute
 from ._convert import convert_operand
 from ._copies import mark_copy
 from ._fallback import gathered
@@ -82,8 +83,6 @@ def _opened(function: Callable, view: bool) -> Callable:
     """`function` with its flat operands gathered over their axes. What would be a view of one is marked as a copy."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        from ._dispatch import substitute
-
         source = None
 
         def opened(tensor: Tensor) -> Tensor:

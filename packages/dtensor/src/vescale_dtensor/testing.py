@@ -34,7 +34,6 @@ Needs cloudpickle.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import os
 import re
@@ -42,11 +41,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import _worker
+from vescale_dtensor._agreement import assert_ranks_agree
 from vescale_dtensor._worker import Answer, dumps, loads
 from vescale_dtensor._worker_pool import WorldStartError, pool
 
@@ -131,7 +130,7 @@ def run_ranks(
     each process group.
 
     Example:
-        >>> run_ranks(2, lambda x: x + torch.distributed.get_rank(), 10)
+        >>> run_ranks(2, lambda x: x + dist.get_rank(), 10)
         [10, 11]
     """
     answers = _call(world_size, function, args, kwargs, timeout, expected=())
@@ -296,25 +295,6 @@ def fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def assert_ranks_agree(values: Sequence[Any]) -> Any:
-    """Check that all ranks gave the same result, tensors bitwise; return it.
-
-    Arguments:
-        values: results in rank order, as from ``run_ranks``.  Tensors and
-            arrays must agree in dtype, shape and every bit; containers and
-            dataclasses are compared element by element, floats likewise
-            (NaN agrees with NaN), all else by ``==``.
-
-    Raises:
-        AssertionError: names the first rank that differs from rank 0, and where.
-    """
-    for rank, value in enumerate(values):
-        difference = _difference(values[0], value, "result")
-        if difference is not None:
-            raise AssertionError(f"rank {rank} of {len(values)} differs from rank 0: {difference}")
-    return values[0]
-
-
 # -------------------------------------------------------------------- internal
 
 
@@ -393,44 +373,3 @@ def _fate(answer: Answer) -> str:
 
 def _indent(text: str, width: int = 2) -> str:
     return textwrap.indent(text.rstrip(), " " * width)
-
-
-def _difference(a: Any, b: Any, where: str) -> str | None:
-    """Where and how two results differ, or None."""
-    if type(a) is not type(b):
-        return f"{where}: {type(a).__name__} and {type(b).__name__}"
-    if isinstance(a, torch.Tensor):
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            return f"{where}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
-        bits_a, bits_b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-        if torch.equal(bits_a, bits_b):
-            return None
-        changed = (bits_a != bits_b).reshape(a.numel(), -1).any(1)
-        at = int(changed.nonzero()[0])
-        return (
-            f"{where}: {int(changed.sum())} of {a.numel()} elements, first at flat index {at}: "
-            f"{a.reshape(-1)[at].item()} and {b.reshape(-1)[at].item()}"
-        )
-    if type(a).__module__ == "numpy" and hasattr(a, "tobytes"):
-        same = (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
-        return None if same else f"{where}: {a!r} and {b!r}"
-    if isinstance(a, dict):
-        if list(a) != list(b):
-            return f"{where}: keys {list(a)} and {list(b)}"
-        pairs = [(a[key], b[key], f"{where}[{key!r}]") for key in a]
-    elif isinstance(a, list | tuple):
-        if len(a) != len(b):
-            return f"{where}: {len(a)} and {len(b)} elements"
-        pairs = [(x, y, f"{where}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True))]
-    elif dataclasses.is_dataclass(a):
-        names = [field.name for field in dataclasses.fields(a) if field.compare]
-        pairs = [(getattr(a, name), getattr(b, name), f"{where}.{name}") for name in names]
-    elif a == b or (isinstance(a, float) and a != a and b != b):
-        return None
-    else:
-        return f"{where}: {a!r} and {b!r}"
-    for x, y, place in pairs:
-        difference = _difference(x, y, place)
-        if difference is not None:
-            return difference
-    return None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import _dispatch, _steps
+from .. import _steps
+from .._arguments import collect, keyed, substitute
 from .._layout import layout_of
 from .._rules import attention as attention_rules
 from .._rules.body import body_of
@@ -102,11 +103,11 @@ class reproducible(TorchFunctionMode):
         if entry is None:
             return function(*args, **kwargs)
         tensors: list[Tensor] = []
-        _dispatch._collect(args, tensors)
-        _dispatch._collect(kwargs, tensors)
+        collect(args, tensors)
+        collect(kwargs, tensors)
         if not tensors or any(type(t) not in _PLAIN for t in tensors) or kwargs.get("out") is not None:
             return function(*args, **kwargs)
-        key: Any = (_dispatch._keyed(args, entry.exact), _dispatch._keyed(kwargs, entry.exact))
+        key: Any = (keyed(args, entry.exact), keyed(kwargs, entry.exact))
         try:
             decision = entry.cache.get(key)
         except TypeError:
@@ -128,8 +129,8 @@ class reproducible(TorchFunctionMode):
         """The form's decision on a mesh without axes; `_AS_IT_IS` where DTensors would run whole."""
         operands = [Operand(layout_of(ALONE, (), tuple(t.shape)), False, i) for i, t in enumerate(tensors)]
         queue = iter(operands)
-        abstract = _dispatch.substitute(args, lambda _: next(queue))
-        named = _dispatch.substitute(kwargs, lambda _: next(queue))
+        abstract = substitute(args, lambda _: next(queue))
+        named = substitute(kwargs, lambda _: next(queue))
         function = entry.function
         call = Call(function, abstract, named, operands, ALONE, entry.inplace or named.get("inplace") is True)
         form = FORMS.get(function)
