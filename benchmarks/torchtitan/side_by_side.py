@@ -159,20 +159,18 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return round(median(a / b for a, b in zip(ours, theirs, strict=True)), 4)
 
 
-def host(rounds: int) -> list[dict[str, Any]]:
-    return [
-        raced(list(CONTENDERS), "TP 8", rounds, 3),
-        raced([PLAIN, STATIC, EAGER, SPMD, DTENSOR], "ZeRO-3 2 x TP 8", rounds, 3),
-    ]
+def host(rounds: int, only: str) -> list[dict[str, Any]]:
+    names = {"TP 8": list(CONTENDERS), "ZeRO-3 2 x TP 8": [PLAIN, STATIC, EAGER, SPMD, DTENSOR]}
+    return [raced(names[layout], layout, rounds, 3) for layout in names if layout == (only or layout)]
 
 
-def gloo(rounds: int) -> list[dict[str, Any]]:
+def gloo(rounds: int, only: str) -> list[dict[str, Any]]:
     names = [STATIC, EAGER, SPMD, DTENSOR]
-    layouts = [name for name, layout in LAYOUTS.items() if not layout.fake]
+    layouts = [name for name, layout in LAYOUTS.items() if not layout.fake and name == (only or name)]
     return [raced([EAGER, SPMD] if "one" in name else names, name, rounds, 2) for name in layouts]
 
 
-def profile(_: int) -> list[dict[str, Any]]:
+def profile(*_: Any) -> list[dict[str, Any]]:
     with contenders([PLAIN, STATIC, EAGER, BARE, SPMD], "TP 8") as ready:
         found = {}
         for name, one in ready.items():
@@ -181,7 +179,7 @@ def profile(_: int) -> list[dict[str, Any]]:
     return [{"layout": "TP 8", "profile": found}]
 
 
-COMMANDS = {"host": host, "gloo": gloo, "profile": profile, "lines": lambda _: [{"lines": lines(their_python())}]}
+COMMANDS = {"host": host, "gloo": gloo, "profile": profile, "lines": lambda *_: [{"lines": lines(their_python())}]}
 
 
 def verdicts(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -214,6 +212,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=[*COMMANDS, "setup"])
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only", default="", help="one layout, by its name")
     parser.add_argument("--write", type=Path, help="keep the figures in this JSON file")
     arguments = parser.parse_args()
     if arguments.what == "setup":
@@ -221,7 +220,7 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         wanted = [f"torch=={metadata.version('torch').partition('+')[0]}", f"torchtitan=={THEIR_VERSION}", "triton"]
         return subprocess.run([str(folder / "bin/pip"), "install", "-q", *wanted]).returncode
-    found = COMMANDS[arguments.what](arguments.rounds)
+    found = COMMANDS[arguments.what](arguments.rounds, arguments.only)
     show(found)
     targets = verdicts(found)
     for row in targets:

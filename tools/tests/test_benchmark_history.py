@@ -1,9 +1,15 @@
-"""The per-commit history, the gate and the dashboard, on a repository of four commits of which one is slowed."""
+"""The per-commit history, the gate and the dashboard, on a repository of five commits of which one is slowed."""
 
+import http.server
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import threading
+import urllib.request
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -66,7 +72,7 @@ def run(command, folder, home, status=0):
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """Four commits, measured; the third is slowed for one of the two sizes, and the fourth is no better."""
+    """Five commits, measured; the fourth is slowed for one of the two sizes, and the fifth is no better."""
     home = tmp_path_factory.mktemp("home")
     top = tmp_path_factory.mktemp("toy")
     source = top / "packages/toy/src/toy.py"
@@ -79,7 +85,7 @@ def repository(tmp_path_factory):
     (top / "benchmarks/headlines.toml").write_text(HEADLINES)
     (top / ".gitignore").write_text(".asv\n__pycache__\n")
     run(["git", "init", "-q", "-b", "main"], top, home)
-    for name, factor in (("first", 1.0), ("second", 1.02), ("slowed", 1.4), ("still slow", 1.41)):
+    for name, factor in (("first", 1.0), ("second", 1.01), ("third", 1.02), ("slowed", 1.4), ("still slow", 1.41)):
         source.write_text(f'def steps(size):\n    return 1.2 if size == "small" else 10 * {factor}\n')
         run(["git", "add", "."], top, home)
         run(["git", "commit", "-q", "-m", name], top, home)
@@ -94,7 +100,7 @@ def script(repository, name, *words, status=0):
 
 @pytest.fixture(scope="module")
 def measured(repository):
-    assert "0 measured before" in script(repository, "history", "4")
+    assert "0 measured before" in script(repository, "history", "5")
     return repository
 
 
@@ -114,7 +120,7 @@ def test_the_gate_is_red_for_the_slowed_commit_and_those_after_it(measured):
 
 
 def test_a_measured_commit_is_not_measured_again(measured):
-    assert "4 measured before" in script(measured, "history", "4")
+    assert "5 measured before" in script(measured, "history", "5")
     assert list((measured[0] / ".git/worktrees").glob("*")) == []
 
 
@@ -142,6 +148,49 @@ def test_the_dashboard_shows_the_regression(measured, tmp_path):
     text = " ".join(page.text)
     assert page.scripts == 0
     assert page.links == ["asv/index.html"] and all((site / link).exists() for link in page.links)
-    assert "1 of 2 headlines fail" in text and "4 commits" in text
+    assert "1 of 2 headlines fail" in text and "5 commits" in text
     assert text.count("slowed") == 1 and "10.200 to 14.000" in text
     assert "steps <small>" in text and "a check" in text and '{"ratio": 0.5}' in text
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def served(measured, tmp_path):
+    """The dashboard's address on this machine, as any web server would give it."""
+    script(measured, "dashboard", "--results", tmp_path)
+    handler = partial(Quiet, directory=str(measured[0] / "benchmarks/.asv/site"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser: neither chromium nor google-chrome is on the PATH")
+def test_a_browser_shows_it(served, tmp_path):
+    """It renders, its links lead somewhere, and no script fails. (ASV's own pages load scripts from the network.)"""
+    picture = tmp_path / "page.png"
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+        f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--window-size=1200,900",
+        "--virtual-time-budget=10000", f"--screenshot={picture}", "--dump-dom", f"{served}/index.html",
+    ]  # fmt: skip
+    shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    errors = re.findall(r".*CONSOLE.*(?:Uncaught|Error|Failed to load).*", shown.stderr)
+    assert errors == []
+    assert picture.stat().st_size > 5000
+    dom = Links()
+    dom.feed(shown.stdout)
+    assert "1 of 2 headlines fail" in shown.stdout and "steps &lt;small&gt;" in shown.stdout
+    assert dom.links and dom.scripts == 0
+    for link in dom.links:
+        assert urllib.request.urlopen(f"{served}/{link}", timeout=10).status == 200, link

@@ -1,6 +1,7 @@
-"""Every Python block of every README runs, in one process and without torchrun."""
+"""Every Python block of every README and guide runs, in one process and without torchrun; pictures are up to date."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from readme_blocks import readme_program
 
 TOP = Path(__file__).absolute().parents[3]
-READMES = [TOP / "README.md", *sorted(TOP.glob("packages/*/README.md"))]
+GUIDES = [TOP / "docs/cluster.md", TOP / "docs/debugging.md", *sorted(TOP.glob("docs/concepts/*.md"))]
+READMES = [TOP / "README.md", *sorted(TOP.glob("packages/*/README.md")), *GUIDES]
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.relative_to(TOP).as_posix())
@@ -34,3 +37,17 @@ def test_a_skipped_block_says_why_and_lines_keep_their_numbers(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("Title\n```python\na = 1\n```\n<!-- not run: no reason -->\n```python\nb = 2\n```\n```\nc\n```\n")
     assert readme_program(readme).splitlines() == ["", "", "a = 1", *[""] * 8]
+
+
+@pytest.mark.parametrize("page", [*READMES, TOP / "docs/README.md"], ids=lambda page: page.relative_to(TOP).as_posix())
+def test_its_links_lead_somewhere(page):
+    links = LINK.findall(page.read_text())
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_pictures_of_conversions_are_what_the_design_says():
+    said = subprocess.run(
+        [sys.executable, TOP / "tools/draw_conversions.py", "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert said.returncode == 0, said.stdout
