@@ -1,6 +1,6 @@
 # Every target works from a bare Python 3.11 or newer; `make setup` comes by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test verify bench bench-history dashboard check smoke-install clean
+.PHONY: help setup demo test verify bench bench-history dashboard torchtitan torchtitan-setup check smoke-install clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -40,6 +40,12 @@ bench-history: $(STAMP) ## measure the last N commits (N=20) that have no figure
 dashboard: $(STAMP) ## write the benchmark pages, then fail if a headline regressed
 	@$(RUN) benchmarks/dashboard.py
 	@$(RUN) benchmarks/gate.py
+
+torchtitan-setup: $(STAMP) ## make .venv-torchtitan, for the comparison with TorchTitan
+	@$(RUN) benchmarks/torchtitan/side_by_side.py setup
+
+torchtitan: $(STAMP) ## run the same Llama on veScale and TorchTitan, where its environment is
+	@$(RUN) benchmarks/torchtitan/side_by_side.py all
 
 check: $(STAMP) ## ruff, and the layering of the packages
 	@$(RUN) -m ruff check .

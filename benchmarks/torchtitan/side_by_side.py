@@ -1,5 +1,6 @@
 """veScale and TorchTitan on the same Llama, sequence, batch, mesh, dtype, seed, optimizer and steps: `make torchtitan`.
 
+    python benchmarks/torchtitan/side_by_side.py all
     python benchmarks/torchtitan/side_by_side.py host [--rounds N]    # host ms per step on a fake group, TP 8 + SP
     python benchmarks/torchtitan/side_by_side.py gloo [--rounds N]    # CPU ms per rank, and the losses of each layout
     python benchmarks/torchtitan/side_by_side.py profile              # what each side calls in a step of TP 8 + SP
@@ -179,7 +180,17 @@ def profile(*_: Any) -> list[dict[str, Any]]:
     return [{"layout": "TP 8", "profile": found}]
 
 
-COMMANDS = {"host": host, "gloo": gloo, "profile": profile, "lines": lambda *_: [{"lines": lines(their_python())}]}
+def everything(rounds: int, only: str) -> list[dict[str, Any]]:
+    return [*host(rounds, only), *gloo(rounds, only), {"lines": lines(their_python())}]
+
+
+COMMANDS = {
+    "all": everything,
+    "host": host,
+    "gloo": gloo,
+    "profile": profile,
+    "lines": lambda *_: [{"lines": lines(their_python())}],
+}
 
 
 def verdicts(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,6 +207,10 @@ def verdicts(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def show(found: Sequence[dict[str, Any]]) -> None:
     for figures in found:
+        if "lines" in figures:
+            for side, files in figures["lines"].items():
+                total = files if isinstance(files, str) else f"{sum(files.values())} lines: {files}"
+                print(f"a user of {side} writes {total}")
         if "cpu ms per step and rank" not in figures:
             continue
         print(f"\n{figures['layout']}: CPU ms per step and rank, and over TorchTitan's; step-1 loss")
