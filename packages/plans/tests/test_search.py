@@ -1,12 +1,14 @@
 """The pruned search against brute force on toys of up to eight blocks, and how it does on the largest published job."""
 
 from dataclasses import replace
+from io import StringIO
 from itertools import combinations, pairwise, product
 from math import inf
 from random import Random
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from vescale_dtensor.testing import slice_of
@@ -20,6 +22,7 @@ from vescale_plans.search import (
     sample_of,
     structure_of,
 )
+from vescale_plans.search.progress import Bar
 from vescale_plans.search.ranking import Pricer
 
 
@@ -75,6 +78,15 @@ def test_cuts_equal_brute_force():
         assert cutter.made(found.starts).seconds(microbatches) == pytest.approx(wanted, rel=1e-12)
     assert feasible > 100
     assert tight > 30
+
+
+def test_a_bar_shows_what_takes_long_on_a_terminal_alone():
+    for terminal, after, shown in ((True, 0.0, True), (True, 60.0, False), (False, 0.0, False)):
+        console = Console(file=StringIO(), force_terminal=terminal, width=80)
+        with Bar(console, after) as bar:
+            assert list(bar.over("counting", range(4))) == [0, 1, 2, 3]
+            bar.tick("waiting")
+        assert ("counting" in console.file.getvalue()) == shown
 
 
 class Block(nn.Module):

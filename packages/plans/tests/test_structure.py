@@ -124,6 +124,16 @@ def words(make_attention, make_mixer, layers=2, **settings):
 # --------------------------------------------------------------------- groups
 
 
+def test_modules_registered_in_another_order_than_called_are_not_cut():
+    model = words(lambda: Attention(6, 3, 8), lambda: Gated(40), layers=3)
+    assert structure(model).cut_points == ("blocks.1", "blocks.2")
+    for late in ("head", "last"):  # a stage is told from the order of registration
+        moved = {late: model._modules.pop(late), **model._modules}
+        model._modules.clear()
+        model._modules.update(moved)
+        assert structure(model).cut_points == ()
+
+
 def test_heads_and_neurons_are_found_with_their_groups():
     found = structure(words(lambda: Attention(6, 3, 8), lambda: Gated(40)))
     attention, gated = found.groups[:2]

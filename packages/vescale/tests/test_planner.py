@@ -280,12 +280,13 @@ def compared(name, world, pin):
     parallel, optimizer = vescale.parallelize(plan, other, make)
     losses, gradients = train(name, parallel, batches, optimizer)
     wanted, expected = train(name, model, batches, make(model.parameters()))
-    assert set(gradients) == set(expected)
+    assert set(gradients) <= set(expected)
     scale = max(one.norm().item() for one in expected.values())
     # Where a gradient is zero but for rounding, AdamW takes whole steps along the rounding. That is so for a key's bias
     # before softmax, alone or as a part of a packed bias (softmax(s + c) = softmax(s)), and where nothing was looked
     # up: such entries are compared by their gradient only.
-    real = {n for n, one in expected.items() if one.norm().item() > 1e-6 * scale}
+    held = set(gradients)  # of this rank's stage
+    real = {n for n in held if expected[n].norm().item() > 1e-6 * scale}
     moved = {n: one.abs() > 1e-7 * scale if one.ndim == 1 else torch.ones_like(one) for n, one in expected.items()}
     parameters = dict(model.named_parameters())
 
@@ -294,10 +295,11 @@ def compared(name, world, pin):
 
     return {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, wanted)),
-        "gradient": max((gradients[n] - expected[n]).norm().item() / scale for n in expected),
+        "gradient": max((gradients[n] - expected[n]).norm().item() / scale for n in held),
         "own gradient": max((gradients[n] - expected[n]).norm().item() / expected[n].norm().item() for n in real),
         "parameter": max(error(n, whole(p)) for n, p in parallel.named_parameters() if n in real),
-        "split": sum("tp" in placed for placed in plan.parameters.values()) + (plan.expert_axis is not None),
+        "lacking": sorted(set(expected) - held),
+        "split": any("tp" in placed for placed in plan.parameters.values()) or bool(plan.expert_axis or plan.pipeline),
         "mesh": dict(plan.mesh),
     }
 
@@ -310,13 +312,19 @@ CASES = [
     *((name, 2, {"ep": 2}) for name in SPREAD),
     *((name, 4, {"ep": 2, "tp": 2}) for name in SPREAD),
     *((name, 4, {"ep": 2, "dp": 4, "zero": zero}) for name, zero in zip(SPREAD, (0, 1, 2, 3))),
+    *((name, 2, {"tp": 2, "sp": True}) for name in ("llama", "gpt2", "bloom", "phi3", "gemma2", "opt")),
+    *((name, 2, {"pp": 2}) for name in ("llama", "gpt2", "qwen3", "bert")),
+    *((name, 4, {"pp": 2, "tp": 2}) for name in ("llama", "gpt2", "qwen2")),
+    *((name, 4, {"pp": 2, "dp": 2, "zero": 1, "checkpointing": True}) for name in ("llama", "phi3")),
 ]
 
 
 @pytest.mark.parametrize(("name", "world", "pin"), slice_of(CASES, 12), ids=lambda value: str(value))
 def test_three_steps_equal_one_device(name, world, pin):
-    for found in run_ranks(world, compared, name, world, pin, timeout=300):
-        assert found["split"] > 0, found
+    ranks = run_ranks(world, compared, name, world, pin, timeout=300)
+    assert not set.intersection(*(set(found["lacking"]) for found in ranks))  # some rank has it
+    for found in ranks:
+        assert found["split"], found
         assert found["loss"] <= LOSS, found
         assert found["gradient"] <= 1e-6, found
         assert found["own gradient"] <= PARAMETER, found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -252,8 +253,19 @@ def _blocks(model: nn.Module, found: Findings) -> tuple[Blocks, ...]:
         same = {(i.batch, i.position, i.features) for i, o in seen} | {
             (o.batch, o.position, o.features) for i, o in seen
         }
-        made.append(Blocks(chain.names, chain.kinds, chained=len(seen) > 1 and len(same) == 1))
+        chained = len(seen) > 1 and len(same) == 1 and _in_order(model, found, chain.names)
+        made.append(Blocks(chain.names, chain.kinds, chained))
     return tuple(made)
+
+
+def _in_order(model: nn.Module, found: Findings, blocks: Sequence[str]) -> bool:
+    """Modules with parameters are called in the order of their registration, as far as these blocks part them: that
+    order is by which a pipeline's stages are told."""
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    starts = [places[name] for name in blocks]
+    holding = (name for name in found.outputs if name in places and model.get_submodule(name)._parameters)
+    parts = [bisect_right(starts, places[name]) for name in holding if name]
+    return parts == sorted(parts)
 
 
 # ----------------------------------------------------------------------- stream
