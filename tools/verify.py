@@ -164,6 +164,7 @@ CHECKS: tuple[Check, ...] = (
     Check(8, 1, "static mode is eager mode to the bit", tests("packages/vescale/tests/test_static_training.py")),
     Check(8, 1, "compile mode", tests("packages/vescale/tests/test_static_compiled.py")),
     Check(8, 2, "static mode over hand-written blocks", (PYTHON, "benchmarks/static_blocks.py")),
+    Check(8, 2, "the example Llama's step over the same by hand", (PYTHON, "benchmarks/llama_step.py")),
     Check(8, 3, "the share of modules that run static", (PYTHON, "benchmarks/static_share.py")),
     Check(8, 4, "awkward modules", tests("packages/plans/tests/test_static.py")),
     Check(12, 1, "five commits, one slowed", tests("tools/tests/test_benchmark_history.py")),

@@ -267,6 +267,55 @@ def test_an_awkward_module_gives_what_eager_gives(case):
         assert norm == "static"
 
 
+class OnePlus(nn.Module):
+    """Gemma's way: what is converted (the weight's gradient counts once) is no parameter, but 1 + a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, x):
+        return x * (1.0 + self.weight.float())
+
+
+class OnePlusAndItself(OnePlus):
+    def forward(self, x):
+        return x * (1.0 + self.weight) + self.weight
+
+
+class ItselfAndOnePlus(OnePlus):
+    def forward(self, x):
+        return (x + self.weight) * (1.0 + self.weight)
+
+
+class OnePlusBesideAnother(OnePlus):
+    """The weight goes two ways, of which one is not converted before it leaves."""
+
+    def forward(self, x):
+        return x * (1.0 + self.weight) + (2.0 * self.weight).tanh()
+
+
+@pytest.mark.parametrize(
+    "kind, is_static",
+    [(OnePlus, True), (OnePlusAndItself, False), (ItselfAndOnePlus, False), (OnePlusBesideAnother, False)],
+)
+def test_a_conversion_of_what_a_parameter_became(kind, is_static):
+    def run():
+        def trained(mode):
+            torch.manual_seed(0)
+            net = Net(Pointwise())
+            net.norm = kind()
+            model, optimizer = parallelize(PLAN, net, lambda p: torch.optim.SGD(p, lr=0.1))
+            return train(static(model) if mode == "static" else model, optimizer, batches_of()), model
+
+        (wanted, _), (found, model) = trained("eager"), trained("static")
+        return same(wanted, found), verdict(model, "norm")
+
+    for equal, (found, reason) in run_ranks(4, run):
+        assert equal
+        assert (found == "static") == is_static, (found, reason)
+
+
 def test_a_shape_that_changes_at_every_step_goes_back_to_eager_with_a_warning():
     def run():
         batches = batches_of(24, sizes=tuple(range(2, 26)))

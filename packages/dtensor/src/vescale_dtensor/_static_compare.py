@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._convert import Alias
+from ._convert import Alias, Convert
 from ._static_tape import Conversion, Crossing, Op, Ref, Tape
+from ._steps import Route
 
 _CLONE = "CloneBackward0"
 # They give another object for the same values; whether gradients pass is the graph's matter.
@@ -141,26 +142,38 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 # --- autograd graphs -----------------------------------------------------------------
 
 
-def graph_difference(done: Iterable[Tensor], tried: Iterable[Tensor], severed: bool = False) -> Difference | None:
+def graph_difference(
+    done: Iterable[Tensor], tried: Iterable[Tensor], severed: bool = False, moved: frozenset[Route] = frozenset()
+) -> Difference | None:
     """Whether gradients would flow the same ways. Call with dispatch disabled; the tensors are paired in order.
 
     severed: the first pass has clones that the second does without, through which gradients pass as they are.
+    moved: conversions that the second pass makes of a parameter itself, and the first of what was computed from
+    it. Every way that has one in the first pass must have the same one in the second, and end there.
     """
     waiting = []
     for one, other in zip(done, tried):
         if one.requires_grad != other.requires_grad:
             return Difference("gradients flow in one pass only")
-        waiting.append((_node(one), _node(other), one.output_nr, other.output_nr))
-    seen: set[tuple[int, int]] = set()
+        waiting.append((_node(one), _node(other), one.output_nr, other.output_nr, None))
+    seen: set[tuple] = set()
     kept = []  # nodes are known by identity only while somebody holds them
     while waiting:
-        a, b, at, bt = waiting.pop()
+        a, b, at, bt, owed = waiting.pop()
         (a, at), (b, bt) = _behind_aliases(a, at), _behind_aliases(b, bt)
         while severed and _node_name(a) == _CLONE and _node_name(b) != _CLONE:
             a, at = _behind_aliases(*a.next_functions[0])
+        if owed is None and _route_of(a) in moved and _route_of(b) not in moved:
+            owed = _route_of(a)
+            a, at = _behind_aliases(*a.next_functions[0])
+        elif owed is not None and _route_of(b) is owed:
+            owed = None
+            b, bt = _behind_aliases(*b.next_functions[0])
+            if a is not b:
+                return Difference("a conversion of a parameter does not end there")
         kept.append((a, b))
         if a is b:
-            if at != bt:
+            if at != bt or (owed is not None and a is not None):
                 return Difference("gradients flow through another output")
             continue
         leaf = isinstance(a, Tensor) or isinstance(b, Tensor)
@@ -168,14 +181,19 @@ def graph_difference(done: Iterable[Tensor], tried: Iterable[Tensor], severed: b
             return Difference(f"autograd node {_node_name(a)} in place of {_node_name(b)}")
         if is_foreign(b):
             return Difference(f"the autograd Function {type(b)._forward_cls.__qualname__} may keep what it was given")
-        if (id(a), id(b)) in seen:
+        if (id(a), id(b), owed) in seen:
             continue
-        seen.add((id(a), id(b)))
+        seen.add((id(a), id(b), owed))
         if len(a.next_functions) != len(b.next_functions):
             return Difference(f"autograd node {_node_name(a)} has other inputs")
         for (x, i), (y, j) in zip(a.next_functions, b.next_functions):
-            waiting.append((x, y, i, j))
+            waiting.append((x, y, i, j, owed))
     return None
+
+
+def _route_of(node: Any) -> Route | None:
+    """The route of a conversion's node."""
+    return node.way[0] if getattr(type(node), "_forward_cls", None) is Convert else None
 
 
 def _node(tensor: Tensor) -> Any:

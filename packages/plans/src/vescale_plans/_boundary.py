@@ -68,6 +68,8 @@ def install_boundary(module: nn.Module, name: str, boundary: Boundary) -> None:
         convert_input = Converter(boundary.input, f"{name} (input boundary)")
 
         def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            if args and isinstance(args[0], Tensor):
+                return (convert_input(args[0]), *args[1:]), kwargs
             args, kwargs = map_first((args, kwargs), convert_input)
             return args, kwargs
 

@@ -39,6 +39,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def map_first(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Like `map_tensors`, for the first tensor only."""
+    if isinstance(value, Tensor):
+        return function(value)
     done = False
 
     def once(tensor: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class Frame:
     border: Border = field(default_factory=Border)
     conversions: dict[int | str, Tensor] = field(default_factory=dict)  # what the border made of inputs and parameters
     sources: dict[int, Tensor] = field(default_factory=dict)  # what the border converts into the output
+    moved: frozenset[Route] = frozenset()  # conversions that the border makes of a parameter, not of what it became
     crossed: dict[Any, Step] = field(default_factory=dict)  # borders of a plan between it and what it calls
     reason: Difference | None = None
     first: int | str | None = None
