@@ -25,6 +25,7 @@ class Candidate:
         sp: activations between tensor-parallel groups are split by position.
         zero: stage over dp.
         microbatches: parts of a rank's batch that go through the pipeline.
+        virtual: stages per rank of the pipeline, interleaved (arXiv 2104.04473, section 2.2).
         checkpointing: blocks are computed again in backward.
     """
 
@@ -36,6 +37,7 @@ class Candidate:
     zero: int = 0
     microbatches: int = 1
     checkpointing: bool = False
+    virtual: int = 1
 
     @property
     def sharded(self) -> int:
@@ -47,7 +49,7 @@ class Candidate:
         axes = [f"{name}={size}" for name, size in sizes.items() if size > 1]
         more = ["sp"] * self.sp + [f"zero={self.zero}"] * bool(self.zero)
         more += [f"microbatches={self.microbatches}"] * (self.microbatches > 1)
-        more += ["checkpointing"] * self.checkpointing
+        more += ["checkpointing"] * self.checkpointing + [f"virtual={self.virtual}"] * (self.virtual > 1)
         return " ".join(axes + more) or "one device"
 
 

@@ -1,7 +1,8 @@
 """Time of one training step of one candidate, in closed form.
 
-Matrix multiplications by a roofline that small sizes do not reach, collectives by latency and bandwidth of the link
-that their axis lies on, the pipeline by its bubble (Narayanan et al., arXiv 2104.04473, section 2.2).
+Matrix multiplications by a roofline that small sizes do not reach, or by the terms that were measured; collectives by
+latency and bandwidth of the link that their axis lies on, or by measured curves; the pipeline by its bubble (Narayanan
+et al., arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from .sizes import Sizes
 
 OPERATORS = 12
 """Operators around one contraction in eager code."""
-STREAM = 12
-"""Reads and writes of a stream's width per group and direction, elementwise operators and norms together."""
 HIDDEN = 0.7
-"""Share of the gradient reduction that backward hides."""
+"""Share of a pass beside which gradients are reduced, or parameters gathered."""
+SHOWN = 0.1
+"""Share of these that nothing hides."""
+HOPS = 0.3
+"""Share of a pipeline's transfers that computation does not hide."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,6 @@ def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, 
     elementwise = _elementwise(sizes, candidate, hardware, positions) * passes
     experts = _exchanges(sizes, candidate, hardware, positions) * (passes - 1)
     stage = (compute + tensor + experts + elementwise) / candidate.pp
-    steps = candidate.microbatches + candidate.pp - 1
     share = candidate.microbatches / candidate.pp
     held = sizes.spread(candidate.ep) / candidate.pp
     return Cost(
@@ -66,7 +68,7 @@ def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, 
         tensor=tensor * share,
         experts=experts * share,
         data=_data(sizes, candidate, hardware, compute * share),
-        pipeline=stage * (steps - candidate.microbatches) + _hops(sizes, candidate, hardware, positions),
+        pipeline=stage * (candidate.pp - 1) / candidate.virtual + _hops(sizes, candidate, hardware, positions),
         optimizer=held / (candidate.sharded if candidate.zero else 1) * 32 / hardware.bandwidth,
     )
 
@@ -95,7 +97,7 @@ def _elementwise(sizes: Sizes, candidate: Candidate, hardware: Hardware, positio
     moved = 0.0
     for branch, times in sizes.branches.items():
         inner = branch.features * max(1, branch.chosen) / (sizes.tp if branch.split else 1)
-        moved += times * (STREAM * branch.stream / stream + 4 * inner)
+        moved += times * (hardware.stream * branch.stream / stream + 4 * inner)
     operators = OPERATORS * sum(sizes.contractions.values())
     return positions * moved * hardware.itemsize / hardware.bandwidth + operators * hardware.launch
 
@@ -134,12 +136,12 @@ def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float
     dense = (sizes.held - sizes.experts) * (candidate.dp - 1) / candidate.dp
     part = 4 / candidate.pp * (dense + sizes.experts / candidate.ep * (copies - 1) / copies)
     reduce = hardware.collective_seconds("all_reduce", candidate.dp, 2 * part, candidate.tp)
-    exposed = max(0.1 * reduce, reduce - HIDDEN * compute * 2 / 3)
+    exposed = max(SHOWN * reduce, reduce - HIDDEN * compute * 2 / 3)
     if candidate.zero < 3:
         return exposed
     gather = hardware.collective_seconds("all_gather", candidate.dp, part * hardware.itemsize / 4, candidate.tp)
     gathers = 2 * gather * candidate.microbatches
-    return exposed + max(0.1 * gathers, gathers - HIDDEN * compute)
+    return exposed + max(SHOWN * gathers, gathers - HIDDEN * compute)
 
 
 def _hops(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
@@ -148,4 +150,4 @@ def _hops(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int
     width = max((branch.stream for branch in sizes.branches), default=0)
     moved = positions * width * hardware.itemsize
     hop = hardware.collective_seconds("send", 2, moved, candidate.tp * candidate.dp * candidate.pp // 2)
-    return 2 * candidate.microbatches * hop
+    return 2 * candidate.microbatches * candidate.virtual * hop * HOPS
