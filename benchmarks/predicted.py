@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import sys
 import time
@@ -38,8 +37,10 @@ WARM = 5
 """Steps before the first sample: the first calls compare the inputs of the ranks."""
 QUIET = 0.15
 """Cores that others may have kept busy during a step that counts."""
-SHAPES = {"short": (512, 4, 4, 256), "wide": (768, 4, 4, 256)}
-"""Hidden size, layers, rows of the batch, positions."""
+GLANCE = 0.08
+"""Seconds that the machine is watched before a step."""
+SHAPES = {"short": (512, 4, 256), "wide": (640, 4, 256)}
+"""Hidden size, rows of the batch, positions. There are as many layers as ranks, so that each may be a stage."""
 
 
 def gpt(hidden: int, layers: int, positions: int):
@@ -87,12 +88,12 @@ MESHES = {
 }  # fmt: skip
 
 
-def case_of(name: str):
+def case_of(name: str, ranks: int):
     """(model, batch) of a case, the same on every rank."""
     kind, shape = name.split()
-    hidden, layers, rows, positions = SHAPES[shape]
+    hidden, rows, positions = SHAPES[shape]
     torch.manual_seed(0)
-    model = MODELS[kind](hidden, layers, positions)
+    model = MODELS[kind](hidden, ranks, positions)
     ids = torch.randint(WORDS, (rows, positions), generator=torch.Generator().manual_seed(1))
     return model, (ids, ids) if kind == "gpt" else {"input_ids": ids, "labels": ids}
 
@@ -111,57 +112,96 @@ def adamw(parameters):
 # --- measuring ----------------------------------------------------------------------------
 
 
-def steps(case: str, text: str, clean: int, limit: float) -> list[list[float]]:
-    """Per step: seconds of the slowest rank, and cores that others kept busy. Runs on every rank, until `clean` steps
-    were undisturbed or `limit` seconds are over."""
+def steps(case: str, texts: dict[str, str], clean: int, limit: float) -> dict[str, list[list[float]]]:
+    """Per mesh and step: seconds of the slowest rank, and cores that others kept busy. Runs on every rank, meshes in
+    turn, each step when the machine is calm, until each has `clean` undisturbed steps or `limit` seconds are over."""
     import vescale
-    from vescale._devices import busy_seconds, own_seconds
 
     torch.set_num_threads(1)
-    model, batch = case_of(case)
-    model, optimizer = vescale.parallelize(vescale.Plan.from_json(text), model, adamw)
-    samples: list[list[float]] = []
-    until = time.perf_counter() + limit
-    for at in itertools.count():
-        torch.distributed.barrier()
-        before = (own_seconds(), busy_seconds())
-        began = time.perf_counter()
-        out = model(**batch) if isinstance(batch, dict) else model(*batch)
-        (out if isinstance(out, torch.Tensor) else out.loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        del out
-        torch.distributed.barrier()
-        seconds, worked = time.perf_counter() - began, busy_seconds() - before[1]
-        facts = torch.tensor([seconds, own_seconds() - before[0], worked, time.perf_counter() - until])
-        everyone = [torch.empty(4) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(everyone, facts)
-        seconds, own, worked, late = torch.stack(everyone).double().unbind(1)
-        if at >= WARM:
-            foreign = max(0.0, (worked.max() - own.sum()).item()) / seconds.max().item()
-            samples.append([round(seconds.max().item(), 5), round(foreign, 3)])
-            if late.max() > 0 or sum(one[1] <= QUIET for one in samples) >= clean:
-                break
-    del model, optimizer
+    built = {}
+    for mesh, text in texts.items():
+        model, batch = case_of(case, torch.distributed.get_world_size())
+        built[mesh] = vescale.parallelize(vescale.Plan.from_json(text), model, adamw)
+    samples: dict[str, list[list[float]]] = {mesh: [] for mesh in texts}
+    for _ in range(WARM):
+        for model, optimizer in built.values():
+            train(model, optimizer, batch)
     gc.collect()
-    return samples
+    gc.disable()
+    until = time.perf_counter() + limit
+    while True:
+        for mesh, (model, optimizer) in built.items():
+            if undisturbed(samples[mesh]) < clean:
+                rest(until)
+                samples[mesh].append(timed(model, optimizer, batch))
+        if all(undisturbed(one) >= clean for one in samples.values()) or sum_over_ranks(time.perf_counter() > until):
+            return samples
+
+
+def train(model, optimizer, batch) -> None:
+    out = model(**batch) if isinstance(batch, dict) else model(*batch)
+    (out if isinstance(out, torch.Tensor) else out.loss).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def timed(model, optimizer, batch) -> list[float]:
+    from vescale._devices import busy_seconds, own_seconds
+
+    torch.distributed.barrier()
+    own, busy = own_seconds(), busy_seconds()
+    began = time.perf_counter()
+    train(model, optimizer, batch)
+    torch.distributed.barrier()
+    seconds, busy = time.perf_counter() - began, busy_seconds() - busy
+    everyone = [torch.empty(2) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyone, torch.tensor([seconds, own_seconds() - own]))
+    seconds, own = torch.stack(everyone).double().unbind(1)
+    return [round(seconds.max().item(), 5), round(max(0.0, busy - own.sum().item()) / seconds.max().item(), 3)]
+
+
+def rest(until: float) -> None:
+    """Until others leave the machine alone, or `until`."""
+    from vescale._devices import busy_seconds
+
+    while True:
+        busy = busy_seconds()
+        time.sleep(GLANCE)
+        calm = busy_seconds() - busy <= QUIET * GLANCE or time.perf_counter() > until
+        if sum_over_ranks(calm):
+            return
+
+
+def sum_over_ranks(truth: bool) -> float:
+    """How many ranks say so."""
+    total = torch.tensor(float(truth))
+    torch.distributed.all_reduce(total)
+    return total.item()
+
+
+def undisturbed(samples: list[list[float]]) -> int:
+    return sum(foreign <= QUIET for _, foreign in samples)
 
 
 def measure(arguments) -> int:
     warm_up("vescale", "transformers")
     path = Path(arguments.out)
     known = json.loads(path.read_text()) if path.exists() else {}
-    model, batch = case_of(arguments.case)
-    for mesh, degrees in MESHES[arguments.ranks].items():
-        if arguments.only and mesh not in arguments.only:
-            continue
-        text = plan_for(model, batch, degrees).to_json()
-        samples = run_ranks(
-            arguments.ranks, steps, arguments.case, text, arguments.clean, arguments.seconds, timeout=200
-        )[0]
-        known.setdefault(arguments.case, {}).setdefault(mesh, []).extend(samples)
+    model, batch = case_of(arguments.case, arguments.ranks)
+    here = known.setdefault(arguments.case, {})
+    wanted = {
+        mesh: plan_for(model, batch, degrees).to_json()
+        for mesh, degrees in MESHES[arguments.ranks].items()
+        if undisturbed(here.get(mesh, [])) < arguments.clean and (not arguments.only or mesh in arguments.only)
+    }
+    if wanted:
+        given = (arguments.case, wanted, arguments.clean, arguments.seconds)
+        for mesh, samples in run_ranks(arguments.ranks, steps, *given, timeout=arguments.seconds + 150)[0].items():
+            here.setdefault(mesh, []).extend(samples)
         path.write_text(json.dumps(known))
-        print(f"{arguments.case:<12} {mesh:<14} {' '.join(f'{s:.3f}({f:.1f})' for s, f in samples)}", flush=True)
+    for mesh, samples in here.items():
+        found = " ".join(f"{seconds:.3f}({foreign:.1f})" for seconds, foreign in samples)
+        print(f"{arguments.case:<12} {mesh:<14} {undisturbed(samples)} undisturbed: {found}", flush=True)
     return 0
 
 
@@ -199,9 +239,9 @@ def predicted(ranks: int, profile: str, cases) -> dict:
 
     hardware, found = hardware_of(Path(profile)), {}
     for case in cases:
-        model, batch = case_of(case)
+        model, batch = case_of(case, ranks)
         structure = structure_of(model, sample_of(model, batch))
-        _, _, rows, positions = SHAPES[case.split()[1]]
+        _, rows, positions = SHAPES[case.split()[1]]
         for mesh, degrees in MESHES[ranks].items():
             candidate = Candidate(**degrees)
             prediction = predict(plan_for(model, batch, degrees), model, batch, hardware, adamw)
@@ -300,7 +340,7 @@ def main() -> int:
     one.add_argument("--case", choices=CASES, required=True)
     one.add_argument("--out", required=True)
     one.add_argument("--clean", type=int, default=5, help="undisturbed steps of each mesh")
-    one.add_argument("--seconds", type=float, default=30, help="after which a mesh is left with what it has")
+    one.add_argument("--seconds", type=float, default=150, help="after which the meshes are left with what they have")
     one.add_argument("--only", nargs="*")
     two = commands.add_parser("report")
     two.add_argument("--ranks", type=int, default=2, choices=list(MESHES))

@@ -9,7 +9,7 @@ parallelism reduce and gather beside the passes: of that the profile's share is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -59,17 +59,19 @@ class Operation:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step, by what they are spent on; `communication` is what nothing hides."""
+    """Of one step, by what they are spent on; `communication` is what nothing hides, `host` what the host takes on top
+    of the device."""
 
     products: float
     attention: float
     elementwise: float
+    host: float
     communication: float
     hidden: float
 
     @property
     def total(self) -> float:
-        return self.products + self.attention + self.elementwise + self.communication
+        return self.products + self.attention + self.elementwise + self.host + self.communication
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,13 @@ class Timeline:
             seconds = self.collective_seconds(event, hardware)
             part = hardware.hidden if event.cause.function in BESIDE else 0.0
             shown, hidden = shown + seconds * (1 - part), hidden + seconds * part
+        spent["host"] = host_seconds(hardware, sum(self.operations.values()), sum(spent.values()))
         computed = {name: seconds * crowded for name, seconds in spent.items()}
         return Seconds(
             computed.get("products", 0.0),
             computed.get("attention", 0.0),
             computed.get("elementwise", 0.0),
+            computed["host"],
             shown,
             hidden,
         )
@@ -194,6 +198,8 @@ _MAKES_NOTHING = {
 }  # fmt: skip
 
 
-def total_of(operations: Iterable[tuple[Operation, int]], hardware: Hardware) -> float:
-    """Seconds of operations, one after the other."""
-    return sum(count * operation.seconds(hardware) for operation, count in operations)
+def host_seconds(hardware: Hardware, operators: int, device: float) -> float:
+    """What the host adds to `device` seconds for so many operators: all of its own where it is the device, else what
+    the device waits."""
+    own = operators * hardware.host
+    return own if hardware.at_once else max(0.0, own - device)

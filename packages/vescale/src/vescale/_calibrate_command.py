@@ -33,6 +33,7 @@ def _report(profile: Hardware) -> list[str]:
         ("device", profile.device),
         ("products", f"{profile.flops / 1e9:,.0f} GFLOP/s for large ones"),
         ("memory", f"{profile.bandwidth / 1e9:,.1f} GB/s read and written, {profile.memory / 2**30:,.1f} GiB"),
+        ("host", f"{profile.host * 1e6:,.1f} us per operator"),
         ("hidden", f"{profile.hidden:.0%} of a collective beside products"),
     ]
     for kind, curves in profile.collectives.items():

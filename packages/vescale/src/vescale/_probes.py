@@ -7,6 +7,7 @@ received for collectives.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, Partial, Placement, Replicate, Shard
-from vescale_plans.timeline import operation_of
+from vescale_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from vescale_plans._meter import Meter
+from vescale_plans.timeline import Recorder, operation_of
 
 WIDTH = 512
 BYTES = (1 << 16, 1 << 20, 1 << 23)
@@ -159,6 +161,51 @@ def attention(dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
 
             yield Probe("operator", f"attention{tail}", flops, forward)
             yield Probe("operator", f"attention_backward{tail}", flops * 5 // 2, backward)
+
+
+class Block(nn.Module):
+    """A block as transformers have them, to see what a step takes besides its operators."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mixed = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.packed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, positions, width = x.shape
+        q, k, v = self.packed(self.norm(x)).view(rows, positions, -1, 64).transpose(1, 2).chunk(3, dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, positions, width))
+        return x + self.narrow(F.gelu(self.wide(self.mixed(x))))
+
+
+def step(mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[], None], Counter]:
+    """A training step of a few blocks, replicated over `mesh`, as the engine runs it; and its operations."""
+    torch.manual_seed(0)
+    whole = (Replicate(),) * mesh.ndim
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(2))).to(device)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        made = distribute_tensor(parameter.detach(), mesh, whole)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(made))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = distribute_tensor(torch.ones(2, 256, WIDTH, device=device), mesh, whole)
+
+    def run() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run()
+    recorder = Recorder()
+    with Meter() as meter:
+        meter.listener = recorder.note
+        run()
+    operations: Counter = Counter()
+    for (_, _, operation), count in recorder.operations.items():
+        operations[operation] += count
+    return run, operations
 
 
 def collectives(mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:

@@ -4,7 +4,8 @@ All ranks measure at once, in step, since that is how they will train: memory an
 take turns over several rounds, so that what else runs on the machine meets them alike, and the lower quartile of the
 rounds is kept. What one thread computes on a CPU is timed in its own CPU seconds, which no neighbour lengthens; ranks
 that outnumber the cores share them, which the profile says by `at_once`. A matrix product's time is fitted by its terms
-(operations, and elements of operands and result), everything else is a curve.
+(operations, and elements of operands and result), everything else is a curve. What a training step of a small block
+takes beyond its operators is the host's.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -66,8 +68,7 @@ def calibrate(ranks: int = 1, *, rounds: int = 7, progress: Callable[[str], None
         except Exception as error:
             last = str(error).strip().splitlines()[-1]
             raise PlanError("calibrate", f"a rank failed: {last}", (), [("ranks=1", "")]) from error
-        found = json.loads((Path(folder) / "measured").read_text())
-    return profile_of(found["times"], found["overlap"], ranks, device)
+        return Hardware.from_json((Path(folder) / "profile").read_text())
 
 
 def _measure(rank: int, ranks: int, folder: str, device: Device, rounds: int) -> None:
@@ -96,8 +97,15 @@ def _measure(rank: int, ranks: int, folder: str, device: Device, rounds: int) ->
                 _rounds(list(family), rounds, here, stop, times)
         _rounds(list(_probes.attention(device.dtype, here)), rounds, here, stop, times)
         overlap = _overlap(here, device, rounds, stop) if ranks > 1 else 0.0
+        run, operations = _probes.step(init_device_mesh(device.kind, (1, ranks)), here)
+        whole = _probes.Probe("step", "step", None, run)
+        took = _quartile([_timed(whole, 1, stop, time.thread_time) for _ in range(rounds + 1)])
         if rank == 0:
-            (Path(folder) / "measured").write_text(json.dumps({"times": times, "overlap": overlap}))
+            profile = profile_of(times, overlap, ranks, device)
+            # What the operators alone do not explain: Python, dispatch, autograd, and caches that are cold by then.
+            explained = sum(count * operation.seconds(profile) for operation, count in operations.items())
+            host = max(0.0, took - explained) / operations.total()
+            (Path(folder) / "profile").write_text(replace(profile, host=host).to_json())
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -130,11 +138,11 @@ def _rounds(
             times[json.dumps([probe.kind, probe.name, probe.ranks, probe.size])].append(time_)
 
 
-def _timed(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
+def _timed(probe: _probes.Probe, repeat: int, stop: Callable, clock: Callable | None = None) -> float:
     dist.barrier()
     stop()
     alone = probe.kind != "collective" and dist.get_backend() == "gloo"
-    clock = time.thread_time if alone else time.perf_counter
+    clock = clock or (time.thread_time if alone else time.perf_counter)
     began = clock()
     for _ in range(repeat):
         probe.run()
@@ -245,7 +253,7 @@ def fitted(measured: Iterable[tuple[tuple[int, int, int], float]]) -> Product:
 
 
 def _quartile(values: list[float]) -> float:
-    return quantiles(values, n=4)[0] if len(values) > 1 else values[0]
+    return sorted(values)[len(values) // 4]
 
 
 _FLOP = 1  # the term that any product has

@@ -16,10 +16,8 @@ from .sizes import Sizes
 
 OPERATORS = 12
 """Operators around one contraction in eager code."""
-HIDDEN = 0.7
-"""Share of a pass beside which gradients are reduced, or parameters gathered."""
 SHOWN = 0.1
-"""Share of these that nothing hides."""
+"""Share of what is reduced or gathered beside computation that nothing hides."""
 HOPS = 0.3
 """Share of a pipeline's transfers that computation does not hide."""
 
@@ -99,7 +97,8 @@ def _elementwise(sizes: Sizes, candidate: Candidate, hardware: Hardware, positio
         inner = branch.features * max(1, branch.chosen) / (sizes.tp if branch.split else 1)
         moved += times * (hardware.stream * branch.stream / stream + 4 * inner)
     operators = OPERATORS * sum(sizes.contractions.values())
-    return positions * moved * hardware.itemsize / hardware.bandwidth + operators * hardware.launch
+    each = hardware.launch + (hardware.host if hardware.at_once else 0.0)
+    return positions * moved * hardware.itemsize / hardware.bandwidth + operators * each
 
 
 def _tensor(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
@@ -136,12 +135,12 @@ def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float
     dense = (sizes.held - sizes.experts) * (candidate.dp - 1) / candidate.dp
     part = 4 / candidate.pp * (dense + sizes.experts / candidate.ep * (copies - 1) / copies)
     reduce = hardware.collective_seconds("all_reduce", candidate.dp, 2 * part, candidate.tp)
-    exposed = max(SHOWN * reduce, reduce - HIDDEN * compute * 2 / 3)
+    exposed = max(SHOWN * reduce, reduce - hardware.hidden * compute * 2 / 3)
     if candidate.zero < 3:
         return exposed
     gather = hardware.collective_seconds("all_gather", candidate.dp, part * hardware.itemsize / 4, candidate.tp)
     gathers = 2 * gather * candidate.microbatches
-    return exposed + max(SHOWN * gathers, gathers - HIDDEN * compute)
+    return exposed + max(SHOWN * gathers, gathers - hardware.hidden * compute)
 
 
 def _hops(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:

@@ -87,13 +87,15 @@ class Hardware:
         small: size of a dimension at which a matrix multiplication reaches half of that.
         bandwidth: memory, bytes per second.
         memory: bytes of one device.
-        launch: seconds per operator of eager code.
+        launch: seconds per operator of eager code on the device.
+        host: seconds that the host takes per operator: Python, dispatch, autograd. On a CPU they come on top; a GPU
+            computes beside them.
         node: devices joined by `inside`; across nodes by `across`.
         itemsize: bytes of an activation.
         at_once: devices that compute at full speed at the same time; None for all. Cores, where ranks share a host.
         stream: reads and writes of a stream's width per group of matrices and direction, by elementwise operators and
             norms: 17 of eager code, 8 of fused kernels.
-        hidden: share of a reduction or gather beside computation that computation hides.
+        hidden: share of a computation beside which a reduction of gradients or a gather of parameters is free.
         product: measured terms of a matrix product, in place of `flops` and `small`.
         operators: operator ("aten.gelu") -> its curve over bytes read and written ("attention" over operations).
         collectives: kind -> ranks -> its curve over bytes received by each.
@@ -113,6 +115,7 @@ class Hardware:
     at_once: int | None = None
     stream: int = 17
     hidden: float = 0.7
+    host: float = 0.0
     product: Product | None = None
     operators: Mapping[str, Curve] = field(default_factory=dict, hash=False, repr=False)
     collectives: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict, hash=False, repr=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -78,7 +78,7 @@ def predict(
     if plan.pipeline is None:
         dry = dry_run(plan, model, batch, optimizer_fn, loss_fn=loss_fn, step=step)
         seconds = dry.timeline.seconds(hardware)
-        spent = {name: getattr(seconds, name) for name in ("products", "attention", "elementwise", "communication")}
+        spent = {name: value for name, value in asdict(seconds).items() if name != "hidden"}
         return Prediction(plan, seconds.total, spent, dry.memory, dry)
     return _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simulator)
 
@@ -96,7 +96,7 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
     forward = [0.0] * stage_of.count
     after = {"backward": 0.0, "optimizer": 0.0}
     for (phase, module, operation), count in timeline.operations.items():
-        seconds = count * operation.seconds(hardware)
+        seconds = count * (operation.seconds(hardware) + (hardware.host if hardware.at_once else 0.0))
         if phase == "forward":
             forward[stage_of(module)] += seconds
         else:
