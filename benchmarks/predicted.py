@@ -3,7 +3,7 @@
     vescale calibrate --ranks 2 --out PROFILE.json
     python benchmarks/predicted.py measure --ranks 2 --case NAME --out RAW.json [--clean N] [--only MESH ...]
     python benchmarks/predicted.py report --ranks 2 --raw RAW.json --profile PROFILE.json [--png FILE] [--json FILE]
-    python benchmarks/predicted.py memory [--count 100] [--json FILE]
+    python benchmarks/predicted.py memory --json FILE [--count 100] [--seconds N]
 
 `measure` adds samples to a file, so that it can be run in parts and again: three models at two shapes, each on every
 mesh, steps with AdamW, one thread a rank. A sample is the slowest rank's wall time between two barriers. What the
@@ -11,7 +11,8 @@ machine did beside it is noted, and steps beside which it did anything else do n
 each plan on the profile and prints, and closes with a line of JSON: rank correlation over all points, the median error,
 and what the plan that is predicted fastest loses to the measured best. Nothing is fitted to what was measured.
 
-`memory` is the peak that a dry run predicts against the live storage bytes of real runs, of random plans.
+`memory` is the peak that a dry run predicts against the live storage bytes of real runs, of random plans; and whether
+the collectives that it counts are those that the run issues, one by one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import sys
 import time
 from pathlib import Path
@@ -310,6 +312,117 @@ def judged(points: dict, cases, way: str) -> dict:
     }
 
 
+# --- memory -------------------------------------------------------------------------------
+
+
+def lived(case: str, text: str) -> tuple[int, list, int]:
+    """Of the second step on this rank: peak of live storage bytes, collectives, floating point operations."""
+    import vescale
+    from vescale_plans._meter import Meter
+
+    torch.manual_seed(0)
+    model, batch = small(case)
+    meter = Meter()
+    model, optimizer = vescale.parallelize(vescale.Plan.from_json(text), model, adamw)
+    meter.label([*model.parameters(), *model.buffers()], "parameters")
+    with vescale.comm_trace(model) as trace, meter:
+        for _ in range(2):
+            trace.events.clear()
+            meter.mark()
+            meter.kind = "activations"
+            out = model(**batch) if isinstance(batch, dict) else model(*batch)
+            loss = out if isinstance(out, torch.Tensor) else out.loss
+            meter.kind = "gradients"
+            loss.backward()
+            del out, loss
+            meter.kind = "optimizer"
+            optimizer.step()
+            optimizer.zero_grad()
+    return meter.peak.total(), issued(trace.events), meter.flops
+
+
+def issued(events) -> list[tuple]:
+    return [
+        (e.kind, e.axes, e.cause.function, e.cause.module, e.cause.direction)
+        for e in events
+        if e.count and e.cause.function != "check_agreement"
+    ]
+
+
+def small(case: str):
+    """(model, batch): "llama 96 8 32" is hidden size, rows and positions."""
+    kind, *sizes = case.split()
+    hidden, rows, positions = map(int, sizes)
+    torch.manual_seed(0)
+    model = MODELS[kind](hidden, 2, positions)
+    ids = torch.randint(WORDS, (rows, positions), generator=torch.Generator().manual_seed(1))
+    return model, (ids, ids) if kind == "gpt" else {"input_ids": ids, "labels": ids}
+
+
+def random_plans(count: int, seed: int = 0):
+    """(case, candidate), each once: any mesh of 2 or 4 ranks without a pipeline, any ZeRO stage, recomputation."""
+    from vescale_plans.search import Candidate
+
+    dice, found = random.Random(seed), {}
+    while len(found) < count:
+        tp, dp = dice.choice(((1, 2), (2, 1), (1, 4), (2, 2), (4, 1)))
+        degrees = {
+            "tp": tp, "dp": dp, "sp": tp > 1 and dice.random() < 0.5, "zero": dice.randrange(4) if dp > 1 else 0,
+            "checkpointing": dice.random() < 0.5,
+        }  # fmt: skip
+        sizes = dice.choice((64, 128, 256)), dice.choice((4, 8)), dice.choice((32, 64, 128))
+        case = " ".join((dice.choice(list(MODELS)), *map(str, sizes)))
+        found[case, Candidate(**degrees)] = None
+    return list(found)
+
+
+def memory(arguments) -> int:
+    from vescale_plans import dry_run
+    from vescale_plans.search import hardware_of, memory_of, plan_of, sample_of, sizes_of, structure_of
+
+    warm_up("torch._dynamo", "vescale", "transformers")
+    path = Path(arguments.json)
+    rows = json.loads(path.read_text())["plans"] if path.exists() else []
+    until, known = time.perf_counter() + arguments.seconds, {(row["case"], row["plan"]) for row in rows}
+    for case, candidate in random_plans(arguments.count):
+        if (case, str(candidate)) in known or time.perf_counter() > until:
+            continue
+        model, batch = small(case)
+        structure = structure_of(model, sample_of(model, batch))
+        plan = plan_of(structure, candidate)
+        dry = dry_run(plan, model, batch, adamw)
+        given = (case, plan.to_json())
+        real = run_ranks(plan.world_size, lived, *given, timeout=120)
+        peak = max(one[0] for one in real)
+        _, batch_rows, positions = map(int, case.split()[1:])
+        closed = memory_of(sizes_of(structure, candidate.tp), candidate, hardware_of("cpu"), batch_rows, positions)
+        rows.append(
+            {
+                "case": case, "plan": str(candidate), "measured": peak, "dry run": dry.peak,
+                "error": round(dry.peak / peak - 1, 5), "closed form": round(closed.total / peak - 1, 4),
+                "collectives agree": issued(dry.collectives) == real[0][1], "operations agree": dry.flops == real[0][2],
+            }
+        )  # fmt: skip
+        print(json.dumps(rows[-1]), flush=True)
+        record = summed(rows)
+        path.write_text(json.dumps({**record, "plans": rows}, indent=1) + "\n")
+    record = summed(rows)
+    print(json.dumps(record))
+    met = record["mean error"] <= 0.03 and record["most under"] <= 0.02 and record["collectives agree"] == len(rows)
+    return int(not met or len(rows) < arguments.count)
+
+
+def summed(rows: list[dict]) -> dict:
+    errors = [row["error"] for row in rows]
+    return {
+        "plans of": len(rows), "mean error": round(sum(map(abs, errors)) / len(rows), 5),
+        "most under": round(max(0.0, -min(errors)), 5), "most over": round(max(0.0, max(errors)), 5),
+        "closed form, median error": round(median(abs(row["closed form"]) for row in rows), 3),
+        "collectives agree": sum(row["collectives agree"] for row in rows),
+        "operations agree": sum(row["operations agree"] for row in rows),
+    }  # fmt: skip
+
+
 def draw(points: dict, ranks: int, path: Path) -> None:
     import matplotlib
 
@@ -348,8 +461,12 @@ def main() -> int:
     two.add_argument("--profile", required=True)
     two.add_argument("--png")
     two.add_argument("--json")
+    three = commands.add_parser("memory")
+    three.add_argument("--count", type=int, default=100)
+    three.add_argument("--json", required=True, help="is added to, so that it can be run in parts")
+    three.add_argument("--seconds", type=float, default=1e9)
     arguments = parser.parse_args()
-    return {"measure": measure, "report": report}[arguments.command](arguments)
+    return {"measure": measure, "report": report, "memory": memory}[arguments.command](arguments)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ ROWS = (
     row("Qwen3-235B, fsdp", "MoE-ModelZoo", QWEN, "h100", 2048, 4096, ("model TF", 276), 1.0, True,
         tp=2, pp=1, dp=128, ep=8, sp=True, zero=3, microbatches=4),
     row("Qwen3-235B, pp32", "MoE-ModelZoo", QWEN, "h100", 2048, 4096, ("model TF", 200), 0.0,
-        tp=2, pp=32, dp=4, ep=8, virtual=3, sp=True, zero=1, microbatches=512),
+        tp=2, pp=32, dp=4, ep=4, virtual=3, sp=True, zero=1, microbatches=512),
     row("Qwen3-235B, tp4", "MoE-ModelZoo", QWEN, "h100", 2048, 4096, ("model TF", 167), 0.0,
         tp=4, pp=8, dp=8, ep=8, virtual=4, sp=True, zero=1, microbatches=256),
 )  # fmt: skip
@@ -239,12 +239,43 @@ def ranks_of(one: Row) -> int:
 
 def seconds(one: Row, candidate) -> float:
     """Of a step; partial recomputation lies between none and all."""
+    return between(one.again, lambda again: step_seconds(one, again_in(candidate, again)))
+
+
+def step_seconds(one: Row, candidate) -> float:
+    """With blocks dealt out evenly over the stages, as the reports have it: the fullest one counts, which is the one
+    with the head, or with a block more."""
     from vescale_plans.search import cost_of
 
     hardware, sizes = profile(one.hardware, one.overlaps), sizes_at(one.model, candidate.tp)
-    return between(
-        one.again, lambda again: cost_of(sizes, again_in(candidate, again), hardware, one.batch, one.seq).total
-    )
+    cost = cost_of(sizes, candidate, hardware, one.batch, one.seq)
+    if candidate.pp == 1:
+        return cost.total
+    kinds, of = parts_at(one.model, candidate.tp)
+    plain = replace(candidate, pp=1)
+    each = [cost_of(kind, plain, hardware, one.batch, one.seq).busy / candidate.microbatches for kind in kinds]
+    times, chunks = [each[kind] for kind in of], candidate.pp * candidate.virtual
+    borders = [at * len(times) // chunks for at in range(chunks + 1)]
+    stages = [0.0] * candidate.pp
+    for at in range(chunks):
+        stages[at % candidate.pp] += sum(times[borders[at] : borders[at + 1]])
+    total, longest = sum(stages), max(stages)
+    even = cost.busy / candidate.microbatches * (candidate.pp - 1) / candidate.virtual
+    passes = candidate.microbatches * longest + (total - longest) / candidate.virtual
+    return passes + cost.pipeline - even + cost.data + cost.optimizer
+
+
+@cache
+def parts_at(model: tuple, tp: int):
+    """Sizes of each kind of block, and the kind of each; the first and the last hold what lies before and after."""
+    from vescale_plans.search import parts_of
+
+    kinds, of = [], []
+    for part in parts_of(structure(model), tp):
+        if part not in kinds:
+            kinds.append(part)
+        of.append(kinds.index(part))
+    return kinds, of
 
 
 def memory(one: Row, candidate) -> float:
