@@ -34,8 +34,8 @@ class FallbackWarning(UserWarning):
 reported: set[Any] = set()  # functions that were warned of, each once
 
 
-def gathered(function: Callable) -> Callable:
-    """`function` on whole tensors: takes and returns DTensors."""
+def gathered(function: Callable, *, warns: bool = True) -> Callable:
+    """`function` on whole tensors: takes and returns DTensors. `warns`: once per function, of what it costs."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         targets = _written_by_name(function, args, kwargs)
@@ -58,7 +58,8 @@ def gathered(function: Callable) -> Callable:
             return full
 
         full_args, full_kwargs = substitute(args, whole), substitute(kwargs, whole)
-        _report(function, wholes)
+        if warns:
+            _report(function, wholes)
         with local_only():
             try:
                 out = function(*full_args, **full_kwargs)

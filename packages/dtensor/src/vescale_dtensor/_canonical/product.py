@@ -17,6 +17,9 @@ on CPU the bits of an entry of `torch.bmm` depend neither on how many entries th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
+from math import prod
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -45,27 +48,64 @@ def contract(a: Tensor, b: Tensor, labels: Labels, cuts: Mapping) -> Tensor:
     sizes = {x: n for names, t in ((labels.left, a), (labels.right, b)) for x, n in zip(names, t.shape)}
     a = _blocked(a, labels.left, batch, rows, summed, cuts)
     b = _blocked(b, labels.right, batch, columns, summed, cuts)
-    # [batch, row blocks, column blocks, summed blocks, rows, summed] @ [the same, summed, columns]
-    entries = (a.shape[0], a.shape[1], b.shape[1], a.shape[2])
-    a = a.unsqueeze(2).expand(*entries, *a.shape[-2:])
-    b = b.transpose(-2, -1).unsqueeze(1).expand(*entries, b.shape[-1], b.shape[-2])
-    out = torch.bmm(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
-    out = out.view(*entries[:3], *[len(cuts[x].held) for x in summed], *out.shape[-2:])
+    out = _products(a, b)
+    out = out.view(*out.shape[:3], *[len(cuts[x].held) for x in summed], *out.shape[-2:])
     for at in reversed(range(len(summed))):
-        out = tree_sum(out, 3 + at, cuts[summed[at]])
-    out = out.reshape(
-        *[sizes[x] for x in batch], *[len(cuts[x].held) for x in (*rows, *columns)],
-        *[cuts[x].size for x in (*rows, *columns)],
-    )  # fmt: skip
+        out = tree_sum(out, 3 + at, cuts[summed[at]], in_place=True)
+    for dim, parts in reversed(list(enumerate((
+        [sizes[x] for x in batch], [len(cuts[x].held) for x in rows], [len(cuts[x].held) for x in columns],
+        [cuts[x].size for x in rows], [cuts[x].size for x in columns],
+    )))):  # fmt: skip
+        out = out.unflatten(dim, parts) if parts else out.squeeze(dim)
     many = len(rows) + len(columns)
     place = {x: (d,) for d, x in enumerate(batch)}
     place |= {x: (len(batch) + d, len(batch) + many + d) for d, x in enumerate((*rows, *columns))}
-    out = out.permute(*[d for x in labels.out for d in place[x]]).reshape([sizes[x] for x in labels.out])
+    # Another memory than the scratch, whatever the order of the dims.
+    out = out.permute(*[d for x in labels.out for d in place[x]]).clone(memory_format=torch.contiguous_format)
+    out = out.view([sizes[x] for x in labels.out])
     return kept_on_first(out if out.dtype is dtype else out.to(dtype), [cuts[x] for x in summed])
 
 
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """[batch, row blocks, summed blocks, m, k] and [batch, column blocks, summed blocks, n, k], contiguous, to
+    [batch, row blocks, column blocks, summed blocks, m, n].
+
+    One batched product per block of rows, or of columns: of the operand that is repeated for all blocks of the other
+    only a part is ever copied, into memory that is used again. The result is such memory: it is the caller's until the
+    next call.
+    """
+    (entries, rows, summed, m, k), columns, n = a.shape, b.shape[1], b.shape[3]
+    by_rows = a.numel() * columns <= b.numel() * rows
+    outer, inner = (rows, columns) if by_rows else (columns, rows)
+    out = _scratch("out", (outer, entries, inner, summed, m, n), a)
+    repeated = (entries, inner, summed, *((m, k) if by_rows else (n, k)))
+    copy = _scratch("copy", repeated, a) if inner > 1 else None
+    for at in range(outer):
+        one, other = (a[:, at], b) if by_rows else (b[:, at], a)
+        one = one.unsqueeze(1)
+        if copy is not None:
+            one = copy.copy_(one.expand(repeated))
+        left, right = (one, other) if by_rows else (other, one)
+        left, right = left.reshape(-1, m, k), right.reshape(-1, n, k).transpose(1, 2)
+        torch.bmm(left, right, out=out[at].view(-1, m, n))
+    return out.movedim(0, 1) if by_rows else out.movedim(0, 2)
+
+
+_memory: dict[tuple, Tensor] = {}
+
+
+def _scratch(use: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Memory that every call uses again, one per use, dtype, device and thread: fresh pages cost more than sums."""
+    key = (use, like.dtype, like.device, get_ident())
+    size = prod(shape)
+    held = _memory.get(key)
+    if held is None or held.numel() < size:
+        held = _memory[key] = like.new_empty(size)
+    return held[:size].view(shape)
+
+
 def _blocked(x: Tensor, names: tuple, batch: list, kept: list, summed: list, cuts: Mapping) -> Tensor:
-    """[batch indices, kept blocks, summed blocks, kept indices, summed indices], contiguous as far as it can be."""
+    """[batch indices, kept blocks, summed blocks, kept indices, summed indices], contiguous."""
     shape, place = [], {}
     for name, size in zip(names, x.shape):
         if name in batch:
@@ -77,14 +117,9 @@ def _blocked(x: Tensor, names: tuple, batch: list, kept: list, summed: list, cut
     order = [place[name][0] for name in (*batch, *kept, *summed)] + [place[name][1] for name in (*kept, *summed)]
     x = x.reshape(shape).permute(order)
     many = [len(batch), len(kept), len(summed), len(kept), len(summed)]
-    sizes, at = [], 0
-    for count in many:
-        size = 1
-        for n in x.shape[at : at + count]:
-            size *= n
-        sizes.append(size)
-        at += count
-    return x.reshape(sizes)
+    ends = list(accumulate(many))
+    sizes = [prod(x.shape[end - count : end]) for end, count in zip(ends, many)]
+    return x.reshape(sizes).contiguous()
 
 
 class Product(Function):

@@ -60,15 +60,16 @@ def folded(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim) if n else x.sum(dim)
 
 
-def tree_sum(x: Tensor, dim: int, cut: Cut) -> Tensor:
+def tree_sum(x: Tensor, dim: int, cut: Cut, *, in_place: bool = False) -> Tensor:
     """The sum over the dim of blocks `dim`, complete on every rank of `cut.axes`; the dim is gone.
+
+    in_place: `x` may be written to, and the result is a part of it or fresh.
 
     Cost: an all-gather of the subtree sums over the axes that shard the dim.
     """
     levels, left, order = cut.levels
     for _ in range(levels):
-        pairs = x.unflatten(dim, (x.shape[dim] // 2, 2))
-        x = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)
+        x = _paired(x, dim, in_place)
     if cut.axes:
         rows = x.movedim(dim, 0).contiguous()
         rows = all_gather(rows, cut.mesh, cut.axes).flatten(0, 1)
@@ -76,12 +77,18 @@ def tree_sum(x: Tensor, dim: int, cut: Cut) -> Tensor:
         if order != tuple(range(left)):
             x = rows.index_select(0, torch.tensor(order, device=rows.device))
     while left % 2 == 0:
-        pairs = x.unflatten(dim, (left // 2, 2))
-        x, left = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1), left // 2
+        x, left = _paired(x, dim, in_place), left // 2
     total = x.select(dim, 0)
     for n in range(1, left):
         total = total + x.select(dim, n)
     return total
+
+
+def _paired(x: Tensor, dim: int, in_place: bool) -> Tensor:
+    """Neighbours along `dim` added up."""
+    pairs = x.unflatten(dim, (x.shape[dim] // 2, 2))
+    first, second = pairs.select(dim + 1, 0), pairs.select(dim + 1, 1)
+    return first.add_(second) if in_place else first + second
 
 
 def canonical_sum(x: Tensor, dims: Sequence[int], cuts: Sequence[Cut]) -> Tensor:
