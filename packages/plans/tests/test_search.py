@@ -80,8 +80,10 @@ def test_cuts_equal_brute_force():
     assert tight > 30
 
 
-def test_a_bar_shows_what_takes_long_on_a_terminal_alone():
-    for terminal, after, shown in ((True, 0.0, True), (True, 60.0, False), (False, 0.0, False)):
+def test_a_bar_shows_what_takes_long_on_the_first_ranks_terminal_alone(monkeypatch):
+    cases = [(True, 0.0, "0", True), (True, 60.0, "0", False), (False, 0.0, "0", False), (True, 0.0, "1", False)]
+    for terminal, after, rank_of_torchrun, shown in cases:
+        monkeypatch.setenv("RANK", rank_of_torchrun)
         console = Console(file=StringIO(), force_terminal=terminal, width=80)
         with Bar(console, after) as bar:
             assert list(bar.over("counting", range(4))) == [0, 1, 2, 3]

@@ -283,11 +283,12 @@ def compared(name, world, pin):
     assert set(gradients) <= set(expected)
     scale = max(one.norm().item() for one in expected.values())
     # Where a gradient is zero but for rounding, AdamW takes whole steps along the rounding. That is so for a key's bias
-    # before softmax, alone or as a part of a packed bias (softmax(s + c) = softmax(s)), and where nothing was looked
-    # up: such entries are compared by their gradient only.
+    # before softmax, alone or as a part of a packed bias (softmax(s + c) = softmax(s)), where nothing was looked up,
+    # and for single entries of weights in which terms cancel: entries whose gradient is below fp32's rounding of the
+    # whole are compared by their gradient only.
     held = set(gradients)  # of this rank's stage
     real = {n for n in held if expected[n].norm().item() > 1e-6 * scale}
-    moved = {n: one.abs() > 1e-7 * scale if one.ndim == 1 else torch.ones_like(one) for n, one in expected.items()}
+    moved = {n: one.abs() > 1e-7 * scale for n, one in expected.items()}
     parameters = dict(model.named_parameters())
 
     def error(n, found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -16,13 +17,15 @@ AFTER = 1.0
 
 
 class Bar:
-    """Shows on standard error, if that is a terminal, how far the steps of one task are, once it has taken `after`.
+    """Shows on standard error, if that is a terminal, how far the steps of one task are, once it has taken `after`
+    seconds; of torchrun's ranks the first one shows it.
 
     Use as a context manager; steps are told by `over`, or one by one by `tick` where their number is not known.
     """
 
     def __init__(self, console: Console | None = None, after: float = AFTER) -> None:
         self._console = console or Console(stderr=True)
+        self._quiet = not self._console.is_terminal or os.environ.get("RANK", "0") != "0"
         self._due = time.monotonic() + after
         self._shown: Progress | None = None
         self._task: tuple[str, int] | None = None
@@ -44,7 +47,7 @@ class Bar:
     def tick(self, what: str, total: int | None = None) -> None:
         """One step of `what` is done."""
         if self._shown is None:
-            if time.monotonic() < self._due or not self._console.is_terminal:
+            if self._quiet or time.monotonic() < self._due:
                 return
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._shown = Progress(*columns, console=self._console, transient=True)
