@@ -2,8 +2,9 @@
 
     vescale calibrate --ranks 2 --out PROFILE.json
     python benchmarks/predicted.py measure --ranks 2 --case NAME --out RAW.json [--clean N] [--only MESH ...]
+    python benchmarks/predicted.py all --ranks 2 --folder FOLDER             # calibrate, measure and report, one by one
     python benchmarks/predicted.py report --ranks 2 --raw RAW.json --profile PROFILE.json [--png FILE] [--json FILE]
-    python benchmarks/predicted.py memory --json FILE [--count 100] [--seconds N]
+    python benchmarks/predicted.py memory --folder FOLDER [--count 100] [--seconds N]
 
 `measure` adds samples to a file, so that it can be run in parts and again: three models at two shapes, each on every
 mesh, steps with AdamW, one thread a rank. A sample is the slowest rank's wall time between two barriers. What the
@@ -207,6 +208,23 @@ def measure(arguments) -> int:
     return 0
 
 
+def everything(arguments) -> int:
+    """Calibrates, measures what has not been, and reports."""
+    from vescale.calibrate import calibrate
+
+    folder = Path(arguments.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{arguments.ranks}.json"
+    profile, raw = folder / f"profile{name}", folder / f"raw{name}"
+    if not profile.exists():
+        profile.write_text(calibrate(arguments.ranks).to_json())
+    for case in CASES:
+        part = {"case": case, "out": raw, "clean": 5, "seconds": 150, "only": None}
+        measure(argparse.Namespace(ranks=arguments.ranks, **part))
+    outputs = {"png": folder / f"predicted{arguments.ranks}.png", "json": folder / f"predicted{name}"}
+    return report(argparse.Namespace(ranks=arguments.ranks, raw=raw, profile=profile, **outputs))
+
+
 def settled(samples: list[list[float]]) -> float:
     """Median of the undisturbed samples, or of the three that were least disturbed."""
     return median(seconds for seconds, _ in calm(samples))
@@ -381,7 +399,8 @@ def memory(arguments) -> int:
     from vescale_plans.search import hardware_of, memory_of, plan_of, sample_of, sizes_of, structure_of
 
     warm_up("torch._dynamo", "vescale", "transformers")
-    path = Path(arguments.json)
+    path = Path(arguments.folder) / "memory.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = json.loads(path.read_text())["plans"] if path.exists() else []
     until, known = time.perf_counter() + arguments.seconds, {(row["case"], row["plan"]) for row in rows}
     for case, candidate in random_plans(arguments.count):
@@ -445,6 +464,9 @@ def draw(points: dict, ranks: int, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+COMMANDS = {"measure": measure, "all": everything, "report": report, "memory": memory}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -461,12 +483,15 @@ def main() -> int:
     two.add_argument("--profile", required=True)
     two.add_argument("--png")
     two.add_argument("--json")
+    four = commands.add_parser("all")
+    four.add_argument("--ranks", type=int, default=2, choices=list(MESHES))
+    four.add_argument("--folder", required=True)
     three = commands.add_parser("memory")
     three.add_argument("--count", type=int, default=100)
-    three.add_argument("--json", required=True, help="is added to, so that it can be run in parts")
+    three.add_argument("--folder", required=True, help="memory.json in it is added to: it can be run in parts")
     three.add_argument("--seconds", type=float, default=1e9)
     arguments = parser.parse_args()
-    return {"measure": measure, "report": report, "memory": memory}[arguments.command](arguments)
+    return COMMANDS[arguments.command](arguments)
 
 
 if __name__ == "__main__":

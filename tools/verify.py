@@ -79,6 +79,11 @@ def tests(label: str) -> Sequence[str]:
     return (PYTHON, "-m", "pytest", "-q", label)
 
 
+def predicted(*options: str) -> Sequence[str]:
+    """The benchmark of predictions; what it has measured already, in its folder, is kept."""
+    return (PYTHON, "benchmarks/predicted.py", *options)
+
+
 def sweep(*options: str) -> Sequence[str]:
     """The operator sweep named by OPDB_SWEEP; it fails, and says why, when none is named."""
     if not SWEEP:
@@ -89,6 +94,7 @@ def sweep(*options: str) -> Sequence[str]:
 # A sweep of torch's operator database that is not ours: `python FILE vescale [--grad]`, one line of JSON at its end.
 SWEEP = os.environ.get("OPDB_SWEEP", "")
 
+FOLDER = ("--folder", "predicted_output")
 PLANNER = "packages/vescale/tests/test_planner.py"
 
 CHECKS: tuple[Check, ...] = (
@@ -149,6 +155,11 @@ CHECKS: tuple[Check, ...] = (
     Check(9, 6, "plan.explain", tests("packages/plans/tests/test_explain.py")),
     Check(9, 6, "vescale plan", tests("packages/vescale/tests/test_plan_command.py")),
     Check(9, 3, "dry runs count what real runs issue", tests("packages/vescale/tests/test_dry_run.py")),
+    Check(9, 3, "profiles, predictions and calibration", tests("packages/vescale/tests/test_predict.py")),
+    Check(9, 3, "predicted against measured, 2 ranks", predicted("all", "--ranks", "2", *FOLDER), 60 * MINUTES),
+    Check(9, 3, "predicted against measured, 4 ranks", predicted("all", "--ranks", "4", *FOLDER), 90 * MINUTES),
+    Check(9, 3, "peak memory of 100 random plans", predicted("memory", *FOLDER), 60 * MINUTES),
+    Check(9, 4, "published configurations", (PYTHON, "benchmarks/published.py"), 30 * MINUTES),
     Check(10, 1, "mixtures of experts as on one device", tests("packages/vescale/tests/test_experts.py")),
     Check(10, 1, "experts of a user's own making", tests("packages/plans/tests/test_experts.py")),
     Check(10, 3, "what spreading experts is worth", (PYTHON, "benchmarks/experts.py")),
