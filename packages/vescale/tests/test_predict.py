@@ -144,6 +144,7 @@ def test_a_pipeline_is_priced_by_its_simulator():
     assert ranks == 2 and len(forward) == len(backward) == 2 and min(forward + backward) > 0
     assert transfer == pytest.approx(CPU.collective_seconds("send", 2, 2 * 32 * 64 * 4))
     assert 7.0 < found.seconds < 7.1
+    assert 0 < found.peak < found.dry.peak * 4
     ours = vescale.predict(plan, model, batch, CPU).spent["bubble"]
     assert ours > 0
 

@@ -38,7 +38,8 @@ class Prediction:
         plan: the plan.
         seconds: of the whole step.
         spent: what on; with a pipeline its "bubble" is what stages wait.
-        memory: bytes of a rank at the worst moment, by kind.
+        memory: bytes of a rank at the worst moment, by kind; with a pipeline those of the fullest rank, estimated from
+            one microbatch.
         dry: the dry run behind it; of a plan with a pipeline, of one microbatch without it.
     """
 
@@ -102,6 +103,7 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
         else:
             after[phase] = after.get(phase, 0.0) + seconds
     whole = sum(forward)
+    work = [sum(forward[rank::ranks]) / whole for rank in range(ranks)]
     backward = [after["backward"] * one / whole for one in forward]
     per_step = 0.0
     for event in timeline.collectives:
@@ -113,9 +115,9 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
             forward[at] += seconds
         else:
             backward[at] += seconds
-    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / ranks
-    held /= prod(size for name, size in others.items() if name not in plan.data_axes)
-    adding = hardware.operator_seconds("aten.add_", 2 * held)
+    summed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / ranks
+    summed /= prod(size for name, size in others.items() if name not in plan.data_axes)
+    adding = hardware.operator_seconds("aten.add_", 2 * summed)
     backward = [seconds + adding for seconds in backward]
     transfer = hardware.collective_seconds("send", 2, max(crossing, default=0), prod(others.values()))
     makespan = simulator(pipeline, ranks, forward, backward, transfer)
@@ -129,7 +131,21 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
         "communication": per_step,
         "optimizer": optimizer,
     }
-    return Prediction(plan, sum(spent.values()), spent, dry.memory, dry)
+    held = stage_of.shares(model)
+    memory = _fullest(dry, [sum(held[rank::ranks]) for rank in range(ranks)], work, pipeline.microbatches)
+    return Prediction(plan, sum(spent.values()), spent, memory, dry)
+
+
+def _fullest(dry: DryRun, held: Sequence[float], work: Sequence[float], microbatches: int) -> dict[str, int]:
+    """Bytes of the fullest rank under 1F1B, of what one microbatch took on all of them: rank r of p holds its share of
+    the model, and of activations as much of min(p - r, microbatches) microbatches as it has of the work."""
+
+    def of(rank: int) -> dict[str, int]:
+        flight = min(len(held) - rank, microbatches)
+        scale = {"activations": flight * work[rank], "other": 1.0}
+        return {kind: int(size * scale.get(kind, held[rank])) for kind, size in dry.memory.items()}
+
+    return max((of(stage) for stage in range(len(held))), key=lambda one: sum(one.values()))
 
 
 class _Stages:
@@ -144,6 +160,13 @@ class _Stages:
         self._stages = {
             name: len(cuts) if name in containers else bisect_right(places, place) for place, name in enumerate(names)
         }
+
+    def shares(self, model: nn.Module) -> list[float]:
+        """Of the parameters, by stage."""
+        held = [0] * self.count
+        for name, parameter in model.named_parameters():
+            held[self(name.rpartition(".")[0])] += parameter.numel()
+        return [one / max(1, sum(held)) for one in held]
 
     def __call__(self, module: str) -> int:
         return self._stages.get(module, self.count - 1)
