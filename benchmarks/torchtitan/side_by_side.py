@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -160,37 +161,35 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return round(median(a / b for a, b in zip(ours, theirs, strict=True)), 4)
 
 
-def host(rounds: int, only: str) -> list[dict[str, Any]]:
+def host(rounds: int, only: str) -> Iterator[dict[str, Any]]:
     names = {"TP 8": list(CONTENDERS), "ZeRO-3 2 x TP 8": [PLAIN, STATIC, EAGER, SPMD, DTENSOR]}
-    return [raced(names[layout], layout, rounds, 3) for layout in names if layout == (only or layout)]
+    return (raced(names[layout], layout, rounds, 3) for layout in names if layout == (only or layout))
 
 
-def gloo(rounds: int, only: str) -> list[dict[str, Any]]:
+def gloo(rounds: int, only: str) -> Iterator[dict[str, Any]]:
     names = [STATIC, EAGER, SPMD, DTENSOR]
     layouts = [name for name, layout in LAYOUTS.items() if not layout.fake and name == (only or name)]
-    return [raced([EAGER, SPMD] if "one" in name else names, name, rounds, 2) for name in layouts]
+    return (raced([EAGER, SPMD] if "one" in name else names, name, rounds, 2) for name in layouts)
 
 
-def profile(*_: Any) -> list[dict[str, Any]]:
+def profile(*_: Any) -> Iterator[dict[str, Any]]:
     with contenders([PLAIN, STATIC, EAGER, BARE, SPMD], "TP 8") as ready:
         found = {}
         for name, one in ready.items():
             one.asked(10)
             found[name] = one.asked("profile")[0]
-    return [{"layout": "TP 8", "profile": found}]
+    yield {"layout": "TP 8", "profile": found}
 
 
-def everything(rounds: int, only: str) -> list[dict[str, Any]]:
-    return [*host(rounds, only), *gloo(rounds, only), {"lines": lines(their_python())}]
+def counted(*_: Any) -> Iterator[dict[str, Any]]:
+    yield {"lines": lines(their_python())}
 
 
-COMMANDS = {
-    "all": everything,
-    "host": host,
-    "gloo": gloo,
-    "profile": profile,
-    "lines": lambda *_: [{"lines": lines(their_python())}],
-}
+def everything(rounds: int, only: str) -> Iterator[dict[str, Any]]:
+    return chain(host(rounds, only), gloo(rounds, only), counted())
+
+
+COMMANDS = {"all": everything, "host": host, "gloo": gloo, "profile": profile, "lines": counted}
 
 
 def verdicts(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -205,22 +204,20 @@ def verdicts(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def show(found: Sequence[dict[str, Any]]) -> None:
-    for figures in found:
-        if "lines" in figures:
-            for side, files in figures["lines"].items():
-                total = files if isinstance(files, str) else f"{sum(files.values())} lines: {files}"
-                print(f"a user of {side} writes {total}")
-        if "cpu ms per step and rank" not in figures:
+def show(figures: dict[str, Any]) -> None:
+    for side, files in figures.get("lines", {}).items():
+        total = files if isinstance(files, str) else f"{sum(files.values())} lines: {files}"
+        print(f"a user of {side} writes {total}")
+    if "cpu ms per step and rank" not in figures:
+        return
+    print(f"\n{figures['layout']}: CPU ms per step and rank, and over TorchTitan's; step-1 loss")
+    for name in (*figures["cpu ms per step and rank"], *figures["skipped"]):
+        if name in figures["skipped"]:
+            print(f"  {name:<34}skipped: no environment holds TorchTitan (see README.md)")
             continue
-        print(f"\n{figures['layout']}: CPU ms per step and rank, and over TorchTitan's; step-1 loss")
-        for name in (*figures["cpu ms per step and rank"], *figures["skipped"]):
-            if name in figures["skipped"]:
-                print(f"  {name:<34}skipped: no environment holds TorchTitan (see README.md)")
-                continue
-            over = [f"{other[name]:.2f}x {base}" for base, other in figures["cpu over"].items() if name in other]
-            print(f"  {name:<34}{figures['cpu ms per step and rank'][name]:>8.2f}  "
-                  f"{figures['losses'][name][0]:.6f}  {', '.join(over)}")  # fmt: skip
+        over = [f"{other[name]:.2f}x {base}" for base, other in figures["cpu over"].items() if name in other]
+        print(f"  {name:<34}{figures['cpu ms per step and rank'][name]:>8.2f}  "
+              f"{figures['losses'][name][0]:.6f}  {', '.join(over)}", flush=True)  # fmt: skip
 
 
 def main() -> int:
@@ -235,23 +232,24 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         wanted = [f"torch=={metadata.version('torch').partition('+')[0]}", f"torchtitan=={THEIR_VERSION}", "triton"]
         return subprocess.run([str(folder / "bin/pip"), "install", "-q", *wanted]).returncode
-    found = COMMANDS[arguments.what](arguments.rounds, arguments.only)
-    show(found)
-    targets = verdicts(found)
-    for row in targets:
-        print(f"{'ok  ' if row['holds'] else 'MISS'} {row['layout']}: {row['who']} over {row['over']}: "
-              f"{row['is']:.2f}, at most {row['at most']}")  # fmt: skip
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
         "cuda graphs": "none: CPU",
-        "figures": found,
-        "targets": targets,
+        "figures": [],
+        "targets": [],
     }
-    if arguments.write:
-        arguments.write.write_text(json.dumps(record, indent=1) + "\n")
+    for figures in COMMANDS[arguments.what](arguments.rounds, arguments.only):
+        show(figures)
+        record["figures"].append(figures)
+        for row in verdicts([figures]):
+            print(f"{'ok  ' if row['holds'] else 'MISS'} {row['layout']}: {row['who']} over {row['over']}: "
+                  f"{row['is']:.2f}, at most {row['at most']}", flush=True)  # fmt: skip
+            record["targets"].append(row)
+        if arguments.write:  # each layout as it is done: the rest may run out of time
+            arguments.write.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
-    return int(not all(row["holds"] for row in targets))
+    return int(not all(row["holds"] for row in record["targets"]))
 
 
 if __name__ == "__main__":
