@@ -104,6 +104,23 @@ def test_integrals_and_cross_products():
     strictly(check)
 
 
+def test_distances():
+    def check():
+        mesh = mesh_of(2, 2)
+        for places in [*WAYS[:6], (P, S(0)), (P, P)]:
+            for p in (1.0, 2.0, 3.0):
+                given = [rand(5, 7, 3), rand(5, 4, 3)]
+                layouts = [places, (R, R)]
+                events = compare(lambda a, b: torch.cdist(a, b, p=p), given, layouts, mesh, rtol=1e-4, atol=1e-4)
+                assert not (events and places in FREE)
+        for size in (24, 28):  # beyond 25 rows torch computes by a matrix product
+            given = [rand(size, 3), rand(4, 3)]
+            compare(torch.cdist, given, [(S(0), S(0)), (S(0), R)], mesh, rtol=1e-4, atol=1e-4)
+        compare(torch.cdist, [rand(1, 3), rand(4, 3)], [(S(0), R), (R, S(0))], mesh, rtol=1e-4, atol=1e-4)
+
+    strictly(check)
+
+
 # Per view copy, its arguments on a [5, 4, 6].
 ARGUMENTS = {
     "diagonal_copy": (0, 1, 2),

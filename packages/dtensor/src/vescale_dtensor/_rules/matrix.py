@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._signature import Signature
 from .conv import output_shapes
+from .empty import guarded
 from .pointwise import broadcast, labels_for
 from .registry import Call, Operand, both, rule
 from .rows import nonempty
@@ -173,6 +174,24 @@ def integral(call: Call) -> Signature | None:
     cumulative = len(shapes[0]) == y.ndim
     out = tuple(label for d, label in enumerate(inputs[0]) if cumulative or d != dim)
     return Signature(inputs, [out], linear=[(0,)], shapes=shapes)
+
+
+@rule(torch.cdist, exact=True)
+def distances(call: Call) -> Signature | None:
+    """[..., p, m], [..., r, m] -> [..., p, r]: p, r and the batch are free. Sizes decide how torch computes: global."""
+    rows, columns = (operand.shape[-2] for operand in call.operands)
+    batch = [operand.shape[:-2] for operand in call.operands]
+    free = torch.broadcast_shapes(*batch)
+    mode = call.get(3, "compute_mode", "use_mm_for_euclid_dist_if_necessary")
+    if mode.endswith("if_necessary"):
+        mode = "use_mm_for_euclid_dist" if max(rows, columns) > 25 else "donot_use_mm_for_euclid_dist"
+
+    def run(x1: Tensor, x2: Tensor, p: float = 2.0, *_, **__) -> Tensor:
+        return torch.cdist(x1, x2, p, mode)
+
+    inputs = [(*_batch_labels(shape, free), label, None) for shape, label in zip(batch, "pr")]
+    out = (*range(-len(free), 0), "p", "r")
+    return Signature(inputs, [out], shapes=[(*free, rows, columns)], local=guarded(run))
 
 
 @rule(both("cross"), torch.linalg.cross)
