@@ -33,12 +33,14 @@ from vescale_dtensor import (
     PlainTensorError,
     RaggedShard,
     Replicate,
+    ReproducibleError,
     ShapeError,
     Shard,
     VescaleError,
     ViewError,
     distribute_tensor,
     local_map,
+    reproducible,
     strict,
     to_torch,
 )
@@ -189,6 +191,8 @@ CASES = {
     "pickling a tensor": (OperatorError, lambda: pickle.dumps(sharded(4, 6))),
     "pickling a layout": (PlacementError, lambda: pickle.dumps(sharded(4, 6).mesh_layout)),
     "deepcopy of a computed tensor": (OperatorError, lambda: copy.deepcopy(sharded(4, 6, grad=True).sin())),
+    "a transform of torch.func": (OperatorError, lambda: torch.func.grad(torch.sum)(sharded(4, 6))),
+    "splits that are no power of two": (ReproducibleError, lambda: reproducible(splits={"batch": 6})),
 }  # fmt: skip
 
 
@@ -229,7 +233,7 @@ def test_no_snapshot_is_left_over() -> None:
 def test_every_error_of_the_user_is_a_vescale_error_and_no_type_error() -> None:
     """Python's reflected operators swallow TypeError and NotImplementedError."""
     kinds = [k for k in vars(vescale_dtensor).values() if isinstance(k, type) and issubclass(k, VescaleError)]
-    assert len(kinds) == 10
+    assert len(kinds) == 11
     for kind in kinds:
         assert not issubclass(kind, (TypeError, NotImplementedError))
         error = kind("view", "the rule", ["x  f32[2]"], [("x.clone()", "a copy"), ("y", "")])
