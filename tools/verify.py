@@ -163,6 +163,7 @@ CHECKS: tuple[Check, ...] = (
     Check(10, 1, "mixtures of experts as on one device", tests("packages/vescale/tests/test_experts.py")),
     Check(10, 1, "experts of a user's own making", tests("packages/plans/tests/test_experts.py")),
     Check(10, 3, "what spreading experts is worth", (PYTHON, "benchmarks/experts.py")),
+    Check(6, 3, "object stores by fsspec, on several ranks", tests("packages/checkpoint/tests/test_remote.py")),
     Check(6, 1, "resumed under other plans, and resharded online", tests("packages/vescale/tests/test_checkpoint.py")),
     Check(6, 2, "twelve groups of faults, every mesh change", tests("packages/checkpoint/tests"), 30 * MINUTES),
     Check(6, 2, "checkpoints from a shell", tests("packages/vescale/tests/test_checkpoint_command.py")),
