@@ -180,6 +180,7 @@ CHECKS: tuple[Check, ...] = (
     Check(8, 3, "the share of modules that run static", (PYTHON, "benchmarks/static_share.py")),
     Check(8, 4, "awkward modules", tests("packages/plans/tests/test_static.py")),
     Check(12, 1, "five commits, one slowed", tests("tools/tests/test_benchmark_history.py")),
+    Check(12, 2, "the comparison's own tests", tests("tools/tests/test_torchtitan_comparison.py")),
     Check(12, 2, "beside TorchTitan", (PYTHON, "benchmarks/torchtitan/side_by_side.py", "all"), 30 * MINUTES),
     Check(12, 3, "a newcomer's path", (PYTHON, "tools/clean_clone.py", "--newcomer"), 90 * MINUTES),
     Check(12, 3, "READMEs, guides, pictures", tests("packages/vescale/tests/test_readme.py")),
