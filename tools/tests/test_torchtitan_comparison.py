@@ -62,6 +62,7 @@ def test_a_ratio_is_the_median_of_pairs(modules):
 
 def test_lines_of_code_are_counted(modules):
     _, lines = modules
-    about, function = '"""About."""', 'def f():\n    """What.\n\n    More.\n    """\n    # why\n    return (\n        1\n    )'
+    about = '"""About."""'
+    function = 'def f():\n    """What.\n\n    More.\n    """\n    # why\n    return (\n        1\n    )'
     source = f"{about}\n\nimport os  # a comment\n\n\n{function}\n"
     assert lines.count(source) == 5
