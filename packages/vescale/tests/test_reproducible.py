@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_dtensor import Replicate
+from vescale_dtensor.testing import raises_on_all, run_ranks, slice_of, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -112,3 +113,118 @@ def test_equal_to_the_bit(name, dtype, mesh):
         assert [n for n, p in parameters.items() if not torch.equal(p, wanted[1][n])] == []
         held.update(parameters)
     assert held == set(wanted[1])
+
+
+# --- what it says no to, and yes -------------------------------------------------------------
+
+
+def test_this_machine_does_what_the_mode_relies_on(monkeypatch):
+    assert vescale.check_premise() == []
+    plain = torch.bmm
+    calls = iter(range(10**6))
+    monkeypatch.setattr(torch, "bmm", lambda a, b: plain(a, b) + next(calls))
+    found = vescale.check_premise()
+    assert "bmm of [16, 16] x [16, 48]: other bits again" in found
+    assert all(one.startswith("bmm") for one in found)
+
+
+def test_a_mesh_that_does_not_divide_the_splits_names_the_nearest():
+    told = r"has 2 blocks(.|\n)*splits=\{\"batch\": 4\}"
+    mesh, splits = {"dp": 4}, {"batch": 2}
+    raises_on_all(
+        4, vescale.ReproducibleError, train, "nanogpt", mesh, steps=1, splits=splits, match=told, timeout=120
+    )
+
+
+@pytest.mark.parametrize(
+    "splits, told",
+    [({"rows": 2}, "unknown splits 'rows'"), ({"batch": 6}, r"no power of two(.|\n)*\"batch\": 8"), ({"seq": 0}, "no power of two")],
+)
+def test_wrong_splits(splits, told):
+    with pytest.raises(vescale.ReproducibleError, match=told):
+        vescale.reproducible(splits)
+
+
+def test_what_computes_out_of_sight_raises():
+    with vescale.reproducible():
+        with pytest.raises(vescale.ReproducibleError, match="on already"), vescale.reproducible():
+            pass
+        with pytest.raises(vescale.ReproducibleError, match="local_map"):
+            vescale.local_map(torch.relu, [Replicate()])(torch.ones(2))
+
+    def refused():
+        model = build_gpt()
+        mode = vescale.reproducible()
+        try:
+            vescale.parallelize(library.gpt({"dp": 1}), model, mode="static", reproducible=mode)
+        finally:
+            mode.__exit__(None, None, None)
+
+    raises_on_all(1, vescale.ReproducibleError, refused, match='mode="static"')
+
+
+def test_the_mode_leaves_nothing():
+    x, w = torch.randn(6, 10), torch.randn(7, 10)
+    before, threads = torch.nn.functional.linear(x, w), torch.get_num_threads()
+    mode = vescale.reproducible({"batch": 2, "hidden": 2}, threads=1)
+    for _ in range(2):
+        with mode:
+            assert torch.get_num_threads() == 1
+            inside = torch.nn.functional.linear(x, w)
+    torch.testing.assert_close(inside, before)
+    assert torch.equal(torch.nn.functional.linear(x, w), before) and torch.get_num_threads() == threads
+
+
+# --- its forms, against torch's own ----------------------------------------------------------
+
+
+def forms():
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*sizes):
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64).requires_grad_()
+
+    functional, ids = torch.nn.functional, torch.randint(12, (4, 6), generator=generator)
+    x, y, w, b = drawn(4, 6, 12), drawn(4, 12, 6), drawn(36, 12), drawn(36)
+    heads = [drawn(2, 4, 6, 8), drawn(2, 2, 6, 8), drawn(2, 2, 6, 8)]
+    return {
+        "linear": (functional.linear, (x, w, b)),
+        "linear of rows": (functional.linear, (drawn(10, 12), w)),
+        "matmul": (torch.matmul, (x, y)),
+        "matmul, broadcast": (torch.matmul, (drawn(3, 1, 4, 5), drawn(2, 5, 7))),
+        "mm": (torch.mm, (drawn(8, 12), drawn(12, 9))),
+        "einsum": (lambda a, b: torch.einsum("bthd,bshd->bhts", a, b), (drawn(2, 3, 4, 8), drawn(2, 5, 4, 8))),
+        "layer_norm": (lambda x, w, b: functional.layer_norm(x, (12,), w, b), (x, drawn(12), drawn(12))),
+        "rms_norm": (lambda x, w: functional.rms_norm(x, (12,), w), (x, drawn(12))),
+        "softmax": (lambda x: functional.softmax(x, 1), (x,)),
+        "log_softmax": (lambda x: functional.log_softmax(x, -1), (x,)),
+        "attention": (lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True), (
+            drawn(2, 4, 6, 8), drawn(2, 4, 6, 8), drawn(2, 4, 6, 8))),
+        "grouped attention": (
+            lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True), heads),
+        "embedding": (lambda w: functional.embedding(ids, w), (drawn(12, 5),)),
+        "cross_entropy": (lambda x: functional.cross_entropy(x.transpose(1, 2), ids, ignore_index=3), (x,)),
+        "cross_entropy, none": (
+            lambda x: functional.cross_entropy(x.view(-1, 12), ids.view(-1), reduction="none"), (x,)),
+        "sum": (lambda x: x.sum((0, 2), keepdim=True), (x,)),
+        "mean": (lambda x: x.mean(-1), (x,)),
+        "broadcast": (lambda x, w: x * w + x.pow(2), (x, drawn(12))),
+        "expand": (lambda x: x[:, :, None].expand(4, 6, 3, 12).reshape(4, 18, 12), (x,)),
+        "repeat": (lambda x: x.repeat(2, 1, 3), (x,)),
+        "repeat_interleave": (lambda x: x.repeat_interleave(3, 1), (x,)),
+        "gelu": (functional.gelu, (x,)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", forms())
+def test_a_form_computes_what_torch_does(name):
+    function, inputs = forms()[name]
+    wanted = function(*inputs)
+    seed = torch.randn(wanted.shape, dtype=wanted.dtype)
+    gradients = torch.autograd.grad(wanted, inputs, seed)
+    with vescale.reproducible({"batch": 4, "seq": 2, "hidden": 4}):
+        found = function(*inputs)
+        of_inputs = torch.autograd.grad(found, inputs, seed)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for one, other in zip(of_inputs, gradients):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -3,6 +3,7 @@
 from . import _methods as _methods
 from ._canonical.grid import ReproducibleError as ReproducibleError
 from ._canonical.mode import reproducible as reproducible
+from ._canonical.premise import check_premise as check_premise
 from ._construct import arange as arange
 from ._construct import distribute_tensor as distribute_tensor
 from ._construct import empty as empty

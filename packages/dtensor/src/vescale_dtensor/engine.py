@@ -4,6 +4,7 @@ Plans convert at module borders, reduce gradients and open memo scopes; random
 numbers and checkpoints read regions. Nothing here is a promise to anybody else.
 """
 
+from ._canonical.mode import check_order as check_order
 from ._canonical.mode import is_reproducible as is_reproducible
 from ._collectives import exchange_rows as exchange_rows
 from ._collectives import gather_objects as gather_objects

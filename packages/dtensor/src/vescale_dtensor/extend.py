@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from ._canonical.mode import check_order
 from ._construct import from_local, redistribute
 from ._convert import alias, convert, from_plain
 from ._dispatch import call
@@ -63,6 +64,7 @@ def local_map(
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        check_order("local_map", "a mapped function computes")
         mesh = device_mesh
         local = []
         for i, argument in enumerate(args):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from vescale_dtensor import register_function
-from vescale_dtensor.engine import Mesh, mesh_of
+from vescale_dtensor import reproducible as Reproducible
+from vescale_dtensor.engine import Mesh, check_order, mesh_of
 from vescale_rng import distribute, materialize
 
 from ._agreement import check_same_plan, check_same_values, checksums
@@ -41,6 +42,7 @@ def parallelize(
     *,
     loss_fn: LossFn | None = None,
     mode: str = "eager",
+    reproducible: Mapping[str, int] | Reproducible | None = None,
     stages: Stages | None = None,
 ) -> tuple[nn.Module, Any]:
     """Shards `model` by `plan`, in place, and makes its optimizer.
@@ -62,6 +64,8 @@ def parallelize(
         mode: "eager", or "static": modules whose own code computes on local shards what it
             computes on the whole run on plain tensors from the second call on (see `static`);
             "compile": these go through torch.compile besides.
+        reproducible: splits, or a mode made of them: turns `vescale.reproducible` on, here and for the rest of the
+            process, as if this call and all that follows stood within it. Eager only.
         stages: see `Stages`; `vescale.parallelize` brings it.
 
     Returns: the same model, and the optimizer (None without `optimizer_fn`).
@@ -73,6 +77,11 @@ def parallelize(
     join()
     with together("checking the plan"):
         check_mode(mode)
+        if reproducible is not None:
+            on = reproducible if isinstance(reproducible, Reproducible) else Reproducible(reproducible)
+            on.__enter__()
+        if mode != "eager":
+            check_order("parallelize", f'mode="{mode}" computes')
         if hasattr(model, "_vescale"):
             raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
         if plan.pipeline is not None and stages is None:

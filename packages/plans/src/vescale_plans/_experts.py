@@ -35,6 +35,7 @@ from vescale_dtensor.engine import (
     VARYING,
     Mesh,
     State,
+    check_order,
     convert,
     exchange_rows,
     from_plain,
@@ -150,6 +151,7 @@ class ExpertsBorder:
         module.register_forward_hook(self._leave, always_call=True, prepend=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        check_order("experts", f"{self.name}, whose experts are spread over an axis, computes")
         call = _Call(self, module, args, kwargs)
         self._running.append(call)
         return call.args, call.kwargs

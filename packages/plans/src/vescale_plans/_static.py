@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from torch._C import _are_functorch_transforms_active, _len_torch_function_stack
 
-from vescale_dtensor.engine import Difference, is_strict, restore
+from vescale_dtensor.engine import Difference, check_order, is_strict, restore
 
 from . import _passes
 from ._static_frame import Frame
@@ -116,6 +116,7 @@ class Static:
 
     def call(self, site: Site, args: tuple, kwargs: dict) -> Any:
         """A module with a site is called, and no pass is running."""
+        check_order("static", "a static module computes")
         if site is self.root:
             self._steps += 1
             if self.verify_every and self._steps % self.verify_every == 0:

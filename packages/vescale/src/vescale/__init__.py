@@ -15,6 +15,7 @@ from vescale_dtensor import Shard as Shard
 from vescale_dtensor import ReproducibleError as ReproducibleError
 from vescale_dtensor import VescaleError as VescaleError
 from vescale_dtensor import breakpoint as breakpoint
+from vescale_dtensor import check_premise as check_premise
 from vescale_dtensor import comm_trace as comm_trace
 from vescale_dtensor import distribute_tensor as distribute_tensor
 from vescale_dtensor import local_map as local_map

@@ -9,7 +9,7 @@ with its layout told once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import vescale_dtensor
 import vescale_plans
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import Mesh, from_plain, is_reproducible, layout_of, mesh_of
@@ -35,9 +36,11 @@ def parallelize(
     *,
     loss_fn: Callable[..., Any] | None = None,
     mode: str = "eager",
+    reproducible: Mapping[str, int] | vescale_dtensor.reproducible | None = None,
 ) -> tuple[nn.Module, Any]:
+    stages = _stages if plan.pipeline is not None else None
     return vescale_plans.parallelize(
-        plan, model, optimizer_fn, loss_fn=loss_fn, mode=mode, stages=_stages if plan.pipeline is not None else None
+        plan, model, optimizer_fn, loss_fn=loss_fn, mode=mode, reproducible=reproducible, stages=stages
     )
 
 

@@ -42,9 +42,11 @@ class reproducible(TorchFunctionMode):
             ("hidden") are cut; powers of two. A mesh must divide them. More blocks fit more meshes, and cost more.
         threads: of every process, while the mode is on; kernels round by how many they are.
 
-    Functions without a canonical form are run on whole tensors. Raises ReproducibleError where a shard is not made of
-    whole blocks, with the nearest splits, and when one mode is opened inside another. Not for `static` or "compile".
-    Overhead off: none. On: `docs` of the README, "Reproducible".
+    Functions without a canonical form are run on whole tensors, by every rank. Raises ReproducibleError where a shard
+    is not made of whole blocks, with the nearest splits; for what computes on shards out of sight (`local_map`, static
+    and compiled modules, experts on an expert axis); and when a mode is opened inside another. What a user computes on
+    `to_local()` is the user's. Overhead off: none; on: benchmarks/reproducible.py. Communication: every sum over a
+    sharded dim all-gathers the ranks' partial results.
     """
 
     def __init__(self, splits: Mapping[str, int] | Splits | None = None, *, threads: int = 1) -> None:
@@ -157,6 +159,13 @@ class reproducible(TorchFunctionMode):
 def is_reproducible() -> bool:
     """Whether the mode is on."""
     return _current is not None
+
+
+def check_order(operation: str, what: str) -> None:
+    """Raises ReproducibleError while the mode is on: `what` computes on shards, out of the mode's sight."""
+    if _current is not None:
+        rule = f"{what} on shards in an order of its own, which the reproducible mode does not see"
+        raise ReproducibleError(operation, rule, (), [("outside of vescale.reproducible()", "as fast as ever")])
 
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
