@@ -138,7 +138,11 @@ def test_a_mesh_that_does_not_divide_the_splits_names_the_nearest():
 
 @pytest.mark.parametrize(
     "splits, told",
-    [({"rows": 2}, "unknown splits 'rows'"), ({"batch": 6}, r"no power of two(.|\n)*\"batch\": 8"), ({"seq": 0}, "no power of two")],
+    [
+        ({"rows": 2}, "unknown splits 'rows'"),
+        ({"batch": 6}, r"no power of two(.|\n)*\"batch\": 8"),
+        ({"seq": 0}, "no power of two"),
+    ],
 )
 def test_wrong_splits(splits, told):
     with pytest.raises(vescale.ReproducibleError, match=told):
