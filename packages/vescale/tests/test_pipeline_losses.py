@@ -32,12 +32,14 @@ class Net(nn.Module):
 
 
 def batch():
-    """Inputs, wanted outputs, a mask that keeps another number of rows in each microbatch, labels of the kept rows."""
+    """Inputs, wanted outputs, a mask that keeps another number of rows in each microbatch, labels of the kept rows;
+    and labels of which the second and the last microbatch, or the first, keep none."""
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(2, ROWS, CLASSES, generator=generator)
     mask = torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 1])
     labels = torch.randint(CLASSES, (ROWS,), generator=generator).masked_fill(mask == 0, -100)
-    return x, y, mask, labels
+    gaps = [labels.index_fill(0, torch.tensor(rows), -100) for rows in ([2, 3, 6, 7], [0, 1])]
+    return x, y, mask, labels, *gaps
 
 
 def step(loss_of, *, outside=False, declared=None, pick=(0, 1), module=False, extra=()):
@@ -59,12 +61,14 @@ def step(loss_of, *, outside=False, declared=None, pick=(0, 1), module=False, ex
     loss.backward()
     wanted.backward()
     gradients = {name: p.grad for name, p in one.named_parameters()}
-    worst = abs(loss.item() - wanted.item()) / abs(wanted.item())
+    with torch.no_grad():
+        evaluated = model(given[0], target=given[1]) if outside else model(*given)
+    errors = [((number - wanted) / wanted).abs().item() for number in (loss, evaluated)]
     for name, p in model.named_parameters():
         if name in gradients:
             got = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            worst = max(worst, ((got - gradients[name]).norm() / gradients[name].norm()).item())
-    return worst
+            errors.append(((got - gradients[name]).norm() / gradients[name].norm()).item())
+    return torch.tensor(errors).max().item()  # nan if any is
 
 
 def plain_sum(x, y):
@@ -85,6 +89,14 @@ def with_an_auxiliary(x, y):
 
 def labelled(x, labels):
     return 0.5 * F.cross_entropy(x, labels) + 0.0
+
+
+def smoothed(x, labels):
+    return F.cross_entropy(x, labels, label_smoothing=0.1)
+
+
+def by_class(x, labels):
+    return F.cross_entropy(x, labels, weight=torch.arange(1.0, 1 + CLASSES))
 
 
 def by_hand(x, y, mask):
@@ -139,6 +151,10 @@ RIGHT = {
     "a mean over labels by a module": (None, {"pick": (0, 3), "module": True}),
     "a masked sum over a number": (over_a_number, {"pick": (0, 1, 2), "extra": (5,)}),
     "a masked sum over a 0-dim tensor": (over_a_number, {"pick": (0, 1, 2), "extra": (torch.tensor(5.0),)}),
+    "a microbatch without labels": (labelled, {"pick": (0, 4)}),
+    "the first without labels, by a module": (None, {"pick": (0, 5), "module": True}),
+    "a microbatch without labels, smoothed": (smoothed, {"pick": (0, 4)}),
+    "a microbatch without labels, weighed by class": (by_class, {"pick": (0, 5)}),
     "a mean declared": (lambda x, y: torch.einsum("bi,bi->", x, y) / x.shape[0], {"declared": "mean"}),
     "a sum declared": (lambda x, y: torch.einsum("bi,bi->", x, y), {"declared": "sum"}),
 }

@@ -83,7 +83,7 @@ class Interpreter:
         if stage == self._last:
             loss = loss_in(slot.output)
             if loss is not None:
-                slot.loss = self._codec.whole(loss)
+                slot.loss, slot.counts = self._codec.whole(loss), self._weights[microbatch] != 0
                 self.losses[microbatch] = slot.loss.detach()
             if not self._trains:
                 self.outputs[microbatch] = slot.output

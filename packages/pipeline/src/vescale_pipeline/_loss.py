@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,15 @@ def loss_in(output: Any) -> Tensor | None:
         return named if _is_number(named) else None
     numbers = [tensor for tensor in tensors_in(output) if _is_number(tensor)]
     return numbers[0] if len(numbers) == 1 else None
+
+
+def weighted(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The batch's loss, of the microbatches'; one that has no weight is left out: it may be 0 / 0."""
+    total = None
+    for loss, weight in zip(losses, weights):
+        if weight:
+            total = loss * weight if total is None else total + loss * weight
+    return torch.zeros_like(losses[0]) if total is None else total
 
 
 def with_loss(output: Any, loss: Tensor) -> Any:

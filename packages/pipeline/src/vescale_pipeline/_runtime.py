@@ -26,7 +26,7 @@ from ._elsewhere import Elsewhere, Placed, norms_of_gradients
 from ._errors import PipelineError
 from ._faults import Faults, failure
 from ._interpreter import Interpreter
-from ._loss import Gradients, loss_in, no_loss, released, with_loss
+from ._loss import Gradients, loss_in, no_loss, released, weighted, with_loss
 from ._microbatches import loss_weights, split
 from ._ownership import Ownership, let_go
 from ._p2p import PARTS, Link, LinkError, Part, Tags, part_of
@@ -268,10 +268,7 @@ class Runtime:
         last = self.schedule.placement[-1]
         tag = self.tags("loss")
         if self.rank == last:
-            total = None
-            for microbatch, weight in enumerate(weights):
-                part = state.losses[microbatch] * weight
-                total = part if total is None else total + part
+            total = weighted([state.losses[microbatch] for microbatch in range(len(weights))], weights)
             for peer in range(self.schedule.ranks):
                 if peer != last:
                     self.link.send(peer, tag, [total])
@@ -305,7 +302,7 @@ class Runtime:
         """One output of all microbatches."""
         values = [self.codec.whole(value) for value in column]
         if is_loss:
-            return sum((v * w for v, w in zip(values[1:], weights[1:])), values[0] * weights[0])
+            return weighted(values, weights)
         return torch.cat(values) if values[0].ndim else values[-1]
 
     def _close(self) -> None:

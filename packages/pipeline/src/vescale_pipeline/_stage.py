@@ -49,7 +49,11 @@ class Codec:
 
 @dataclass
 class Slot:
-    """What a stage keeps of one microbatch between its forward and its backward."""
+    """What a stage keeps of one microbatch between its forward and its backward.
+
+    `counts` is whether the loss has any weight: that of a microbatch whose labels are all ignored is 0 / 0, and its
+    gradients are zero whatever comes out.
+    """
 
     leaves: list[Tensor | None]
     outputs: list[Tensor | None]
@@ -58,6 +62,7 @@ class Slot:
     loss: Tensor | None = None
     output: Any = None
     split: Split | None = None
+    counts: bool = True
 
 
 class Stage:
@@ -127,7 +132,7 @@ class Stage:
         """The gradients of what arrived, and the buffers that are free now; adds up those of the weights."""
         slot = self._slots.pop(microbatch)
         leaves, found = self._run(slot, gradients, seed, whole)
-        self._add(found)
+        self._add(found if slot.counts else _zeros(found))
         return leaves, slot.buffers
 
     def input_backward(self, microbatch: int, gradients: list[Tensor | None], seed: Tensor | None) -> Gradients:
@@ -145,7 +150,8 @@ class Stage:
     def weight_backward(self, microbatch: int) -> list[Tensor]:
         """The other half: adds up the gradients of the weights. Gives the buffers that are free now."""
         slot = self._slots.pop(microbatch)
-        self._add(slot.split.weights())
+        found = slot.split.weights()
+        self._add(found if slot.counts else _zeros(found))
         return slot.buffers
 
     def sums(self) -> dict[str, Tensor | None]:
@@ -172,7 +178,7 @@ class Stage:
                 self._edges = [get_gradient_edge(self.parameters[name]) for name in self.trained]
         wanted = [leaf for leaf in slot.leaves if leaf is not None]
         found, rest = compute(roots, seeds, wanted, self._edges)
-        following = iter(found)
+        following = iter(found if slot.counts else _zeros(found))
         return [None if leaf is None else next(following) for leaf in slot.leaves], rest
 
     def _add(self, gradients: Gradients) -> None:
@@ -197,6 +203,10 @@ class Stage:
             for i in there:
                 if sums[i] is None:
                     sums[i] = gradients[i]
+
+
+def _zeros(gradients: Gradients) -> Gradients:
+    return [None if gradient is None else torch.zeros_like(gradient) for gradient in gradients]
 
 
 def check_uses(record: Record, stages: dict[str, tuple[int, ...]], cuts: Sequence[str]) -> None:
