@@ -37,6 +37,7 @@ PUBLIC = {
         "Shard",
         "StaticWarning",
         "VescaleError",
+        "balanced_cuts",
         "breakpoint",
         "check_premise",
         "check_rng_in_step",

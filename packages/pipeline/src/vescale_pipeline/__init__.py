@@ -6,6 +6,7 @@ from ._faults import PipelineFailure as PipelineFailure
 from ._communication import add_communication as add_communication
 from .action import Action as Action
 from .action import Schedule as Schedule
+from .balance import balanced_cuts as balanced_cuts
 from .draw import chrome_trace as chrome_trace
 from .draw import draw as draw
 from .recording import record_events as record_events

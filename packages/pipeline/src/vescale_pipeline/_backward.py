@@ -13,10 +13,11 @@ two nodes of the stage is computed in I: apart, its uses would be counted twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 Gradients = list[Tensor | None]
 _run = torch.autograd.Variable._execution_engine.run_backward
@@ -29,10 +30,10 @@ def gradients_of(roots: Sequence, inputs: Sequence, seeds: Sequence, retain_grap
 
 
 def whole(
-    roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[GradientEdge]
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Gradients, Gradients]:
     """Gradients of the leaves, and of the weights; None where nothing flows."""
-    inputs = [*leaves, *weights]
+    inputs = (*leaves, *weights)
     if not roots or not inputs:
         return [None] * len(leaves), [None] * len(weights)
     found = gradients_of(roots, inputs, seeds)
@@ -43,112 +44,107 @@ class Split:
     """I when it is made; W when `weights()` is called."""
 
     def __init__(
-        self,
-        roots: Sequence[Tensor],
-        seeds: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        weights: Sequence[GradientEdge],
+        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> None:
-        self._count = len(weights)
+        self._weights = weights
         self._early: dict[int, Tensor | None] = {}
-        self._late: list[tuple[list, list, list[int]]] = []  # outputs, their gradients, the weights behind them
-        self._edges = weights
+        self._late: list[tuple[Sequence, Sequence, list[int]]] = []  # outputs, their gradients, the weights behind them
         self.leaves: Gradients = [None] * len(leaves)
         if not roots:
             return
-        branches, shared = _branches(roots, leaves, weights)
-        at_leaf = [(root, seed) for root, seed in zip(roots, seeds) if root.grad_fn in branches.aside]
-        along = [(root, seed) for root, seed in zip(roots, seeds) if root.grad_fn not in branches.aside]
-        if at_leaf:
-            behind = sorted({w for root, _ in at_leaf for w in branches.aside[root.grad_fn]} - set(shared))
-            self._late.append(([root for root, _ in at_leaf], [seed for _, seed in at_leaf], behind))
-        kept = [GradientEdge(node, i) for node in branches.nodes for i in range(len(node._input_metadata))]
-        inputs = [*leaves, *kept, *(weights[i] for i in shared)]
-        if shared:
-            along = list(zip(roots, seeds))
+        nodes, aside, shared = _branches(roots, leaves, weights)
+        along, flowing_in = roots, seeds
+        if aside:
+            at_leaf = [i for i, root in enumerate(roots) if root.grad_fn in aside]
+            behind = sorted({w for i in at_leaf for w in aside[roots[i].grad_fn]} - shared)
+            self._late.append(([roots[i] for i in at_leaf], [seeds[i] for i in at_leaf], behind))
+            if not shared:
+                rest = [i for i in range(len(roots)) if i not in at_leaf]
+                along, flowing_in = [roots[i] for i in rest], [seeds[i] for i in rest]
+        kept = [GradientEdge(node, i) for node in nodes for i in range(len(node._input_metadata))]
+        early = sorted(shared)
+        inputs = (*leaves, *kept, *(weights[i] for i in early))
         if not along or not inputs:
             return
-        found = gradients_of([root for root, _ in along], inputs, [seed for _, seed in along], retain_graph=True)
-        found = list(found)
-        self.leaves = found[: len(leaves)]
-        flowing = dict(zip([(edge.node, edge.output_nr) for edge in kept], found[len(leaves) :]))
-        self._early = dict(zip(shared, found[len(leaves) + len(kept) :]))
-        for node, behind in branches.nodes.items():
-            behind = [i for i in behind if i not in shared]
-            arrived = [
-                (GradientEdge(node, i), flowing[node, i])
-                for i in range(len(node._input_metadata))
-                if flowing[node, i] is not None
-            ]
+        found = gradients_of(along, inputs, flowing_in, retain_graph=True)
+        at = len(leaves)
+        self.leaves = list(found[:at])
+        for node, behind in nodes.items():
+            count = len(node._input_metadata)
+            arrived = [(kept[i - len(leaves)], found[i]) for i in range(at, at + count) if found[i] is not None]
+            at += count
+            if shared:
+                behind = [i for i in behind if i not in shared]
             if behind and arrived:
-                self._late.append(([edge for edge, _ in arrived], [g for _, g in arrived], behind))
+                self._late.append((*zip(*arrived), behind))
+        self._early = dict(zip(early, found[at:]))
 
     def weights(self) -> Gradients:
         """The gradients of the weights; call it once."""
-        found: Gradients = [None] * self._count
+        found: Gradients = [None] * len(self._weights)
         for index, gradient in self._early.items():
             found[index] = gradient
         late, self._late = self._late, []
         for outputs, gradients, behind in late:
-            inputs = [self._edges[i] for i in behind]
-            for index, gradient in zip(behind, gradients_of(outputs, inputs, gradients)):
+            for index, gradient in zip(behind, gradients_of(outputs, [self._weights[i] for i in behind], gradients)):
                 found[index] = gradient
         return found
 
 
-class _Branches:
-    """Where weights' branches leave the way to the leaves.
-
-    nodes: node on the way -> the weights whose branches leave it.
-    aside: root node that leads to no leaf -> the weights behind it.
-    """
-
-    def __init__(self) -> None:
-        self.nodes: dict[Node, list[int]] = {}
-        self.aside: dict[Node, set[int]] = {}
+_ON_THE_WAY = object()
 
 
 def _branches(
-    roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[GradientEdge]
-) -> tuple[_Branches, list[int]]:
-    """The branches, and the weights that several of them lead to."""
-    leaf_nodes = {get_gradient_edge(leaf).node for leaf in leaves}
-    weight_at = {edge.node: i for i, edge in enumerate(weights)}
-    leads: dict[Node, bool] = {}
-    behind: dict[Node, set[int]] = {}  # of nodes that lead to no leaf
-    found = _Branches()
+    roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[dict[Node, list[int]], dict[Node, tuple[int, ...]], set[int]]:
+    """Where weights' branches leave the way to the leaves.
+
+    Returns: node on the way -> the weights whose branches leave it; root node that leads
+    to no leaf -> the weights behind it; and the weights that several of these lead to.
+    """
+    ends: dict[int, Any] = {id(weight): (i,) for i, weight in enumerate(weights)}
+    ends |= {id(leaf): _ON_THE_WAY for leaf in leaves}
+    leads: dict[Node, Any] = {}  # _ON_THE_WAY to a leaf, or the weights behind
+    nodes: dict[Node, list[int]] = {}
+    aside: dict[Node, tuple[int, ...]] = {}
     uses = [0] * len(weights)
-    nothing: set[int] = set()
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
     while stack:
         node = stack[-1]
         if node in leads:
             stack.pop()
             continue
-        children = [child for child, _ in node.next_functions if child is not None]
-        waiting = [child for child in children if child not in leads]
-        if waiting:
-            stack.extend(waiting)
+        following = node.next_functions
+        deeper = len(stack)
+        for child, _ in following:
+            if child is not None and child not in leads:
+                if child.next_functions:
+                    stack.append(child)
+                else:
+                    leads[child] = ends.get(id(getattr(child, "variable", None)), ())
+        if len(stack) > deeper:
             continue
         stack.pop()
-        leads[node] = node in leaf_nodes or any(leads[child] for child in children)
-        if not leads[node]:
-            own = weight_at.get(node)
-            if own is not None:
-                behind[node] = {own}
-            elif children:
-                behind[node] = set().union(*(behind[child] for child in children))
-            else:
-                behind[node] = nothing
-            continue
-        leaving = {i for child in children if not leads[child] for i in behind[child]}
-        if leaving:
-            found.nodes[node] = sorted(leaving)
-            for i in leaving:
-                uses[i] += 1
+        on_the_way, behind = False, ()
+        for child, _ in following:
+            if child is not None:
+                found = leads[child]
+                if found is _ON_THE_WAY:
+                    on_the_way = True
+                else:
+                    behind += found
+        if not following:
+            leads[node] = ends.get(id(getattr(node, "variable", None)), ())
+        elif not on_the_way:
+            leads[node] = behind if len(behind) < 2 else tuple(set(behind))
+        else:
+            leads[node] = _ON_THE_WAY
+            if behind:
+                nodes[node] = sorted(set(behind))
+                for i in nodes[node]:
+                    uses[i] += 1
     for root in roots:
-        if root.grad_fn is not None and not leads[root.grad_fn] and root.grad_fn not in found.aside:
-            found.aside[root.grad_fn] = behind[root.grad_fn]
-    aside = set().union(*found.aside.values()) if found.aside else nothing
-    shared = [i for i, count in enumerate(uses) if count + (i in aside) > 1]
-    return found, shared
+        if root.grad_fn is not None and leads[root.grad_fn] is not _ON_THE_WAY:
+            aside[root.grad_fn] = leads[root.grad_fn]
+    beside = set().union(*aside.values())
+    return nodes, aside, {i for i, count in enumerate(uses) if count + (i in beside) > 1}

@@ -9,12 +9,25 @@ from typing import Any
 
 from torch import Tensor
 
+_PLAIN = frozenset((type(None), bool, int, float, str))
+
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """`value` with `function(tensor)` in place of every tensor; the same object where nothing changed."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         return function(value)
+    if kind is tuple or kind is list:
+        items = [map_tensors(item, function) for item in value]
+        for new, old in zip(items, value):
+            if new is not old:
+                return items if kind is list else tuple(items)
+        return value
     if isinstance(value, dict):
+        if not value:
+            return value
         changed = {k: new for k, old in value.items() if (new := map_tensors(old, function)) is not old}
         if not changed:
             return value
@@ -46,7 +59,12 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
-    map_tensors(value, lambda tensor: (found.append(tensor), tensor)[1])
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, keep)
     return found
 
 
@@ -58,7 +76,7 @@ def fill(template: Any, tensors: Iterable[Any]) -> Any:
 
 def copied(value: Any) -> Any:
     """Fresh lists and dicts around the same tensors: the caller may change them."""
-    if isinstance(value, Tensor) or value is None:
+    if type(value) in _PLAIN or isinstance(value, Tensor):
         return value
     if isinstance(value, dict):
         fresh = copy.copy(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from ._errors import PipelineError
 from ._loss import loss_in
 from ._p2p import PARTS, Arrival, Header, part_of
 from .action import Action
-from .recording import note
+from .recording import is_recording, note
 from .simulate import Event
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Interpreter:
         self._weights, self._scale, self._trains = weights, scale, trains
         self._posted: dict[tuple[str, int, int], Arrival] = {}
         self._made: dict[tuple[str, int, int], tuple[list[Tensor | None], Header]] = {}
+        self._seeds: dict[float, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._random = _Random() if call.record.draws_anything else None
@@ -54,11 +56,18 @@ class Interpreter:
             "REDUCE": lambda stage, microbatch, peer: None,  # weights tied over stages are summed at the end
         }
 
-    def do(self, action: Action) -> None:
-        kind, stage, microbatch, peer = action
-        self._began = perf_counter()
-        self._table[kind](stage, microbatch, peer)
-        note(Event(self._rank, action, self._began, perf_counter()))
+    def do(self, actions: Sequence[Action], doing: Any) -> None:
+        """One after another; `doing.action` is the one at hand."""
+        table, records = self._table, is_recording()
+        for action in actions:
+            doing.action = action
+            kind, stage, microbatch, peer = action
+            if not records:
+                table[kind](stage, microbatch, peer)
+                continue
+            self._began = perf_counter()
+            table[kind](stage, microbatch, peer)
+            note(Event(self._rank, action, self._began, perf_counter()))
 
     def end(self) -> None:
         """The generator goes past the last microbatch."""
@@ -108,7 +117,11 @@ class Interpreter:
     def _seed(self, stage: int, microbatch: int) -> Tensor | None:
         if stage != self._last:
             return None
-        return torch.full_like(self.losses[microbatch], self._weights[microbatch] * self._scale)
+        weight = self._weights[microbatch]
+        seed = self._seeds.get(weight)
+        if seed is None:
+            seed = self._seeds[weight] = torch.full_like(self.losses[microbatch], weight * self._scale)
+        return seed
 
     def _hand_back(self, stage: int, microbatch: int, leaves: list[Tensor | None]) -> None:
         if stage:

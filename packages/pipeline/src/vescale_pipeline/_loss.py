@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ def loss_in(output: Any) -> Tensor | None:
 
 def weighted(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The batch's loss, of the microbatches'; one that has no weight is left out: it may be 0 / 0."""
-    total = None
-    for loss, weight in zip(losses, weights):
-        if weight:
-            total = loss * weight if total is None else total + loss * weight
-    return torch.zeros_like(losses[0]) if total is None else total
+    kept = [(loss, weight) for loss, weight in zip(losses, weights) if weight]
+    if not kept:
+        return torch.zeros_like(losses[0])
+    total, *others = torch._foreach_mul(*map(list, zip(*kept)))
+    for part in others:
+        total = total + part
+    return total
 
 
 def with_loss(output: Any, loss: Tensor) -> Any:
@@ -79,9 +82,10 @@ class Gradients:
                 (),
                 [("loss = model(batch)", "once per backward; retain_graph has no meaning here")],
             )
-        factor = incoming.item() / self._scale
-        if incoming.isfinite() and incoming.item():
-            self.used = incoming.item()
+        scale = incoming.item()
+        factor = scale / self._scale
+        if scale and isfinite(scale):
+            self.used = scale
         if factor == 1:
             return sums
         return [None if gradient is None else gradient.mul_(factor) for gradient in sums]

@@ -17,14 +17,13 @@ from ._reduction import LABELLED, Lost, Tag, refused
 from ._skeleton import Run
 
 
-def rows_in_order(tensor: Tensor, index: int, count: int) -> Tensor:
-    """Part `index` of `count`: a view."""
-    size = tensor.shape[0] // count
-    return tensor[index * size : (index + 1) * size]
+def rows_in_order(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    """Views of `count` equal parts."""
+    return tensor.split(tensor.shape[0] // count) if len(tensor) else (tensor,) * count
 
 
 def split(
-    inputs: tuple[tuple, dict], count: int, part_of: Callable[[Tensor, int, int], Tensor] = rows_in_order
+    inputs: tuple[tuple, dict], count: int, parts_of: Callable[[Tensor, int], Sequence[Tensor]] = rows_in_order
 ) -> list[tuple[tuple, dict]]:
     """`inputs` (the args and kwargs of a call) in `count` equal parts of rows; views, nothing is copied.
 
@@ -48,7 +47,7 @@ def split(
         """One argument's part for every microbatch."""
         if isinstance(value, Tensor):
             is_cut = value.ndim and value.shape[0] == rows
-            return [part_of(value, i, count) for i in range(count)] if is_cut else (value,) * count
+            return parts_of(value, count) if is_cut else (value,) * count
         tensors = tensors_in(value)
         if not tensors:
             return (value,) * count

@@ -20,10 +20,11 @@ from ._placeholder import Placeholder, weight_placeholder
 
 @dataclass(frozen=True)
 class Ownership:
-    """Stages of every parameter, by its first name; and the cuts, by the modules' first names."""
+    """Stages of every parameter and of every buffer, by its first name; and the cuts, by the modules' first names."""
 
     cuts: tuple[str, ...]
     stages: dict[str, tuple[int, ...]]
+    buffers: dict[str, tuple[int, ...]]
 
     def names_of(self, stage: int) -> list[str]:
         """The parameters that a stage owns."""
@@ -36,18 +37,20 @@ def ownership(model: nn.Module, cuts: Sequence[str]) -> Ownership:
     places = _places(cuts, names)
     containers = {"", *(cut[:i] for cut in cuts for i, letter in enumerate(cut) if letter == ".")}
     everywhere = tuple(range(len(cuts) + 1))
-    by_identity: dict[int, tuple[str, set[int]]] = {}
+    parameters: dict[int, tuple[str, set[int]]] = {}
+    buffers: dict[int, tuple[str, set[int]]] = {}
     for place, (name, module) in enumerate(model.named_modules(remove_duplicate=False)):
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{name}.{leaf}" if name else leaf
-                stages = by_identity.setdefault(id(parameter), (full, set()))[1]
-                stages.update(everywhere if name in containers else [bisect_right(places, place)])
+        for found, tensors in ((parameters, module._parameters), (buffers, module._buffers)):
+            for leaf, tensor in tensors.items():
+                if tensor is not None:
+                    full = f"{name}.{leaf}" if name else leaf
+                    stages = found.setdefault(id(tensor), (full, set()))[1]
+                    stages.update(everywhere if name in containers else [bisect_right(places, place)])
     first_name = {id(module): name for name, module in model.named_modules()}
     modules = dict(model.named_modules(remove_duplicate=False))
     return Ownership(
         tuple(first_name[id(modules[cut])] for cut in cuts),
-        {name: tuple(sorted(stages)) for name, stages in by_identity.values()},
+        *({name: tuple(sorted(stages)) for name, stages in found.values()} for found in (parameters, buffers)),
     )
 
 
@@ -60,6 +63,19 @@ def let_go(model: nn.Module, owned: Collection[str]) -> None:
             if parameter is not None and id(parameter) not in keep:
                 del module._parameters[leaf]
                 module.__dict__[leaf] = weight_placeholder(parameter, first_name[id(parameter)])
+
+
+def disown_buffers(model: nn.Module, owned: Ownership, stages: Collection[int]) -> None:
+    """Takes the buffers of other stages off what the model saves: only the stage that computes keeps them up to date.
+
+    They stay as attributes, for a module that every stage runs.
+    """
+    for module_name, module in model.named_modules():
+        for leaf, buffer in list(module._buffers.items()):
+            homes = owned.buffers.get(f"{module_name}.{leaf}" if module_name else leaf, stages)
+            if leaf not in module._non_persistent_buffers_set and buffer is not None and not set(homes) & set(stages):
+                del module._buffers[leaf]
+                module.__dict__[leaf] = buffer
 
 
 def is_elsewhere(value: object) -> bool:

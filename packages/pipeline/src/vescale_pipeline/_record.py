@@ -108,7 +108,7 @@ def dry_run(
     for a forward that reads a value, for cuts that are called in another order, and for a stage without a module.
     """
     recorder = Recorder(model, cuts)
-    with _kept_as_it_was(model), stations_in_place(stations), recorder, notes or nullcontext():
+    with kept_as_it_was(model), stations_in_place(stations), recorder, notes or nullcontext():
         result = recorder.adopt(call(), "the model")
     return recorder.record(result)
 
@@ -130,7 +130,8 @@ def stations_in_place(stations: dict[nn.Module, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_as_it_was(model: nn.Module) -> Iterator[None]:
+def kept_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Buffers and the generator are afterwards as they were before."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     state = torch.get_rng_state()
     try:

@@ -28,7 +28,7 @@ from ._faults import Faults, failure
 from ._interpreter import Interpreter
 from ._loss import Gradients, loss_in, no_loss, released, weighted, with_loss
 from ._microbatches import loss_weights, split
-from ._ownership import Ownership, let_go
+from ._ownership import Ownership, disown_buffers, let_go
 from ._p2p import PARTS, Link, LinkError, Part, Tags, part_of
 from ._placeholder import Current
 from ._record import dry_run
@@ -83,6 +83,7 @@ class Runtime:
         self.rank = self.link.rank
         mine = schedule.stages_of(self.rank)
         let_go(model, {name for stage in mine for name in self._owned.names_of(stage)})
+        disown_buffers(model, owned, mine)
         parameters = dict(model.named_parameters())
         self.stages = {
             stage: Stage(stage, {name: parameters[name] for name in self._owned.names_of(stage)}, self.codec)
@@ -100,7 +101,7 @@ class Runtime:
         self._state: Interpreter | None = None
         self._broken: str | None = None
         self._elsewhere = Elsewhere(self._norm_elsewhere, self.link.device)
-        model.register_forward_hook(_reveal, prepend=True)
+        self._reveals = False
         model.__dict__["_call_impl"] = self
         model.__dict__["parameters"] = self._all_parameters
 
@@ -111,7 +112,7 @@ class Runtime:
             return self._root(*args, **kwargs)
         if self._broken is not None:
             raise failure(self._broken)
-        parts = split((args, kwargs), self.schedule.microbatches, self.codec.part)
+        parts = split((args, kwargs), self.schedule.microbatches, self.codec.parts)
         doing = _Doing()
         try:
             return self._run(self._call_of(parts, (args, kwargs)), parts, doing)
@@ -157,6 +158,9 @@ class Runtime:
         trains = torch.is_grad_enabled()
         if trains and loss_in(call.record.result) is None:
             raise no_loss(call.record.result)
+        if self._model._forward_hooks and not self._reveals:
+            self._reveals = True
+            self._model.register_forward_hook(_reveal, prepend=True)
         has_loss = call.reduction is not None
         weights = loss_weights(call.reduction, call.record, self.forward, parts) if has_loss else []
         self._greet(call, trains, doing)
@@ -165,9 +169,7 @@ class Runtime:
         scale = self._gradients.used if self._gradients is not None else 1.0
         state = self._state = Interpreter(self, call, parts, weights, scale, trains)
         with self._paused():
-            for action in call.actions(self.schedule, self.rank, trains):
-                doing.action = action
-                state.do(action)
+            state.do(call.actions(self.schedule, self.rank, trains), doing)
         state.end()
         doing.action = "the end of the call"
         if not trains:

@@ -91,13 +91,17 @@ class Run:
         self._at = at + 1
         Current.reader = None
         try:
-            if len(args) == 1 and not kwargs and type(args[0]) is Placeholder:
-                out = station.original(self._real(args[0]))
+            if len(args) == 1 and not kwargs and type(only := args[0]) is Placeholder:
+                out = station.original(self.values.get(only.key, only))
             else:
                 args, kwargs = map_tensors((args, kwargs), self._real)
                 out = station.original(*args, **kwargs)
         finally:
             Current.reader = self
+        template = event.template
+        if type(template) is Placeholder and isinstance(out, Tensor):
+            self.values[event.keys[0]] = out
+            return template
         return self._keep(event, out)
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -106,7 +110,7 @@ class Run:
         event = self._events[self._at] if self._at < len(self._events) else None
         if event is None or event.function is not function and event.function != function:
             return self._unforeseen(function, args, kwargs, event)
-        if all(tensor.is_weight for tensor in tensors_in((args, kwargs)) if type(tensor) is Placeholder):
+        if not _holds_value(args) and not _holds_value(kwargs):
             return self._unforeseen(function, args, kwargs, event)
         if event.stage != self._stage:
             return self._elsewhere(event)
@@ -162,6 +166,17 @@ class Run:
             out = function(*args, **kwargs)
         origin, home = given[0].origin, given[0].home
         return map_tensors(out, lambda t: t if type(t) is Placeholder else placeholder(t, -2, origin, home, True))
+
+
+def _holds_value(given: tuple | dict) -> bool:
+    """Whether any of the arguments is the placeholder of a value, not only of weights."""
+    for value in given.values() if type(given) is dict else given:
+        if type(value) is Placeholder:
+            if not value.is_weight:
+                return True
+        elif any(type(tensor) is Placeholder and not tensor.is_weight for tensor in tensors_in(value)):
+            return True
+    return False
 
 
 def _another_path(event: Event | None, what: str) -> PipelineError:

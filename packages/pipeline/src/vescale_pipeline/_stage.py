@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as local_only
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ._backward import Gradients, Split, whole
 from ._errors import PipelineError
@@ -38,9 +37,9 @@ class Codec:
         """The value of a plain tensor that arrived."""
         return tensor
 
-    def part(self, batch: Tensor, index: int, count: int) -> Tensor:
-        """Rows of a batch for one of `count` microbatches, the same number in each."""
-        return rows_in_order(batch, index, count)
+    def parts(self, batch: Tensor, count: int) -> Sequence[Tensor]:
+        """The rows of a batch for each of `count` microbatches, the same number in each."""
+        return rows_in_order(batch, count)
 
     def whole(self, value: Tensor) -> Tensor:
         """A loss or an output as one device has it, the same on every rank of the stage; differentiable."""
@@ -86,7 +85,7 @@ class Stage:
         self._slots.clear()
         with local_only():
             self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
-        self._edges: list[GradientEdge] = []
+        self._weights = [self.parameters[name] for name in self.trained]
         self._apart: dict[int, list[Tensor]] = {i: [] for i, name in enumerate(self.trained) if name in apart}
         self._sums: Gradients = [None] * len(self.trained)
         self._own: list[int] | None = None  # whose sums share their memory with nothing
@@ -157,7 +156,7 @@ class Stage:
     def sums(self) -> dict[str, Tensor | None]:
         """The weights' gradients over all microbatches so far, stacked for those that are kept apart; they are the
         caller's from now on."""
-        sums, self._sums, self._edges = self._sums, [None] * len(self.trained), []
+        sums, self._sums = self._sums, [None] * len(self.trained)
         for i, kept in self._apart.items():
             sums[i] = torch.stack(kept) if kept else None
         return dict(zip(self.trained, sums))
@@ -173,11 +172,8 @@ class Stage:
         if slot.loss is not None and slot.loss.requires_grad:
             roots.append(slot.loss)
             seeds.append(seed)
-        if not self._edges:
-            with local_only(), torch.enable_grad():
-                self._edges = [get_gradient_edge(self.parameters[name]) for name in self.trained]
         wanted = [leaf for leaf in slot.leaves if leaf is not None]
-        found, rest = compute(roots, seeds, wanted, self._edges)
+        found, rest = compute(roots, seeds, wanted, self._weights)
         following = iter(found if slot.counts else _zeros(found))
         return [None if leaf is None else next(following) for leaf in slot.leaves], rest
 
@@ -189,20 +185,20 @@ class Stage:
                 gradients[i] = None
         sums = self._sums
         there = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if not there:
+            return
+        if there == self._own:
+            into = sums if len(there) == len(sums) else [sums[i] for i in there]
+            torch._foreach_add_(into, gradients if into is sums else [gradients[i] for i in there])
+            return
         both = [i for i in there if sums[i] is not None]
         if both:
-            into, added = [sums[i] for i in both], [gradients[i] for i in both]
-            with torch.no_grad():
-                if both == self._own:
-                    torch._foreach_add_(into, added)
-                else:
-                    for i, total in zip(both, torch._foreach_add(into, added)):
-                        sums[i] = total
-            self._own = both
-        if len(both) < len(there):
-            for i in there:
-                if sums[i] is None:
-                    sums[i] = gradients[i]
+            for i, total in zip(both, torch._foreach_add([sums[i] for i in both], [gradients[i] for i in both])):
+                sums[i] = total
+        self._own = both if len(both) == len(there) else None
+        for i in there:
+            if sums[i] is None:
+                sums[i] = gradients[i]
 
 
 def _zeros(gradients: Gradients) -> Gradients:

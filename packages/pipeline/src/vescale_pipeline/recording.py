@@ -31,6 +31,10 @@ def record_events() -> Iterator[list[Event]]:
         _under_way[:] = [other for other in _under_way if other is not events]
 
 
+def is_recording() -> bool:
+    return bool(_under_way)
+
+
 def note(event: Event) -> None:
     """Adds an event to all recordings under way."""
     for events in _under_way:

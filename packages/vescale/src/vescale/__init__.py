@@ -22,6 +22,7 @@ from vescale_dtensor import local_map as local_map
 from vescale_dtensor import register_rule as register_rule
 from vescale_dtensor import reproducible as reproducible
 from vescale_dtensor import strict as strict
+from vescale_pipeline import balanced_cuts as balanced_cuts
 from vescale_plans import Boundary as Boundary
 from vescale_plans import GlobalBatchSampler as GlobalBatchSampler
 from vescale_plans import InfeasibleError as InfeasibleError

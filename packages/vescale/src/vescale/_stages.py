@@ -9,7 +9,7 @@ with its layout told once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -130,15 +130,15 @@ class ShardCodec(Codec):
         states, shape = form
         return from_plain(tensor, layout_of(self._mesh, states, shape))
 
-    def part(self, batch: Tensor, index: int, count: int) -> Tensor:
+    def parts(self, batch: Tensor, count: int) -> Sequence[Tensor]:
         """Of a batch that is sharded evenly, every rank takes from its own rows: nothing moves."""
         if type(batch) is DTensor:
             local, layout = batch.to_local(), batch.mesh_layout
             ranks = math.prod(layout.mesh.sizes[axis] for axis in layout.axes_of(0))
             if ranks > 1 and layout.shape[0] % (ranks * count) == 0:
-                shape = (layout.shape[0] // count, *layout.shape[1:])
-                return from_plain(super().part(local, index, count), layout.with_shape(shape))
-        return super().part(batch, index, count)
+                layout = layout.with_shape((layout.shape[0] // count, *layout.shape[1:]))
+                return [from_plain(part, layout) for part in super().parts(local, count)]
+        return super().parts(batch, count)
 
     def whole(self, value: Tensor) -> Tensor:
         return value.full_tensor() if type(value) is DTensor else value
