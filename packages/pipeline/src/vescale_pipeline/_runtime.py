@@ -53,8 +53,8 @@ class Runtime:
         loss: "mean" or "sum" of the microbatches' losses; None finds out.
         in_order: whether weights tied over stages are added up microbatch by microbatch, as on one device, for which
             every microbatch's gradient of theirs is kept; else stage by stage.
-        paused: a context in which reductions of gradients wait: a call's gradients are reduced once, when the user's
-            backward releases them.
+        during: a context for a call's actions, in which reductions of gradients wait: a call's gradients are reduced
+            once, when the user's backward releases them.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Runtime:
         codec: Codec | None = None,
         loss: str | None = None,
         in_order: Callable[[], bool] = lambda: False,
-        paused: Callable[[], AbstractContextManager] = nullcontext,
+        during: Callable[[], AbstractContextManager] = nullcontext,
         timeout: timedelta = TIMEOUT,
         device: torch.device | None = None,
     ) -> None:
         self.schedule = schedule
         self.codec = codec or Codec()
-        self._paused, self._in_order = paused, in_order
+        self._during, self._in_order = during, in_order
         self._loss = frozenset((loss,)) if loss is not None else None
         self.tags = Tags(schedule.stages, schedule.microbatches)
         self._owned = owned
@@ -168,7 +168,7 @@ class Runtime:
             stage.begin(call.record, self.schedule.stages, self._tied if self._in_order() else ())
         scale = self._gradients.used if self._gradients is not None else 1.0
         state = self._state = Interpreter(self, call, parts, weights, scale, trains)
-        with self._paused():
+        with self._during():
             state.do(call.actions(self.schedule, self.rank, trains), doing)
         state.end()
         doing.action = "the end of the call"

@@ -87,10 +87,6 @@ def parallelize(
         if plan.pipeline is not None and stages is None:
             remedies = [("vescale.parallelize(plan, model, ...)", "which brings the pipeline's runtime")]
             raise PlanError("parallelize", "the plan has a pipeline, and this package has no runtime", (), remedies)
-        if plan.pipeline is not None and plan.zero == 3:
-            remedies = [("zero=2", "a stage's parameters stay whole: it holds 1 / stages of them")]
-            rule = "ZeRO-3 does not go with a pipeline: every microbatch would gather a stage's parameters again"
-            raise PlanError("parallelize", rule, (), remedies)
         fitted = fit(plan, model)
         experts = find_experts(plan, model)
         placed = place_experts(plan, model, experts, fitted.parameters)

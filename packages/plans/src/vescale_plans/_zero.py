@@ -8,6 +8,9 @@ A `Unit` is one block of the model with its buffers (`_buffer.py`); the root is 
                when all of the block's gradients are there, or those of its inputs, their sum over ranks starts
     its end    what has not started does; all sums are waited for and handed out as `param.grad`
 
+A pipeline runs a call in many small forwards and backwards (`in_parts`): every block is
+gathered once per call then, by the first part that runs it.
+
 Sums start in one fixed order, that of the units reversed, so that all ranks start the
 same collectives whatever each of them used. A gradient that comes again after its sum
 has started (a reentrant checkpoint, a block that runs twice) is summed in a second
@@ -120,7 +123,7 @@ class DataParallel:
         self._running: list[InFlight] = []
         self._touched = False
         self._last: dict[bool, Unit | None] = {False: None, True: None}
-        self.enabled = True
+        self.enabled, self.holds = True, False
         forward = [self.units[-1], *self.units[:-1]]  # until it is seen in what order they run
         for one, other in itertools.pairwise(forward):
             one.next[False], other.next[True] = other, one
@@ -142,6 +145,19 @@ class DataParallel:
             yield
         finally:
             self.enabled = saved
+
+    @contextlib.contextmanager
+    def in_parts(self) -> Iterator[None]:
+        """A call that is run in parts, forward and backward (a pipeline's): its gradients stay pending, and what its
+        parts gather stays gathered until the backward that releases them; without gradients, until the end."""
+        self.holds = True
+        try:
+            with self.paused():
+                yield
+        finally:
+            self.holds = False
+        if not torch.is_grad_enabled():
+            self.rest()
 
     def flush(self) -> None:
         """Reduces whatever is still pending: before an optimizer step that follows `paused` backwards only."""
@@ -250,7 +266,7 @@ class DataParallel:
         if unit.fetched and _current_graph_task_id() == -1:
             # The root's parameters, and those of the block that backward begins with, are needed again at once.
             stays = in_graph and (root or unit is self.units[-2])
-            if not stays:
+            if not stays and not self.holds:
                 unit.close()
 
     # --- backward -------------------------------------------------------------------------
@@ -277,7 +293,8 @@ class DataParallel:
         if self.enabled and not unit.started and any(buffer.filled for buffer in unit.reduced):
             unit.started = True
             self._start_in_order()
-        unit.close()
+        if not self.holds:
+            unit.close()
 
     def _arrival(self, unit: Unit, buffer: Buffer, i: int) -> Callable[[Tensor], None]:
         """The hook of a parameter: autograd has added to its gradient."""
@@ -346,7 +363,8 @@ class DataParallel:
             unit.started = unit.touched = False
             unit.entered.clear()
             unit.passes.clear()
-            unit.close()
+            if not self.holds:
+                unit.close()
 
 
 def _units(model: nn.Module, sharing: Sharing, rows: Mapping[str, int]) -> list[Unit]:

@@ -64,7 +64,6 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
     def finish() -> None:
         codec = ShardCodec(mesh_of(stage_mesh))
         device = torch.device(device_mesh.device_type)
-        paused = model._vescale.sync.paused
         model._vescale.runtime = Runtime(
             model,
             schedule,
@@ -75,7 +74,7 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
             loss=plan.pipeline.loss,
             device=device,
             in_order=is_reproducible,
-            paused=paused,
+            during=model._vescale.sync.in_parts,
         )
 
     return stage_plan, stage_mesh, finish
