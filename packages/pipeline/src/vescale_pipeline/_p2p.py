@@ -12,6 +12,7 @@ wakes at once, and finds the first cause in the store.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -108,28 +109,29 @@ class Link:
         self.ranks, self.device, self.timeout = ranks, device, timeout
         self.rank = ranks.index(dist.get_rank())
         self._group = group
-        self.is_tagged = dist.get_backend(group) == "gloo"
+        self._wire = group._get_backend(device)  # without the dispatcher's share of the cost
         self._sent: list[tuple[Any, int, Tensor]] = []
         self._free: dict[tuple, list[Tensor]] = {}
 
     def send(self, peer: int, tag: int, tensors: list[Tensor | None]) -> None:
         """Posts a message; `flush` waits for all."""
-        for index, tensor in enumerate(tensors):
+        for tensor in tensors:
             if tensor is not None:
                 tensor = _flat(tensor.detach())
-                self._sent.append((self._started("send", tensor, peer, tag + index), peer, tensor))
+                self._sent.append((self._started(self._wire.send, tensor, peer, tag), peer, tensor))
+            tag += 1
 
     def post(self, peer: int, tag: int, header: Header) -> Arrival:
         """Posts a receive of a message."""
         tensors: list[Tensor | None] = []
         works = []
-        for index, part in enumerate(header):
-            if part is None:
-                tensors.append(None)
-                continue
-            tensor = self._buffer(part)
+        for part in header:
+            tensor = None
+            if part is not None:
+                tensor = self._buffer(part)
+                works.append(self._started(self._wire.recv, _flat(tensor), peer, tag))
             tensors.append(tensor)
-            works.append(self._started("recv", _flat(tensor), peer, tag + index))
+            tag += 1
         return Arrival(header, tensors, works, self, peer)
 
     def send_object(self, peer: int, tag: int, value: Any) -> None:
@@ -177,17 +179,17 @@ class Link:
         """Ends all connections: whoever waits for this rank wakes. Safe to call twice."""
         self._sent.clear()
         self._free.clear()
-        group, self._group = self._group, None
+        group, self._group, self._wire = self._group, None, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _receive(self, peer: int, tag: int, into: Tensor) -> Tensor:
-        self.wait(self._started("recv", into, peer, tag), peer)
+        self.wait(self._started(self._wire.recv, into, peer, tag), peer)
         return into
 
-    def _started(self, direction: str, tensor: Tensor, peer: int, tag: int) -> Any:
+    def _started(self, transfer: Callable, tensor: Tensor, peer: int, tag: int) -> Any:
         try:
-            return getattr(self._group, direction)([tensor], peer, tag)
+            return transfer([tensor], peer, tag)
         except RuntimeError as error:
             text = _text(error)
         raise LinkError(f"rank {self.ranks[peer]}: {text}")
