@@ -77,7 +77,7 @@ def images(generator):
     return {"image": torch.randn(ROWS, 3, 8, 8, generator=generator), "target": torch.randn(ROWS, 3, 8, 8)}
 
 
-# name -> (model, inputs, the module that begins stage 1)
+# name -> (model, inputs, the module that begins stage 1; None where costs say)
 MODELS = {
     "gemma": (gemma, language, "model.layers.1"),
     "qwen3": (qwen3, language, "model.layers.1"),
@@ -86,6 +86,8 @@ MODELS = {
     "t5, cut in the encoder": (t5, translation, "encoder.block.1"),
     "t5, cut between": (t5, translation, "decoder"),
     "t5, cut in the decoder": (t5, translation, "decoder.block.1"),
+    "t5, cut by cost": (t5, translation, None),
+    "gpt2, cut by cost": (gpt2, language, None),
     "unet": (UNet, images, "middle"),
     "unet, cut later": (UNet, images, "up"),
 }
@@ -111,7 +113,9 @@ def loss_and_gradients(name, plan=None):
 
 def compared(name, count):
     """Per rank: the loss's relative error, the gradients' errors, and which parameters have one."""
-    pipeline = vescale.Pipeline(cuts=(MODELS[name][2],), microbatches=count)
+    build, inputs_of, cut = MODELS[name]
+    cuts = vescale.balanced_cuts(build(), 2, inputs_of(torch.Generator())) if cut is None else (cut,)
+    pipeline = vescale.Pipeline(cuts=cuts, microbatches=count)
     plan = vescale.Plan(mesh={"pp": 2}, parameters={"*": {}}, pipeline=pipeline)
     loss, gradients = loss_and_gradients(name, plan)
     wanted_loss, wanted = loss_and_gradients(name)

@@ -66,16 +66,12 @@ def let_go(model: nn.Module, owned: Collection[str]) -> None:
 
 
 def disown_buffers(model: nn.Module, owned: Ownership, stages: Collection[int]) -> None:
-    """Takes the buffers of other stages off what the model saves: only the stage that computes keeps them up to date.
-
-    They stay as attributes, for a module that every stage runs.
-    """
+    """Takes the buffers of other stages off what the model saves: only the stage that computes keeps them up to date."""
     for module_name, module in model.named_modules():
-        for leaf, buffer in list(module._buffers.items()):
+        for leaf in module._buffers:
             homes = owned.buffers.get(f"{module_name}.{leaf}" if module_name else leaf, stages)
-            if leaf not in module._non_persistent_buffers_set and buffer is not None and not set(homes) & set(stages):
-                del module._buffers[leaf]
-                module.__dict__[leaf] = buffer
+            if not set(homes) & set(stages):
+                module._non_persistent_buffers_set.add(leaf)
 
 
 def is_elsewhere(value: object) -> bool:
