@@ -66,7 +66,7 @@ def let_go(model: nn.Module, owned: Collection[str]) -> None:
 
 
 def disown_buffers(model: nn.Module, owned: Ownership, stages: Collection[int]) -> None:
-    """Takes the buffers of other stages off what the model saves: only the stage that computes keeps them up to date."""
+    """Takes the buffers of other stages off what the model saves: only the stage that computes keeps them current."""
     for module_name, module in model.named_modules():
         for leaf in module._buffers:
             homes = owned.buffers.get(f"{module_name}.{leaf}" if module_name else leaf, stages)
