@@ -235,6 +235,10 @@ class DataParallel:
     def _open(self, unit: Unit, backward: bool) -> None:
         if unit.is_open and not unit.fetched:
             return
+        with torch._C.DisableTorchFunction():  # nothing of it is the forward's: a pipeline's dry run must not see it
+            self._open_and_prefetch(unit, backward)
+
+    def _open_and_prefetch(self, unit: Unit, backward: bool) -> None:
         unit.open()
         last = self._last[backward]
         if last is not unit:
