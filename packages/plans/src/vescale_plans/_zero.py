@@ -236,18 +236,15 @@ class DataParallel:
         if unit.is_open and not unit.fetched:
             return
         with torch._C.DisableTorchFunction():  # nothing of it is the forward's: a pipeline's dry run must not see it
-            self._open_and_prefetch(unit, backward)
-
-    def _open_and_prefetch(self, unit: Unit, backward: bool) -> None:
-        unit.open()
-        last = self._last[backward]
-        if last is not unit:
-            if last is not None:
-                last.next[backward] = unit
-            self._last[backward] = unit
-        following = unit.next[backward]
-        if following is not None and not following.is_open:
-            following.fetch()
+            unit.open()
+            last = self._last[backward]
+            if last is not unit:
+                if last is not None:
+                    last.next[backward] = unit
+                self._last[backward] = unit
+            following = unit.next[backward]
+            if following is not None and not following.is_open:
+                following.fetch()
 
     def _leave(self, unit: Unit, output: Any, root: bool) -> None:
         if root:
@@ -271,7 +268,8 @@ class DataParallel:
             # The root's parameters, and those of the block that backward begins with, are needed again at once.
             stays = in_graph and (root or unit is self.units[-2])
             if not stays and not self.holds:
-                unit.close()
+                with torch._C.DisableTorchFunction():
+                    unit.close()
 
     # --- backward -------------------------------------------------------------------------
 
