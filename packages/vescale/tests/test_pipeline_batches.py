@@ -16,7 +16,8 @@ MESH = {"pp": 2, "dp": 2, "tp": 1}
 
 
 def run(how, rows, zero=0):
-    """Losses, those of one device, and bytes received in the last forward beside what crosses the cut."""
+    """Losses and those of one device; of the last call's forwards, bytes received beside what crosses the cut, and
+    how often parameters were gathered; and the number of blocks."""
     from nanogpt.model import GPT, GPTConfig
 
     torch.manual_seed(0)
@@ -43,13 +44,17 @@ def run(how, rows, zero=0):
             each.step()
             each.zero_grad()
         losses.append((loss.item(), wanted.item()))
-    return losses, [event.received for event in trace.events if event.cause.direction == "forward"]
+    events = [event for event in trace.events if event.cause.direction == "forward"]
+    gathers = [event for event in events if event.cause.function == "parameter gather"]
+    blocks = len(model._vescale.sync.units)
+    return losses, [event.received for event in events if event not in gathers], len(gathers), blocks
 
 
 @pytest.mark.parametrize(("how", "rows", "zero"), [("local", 8, 0), ("shard", 8, 2), ("shard", 8, 3), ("local", 6, 1)])
 def test_every_rank_computes_its_own_rows(how, rows, zero):
-    for losses, received in run_ranks(4, run, how, rows, zero, timeout=120):
+    for losses, received, gathers, blocks in run_ranks(4, run, how, rows, zero, timeout=120):
         for loss, wanted in losses:
             assert abs(loss - wanted) <= 1e-5 * wanted
         if rows % 4 == 0:  # two microbatches of two ranks' rows: nothing but the loss is summed
             assert max(received, default=0) <= 16
+        assert gathers <= (blocks if zero == 3 else 0)  # once a block and call, whatever the microbatches
