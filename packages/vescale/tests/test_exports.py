@@ -150,6 +150,7 @@ PUBLIC = {
         "Simulation",
         "Verdict",
         "add_communication",
+        "balanced_cuts",
         "chrome_trace",
         "draw",
         "generate",
