@@ -162,13 +162,13 @@ class Runtime:
             self._reveals = True
             self._model.register_forward_hook(_reveal, prepend=True)
         has_loss = call.reduction is not None
-        weights = loss_weights(call.reduction, call.record, self.forward, parts) if has_loss else []
-        self._greet(call, trains, doing)
-        for stage in self.stages.values():
-            stage.begin(call.record, self.schedule.stages, self._tied if self._in_order() else ())
-        scale = self._gradients.used if self._gradients is not None else 1.0
-        state = self._state = Interpreter(self, call, parts, weights, scale, trains)
         with self._during():
+            weights = loss_weights(call.reduction, call.record, self.forward, parts) if has_loss else []
+            self._greet(call, trains, doing)
+            for stage in self.stages.values():
+                stage.begin(call.record, self.schedule.stages, self._tied if self._in_order() else ())
+            scale = self._gradients.used if self._gradients is not None else 1.0
+            state = self._state = Interpreter(self, call, parts, weights, scale, trains)
             state.do(call.actions(self.schedule, self.rank, trains), doing)
         state.end()
         doing.action = "the end of the call"
