@@ -33,10 +33,15 @@ class Reader(Protocol):
     def enter(self, station: Any, args: tuple, kwargs: dict) -> Any: ...
 
 
-class Current:
+class _Current:
     """The reader of the moment; None inside a stage's own modules and outside a forward."""
 
-    reader: Reader | None = None
+    __slots__ = ("reader",)
+    reader: Reader | None
+
+
+current = _Current()
+current.reader = None
 
 
 class Placeholder(Tensor):
@@ -59,7 +64,7 @@ class Placeholder(Tensor):
         metadata = _METADATA.get(function)
         if metadata is not None:
             return metadata(function, args, kwargs or {})
-        reader = Current.reader
+        reader = current.reader
         if reader is None:
             raise used_outside(function, args)
         if function is Tensor.__iter__:

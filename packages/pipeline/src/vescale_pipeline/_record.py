@@ -29,8 +29,8 @@ from ._containers import map_tensors, tensors_in
 from ._errors import PipelineError
 from ._placeholder import (
     FACTORIES,
-    Current,
     Placeholder,
+    current,
     local_only,
     make,
     name_of,
@@ -164,7 +164,7 @@ class Recorder:
         self._modes = (_Weights(self), _Draws(self))
 
     def __enter__(self) -> Recorder:
-        self._before, Current.reader = Current.reader, self
+        self._before, current.reader = current.reader, self
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -172,7 +172,7 @@ class Recorder:
     def __exit__(self, *error: Any) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(*error)
-        Current.reader = self._before
+        current.reader = self._before
 
     # --- as a reader ----------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from ._loss import Gradients, loss_in, no_loss, released, weighted, with_loss
 from ._microbatches import loss_weights, split
 from ._ownership import Ownership, disown_buffers, let_go
 from ._p2p import PARTS, Link, LinkError, Part, Tags, part_of
-from ._placeholder import Current
+from ._placeholder import current
 from ._record import dry_run
 from ._reduction import MEAN, Notes, reduction
 from ._skeleton import Run, Station
@@ -108,7 +108,7 @@ class Runtime:
     # --- the model's call -------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if Current.reader is not None:  # the model calls itself
+        if current.reader is not None:  # the model calls itself
             return self._root(*args, **kwargs)
         if self._broken is not None:
             raise failure(self._broken)
@@ -318,7 +318,7 @@ class Runtime:
 
 def _reveal(root: nn.Module, args: tuple, output: Any) -> Any:
     """The root's other hooks see real outputs on the stage that has them."""
-    return Current.reader.reveal(output) if isinstance(Current.reader, Run) else output
+    return current.reader.reveal(output) if isinstance(current.reader, Run) else output
 
 
 class _Doing:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ._containers import copied, map_tensors, tensors_in
 from ._errors import PipelineError
-from ._placeholder import FACTORIES, Current, Placeholder, local_only, make, name_of, placeholder
+from ._placeholder import FACTORIES, Placeholder, current, local_only, make, name_of, placeholder
 from ._record import Event, Record
 
 
@@ -42,7 +42,7 @@ class Station:
         self.original = type(module)._call_impl.__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        reader = Current.reader
+        reader = current.reader
         return self.original(*args, **kwargs) if reader is None else reader.enter(self, args, kwargs)
 
 
@@ -64,17 +64,17 @@ class Run:
 
     def __call__(self, forward: Callable[[], Any]) -> Any:
         """The forward's output; None where it was left early. Then the generator is past this microbatch."""
-        before, Current.reader = Current.reader, self
+        before, current.reader = current.reader, self
         try:
             return forward()
         except Leave:
             if self._replays:
-                Current.reader = None
+                current.reader = None
                 for event in self._events[self._at :]:
                     self._replay(event)
             return None
         finally:
-            Current.reader = before
+            current.reader = before
 
     def reveal(self, output: Any) -> Any:
         """An output with real tensors in place of this stage's placeholders."""
@@ -89,7 +89,7 @@ class Run:
         if event.stage != self._stage:
             return self._elsewhere(event)
         self._at = at + 1
-        Current.reader = None
+        current.reader = None
         try:
             if len(args) == 1 and not kwargs and type(only := args[0]) is Placeholder:
                 out = station.original(self.values.get(only.key, only))
@@ -97,7 +97,7 @@ class Run:
                 args, kwargs = map_tensors((args, kwargs), self._real)
                 out = station.original(*args, **kwargs)
         finally:
-            Current.reader = self
+            current.reader = self
         template = event.template
         if type(template) is Placeholder and isinstance(out, Tensor):
             self.values[event.keys[0]] = out
@@ -115,12 +115,12 @@ class Run:
         if event.stage != self._stage:
             return self._elsewhere(event)
         self._at += 1
-        Current.reader = None
+        current.reader = None
         try:
             args, kwargs = map_tensors((args, kwargs), self._real)
             out = function(*args, **kwargs)
         finally:
-            Current.reader = self
+            current.reader = self
         return self._keep(event, out)
 
     # --- internal -------------------------------------------------------------------
