@@ -10,7 +10,8 @@ fastest.
 
 The constants are those of the hardware profiles and of `vescale_plans.search.cost`; nothing here is fitted, and rows
 marked "aside" had no part in the choice of any constant. Of the systems this is known: elementwise kernels are fused;
-Megatron did not overlap the reduction of gradients in 2021 and 2022. Memory is the planner's own.
+Megatron did not overlap the reduction of gradients in 2021 and 2022; under tensor parallelism its ranks send an expert's
+rows once, each its share of the positions, and once per node. Memory is the planner's own.
 
 Structures are probed from models of transformers on the meta device. Not covered, and so left out: context
 parallelism (Llama-3 405B at 131k), asynchronous tensor parallelism, expert overlap schedules. Experts over 32 ranks of
@@ -247,12 +248,15 @@ def step_seconds(one: Row, candidate) -> float:
     from vescale_plans.search import cost_of
 
     hardware, sizes = profile(one.hardware, one.overlaps), sizes_at(one.model, candidate.tp)
+    sent = exchanged(one, candidate)
     cost = cost_of(sizes, candidate, hardware, one.batch, one.seq)
+    cost = replace(cost, experts=cost.experts * sent)
     if candidate.pp == 1:
         return cost.total
     kinds, of = parts_at(one.model, candidate.tp)
     plain = replace(candidate, pp=1)
-    each = [cost_of(kind, plain, hardware, one.batch, one.seq).busy / candidate.microbatches for kind in kinds]
+    priced = [cost_of(kind, plain, hardware, one.batch, one.seq) for kind in kinds]
+    each = [replace(part, experts=part.experts * sent).busy / candidate.microbatches for part in priced]
     times, chunks = [each[kind] for kind in of], candidate.pp * candidate.virtual
     borders = [at * len(times) // chunks for at in range(chunks + 1)]
     stages = [0.0] * candidate.pp
@@ -262,6 +266,17 @@ def step_seconds(one: Row, candidate) -> float:
     even = cost.busy / candidate.microbatches * (candidate.pp - 1) / candidate.virtual
     passes = candidate.microbatches * longest + (total - longest) / candidate.virtual
     return passes + cost.pipeline - even + cost.data + cost.optimizer
+
+
+def exchanged(one: Row, candidate) -> float:
+    """Rows that the report's system sends to experts, over those that ours does: of each tensor rank its share of the
+    positions, and one copy for all experts of a node."""
+    if candidate.ep == 1:
+        return 1.0
+    chosen, nodes = one.model[-1], max(1, candidate.tp * candidate.ep // profile(one.hardware).node)
+    ours = chosen * (candidate.ep - 1) / candidate.ep
+    theirs = min(chosen, nodes) * (nodes - 1) / nodes if nodes > 1 else ours
+    return theirs / ours / candidate.tp
 
 
 @cache
