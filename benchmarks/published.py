@@ -10,8 +10,8 @@ fastest.
 
 The constants are those of the hardware profiles and of `vescale_plans.search.cost`; nothing here is fitted, and rows
 marked "aside" had no part in the choice of any constant. Of the systems this is known: elementwise kernels are fused;
-Megatron did not overlap the reduction of gradients in 2021 and 2022; under tensor parallelism its ranks send an expert's
-rows once, each its share of the positions, and once per node. Memory is the planner's own.
+Megatron did not overlap the reduction of gradients in 2021 and 2022; its tensor ranks each send their share of the
+positions to experts, once per node. Memory is the planner's own.
 
 Structures are probed from models of transformers on the meta device. Not covered, and so left out: context
 parallelism (Llama-3 405B at 131k), asynchronous tensor parallelism, expert overlap schedules. Experts over 32 ranks of
