@@ -1,9 +1,10 @@
 """One rank's share of a Llama of 70 billion parameters, built under deferred_init on a fake mesh of 64.
 
-    python benchmarks/deferred_llama.py              # both streams, each in a process of its own
+    python benchmarks/deferred_llama.py              # both streams, and buffers, each in a process of its own
     python benchmarks/deferred_llama.py philox       # one of them
 
-Weights are cut 8-fold by tensor parallelism and 8-fold over the data axis, in bfloat16.
+Weights are cut 8-fold by tensor parallelism and 8-fold over the data axis, in bfloat16;
+under `buffers` 64-fold by ZeRO-3, into its flat buffers, from the philox stream.
 `build_s` is the model's own code, with its initialisation, recorded; `materialize_s` makes the shards.
 Peak memory is the process's largest resident size, less what it was before the model
 was built. Status 1 when the philox stream takes 2 minutes or more, or the peak is more
@@ -18,6 +19,7 @@ import sys
 import time
 
 LIMIT_S, PEAK = 120, 1.25
+WAYS = ("philox", "torch", "buffers")
 SIZES = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
@@ -35,7 +37,13 @@ def plan():
     )
 
 
-def build(stream: str) -> dict:
+def zero3():
+    import vescale
+
+    return vescale.Plan(mesh={"dp": 64}, data_axis="dp", zero=3, parameters={"*": {}})
+
+
+def build(way: str) -> dict:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,18 +53,18 @@ def build(stream: str) -> dict:
     torch.set_num_threads(1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    vescale.manual_seed(0, stream=stream)
+    vescale.manual_seed(0, stream="torch" if way == "torch" else "philox")
     with vescale.deferred_init():
         model = LlamaForCausalLM._from_config(LlamaConfig(**SIZES), dtype=torch.bfloat16)
     built = time.perf_counter()
     with fake_world(64):
-        vescale.parallelize(plan(), model)
+        vescale.parallelize(zero3() if way == "buffers" else plan(), model)
         made = time.perf_counter()
         shard = sum(parameter.to_local().nbytes for parameter in model.parameters())
         elements = sum(parameter.numel() for parameter in model.parameters())
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     return {
-        "stream": stream,
+        "way": way,
         "parameters": elements,
         "build_s": round(built - began, 1),
         "materialize_s": round(made - built, 1),
@@ -68,16 +76,16 @@ def build(stream: str) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stream", nargs="?", choices=("philox", "torch"))
-    stream = parser.parse_args().stream
-    if stream:
-        print(json.dumps(build(stream)))
+    parser.add_argument("way", nargs="?", choices=WAYS)
+    way = parser.parse_args().way
+    if way:
+        print(json.dumps(build(way)))
         return 0
     found = {}
-    for stream in ("philox", "torch"):
-        done = subprocess.run([sys.executable, __file__, stream], check=True, stdout=subprocess.PIPE, text=True)
-        found[stream] = json.loads(done.stdout.splitlines()[-1])
-        print(found[stream])
+    for way in WAYS:
+        done = subprocess.run([sys.executable, __file__, way], check=True, stdout=subprocess.PIPE, text=True)
+        found[way] = json.loads(done.stdout.splitlines()[-1])
+        print(found[way])
     philox = found["philox"]
     holds = philox["build_s"] + philox["materialize_s"] < LIMIT_S and all(
         one["peak_over_shard"] <= PEAK for one in found.values()

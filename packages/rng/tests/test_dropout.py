@@ -112,15 +112,27 @@ def test_a_mask_of_a_pending_input_is_equal_on_all_ranks_and_nothing_is_communic
     assert torch.equal(by_rank[0], by_rank[2]) and torch.equal(by_rank[1], by_rank[3])
 
 
-def test_rrelu_gathers():
+def test_rrelu_tells_counts_and_moves_no_values():
+    """Forward, backward and the generator bitwise; what is cut in parts or pending is gathered."""
+
     def leaky():
+        from vescale_dtensor.debug import comm_trace
+
         warnings.simplefilter("ignore", FallbackWarning)
         mesh = mesh_of(2, 2)
-        for places in ((S(0), S(1)), (P, R)):
-            function = seeded(lambda x: F.rrelu(x, training=True))
-            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-            compare(function, [x.requires_grad_()], [places], mesh)
-            assert torch.equal(*function.after)
+        plain = [(S(0), S(1)), (S(1), S(0)), (S(0), S(0)), (R, S(2)), (S(1), S(1)), (R, R)]
+        for places in (*plain, (P, R)):
+            for shape in ((5, 6, 3), (2, 1, 7), (8, 4, 40)):
+                for dtype in (torch.float32, torch.float64):
+                    for form in (F.rrelu, lambda *a, **o: torch.rrelu_(a[0] * 1, *a[1:], **o)):
+                        function = seeded(lambda x, f=form: f(x, 0.1, 0.4, training=True))
+                        x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+                        compare(function, [x.requires_grad_()], [places], mesh)
+                        assert torch.equal(*function.after)
+        x = distribute_tensor(torch.randn(64, 64), mesh, (S(0), S(1)))
+        with comm_trace() as trace:
+            F.rrelu(x, training=True)
+        assert 0 < sum(event.bytes for event in trace) <= 64 * 2 * 8, str(trace)
 
     run(leaky)
 

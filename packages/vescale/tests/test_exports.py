@@ -192,6 +192,7 @@ PUBLIC = {
         "is_deferred",
         "manual_seed",
         "materialize",
+        "materialize_shard",
         "rand",
         "randint",
         "randn",

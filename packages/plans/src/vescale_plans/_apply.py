@@ -12,7 +12,7 @@ from torch import nn
 from vescale_dtensor import register_function
 from vescale_dtensor import reproducible as Reproducible
 from vescale_dtensor.engine import Mesh, check_order, mesh_of
-from vescale_rng import distribute, materialize
+from vescale_rng import distribute, is_deferred, materialize
 
 from ._agreement import check_same_plan, check_same_values, checksums
 from ._boundary import install_boundary, install_scopes
@@ -22,6 +22,7 @@ from ._inputs import RootBorder
 from ._join import join, keep_stage_mesh, make_mesh
 from ._loss import LossBorder, LossFn
 from ._optim import wrap
+from ._promise import promise
 from ._recompute import install_recompute
 from ._static import check_mode, static
 from ._together import together
@@ -173,8 +174,11 @@ def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -
         first = shards.get(id(parameter))
         if first is None:
             placements = plan.placements(placed[name])
-            sharded = distribute(parameter.detach(), device_mesh, placements)
-            shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            if plan.zero == 3 and is_deferred(parameter):
+                shard = promise(parameter, device_mesh, placements)
+            else:
+                sharded = distribute(parameter.detach(), device_mesh, placements)
+                shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             for key, value in parameter.__dict__.items():
                 setattr(shard, key, value)
             first = shards[id(parameter)] = (name, shard)

@@ -51,6 +51,7 @@ from vescale_dtensor.engine import (
 )
 
 from ._packing import pack, whole_rows
+from ._promise import fulfil
 
 SYNC = Cause("gradient sync", direction="backward")
 GATHER = Cause("parameter gather")
@@ -182,8 +183,11 @@ class Buffer:
                 low, high = 0, slot.numel
                 slot.master = self.master[slot.start : slot.start + slot.numel].view(slot.shape)
             with torch.no_grad(), local_only():
-                values = slot.parameter.detach()
-                if self.separate:
+                made = fulfil(slot.parameter, slot.master_layout)
+                values = slot.parameter.detach() if made is None else made
+                if made is not None:
+                    (slot.master if self.separate else slot.full).view(-1).copy_(values.reshape(-1))
+                elif self.separate:
                     slot.master.view(-1).copy_(values.reshape(-1)[low:high])
                 else:
                     slot.full.copy_(values)

@@ -7,6 +7,7 @@ from . import _attention as _attention
 from . import _choices as _choices
 from . import _dropout as _dropout
 from . import _fills as _fills
+from . import _rrelu as _rrelu
 from ._cuda_fill import use_geometry as use_geometry
 from ._cuda_launch import Geometry as Geometry
 from ._deferred import deferred_init as deferred_init
@@ -17,6 +18,7 @@ from ._factories import randn as randn
 from ._factories import randperm as randperm
 from ._materialize import distribute as distribute
 from ._materialize import materialize as materialize
+from ._materialize import materialize_shard as materialize_shard
 from ._materialize import recorded as recorded
 from ._select import RandomStreamError as RandomStreamError
 from ._select import current_stream as current_stream
@@ -29,4 +31,4 @@ from .state import fork as fork
 from .state import get_state as get_state
 from .state import set_state as set_state
 
-del _attention, _choices, _dropout, _fills
+del _attention, _choices, _dropout, _fills, _rrelu

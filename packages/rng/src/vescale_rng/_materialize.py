@@ -47,13 +47,23 @@ def distribute(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Pla
     """`distribute_tensor`, of a tensor that may be deferred: then only the shard is made. No communication."""
     if not is_deferred(tensor):
         return distribute_tensor(tensor, device_mesh, placements)
-    slot = tensor._slot
-    layout = distribute_tensor(slot.meta, device_mesh, placements)._layout.base
+    layout = distribute_tensor(tensor._slot.meta, device_mesh, placements)._layout.base
+    if layout.is_pending:
+        whole = value_of(tensor._slot)
+        return distribute_tensor(whole, device_mesh, placements).requires_grad_(tensor.requires_grad)
+    local = materialize_shard(tensor, layout).to(layout.mesh.device_type)
+    return stamp(local, layout).requires_grad_(tensor.requires_grad)
+
+
+def materialize_shard(tensor: Deferred, layout: Layout) -> Tensor:
+    """This rank's part of a deferred tensor under a layout, a flat one too, as a plain tensor on the tensor's device.
+
+    Only the shard is made, where every call that the value depends on allows it; else the whole, cut and let go. The
+    layout has nothing pending. No communication.
+    """
     with torch.no_grad():
-        local = None if layout.is_replicated or layout.is_pending else _shard(slot, layout)
-        if local is None:
-            return distribute_tensor(value_of(slot), device_mesh, placements).requires_grad_(tensor.requires_grad)
-        return stamp(local.to(layout.mesh.device_type), layout).requires_grad_(tensor.requires_grad)
+        local = None if layout.is_replicated else _shard(tensor._slot, layout)
+        return _cut(value_of(tensor._slot), layout) if local is None else local
 
 
 def materialize(target: nn.Module | Tensor) -> nn.Module | Tensor:
@@ -117,22 +127,23 @@ class _Whole(Exception):
 
 
 def _shard(slot: Slot, layout: Layout) -> Tensor | None:
-    ranges = layout.region_at(layout.mesh.coordinate)
     values: dict[Slot, Tensor | list[Tensor]] = {}
     try:
         for entry in history(slot):
-            out = _on_shards(entry, layout, ranges, values)
+            out = _on_shards(entry, layout, values)
             values.update((made, out) for _, made in entry.made)
     except _Whole:
         return None
     return values[slot] if isinstance(values[slot], Tensor) else None
 
 
-def _on_shards(entry: Entry, layout: Layout, ranges: Sequence[Ranges], values: dict) -> Tensor | list[Tensor]:
+def _on_shards(entry: Entry, layout: Layout, values: dict) -> Tensor | list[Tensor]:
     """One entry on this rank's part; a list of views is what a row or a slice has of it."""
     function, args, kwargs = entry.function, entry.args, entry.kwargs
     if entry.constant is not None:
-        return _cut(entry.constant.clone(), layout, ranges)
+        if entry.constant.dim() and entry.constant.shape != layout.shape:
+            raise _Whole
+        return _cut(entry.constant.clone(), layout)
     parts = [values[one] for one in tree_flatten((args, kwargs))[0] if isinstance(one, Slot)]
     if any(isinstance(part, list) for part in parts):
         if function not in _CONSTANT:
@@ -141,7 +152,8 @@ def _on_shards(entry: Entry, layout: Layout, ranges: Sequence[Ranges], values: d
             function(view, *args[1:])
         return parts[0]
     for _, made in entry.made:
-        if function in _VIEWS:
+        if function in _VIEWS and layout.flat_axis is None:
+            ranges = layout.region_at(layout.mesh.coordinate)
             return _VIEWS[function](parts[0], layout.shape, ranges, *args[1:], **kwargs)
         if made.meta.shape != layout.shape or not made.meta.is_contiguous():
             raise _Whole
@@ -165,13 +177,20 @@ def _is_elementwise(function: Callable) -> bool:
     return torch.Tag.pointwise in function.tags or torch.Tag.pointwise in one.tags
 
 
-def _cut(value: Tensor, layout: Layout, ranges: Sequence[Ranges]) -> Tensor:
+def _cut(value: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of the whole `value`; a number is whole everywhere."""
+    here = layout.mesh.coordinate
     if not value.dim():
         return value
-    if value.shape != layout.shape:
-        raise _Whole
-    for dim, held in enumerate(ranges):
-        value = torch.cat([value.narrow(dim, start, stop - start) for start, stop in held or ((0, 0),)], dim)
+    if layout.flat_axis is not None:
+        local = value.new_empty(layout.local_shape)
+        for box, offset in layout.boxes_at(here):
+            part = value[tuple(slice(*span) for span in box)]
+            local[offset : offset + part.numel()] = part.reshape(-1)
+        return local
+    for dim, held in enumerate(layout.region_at(here)):
+        if held != ((0, layout.shape[dim]),):
+            value = torch.cat([value.narrow(dim, start, stop - start) for start, stop in held or ((0, 0),)], dim)
     return value
 
 

@@ -108,6 +108,13 @@ def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False) -> T
     return _place(local, layout, draw, fresh)
 
 
+def fill_region(target: Tensor, region: Region, draw: Draw) -> None:
+    """Overwrites `target`, on CPU, with its part of a sequence of the torch stream, drawn as a contiguous tensor is."""
+    note(draw.function.__name__, draw.generator)
+    order = _in_rows(region.sizes)
+    _fill_in_chunks([(target, region)], region.numel, target.dtype, order, draw)
+
+
 @dataclass(frozen=True)
 class Taken:
     """A draw that the generator went past, to be placed later, or never: with the generator's state before it, or
