@@ -122,6 +122,8 @@ CHECKS: tuple[Check, ...] = (
     Check(4, 4, "Llama 70B deferred on a fake mesh of 64", (PYTHON, "benchmarks/deferred_llama.py")),
     Check(4, 1, "deferred HuggingFace models", tests("packages/vescale/tests/test_huggingface.py")),
     Check(4, 2, "training with dropout", tests("packages/vescale/tests/test_dropout_training.py")),
+    Check(4, 2, "torch's own DTensor beside it", (PYTHON, "benchmarks/stock_dropout.py")),
+    Check(4, 4, "deferred models into ZeRO-3 buffers", tests("packages/plans/tests/test_deferred_buffers.py")),
     Check(5, 1, "GPT and Llama, all ZeRO stages", tests("packages/vescale/tests/test_training.py"), 30 * MINUTES),
     Check(5, 1, "ZeRO stages alike to the bit", tests("packages/plans/tests/test_zero.py"), 20 * MINUTES),
     Check(5, 1, "optimizers, clipping, scaling", tests("packages/plans/tests/test_optim.py")),
