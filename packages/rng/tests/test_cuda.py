@@ -27,6 +27,7 @@ from torch import Tensor
 from vescale_rng import Geometry, _cuda_fill
 from vescale_rng._cuda_launch import dropout, fills
 from vescale_rng._cuda_numbers import fused, fused_dropout_, recipe, words
+from vescale_rng._philox import words_at
 from vescale_rng._region import Region
 
 A100, RTX_2080_TI, RTX_3060 = Geometry(108), Geometry(68, 1024), Geometry(28, 1536)
@@ -283,6 +284,9 @@ def differences_of_the_kernel():
             same = torch.allclose(target.double(), wanted.double(), rtol=rtol, atol=5e-6)
         if not same:
             found.append(f"{name} {args} {dtype}")
+    places, key = torch.randperm(3000).view(30, 100) * 1234567891, (0x0123456789ABCDEF, 0xFEDCBA9876543210)
+    if not torch.equal(_triton.words_at(places, key), words_at(places, key)):
+        found.append("words of the philox stream")
     return found
 
 

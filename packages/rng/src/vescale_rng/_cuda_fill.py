@@ -13,13 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import prod
-from types import ModuleType
 
 import torch
 from torch import Generator, Tensor
 
 from ._cuda_launch import Geometry, Launch, dropout, fills
 from ._cuda_numbers import Recipe, fused_dropout_, recipe, words
+from ._kernels import kernels_for
 from ._region import Region
 from ._select import RandomStreamError
 
@@ -77,24 +77,15 @@ def fill_from(
         launches, offset = dropout(count, dtype.itemsize, geometry, offset)
     else:
         launches, offset = fills(count, dtype.itemsize, made.lanes, geometry, offset)
-    kernels = _kernels()
     for target, region in parts:
         if not target.numel():
             continue
-        if target.device.type == "cuda" and kernels is not None:
+        kernels = kernels_for(target.device)
+        if kernels is not None:
             kernels.fill_part(target, region, launches, seed, made)
         else:
             _fill_part(target, region, launches, seed, made)
     return offset
-
-
-@lru_cache(maxsize=1)
-def _kernels() -> ModuleType | None:
-    try:
-        from . import _triton
-    except ImportError:
-        return None
-    return _triton
 
 
 def _fill_part(target: Tensor, region: Region, launches: list[Launch], seed: int, made: Recipe) -> None:

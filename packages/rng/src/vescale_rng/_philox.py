@@ -1,4 +1,5 @@
-"""Philox4x64-10: random words that are a function of a key and of a place. On CPU by numpy, else in torch ops.
+"""Philox4x64-10: random words that are a function of a key and of a place. On CPU by numpy, on CUDA
+by a Triton kernel where there is one, else in torch ops.
 
 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC 2011, section 3.)
 Word w of the sequence of a key is lane w % 4 of the block with counter w // 4 + 1: as
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from ._kernels import kernels_for
 from ._scratch import scratch
 
 LANES, ROUNDS = 4, 10
@@ -57,6 +59,9 @@ class Runs:
 
 def words_at(places: Tensor, key: Key) -> Tensor:
     """The words at any places, int64 of the same shape and on the same device: every block is made for one word."""
+    kernels = kernels_for(places.device)
+    if kernels is not None:
+        return kernels.words_at(places, key)
     lanes = _block(places // LANES + 1, key)
     return torch.stack(lanes, -1).gather(-1, (places % LANES).unsqueeze(-1)).squeeze(-1)
 

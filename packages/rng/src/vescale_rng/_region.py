@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 Ranges = tuple[tuple[int, int], ...]
@@ -36,12 +37,12 @@ class Region:
     def numel(self) -> int:
         return prod(self.sizes)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Of the shard."""
         return tuple(_length(ranges) for ranges in self.ranges)
 
-    @property
+    @cached_property
     def strides(self) -> tuple[int, ...]:
         """Of the sequence, per dim."""
         return tuple(prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes)))

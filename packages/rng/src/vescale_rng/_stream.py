@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import torch
@@ -35,6 +35,7 @@ from ._mt19937 import discard, generator_or_default, words_taken
 from ._philox import Key, next_key
 from ._philox_fill import fill_part
 from ._region import Piece, Region
+from ._scratch import scratch
 from ._select import current_stream
 
 CHUNK = 1 << 18  # elements; with strided memory beside it 4 MiB of doubles: stays in the cache
@@ -146,7 +147,7 @@ def take(draw: Draw, like: Tensor) -> Taken:
         return Taken(draw, state, next_key(generator))
     if like.numel() <= CHUNK:  # the memory order counts, gaps do not: they change what a normal takes
         order = order_of(like, like.shape)
-        draw(_memory(like.numel(), like.dtype, order.contiguous))
+        draw(_memory(like.numel(), like.dtype, order.contiguous, _fresh))
     elif _seeds_another(draw, like.dtype):
         draw(torch.empty(BLOCK, dtype=like.dtype))
     else:
@@ -235,7 +236,7 @@ def _fill_in_chunks(parts: list[Part], total: int, dtype: torch.dtype, order: Or
             discard(ahead, generator)
             ahead = 0
         if len(chunk) < stop - start:
-            chunk = _memory(stop - start, dtype, order.contiguous)
+            chunk = _memory(stop - start, dtype, order.contiguous, partial(scratch, "chunk"))
         drawn = chunk[: stop - start]
         draw(drawn)
         for target, region, piece in pieces:
@@ -282,12 +283,17 @@ def _keep(piece: Piece, drawn: Tensor, start: int, target: Tensor, strides: tupl
     target.copy_(source)
 
 
-def _memory(count: int, dtype: torch.dtype, contiguous: bool) -> Tensor:
-    return torch.empty(count, dtype=dtype) if contiguous else torch.empty(2 * count, dtype=dtype)[::2]
+def _memory(count: int, dtype: torch.dtype, contiguous: bool, made: Callable[[int, torch.dtype], Tensor]) -> Tensor:
+    return made(count, dtype) if contiguous else made(2 * count, dtype)[::2]
+
+
+def _fresh(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype)
 
 
 def _fill_from_whole(parts: list[Part], sizes: tuple[int, ...], local: Tensor, order: Order, draw: Draw) -> None:
-    whole = _memory(prod(sizes), local.dtype, order.contiguous or local.device.type != "cpu").to(local.device)
+    whole = _memory(prod(sizes), local.dtype, order.contiguous or local.device.type != "cpu", _fresh)
+    whole = whole.to(local.device)
     # Such a kernel goes by index, not by memory: it must be given the dims in the user's order.
     undo = [order.dims.index(dim) for dim in range(len(order.dims))]
     strides = [prod(sizes[dim + 1 :]) * whole.stride(0) for dim in range(len(sizes))]

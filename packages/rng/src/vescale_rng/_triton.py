@@ -1,4 +1,5 @@
-"""The formula of `_cuda_launch` and `_cuda_numbers` as one kernel, in Triton: a number is computed as it is written.
+"""The formula of `_cuda_launch` and `_cuda_numbers` as one kernel, in Triton: a number is computed as it is written;
+and the words of the philox stream.
 
 Compiled, logarithms, sines and the like are the CUDA library's own that torch's kernels call; under Triton's
 interpreter (TRITON_INTERPRET=1), which is how it is tested without a GPU, they are numpy's.
@@ -193,3 +194,36 @@ def _cuts(held: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
         found.append((low, at, high - low))
         at += high - low
     return found
+
+
+# --- the philox stream ------------------------------------------------------------
+
+
+@triton.jit
+def _words(places, found, key, count, ELEMENTS: tl.constexpr):
+    """Philox4x64-10, a block per place; both words of the key go on by their Weyl numbers."""
+    index = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    place = tl.load(places + index, mask=index < count, other=0)
+    a = (place // 4 + 1).to(tl.uint64)
+    b, c, d = tl.zeros_like(a), tl.zeros_like(a), tl.zeros_like(a)
+    one = b + tl.load(key).to(tl.uint64, bitcast=True)
+    two = b + tl.load(key + 1).to(tl.uint64, bitcast=True)
+    left, right = b + 0xD2E7470EE14C6C93, b + 0xCA5A826395121157
+    for _ in range(10):
+        high, low = tl.umulhi(a, left), a * left
+        other, under = tl.umulhi(c, right), c * right
+        a, b, c, d = other ^ b ^ one, under, high ^ d ^ two, low
+        one, two = one + 0x9E3779B97F4A7C15, two + 0xBB67AE8584CAA73B
+    lane = place % 4
+    word = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+    tl.store(found + index, word.to(tl.int64, bitcast=True), mask=index < count)
+
+
+def words_at(places: Tensor, key: tuple[int, int]) -> Tensor:
+    """As `_philox.words_at`, in one kernel."""
+    flat = places.contiguous().view(-1)
+    found, count = torch.empty_like(flat), flat.numel()
+    signed = [word - (1 << 64) if word >> 63 else word for word in key]
+    words = torch.tensor(signed, dtype=torch.int64, device=flat.device)
+    _words[(triton.cdiv(count, _ELEMENTS),)](flat, found, words, count, ELEMENTS=_ELEMENTS)
+    return found.view(places.shape)
