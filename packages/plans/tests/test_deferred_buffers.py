@@ -35,7 +35,7 @@ class Written(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         writes = any(word in str(function) for word in ("uniform_", "normal_", "copy_", "zeros", "cat", "clone"))
-        if isinstance(out, torch.Tensor) and writes:
+        if isinstance(out, torch.Tensor) and writes and not out.is_meta:
             self.most = max(self.most, out.numel())
         return out
 

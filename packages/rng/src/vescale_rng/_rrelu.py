@@ -61,18 +61,19 @@ def _drawing(function: Callable, lower: float, upper: float, inplace: bool) -> C
 
 def _noise(x: DTensor, layout: Layout, lower: float, upper: float) -> Tensor:
     """What the shard is multiplied by."""
-    draw = Draw(Tensor.uniform_, tuple(torch.tensor((lower, upper), dtype=x.dtype).tolist()))
+    draw = Draw(Tensor.uniform_)
+    low, high = torch.tensor((lower, upper), dtype=x.dtype).tolist()
     with torch.no_grad():
         with local_only():
             below = x.detach() <= 0
             noise = torch.ones_like(below, dtype=x.dtype, memory_format=torch.contiguous_format)
         if current_stream() == "philox":
-            drawn = fill(torch.empty_like(noise, dtype=torch.float64), layout, draw, fresh=True)
-            return torch.where(below, drawn.to(x.dtype), noise)
-        count, runs = _runs(below, layout)
-        drawn = torch.empty(int(below.sum()), dtype=torch.float64)
-        fill_region(drawn, Region((count,), (runs,)), draw)
-        noise[below] = drawn.to(x.dtype)
+            drawn = fill(torch.empty_like(noise, dtype=torch.float64), layout, draw, fresh=True)[below]
+        else:
+            count, runs = _runs(below, layout)
+            drawn = torch.empty(int(below.sum()), dtype=torch.float64)
+            fill_region(drawn, Region((count,), (runs,)), draw)
+        noise[below] = drawn.mul_(high - low).add_(low).to(x.dtype)  # rounded twice, as there
     return noise
 
 
