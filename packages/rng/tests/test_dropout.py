@@ -124,7 +124,8 @@ def test_rrelu_tells_counts_and_moves_no_values():
         for places in (*plain, (P, R)):
             for shape in ((5, 6, 3), (2, 1, 7), (8, 4, 40)):
                 for dtype in (torch.float32, torch.float64):
-                    for form in (F.rrelu, lambda *a, **o: torch.rrelu_(a[0] * 1, *a[1:], **o)):
+                    forms = (F.rrelu, lambda *a, **o: torch.rrelu_(a[0] * 1, *a[1:], **o))
+                    for form in forms if places in plain else forms[:1]:
                         function = seeded(lambda x, f=form: f(x, 0.1, 0.4, training=True))
                         x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
                         compare(function, [x.requires_grad_()], [places], mesh)
