@@ -127,7 +127,7 @@ def test_static_training_is_bitwise_eager_training(name, case):
 
 
 def pipelined(name, kind, mesh):
-    """Under a pipeline stages run eagerly, on placeholders for what is elsewhere; a mode changes nothing."""
+    """Stages run eagerly, on placeholders for what is elsewhere: the mode changes nothing, and says so."""
     cut = "transformer.h.1" if name == "gpt" else "model.layers.1"
     more = {
         "mesh": {"tp": 1, **mesh},
@@ -147,5 +147,6 @@ PIPELINES = [
 
 @pytest.mark.parametrize("name, kind, mesh", slice_of(PIPELINES, 8))
 def test_a_pipeline_under_static_mode_is_bitwise_the_eager_one(name, kind, mesh):
-    for same_losses, differ, _, _ in run_ranks(4, pipelined, name, kind, mesh, timeout=300):
+    for same_losses, differ, recorded, calls in run_ranks(4, pipelined, name, kind, mesh, timeout=300):
         assert same_losses and differ == []
+        assert recorded == 0 and "stages of a pipeline" in calls[""][1].what

@@ -146,7 +146,10 @@ class Static:
 
     def _record(self, site: Site, key: tuple, args: tuple, kwargs: dict) -> Any:
         """An eager call, written down; what was found about it is in force from the next call on."""
-        if self._is_dry or self._is_retired_by(site):
+        if hasattr(self.model._vescale, "runtime") and not site.retired:
+            self._retire(site, "it runs as stages of a pipeline, on placeholders for what other stages compute")
+            self._place()
+        if site.retired or self._is_dry or self._is_retired_by(site):
             return site.forward(*args, **kwargs)
         recording = Recording()
         self._arm(site.module)
