@@ -42,3 +42,23 @@ def test_offloading_hooks():
         torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
 
     run_ranks(4, run)
+
+
+def chooses(x):
+    """Results without gradient are saved too: the indices of what was chosen."""
+    values, indices = torch.topk(x, 2, dim=-1)
+    most, at = (values * 2).max(-1, keepdim=True)
+    return values.sin() + x.gather(-1, indices) * most + at
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_results_without_gradient(reentrant):
+    def run():
+        mesh = mesh_of(2, 2)
+        whole = torch.randn(8, 4, requires_grad=True)
+        x = distribute_tensor(whole.detach(), mesh, (Shard(0), Replicate())).requires_grad_()
+        checkpoint(chooses, x, use_reentrant=reentrant).sum().backward()
+        chooses(whole).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+
+    run_ranks(4, run)

@@ -73,9 +73,12 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
     except TypeError:  # an argument that cannot be a key: decided anew each time
         key = decision = None
     if decision is not None and decision.ready:
-        if _saved_tensors_hooks(True) is not None:
+        hooked = _saved_tensors_hooks(True) is not None
+        if hooked:
             args = substitute(args, _as_saved)
         out = _run_local(decision.run, types, args, kwargs) if kwargs else _run_local(decision.run, types, args)
+        if hooked:
+            out = apart(out)
         if type(out) is Tensor and not (decision.plain and _among(out, args)):
             layout = decision.out
             out.__class__ = DTensor
@@ -251,6 +254,8 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
             if type(tensor) is DTensor:
                 error.add_note(describe(f"operand {index}", tensor, tensor._layout))
         raise
+    if hooked:
+        out = apart(out)
     if decision.copies:
         out = _marked_copies(out, tensors[0])
     return _finish(out, decision.out, converted, decision, tensors)
@@ -298,6 +303,16 @@ def _as_saved(tensor: Tensor) -> Tensor:
         return tensor
     with local_only():
         return tensor if tensor.requires_grad else tensor.detach()
+
+
+def apart(out: Any) -> Any:
+    """Results without gradient as other objects: under saved-tensor hooks autograd has handed a hook the very result
+    (indices of a maximum), which must stay plain there while the caller's becomes a DTensor."""
+    if type(out) is Tensor:
+        return out if out.requires_grad else out.detach()
+    if isinstance(out, (tuple, list)) and not hasattr(out, "_fields"):
+        return type(out)([apart(one) for one in out])
+    return out
 
 
 # --- contracts ------------------------------------------------------------------------

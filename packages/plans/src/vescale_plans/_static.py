@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from torch._C import _are_functorch_transforms_active, _len_torch_function_stack
 
-from vescale_dtensor.engine import Difference, check_order, is_strict, restore
+from vescale_dtensor.engine import Difference, check_order, grad_state, is_strict, restore
 
 from . import _passes
 from ._static_frame import Frame
@@ -133,7 +133,7 @@ class Static:
                     if each.holds():
                         region = each
                         break
-            if type(region) is Region:
+            if type(region) is Region and not (grad_state()[1] and region.may_save_itself()):
                 try:
                     return region.run(args, kwargs, erased)
                 except StaleRegion:

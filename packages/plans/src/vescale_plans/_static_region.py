@@ -12,13 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
-from vescale_dtensor.engine import convert_erased, convert_numbered, crossing, erase, number_of, restore, stamp
+from vescale_dtensor.engine import (
+    convert_erased,
+    convert_numbered,
+    crossing,
+    erase,
+    number_of,
+    requires_grad,
+    restore,
+    stamp,
+)
 
 from . import _passes
 from ._boundary import replaceable
 from ._containers import map_first, map_tensors
 from ._static_frame import Border, Frame, Step, parameter_place, tensors_of
 from ._static_guard import FORWARD_HOOKS
+
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class StaticWarning(UserWarning):
@@ -83,6 +94,9 @@ class Region:
 
     def run(self, args: tuple, kwargs: dict, erased: list[DTensor]) -> Any:
         """The module's forward on plain tensors; `erased` are its inputs, plain already. Communicates as in eager."""
+        hooked = _saved_tensors_hooks(True) is not None
+        if hooked:  # a hook keeps the very object that an operator saves, where that has no gradient
+            args, kwargs = _apart((args, kwargs))
         made: list[Tensor] = []
         outer, self._made = self._made, made
         before, _passes.running = _passes.running, self
@@ -117,9 +131,15 @@ class Region:
             restore(erased)
             if made:
                 restore(made)
+        if hooked:
+            out = _apart(out)
         if self._stamps:
             self._stamp(out)
         return out
+
+    def may_save_itself(self) -> bool:
+        """Whether hooks on saved tensors could be handed a parameter or a buffer, which is a DTensor again later."""
+        return bool(self._others) or not all(requires_grad(tensor) for tensor in self._weights)
 
     def _through_compiler(self, *args: Any, **kwargs: Any) -> Any:
         """The compiled forward, on views: what it keeps for its backward must still be plain tensors then.
@@ -138,8 +158,7 @@ class Region:
         for held, name, tensor in usual:
             held[name] = tensor.view_as(tensor)
         try:
-            out = self._compiled(*args, **kwargs)
-            return map_tensors(out, lambda tensor: tensor if tensor.requires_grad else tensor.detach())
+            return _apart(self._compiled(*args, **kwargs))
         except torch._dynamo.exc.TorchDynamoException as error:
             self._compiled = None
             why = str(error).strip().partition("\n")[0]
@@ -286,6 +305,11 @@ def _across_once(inner: Callable, first: int | str | None, before: list[Callable
         return out
 
     return around
+
+
+def _apart(value: Any) -> Any:
+    """`value` with tensors that need no gradient as other objects."""
+    return map_tensors(value, lambda tensor: tensor if tensor.requires_grad else tensor.detach())
 
 
 def _filled(value: Any, tensors: list[Tensor]) -> Any:
