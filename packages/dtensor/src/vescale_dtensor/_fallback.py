@@ -34,8 +34,12 @@ class FallbackWarning(UserWarning):
 reported: set[Any] = set()  # functions that were warned of, each once
 
 
-def gathered(function: Callable, *, warns: bool = True) -> Callable:
-    """`function` on whole tensors: takes and returns DTensors. `warns`: once per function, of what it costs."""
+def gathered(function: Callable, *, local: Callable | None = None, warns: bool = True) -> Callable:
+    """`function` on whole tensors: takes and returns DTensors.
+
+    local: what runs in its place. warns: once per function, of what it costs.
+    """
+    local = local or function
 
     def run(*args: Any, **kwargs: Any) -> Any:
         targets = _written_by_name(function, args, kwargs)
@@ -62,7 +66,7 @@ def gathered(function: Callable, *, warns: bool = True) -> Callable:
             _report(function, wholes)
         with local_only():
             try:
-                out = function(*full_args, **full_kwargs)
+                out = local(*full_args, **full_kwargs)
             except Exception as error:
                 for index, (source, _, _) in enumerate(wholes):
                     error.add_note(describe(f"operand {index}", source, source._layout))

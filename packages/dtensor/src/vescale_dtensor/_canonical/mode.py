@@ -14,13 +14,13 @@ from .._arguments import collect, keyed, substitute
 from .._layout import layout_of
 from .._rules import attention as attention_rules
 from .._rules.body import body_of
-from .._rules.registry import CACHE_LIMIT, TABLE, Call, Entry, Operand
+from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from . import lookup, rows  # noqa: F401 - their forms are registered
 from .attention import attend, kernel_for
 from .call import ALONE
 from .forms import FORMS
 from .grid import ReproducibleError, Splits
-from .table import canonical_entries
+from .table import canonical_entries, compact
 
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _current: reproducible | None = None
@@ -78,9 +78,8 @@ class reproducible(TorchFunctionMode):
         self._entries = canonical_entries(self.splits)
         self._kept = {function: TABLE[function] for function in self._entries}
         for function, entry in self._entries.items():
-            if function in FORMS or _is_elementwise(self._kept[function]):
-                self._plain[function] = plain = Entry(function, rule=entry.rule)
-                plain.exact = entry.exact
+            self._plain[function] = plain = Entry(function, rule=entry.rule)
+            plain.exact = entry.exact
 
     def __exit__(self, *exception) -> None:
         global _current
@@ -128,7 +127,7 @@ class reproducible(TorchFunctionMode):
         return decision.run(*args, **kwargs)
 
     def _decide(self, entry: Entry, args: tuple, kwargs: dict, tensors: list[Tensor]):
-        """The form's decision on a mesh without axes; `_AS_IT_IS` where DTensors would run whole."""
+        """The form's decision on a mesh without axes; where DTensors would run whole, the same; or `_AS_IT_IS`."""
         operands = [Operand(layout_of(ALONE, (), tuple(t.shape)), False, i) for i, t in enumerate(tensors)]
         queue = iter(operands)
         abstract = substitute(args, lambda _: next(queue))
@@ -136,12 +135,14 @@ class reproducible(TorchFunctionMode):
         function = entry.function
         call = Call(function, abstract, named, operands, ALONE, entry.inplace or named.get("inplace") is True)
         form = FORMS.get(function)
-        decision = form(call, self.splits) if form is not None else entry.rule(call)
-        if decision is None or not hasattr(decision, "run"):
-            return _AS_IT_IS
-        if form is None and decision.composite is not None:
-            return _AS_IT_IS
-        return _AS_IT_IS if decision.run is None and decision.composite is None else decision
+        decision = form(call, self.splits) if form is not None else None
+        if form is None and _is_elementwise(self._kept[function]):
+            decision = entry.rule(call)
+            if not isinstance(decision, Decision) or (decision.run is None and decision.composite is None):
+                return _AS_IT_IS
+            if decision.composite is not None:
+                decision = None
+        return Decision(run=compact(function)) if decision is None else decision
 
     def _attention(self, args: tuple, kwargs: dict) -> Tensor:
         if any(type(t) not in _PLAIN for t in args[:3]):

@@ -11,15 +11,18 @@ rule: it runs whole in any case (`_fallback.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from .. import _fallback
-from .._rules.registry import TABLE, Call, Decision, Entry, composite
+from .._arguments import substitute
+from .._rules.registry import TABLE, Call, Decision, Entry, composite, is_inplace
 from .._signature import Signature
 from .forms import FORMS, elementwise
 from .grid import Splits
-from .steady import STEADY
+from .steady import STEADY, Contiguous
 from .stretch import grouped_attention
 
 # Modules of rules whose functions only move data, forward and backward; a gradient that is met twice is added twice.
@@ -77,4 +80,19 @@ def _elementwise(ordinary: Callable, function: Callable) -> Callable:
 
 def whole(function: Callable) -> Decision:
     """The function on whole tensors, on every rank what one device computes."""
-    return composite(_fallback.gathered(function, warns=False))
+    return composite(_fallback.gathered(function, local=compact(function), warns=False))
+
+
+def compact(function: Callable) -> Callable:
+    """`function` on contiguous tensors, and its backward on contiguous gradients: kernels round by strides, too, and
+    what was gathered has others than what was not. In place, and where it gives a view, it is as it is."""
+    if is_inplace(function):
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None or kwargs.get("inplace") is True:
+            return function(*args, **kwargs)
+        out = function(*substitute(args, Tensor.contiguous), **substitute(kwargs, Tensor.contiguous))
+        return substitute(out, lambda x: Contiguous.apply(x) if x.requires_grad else x)
+
+    return run
