@@ -32,8 +32,9 @@ class Heads(nn.Module):
 class Model(nn.Module):
     def __init__(self, blocks=4):
         super().__init__()
-        self.table, self.norm, self.head = nn.Embedding(64, 32), nn.LayerNorm(32), nn.Linear(32, 64)
+        self.table = nn.Embedding(64, 32)
         self.blocks = nn.ModuleList(Heads() for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 64)
 
     def forward(self, ids):
         x = self.table(ids)

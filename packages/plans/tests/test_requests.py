@@ -19,8 +19,9 @@ class Decoder(nn.Module):
 
     def __init__(self, layers=4, width=64, heads=8, shared=8, inner=256, words=101, tied=False, seen=False):
         super().__init__()
-        self.table, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
+        self.table = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(DecoderBlock(width, heads, shared, inner) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, words, bias=False)
         self.mix = nn.BatchNorm1d(width) if seen else None
         if tied:
@@ -85,6 +86,7 @@ INFEASIBLE = {
     "tp 6 with 8 heads of keys": ("small", {"world_size": 6, "batch": 12, "pin": {"tp": 6}}, "pin={'tp': 6}"),
     "more stages than blocks": ("small", {"world_size": 8, "batch": 16, "pin": {"pp": 8}}, "pin={'pp': 8}"),
     "ZeRO-3 in a pipeline": ("small", {"world_size": 8, "batch": 8, "pin": {"pp": 2, "zero": 3}}, "leave no plan"),
+    "ZeRO of one replica": ("small", {"world_size": 8, "batch": 8, "pin": {"dp": 1, "zero": 3}}, "leave no plan"),
     "experts of a dense model": ("small", {"world_size": 4, "batch": 4, "pin": {"ep": 2}}, "pin={'ep': 2}"),
     "everything forbidden": ("small", {"world_size": 4, "batch": 4, "forbid": ["dp", "tp", "pp"]}, "leave no plan"),
     "ranks for nobody": ("plain", {"world_size": 13, "batch": 4}, "13 ranks cannot all be used with batch 4"),
@@ -108,8 +110,8 @@ def test_an_odd_request_gets_a_plan(case):
     model, plan = asked(name, request)
     assert plan.world_size == request["world_size"]
     plan.validate(model)
-    for axis, size in request.get("pin", {}).items():
-        assert plan.mesh[axis] == size
+    for name_of_pin, value in request.get("pin", {}).items():
+        assert (plan.zero if name_of_pin == "zero" else plan.mesh[name_of_pin]) == value
     if name == "tied":
         placed = [
             next(p for glob, p in plan.parameters.items() if glob in (one, "*"))
