@@ -180,10 +180,13 @@ def test_a_browser_shows_it(served, tmp_path):
     picture = tmp_path / "page.png"
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-        f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--window-size=1200,900",
+        "--disable-crash-reporter", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--window-size=1200,900",
         "--virtual-time-budget=10000", f"--screenshot={picture}", "--dump-dom", f"{served}/index.html",
     ]  # fmt: skip
-    shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    shown = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
     assert shown.returncode == 0, shown.stderr
     errors = re.findall(r".*CONSOLE.*(?:Uncaught|Error|Failed to load).*", shown.stderr)
     assert errors == []
