@@ -180,7 +180,9 @@ def test_a_browser_shows_it(served, tmp_path):
     picture = tmp_path / "page.png"
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-        "--disable-crash-reporter", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--window-size=1200,900",
+        "--disable-crash-reporter",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--enable-logging=stderr", "--window-size=1200,900",
         "--virtual-time-budget=10000", f"--screenshot={picture}", "--dump-dom", f"{served}/index.html",
     ]  # fmt: skip
     environment = {**os.environ, "HOME": str(tmp_path)}
