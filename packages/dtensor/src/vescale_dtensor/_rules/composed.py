@@ -1,7 +1,7 @@
 """Functions that are others put together, on the DTensors themselves: each step keeps what its own rule keeps.
 
-`*_copy`, `*_unsafe` and the like are views, copied; a Kronecker product is a product
-with broadcasting, reshaped; a covariance is a matrix product of what is left of a mean.
+`*_copy` is a view, copied; a Kronecker product is a product with broadcasting, reshaped;
+a covariance is a matrix product of what the mean leaves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .registry import Call, Decision, composite, rule
 
 # Per `torch.name_copy`, the view that is copied.
 COPIES: dict[str, Callable] = {
-    "alias_copy": Tensor.view_as,
+    "alias_copy": lambda x: x.view_as(x),
     "diagonal_copy": Tensor.diagonal,
     "expand_copy": Tensor.expand,
     "permute_copy": Tensor.permute,
@@ -35,9 +35,6 @@ COPIES: dict[str, Callable] = {
 
 def _copied(view: Callable) -> Callable:
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if view is Tensor.view_as:
-            args = (x,)
-        kwargs.pop("implicit", None)
         found = view(x, *args, **kwargs)
         if isinstance(found, Tensor):
             return found.clone(memory_format=torch.contiguous_format)
