@@ -4,8 +4,9 @@
 
 Four ranks, 8 microbatches, every kind of schedule. A stage computes next to nothing and sleeps instead, for F, I and W
 each its time, longer on the later stages; asleep, four ranks do not contend for two cores. The makespan is from the
-first action's start to the last one's end over all ranks, the median of a few steps. Transfers cost nothing in the
-simulation. The budget: within 10% of it. The last line is JSON.
+first action's start to the last one's end over all ranks, the median of a few steps; beside it the fastest, since what
+else runs on the machine can only add. Transfers cost nothing in the simulation. The budget: the median within 10% of
+it. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def main() -> int:
     parser.add_argument("--report-only", action="store_true", help="always exit with status 0")
     arguments = parser.parse_args()
     figures = {}
-    print(f"{'ms':<16}{'simulated':>11}{'measured':>10}{'over it':>9}")
+    print(f"{'ms':<16}{'simulated':>11}{'measured':>10}{'over it':>9}{'fastest':>9}")
     for kind, virtual in VIRTUAL.items():
         schedule = generate(kind, RANKS, COUNT, virtual)
         units = [arguments.unit * slower(stage) for stage in range(schedule.stages)]
@@ -116,10 +117,11 @@ def main() -> int:
         wanted = simulate(schedule, costs).makespan
         per_rank = run_ranks(RANKS, measured, kind, arguments.steps, arguments.unit / 1e3, timeout=120)
         steps = [max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*per_rank)]
-        taken = statistics.median(steps) * 1e3
+        taken, fastest = statistics.median(steps) * 1e3, min(steps) * 1e3
+        over = {"over": taken / wanted - 1, "fastest_over": fastest / wanted - 1}
         figures[kind] = {"simulated_ms": round(wanted, 1), "measured_ms": round(taken, 1)}
-        figures[kind]["over"] = round(taken / wanted - 1, 4)
-        print(f"{kind:<16}{wanted:>11.1f}{taken:>10.1f}{taken / wanted - 1:>+9.1%}", flush=True)
+        figures[kind] |= {name: round(share, 4) for name, share in over.items()}
+        print(f"{kind:<16}{wanted:>11.1f}{taken:>10.1f}{over['over']:>+9.1%}{over['fastest_over']:>+9.1%}", flush=True)
     worst = max(abs(each["over"]) for each in figures.values())
     print(json.dumps({"worst": worst, **figures}))
     return int(worst > BUDGET and not arguments.report_only)
