@@ -142,10 +142,15 @@ def steps(case: str, texts: dict[str, str], clean: int, limit: float) -> dict[st
 
 
 def train(model, optimizer, batch) -> None:
-    out = model(**batch) if isinstance(batch, dict) else model(*batch)
-    (out if isinstance(out, torch.Tensor) else out.loss).backward()
+    loss_of(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def loss_of(model, batch) -> torch.Tensor:
+    """Alone: what else the model returns does not outlive the call."""
+    out = model(**batch) if isinstance(batch, dict) else model(*batch)
+    return out if isinstance(out, torch.Tensor) else out.loss
 
 
 def timed(model, optimizer, batch) -> list[float]:
@@ -348,11 +353,10 @@ def lived(case: str, text: str) -> tuple[int, list, int]:
             trace.events.clear()
             meter.mark()
             meter.kind = "activations"
-            out = model(**batch) if isinstance(batch, dict) else model(*batch)
-            loss = out if isinstance(out, torch.Tensor) else out.loss
+            loss = loss_of(model, batch)
             meter.kind = "gradients"
             loss.backward()
-            del out, loss
+            del loss
             meter.kind = "optimizer"
             optimizer.step()
             optimizer.zero_grad()
@@ -409,7 +413,7 @@ def memory(arguments) -> int:
         model, batch = small(case)
         structure = structure_of(model, sample_of(model, batch))
         plan = plan_of(structure, candidate)
-        dry = dry_run(plan, model, batch, adamw)
+        dry = dry_run(plan, model, batch, adamw, backend="gloo")
         given = (case, plan.to_json())
         real = run_ranks(plan.world_size, lived, *given, timeout=120)
         peak = max(one[0] for one in real)

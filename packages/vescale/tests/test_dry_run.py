@@ -96,7 +96,7 @@ def described(events):
 
 def dryly(name):
     build, batch, plan = CASES[name]
-    return dry_run(plan(), build(), batch())
+    return dry_run(plan(), build(), batch(), backend="gloo")
 
 
 @pytest.mark.parametrize("name", EVEN)

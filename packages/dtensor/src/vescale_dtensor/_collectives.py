@@ -10,7 +10,8 @@ sum in rank order: cheaper there than gloo's own, and the order of the sum is fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ class _Engine(NamedTuple):
 
 _ENGINES = {"gloo": _Engine(reduces=False)}
 _NATIVE = _Engine(reduces=True)
+_FAKE = "custom"  # what torch's fake group says its name is
 
 
 def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "all_gather") -> Tensor:
@@ -249,6 +251,16 @@ def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) 
 
 def _engine(group) -> _Engine:
     return _ENGINES.get(group.name(), _NATIVE)
+
+
+@contextlib.contextmanager
+def faking(backend: str) -> Iterator[None]:
+    """Within the block torch's fake group goes the way of a `backend`: the same calls, and the same buffers."""
+    _ENGINES[_FAKE] = _ENGINES.get(backend, _NATIVE)
+    try:
+        yield
+    finally:
+        del _ENGINES[_FAKE]
 
 
 # What a backend can move as it is; anything else travels as bytes. Reductions on gloo sum locally, so they never mind.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_dtensor.debug import Event, comm_trace
+from vescale_dtensor.engine import faking
 from vescale_rng import is_deferred
 
 from ._apply import OptimizerFn, parallelize
@@ -93,6 +94,7 @@ def dry_run(
     *,
     loss_fn: Callable | None = None,
     step: Callable[[nn.Module, Any], Tensor] | None = None,
+    backend: str = "nccl",
 ) -> DryRun:
     """Runs two training steps of `plan` without processes, memory or time, and says what the second takes.
 
@@ -104,6 +106,8 @@ def dry_run(
         optimizer_fn: as for `parallelize`; None for forward and backward alone.
         loss_fn: as for `parallelize`.
         step: (model, batch) -> the loss, when it is neither what the model returns nor its `.loss`.
+        backend: whose way reductions go. On "gloo" a sum is an all-to-all and a local sum, which takes a buffer as
+            large as what is summed.
 
     A forward that reads a floating point value (`item()`, `if x.any()`) cannot run without one, and raises as torch
     says it. Integers are real.
@@ -118,7 +122,7 @@ def dry_run(
             [("call it before the world is joined", "a dry run has a world of its own")],
         )
     meter = Meter()
-    with _world(plan.world_size), fused_attention(), torch.no_grad():
+    with _world(plan.world_size), faking(backend), fused_attention(), torch.no_grad():
         model = _without_values(model)
         batch = map_tensors(batch, _blank)
         with torch.enable_grad(), comm_trace(model) as trace, meter:

@@ -103,7 +103,8 @@ def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any]) -> int | Non
     if plan.pipeline is not None:
         return None
     optimizer = request.get("optimizer_fn") or torch.optim.AdamW
-    return dry_run(plan, model, request["verify"], optimizer, loss_fn=request.get("loss_fn")).peak
+    backend = hardware_of(request.get("hardware", "auto")).backend
+    return dry_run(plan, model, request["verify"], optimizer, loss_fn=request.get("loss_fn"), backend=backend).peak
 
 
 def plan_of(

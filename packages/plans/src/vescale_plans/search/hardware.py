@@ -100,6 +100,7 @@ class Hardware:
         operators: operator ("aten.gelu") -> its curve over bytes read and written ("attention" over operations).
         collectives: kind -> ranks -> its curve over bytes received by each.
         device: what was measured, in words.
+        backend: of the collectives, as `dry_run` takes it.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Hardware:
     operators: Mapping[str, Curve] = field(default_factory=dict, hash=False, repr=False)
     collectives: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict, hash=False, repr=False)
     device: str = ""
+    backend: str = "nccl"
 
     def link(self, stride: int, size: int) -> Link:
         """Of a mesh axis of `size` ranks that lie `stride` ranks apart."""
@@ -204,7 +206,7 @@ PROFILES: Mapping[str, Hardware] = MappingProxyType(
             Hardware("h100", 740e12, 128, 3.35e12, 80 * GIB, 6e-6, 8, Link(8e-6, 370e9), Link(2e-5, 46e9)),
             Hardware("h200", 740e12, 128, 4.3e12, 141 * GIB, 6e-6, 8, Link(8e-6, 370e9), Link(2e-5, 46e9)),
             Hardware("l40s", 180e12, 128, 0.8e12, 48 * GIB, 6e-6, 8, Link(1e-5, 22e9), Link(3e-5, 12e9)),
-            Hardware("cpu", 50e9, 16, 8e9, 8 * GIB, 5e-6, 1 << 30, Link(3e-4, 1e9), Link(3e-4, 1e9), 4),
+            Hardware("cpu", 50e9, 16, 8e9, 8 * GIB, 5e-6, 1 << 30, Link(3e-4, 1e9), Link(3e-4, 1e9), 4, backend="gloo"),
         )
     }
 )

@@ -77,7 +77,7 @@ def predict(
     """What a training step of `plan` takes on `hardware`; arguments as for `dry_run`."""
     hardware = hardware_of(hardware)
     if plan.pipeline is None:
-        dry = dry_run(plan, model, batch, optimizer_fn, loss_fn=loss_fn, step=step)
+        dry = dry_run(plan, model, batch, optimizer_fn, loss_fn=loss_fn, step=step, backend=hardware.backend)
         seconds = dry.timeline.seconds(hardware)
         spent = {name: value for name, value in asdict(seconds).items() if name != "hidden"}
         return Prediction(plan, seconds.total, spent, dry.memory, dry)
@@ -90,7 +90,7 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
     alone = plan.override(mesh=others, pipeline=None)
     part = map_tensors(batch, lambda tensor: tensor[: -(-tensor.shape[0] // pipeline.microbatches)])
     with _crossing(model, pipeline.cuts) as crossing:
-        dry = dry_run(alone, model, part, optimizer_fn, loss_fn=loss_fn, step=step)
+        dry = dry_run(alone, model, part, optimizer_fn, loss_fn=loss_fn, step=step, backend=hardware.backend)
     stage_of = _Stages(model, pipeline.cuts)
     timeline = dry.timeline
     crowded = max(1.0, prod(plan.mesh.values()) / hardware.at_once) if hardware.at_once else 1.0
