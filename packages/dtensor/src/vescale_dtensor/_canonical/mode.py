@@ -76,7 +76,7 @@ class reproducible(TorchFunctionMode):
 
     def _make_entries(self) -> None:
         self._entries = canonical_entries(self.splits)
-        self._kept = {function: TABLE[function] for function in self._entries}
+        self._kept = {function: TABLE.get(function) or Entry(function) for function in self._entries}
         for function, entry in self._entries.items():
             self._plain[function] = plain = Entry(function, rule=entry.rule)
             plain.exact = entry.exact

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,12 +33,14 @@ _MOVES = frozenset(
 )
 _SUMS_BACKWARD = ("trace", "broadcast_tensors", "meshgrid", "tile", "pad")
 _DRAWS = "vescale_rng."
+# Functions that have no rule, and would run whole on the strides that gathering happens to give.
+_WITHOUT_RULE = [f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None]
 _ATTENTION = F.scaled_dot_product_attention
 
 
 def canonical_entries(splits: Splits) -> dict[Callable, Entry]:
     """function -> the entry that stands for it while the mode is on; those that stay as they are, are left out."""
-    entries = {}
+    entries = {function: Entry(function, rule=lambda call: whole(call.function)) for function in _WITHOUT_RULE}
     for function, entry in list(TABLE.items()):
         rule = _rule_of(function, entry, splits)
         if rule is None:
