@@ -89,10 +89,11 @@ def _runs(below: Tensor, layout: Layout) -> tuple[int, Ranges]:
     ranks = prod(layout.mesh.sizes[axis] for axis in layout.axes_of(last))
     counts = layout.with_shape((*layout.shape[:last], ranks))
     mine = below.flatten(last).sum(-1, keepdim=True)
-    everyone = stamp(mine, counts.untracked).full_tensor()
+    sizes = mine.view(-1).tolist()
+    everyone = stamp(mine, counts.untracked).full_tensor().contiguous()  # cut along a later dim it may not be
     ends = everyone.view(-1).cumsum(0)
     starts = ends.view(everyone.shape) - everyone
     for dim, held in enumerate(counts.region_at(counts.mesh.coordinate)):
         starts = torch.cat([starts.narrow(dim, low, high - low) for low, high in held or ((0, 0),)], dim)
-    spans = zip(starts.view(-1).tolist(), mine.view(-1).tolist())
+    spans = zip(starts.reshape(-1).tolist(), sizes)
     return int(ends[-1]), tuple((start, start + size) for start, size in spans if size)
