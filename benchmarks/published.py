@@ -8,8 +8,9 @@ machine, with what the model says is lost by it. Sequence parallelism, ZeRO and 
 system did not have, its authors could not choose. Degrees that were not reported are taken as the model has them
 fastest.
 
-The constants are those of the hardware profiles and of `vescale_plans.search.cost`; nothing here is fitted, and rows
-marked "aside" had no part in the choice of any constant. Of the systems this is known: elementwise kernels are fused;
+The constants are those of the hardware profiles and of `vescale_plans.search.cost`; none is tuned here. But what the
+model covers was extended after its misses on these rows were seen, those marked "aside" among them: only rows that
+are not in this file are a blind check. Of the systems this is known: elementwise kernels are fused;
 Megatron did not overlap the reduction of gradients in 2021 and 2022; its tensor ranks each send their share of the
 positions to experts, once per node. Memory is the planner's own.
 

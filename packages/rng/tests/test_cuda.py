@@ -7,7 +7,8 @@ Where the recorded values come from (all with torch.manual_seed(0)):
     randn     randn((M, 8)) as printed in a public write-up of fused kernels, torch 2.2.0
     rand + rand of 98,432   what Triton's first tutorial prints: in its documentation, from a device that holds as many
               threads; and in two public notes, from GPUs that they do not name. 272 and 168 blocks give those numbers
-              (an RTX 2080 Ti has 68 multiprocessors of 4 blocks, an RTX 3060 has 28 of 6), and no other number does.
+              (an RTX 2080 Ti has 68 multiprocessors of 4 blocks, an RTX 3060 has 28 of 6); no other number of 1 to 199
+              multiprocessors of 4, 6 or 8 blocks does.
     randn @ randn, half, 512 x 512   what Triton's third tutorial prints; a public note names the GPU, an A100-SXM4, and
               torch 1.13.1: 262,144 numbers each, from 221,184 threads, some of which give two
 """
