@@ -80,6 +80,24 @@ def test_a_saver_beside_loaders_beside_retention(tmp_path, start_world):
     assert step_loaded(tmp_path)[0] == 39
 
 
+def test_steps_that_come_and_go_while_they_are_listed(tmp_path, monkeypatch):
+    """After each of the first listings another step replaces the one that was listed."""
+    save(tmp_path, state_of(1))
+    names, steps = LocalStorage.names, iter((2, 3))
+
+    def names_then_save(storage, path):
+        found = names(storage, path)
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalStorage, "names", names)
+            for step in steps:
+                save(tmp_path, state_of(step), retention=Retention(last=1))
+                break
+        return found
+
+    monkeypatch.setattr(LocalStorage, "names", names_then_save)
+    assert step_loaded(tmp_path)[0] == 3
+
+
 def test_what_is_being_read_is_not_deleted(tmp_path):
     save(tmp_path, state_of(1))
     with leased(LocalStorage(), str(tmp_path / "step-00000001")) as there:

@@ -27,7 +27,9 @@ from ._errors import ConflictError, StorageError
 from ._storage import LocalStorage, Storage, guarded, storage_of
 
 _STEP = re.compile(r"step-(\d{1,18})")
+_OLD = re.compile(r"step-(\d{1,18})\.old-[0-9a-f]+")
 _LEFT = re.compile(r"step-(\d{1,18})\.(tmp|old|gone)-([0-9a-f]+)")
+_LISTINGS = 100  # in each of which others must have changed something, for another to follow
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,26 @@ class Root:
         self.storage, self.path = storage_of(path)
 
     def committed(self) -> dict[int, str]:
-        """Step -> its directory's name, ascending."""
-        found: dict[int, str] = {}
+        """Step -> its directory's name, ascending.
+
+        Steps come and go beside us: where one that was listed is gone, or nothing is found, it is listed again.
+        """
         with guarded(self.operation, self.path, "cannot list the checkpoints"):
-            for name in self.storage.names(self.path):
-                plain, left = _STEP.fullmatch(name), _LEFT.fullmatch(name)
-                if plain and self._is_whole(name):
-                    found[int(plain[1])] = name
-                elif left and left[2] == "old" and self._is_whole(name):  # its successor never came
-                    found.setdefault(int(left[1]), name)
-        return dict(sorted(found.items()))
+            listed = self._listed()
+            for _ in range(_LISTINGS):
+                found = {name: step for name, step in listed.items() if self._is_whole(name)}
+                if found and len(found) == len(listed):
+                    break
+                before, listed = listed, self._listed()
+                if listed == before:
+                    break
+        # What was being replaced counts only where its successor never came.
+        return {step: name for name, step in sorted(found.items(), key=lambda row: (row[1], -len(row[0])))}
+
+    def _listed(self) -> dict[str, int]:
+        """The names that may be committed steps -> their steps."""
+        matches = ((name, _STEP.fullmatch(name) or _OLD.fullmatch(name)) for name in self.storage.names(self.path))
+        return {name: int(match[1]) for name, match in matches if match}
 
     def resolve(self, step: int | None) -> str:
         """The name of the directory of `step`, or of the latest. Raises StorageError that lists those there are."""
