@@ -76,11 +76,26 @@ def parallelize(
     MeshError, PlanError, or PlainTensorError when ranks hold different values.
     """
     join()
+    with contextlib.ExitStack() as undo:
+        if reproducible is not None:
+            with together("reading the splits"):
+                on = reproducible if isinstance(reproducible, Reproducible) else Reproducible(reproducible)
+                undo.enter_context(on)
+        made = _parallelized(plan, model, optimizer_fn, loss_fn, mode, stages)
+        undo.pop_all()  # the mode stays on where nothing failed
+    return made
+
+
+def _parallelized(
+    plan: Plan,
+    model: nn.Module,
+    optimizer_fn: OptimizerFn | None,
+    loss_fn: LossFn | None,
+    mode: str,
+    stages: Stages | None,
+) -> tuple[nn.Module, Any]:
     with together("checking the plan"):
         check_mode(mode)
-        if reproducible is not None:
-            on = reproducible if isinstance(reproducible, Reproducible) else Reproducible(reproducible)
-            on.__enter__()
         if mode != "eager":
             check_order("parallelize", f'mode="{mode}" computes')
         if hasattr(model, "_vescale"):

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._transforms import unsigned_remainder
+from ._transforms import largest, unsigned_remainder
 
 _MULTIPLIERS, _WEYL, ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
 _LOW = (1 << 32) - 1
-_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -127,11 +126,10 @@ def _geometric(dtype: torch.dtype, p: float) -> Recipe:
 
 def _random(dtype: torch.dtype, *bounds: int | None, **named: int | None) -> Recipe:
     given = dict(zip(("from", "to") if len(bounds) == 2 else ("to",), bounds)) | named
-    largest = 1 << _DIGITS[dtype] if dtype.is_floating_point else torch.iinfo(dtype).max if dtype != torch.bool else 1
     if not given:
-        return _integers(dtype in (torch.int64, torch.float64), 0, largest + 1)
+        return _integers(dtype in (torch.int64, torch.float64), 0, largest(dtype) + 1)
     start = given.get("from", 0)
-    count = (largest + 1 if given.get("to") is None else given["to"]) - start
+    count = (largest(dtype) + 1 if given.get("to") is None else given["to"]) - start
     return _integers(count >= 1 << 28, start, count)
 
 

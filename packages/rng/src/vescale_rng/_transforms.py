@@ -108,7 +108,7 @@ def _random(words: Tensor, dtype: torch.dtype, *bounds: int | None, **named: int
     """Unsigned remainders, in int64: of the upper 63 bits first, then of what is left, below twice the count."""
     given = dict(zip(("from", "to") if len(bounds) == 2 else ("to",), bounds)) | named
     start, stop = given.get("from", 0), given.get("to")
-    count = (_largest(dtype) + 1 if stop is None else stop) - start
+    count = (largest(dtype) + 1 if stop is None else stop) - start
     return (words if count >> 64 else unsigned_remainder(words, count)) + start
 
 
@@ -121,7 +121,8 @@ def unsigned_remainder(words: Tensor, count: int) -> Tensor:
     return torch.where(over, rest - (count - (1 << 64) if count >> 63 else count), rest)
 
 
-def _largest(dtype: torch.dtype) -> int:
+def largest(dtype: torch.dtype) -> int:
+    """The largest integer that `random_` draws without bounds."""
     if dtype == torch.bool:
         return 1
     return 1 << _DIGITS[dtype] if dtype.is_floating_point else torch.iinfo(dtype).max
