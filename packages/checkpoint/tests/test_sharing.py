@@ -1,5 +1,6 @@
 """Fault group 6: several savers, loaders and retention on one directory; and debris."""
 
+import contextlib
 import os
 import time
 
@@ -116,6 +117,21 @@ def test_a_draft_in_use_is_not_swept(tmp_path):
     draft.release()  # as when its process dies
     save(tmp_path, state_of(7))
     assert not os.path.exists(draft.path)
+
+
+def test_who_still_writes_into_a_discarded_draft_leaves_nothing(tmp_path, monkeypatch):
+    """Another rank makes its file after the directory was listed and before it is removed."""
+    draft = Root(tmp_path, "save").begin(5, overwrite=False)
+    remove = os.rmdir
+
+    def late(path, *args, **kwargs):
+        with contextlib.suppress(FileNotFoundError):
+            open(f"{draft.path}/00001-{draft.identity}.safetensors", "wb").close()
+        remove(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", late)
+    draft.discard()
+    assert os.listdir(tmp_path) == []
 
 
 def test_debris_of_an_overwritten_step(tmp_path):

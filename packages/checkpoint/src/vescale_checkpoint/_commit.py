@@ -180,11 +180,16 @@ class Root:
             return True
         with contextlib.suppress(OSError), _held(path) as held:
             if held:
-                gone = f"{self.path}/step-{step:08d}.gone-{secrets.token_hex(8)}"
-                self.storage.rename(path, gone)  # from here on it is no committed step, whole or not
-                self.storage.remove_tree(gone)
+                self.take_away(path, step)
                 return True
         return False
+
+    def take_away(self, path: str, step: int) -> None:
+        """Removes a directory of a local file system, renamed first: from then on it is no committed step, whole or
+        not, and who still writes into it by its path can leave nothing behind."""
+        gone = f"{self.path}/step-{step:08d}.gone-{secrets.token_hex(8)}"
+        self.storage.rename(path, gone)
+        self.storage.remove_tree(gone)
 
     def _metrics(self, name: str) -> Mapping[str, float]:
         try:
@@ -255,7 +260,10 @@ class Draft:
     def discard(self) -> None:
         """Removes what was written; a committed step is left alone."""
         if isinstance(self.root.storage, LocalStorage) and self.lock is not None:
-            self.root.storage.remove_tree(self.path)
+            try:
+                self.root.take_away(self.path, self.step)
+            except OSError:  # it was committed, or nothing can be renamed here
+                self.root.storage.remove_tree(self.path)
         self.release()
 
     def release(self) -> None:
