@@ -1,15 +1,18 @@
 """Every fill, bitwise: the shard is its part of what stock torch draws on one CPU device, and so is the generator.
 
-The grid is ops x dtypes x layouts on meshes (4,) and (2, 2) x sizes; a part of it each day, all of it with
-VESCALE_GRID=full.
+The grid is ops x dtypes x layouts on meshes (4,), (2, 2) and (2, 4) x sizes; a part of it each day, all of it with
+VESCALE_GRID=full. Beside it, shapes and layouts that hypothesis makes up.
 """
 
 import itertools
+import os
 import warnings
 
 import pytest
 import torch
 import torch.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vescale_rng
@@ -151,14 +154,14 @@ def value_of(shape, dtype):
     return torch.randint(1, 9, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def run(function, *args, timeout=120):
-    """On four ranks, each with this package's rules."""
+def run(function, *args, timeout=120, ranks=4):
+    """On four ranks, or eight, each with this package's rules."""
 
     def on_rank():
         assert vescale_rng.__version__
         return function(*args)
 
-    return run_ranks(4, on_rank, timeout=timeout)
+    return run_ranks(ranks, on_rank, timeout=timeout)
 
 
 def on_ranks(name, cases):
@@ -172,15 +175,45 @@ def on_ranks(name, cases):
     return count
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_every_fill(name):
-    dtypes = EVERY[name][1]
+def cases_of(name):
+    """(mesh and placements, dtype, shape) of a fill's part of the grid."""
     shapes = [s for s in SHAPES if len(s) > 1] if any(word in name for word in NEEDS_TWO_DIMS) else SHAPES
     if any(word in name for word in GATHERS):
         shapes = [shape for shape in shapes if len(shape) == 2]
-    cases = [(one, dtype, shape) for shape in shapes for one in layouts(shape) for dtype in dtypes]
-    counts = run(on_ranks, name, slice_of(cases, 12), timeout=300)
+    return [(one, dtype, shape) for shape in shapes for one in layouts(shape) for dtype in EVERY[name][1]]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_fill(name):
+    counts = run(on_ranks, name, slice_of(cases_of(name), 12), timeout=300)
     assert len(set(counts)) == 1 and counts[0] > 10
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_fill_on_eight_ranks(name):
+    cases = [(((2, 4), one[1]), *rest) for one, *rest in cases_of(name) if one[0] == (2, 2)]
+    counts = run(on_ranks, name, slice_of(cases, 60), ranks=8, timeout=300)
+    assert len(set(counts)) == 1 and counts[0] > 0
+
+
+@st.composite
+def made_up(draw):
+    """A fill's name, and one case for it: up to three dims, none or few elements to each, any placement on any axis."""
+    name = draw(st.sampled_from([name for name in EVERY if not any(word in name for word in NEEDS_TWO_DIMS)]))
+    shape = tuple(draw(st.lists(st.integers(0, 19), min_size=1, max_size=3)))
+    dims = st.integers(0, len(shape) - 1)
+    place = st.one_of(
+        st.just(R), st.just(P), st.builds(S, dims), st.builds(InterleavedShard, dims, st.integers(2, 3))
+    )  # fmt: skip
+    sizes = draw(st.sampled_from([(4,), (2, 2)]))
+    places = tuple(draw(st.lists(place, min_size=len(sizes), max_size=len(sizes))))
+    return name, [((sizes, places), draw(st.sampled_from(EVERY[name][1])), shape)]
+
+
+@settings(max_examples=400 if os.environ.get("VESCALE_GRID") == "full" else 60, deadline=None)
+@given(made_up())
+def test_shapes_and_layouts_made_up(case):
+    run(on_ranks, *case)
 
 
 # More than a chunk: what is skipped, what a chunk's border cuts, the last chunk's remainder.
