@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ class Interpreter:
         self._seeds: dict[float, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
-        self._random = _Random() if call.record.draws_anything else None
+        self._random = _Random(runtime.link.device) if call.record.draws_anything else None
         self._table = {
             "F": self._do_forward,
             "B": self._do_backward,
@@ -173,7 +174,7 @@ class Interpreter:
             self._call.headers[kind, to_stage, self._trains] = header
             self._link.send_object(peer, self._tags(f"header {kind}", to_stage), header)
         elif known != header:
-            tensors = _like(known, header, tensors, kind, to_stage)
+            tensors = _like(known, header, tensors, kind, to_stage, self._link.device)
         self._link.send(peer, tag, tensors)
 
     def _post(self, kind: str, stage: int, microbatch: int, peer: int) -> None:
@@ -185,15 +186,17 @@ class Interpreter:
         self._posted[kind, stage, microbatch] = self._link.post(peer, tag, header)
 
 
-def _like(known: Header, header: Header, tensors: list, kind: str, stage: int) -> list:
+def _like(known: Header, header: Header, tensors: list, kind: str, stage: int, device: torch.device) -> list:
     """A message of the form that the other end expects; a gradient that nothing flowed into is zero."""
     fitting = []
     for expected, part, tensor in zip(known, header, tensors):
         if expected is not None and part is None and kind == "B":
-            tensor = torch.zeros(expected.shape, dtype=expected.dtype)
+            tensor = torch.zeros(expected.shape, dtype=expected.dtype, device=device)
         elif expected is not None and part is not None and expected[::2] == part[::2]:  # all but strides and grad
             if expected.stride != part.stride:
-                tensor = torch.empty_strided(expected.shape, expected.stride, dtype=part.dtype).copy_(tensor)
+                tensor = torch.empty_strided(
+                    expected.shape, expected.stride, dtype=part.dtype, device=device
+                ).copy_(tensor)
         elif expected != part:
             raise PipelineError(
                 "pipeline",
@@ -207,9 +210,18 @@ def _like(known: Header, header: Header, tensors: list, kind: str, stage: int) -
 
 
 class _Random:
-    """The default generator, kept where one device would have it that runs the microbatches one after another."""
+    """The default generator, kept where one device would have it that runs the microbatches one after another.
 
-    def __init__(self) -> None:
+    That of the CPU: what other stages draw is known by its operators there, and kernels elsewhere draw otherwise.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            warnings.warn(
+                f"vescale_pipeline: random numbers of a pipeline on {device.type} are not those of one device: each "
+                "stage draws from its own generator",
+                stacklevel=2,
+            )
         self._states: dict[int, Tensor] = {0: torch.get_rng_state()}
 
     def before(self, microbatch: int) -> None:
