@@ -201,7 +201,7 @@ def profile_of(times: dict[str, list[float]], overlap: float, ranks: int, device
         if kind == "product":
             multiplied.append((tuple(size), seconds))
         else:
-            curves[kind, name, over].append((size, seconds))  # of a size measured twice the longer counts
+            curves[kind, name, over].append((size, seconds))
     operators = {name: _rising(points) for (kind, name, _), points in curves.items() if kind == "operator"}
     collectives: dict[str, dict[int, Curve]] = defaultdict(dict)
     for (kind, name, over), points in curves.items():
@@ -261,11 +261,13 @@ _FLOP = 1  # the term that any product has
 
 
 def _rising(points: list[tuple[float, float]]) -> Curve:
-    """A larger size takes no less."""
+    """A smaller size takes no more: what disturbs a measurement only lengthens it."""
     rising: list[tuple[float, float]] = []
-    for size, seconds in sorted(dict(sorted(points)).items()):
-        rising.append((size, max(seconds, rising[-1][1]) if rising else seconds))
-    return Curve(tuple(rising))
+    for size, seconds in sorted(points, reverse=True):
+        if rising and rising[-1][0] == size:
+            continue  # of a size measured twice the longer counts
+        rising.append((size, min(seconds, rising[-1][1]) if rising else seconds))
+    return Curve(tuple(reversed(rising)))
 
 
 def _link(curve: Curve) -> Link:
