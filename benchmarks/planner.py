@@ -1,7 +1,7 @@
 """Llama-3 405B on 16,384 H100s: `python benchmarks/planner.py`; status 1 at five seconds or 2 GiB, or more.
 
 From the config to the plan: the model built on the meta device, probed, searched and explained, on one thread of a
-fresh process, imports apart. The last line is one JSON object: seconds (CPU, and wall) and MiB.
+fresh process, imports apart; bfloat16 over float32. The last line is one JSON object: seconds (CPU, wall) and MiB.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def measure() -> dict[str, float | str]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from vescale_plans import generate_plan
+    from vescale_plans import Precision, generate_plan
 
     torch.set_num_threads(1)
     LlamaForCausalLM(LlamaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=64, intermediate_size=64))  # imports
@@ -32,7 +32,7 @@ def measure() -> dict[str, float | str]:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
     built = time.process_time() - cpu
-    plan = generate_plan(model, **ASKED)
+    plan = generate_plan(model, **ASKED, precision=Precision())
     cpu, wall = time.process_time() - cpu, time.monotonic() - wall
     started = time.process_time()
     text = str(plan.explain())

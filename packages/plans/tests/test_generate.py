@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard
-from vescale_plans import PlanError
+from vescale_plans import PlanError, Precision
 from vescale_plans.search import (
     Candidate,
     Hardware,
@@ -92,6 +92,18 @@ def test_a_plan_is_a_plan():
 
 def test_the_same_request_gives_the_same_plan():
     assert generated().to_json() == generated().to_json()
+
+
+def test_a_plan_is_priced_in_the_dtype_that_it_computes_in():
+    plain, mixed = generated(), generated(precision=Precision(torch.bfloat16))
+    assert (plain.precision, mixed.precision) == (None, Precision(torch.bfloat16))
+    wide, narrow = (plan.explain().request.hardware for plan in (plain, mixed))
+    assert (wide.itemsize, narrow.itemsize) == (4, 2)
+    assert narrow.flops == hardware_of("h100").flops > 10 * wide.flops
+    built = generate_plan(Encoder().bfloat16(), world_size=8, batch=16, hardware="h100", sample=IDS)
+    assert built.explain().request.hardware == narrow
+    with pytest.raises(PlanError, match="not a Precision"):
+        generated(precision=torch.bfloat16)
 
 
 def test_a_small_model_is_not_split(small):

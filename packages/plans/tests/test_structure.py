@@ -150,6 +150,24 @@ def test_heads_and_neurons_are_found_with_their_groups():
     assert found.coupled == ()
 
 
+@pytest.mark.parametrize("word", [0, 3])
+def test_a_sample_of_one_word_shows_as_much(word):
+    model = words(lambda: Attention(6, 3, 8), lambda: Gated(40))
+    assert structure(model, torch.full((1, 5), word)) == structure(model)
+
+
+class Masked(Words):
+    def forward(self, mask, ids):
+        return super().forward(ids * (mask > 0))
+
+
+def test_the_words_are_told_from_a_mask_of_ones():
+    model = Masked([Block(Attention(6, 3, 8), Gated(40))])
+    found = structure(model, {"mask": torch.ones(1, 5, dtype=torch.long), "ids": torch.zeros(1, 5, dtype=torch.long)})
+    assert [one.parameter for one in found.lookups] == ["table.weight"]
+    assert [one.parameter for one in found.heads] == ["head.weight"]
+
+
 def test_shared_keys_stay_whole_where_ranks_outnumber_them():
     found = structure(words(lambda: Attention(6, 3, 8), lambda: Gated(40)))
     assert len(found.groups[0].split(3)) == 3

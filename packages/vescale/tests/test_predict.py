@@ -82,6 +82,20 @@ def test_measured_curves_count_before_rates():
     assert measured.operator_seconds("aten.tanh", 8e9) == CPU.operator_seconds("aten.tanh", 8e9)
 
 
+def test_float32_is_priced_as_computed():
+    h100 = hardware_of("h100")
+    wide = h100.computing(4)
+    assert (wide.flops, wide.itemsize, wide.computing(4)) == (h100.wide, 4, wide)
+    assert CPU.computing(4) is CPU
+    measured = replace(CPU, product=Product(1e-6, 1e-11, 0.0, 0.0, 2e-10)).computing(2)
+    assert measured.product == Product(1e-6, 1e-11, 0.0, 0.0, 1e-10)
+    half, full = (
+        operation_of(aten.mm.default, (a, a), {}, a @ a).seconds(replace(h100, launch=0.0, small=0, bandwidth=1e30))
+        for a in (torch.ones(64, 64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    )
+    assert full / half == pytest.approx(h100.flops / h100.wide)
+
+
 # --- operations ---------------------------------------------------------------------------
 
 

@@ -40,20 +40,22 @@ class Operation:
         moved: bytes of operands and results, 0 where nothing is moved (a view).
         product: (batch, m, n, k) of a matrix product.
         flops: of attention.
+        itemsize: bytes of a number of its operands, for products and attention.
     """
 
     name: str
     moved: int
     product: tuple[int, int, int, int] | None = None
     flops: int = 0
+    itemsize: int = 4
 
     def seconds(self, hardware: Hardware) -> float:
         """On a device of `hardware`."""
         if self.product is not None:
             batch, m, n, k = self.product
-            return batch * hardware.product_seconds(m, n, k)
+            return batch * hardware.computing(self.itemsize).product_seconds(m, n, k)
         if self.flops:
-            return hardware.attention_seconds(self.name, self.flops)
+            return hardware.computing(self.itemsize).attention_seconds(self.name, self.flops)
         return hardware.operator_seconds(self.name, self.moved)
 
 
@@ -144,14 +146,20 @@ def operation_of(function, args: tuple, kwargs: dict, out) -> Operation | None:
     moved = _bytes((args, kwargs, out))
     name = f"aten.{packet.__name__}"
     if product is not None:
-        return Operation(name, moved, product(*args))
+        return Operation(name, moved, product(*args), itemsize=_width(args))
     if "scaled_dot_product" in packet.__name__:
         name = "attention_backward" if "backward" in packet.__name__ else "attention"
         causal = any(one is True for one in args) or kwargs.get("is_causal")
-        return Operation(name + ".causal" * bool(causal), moved, None, flops_of(packet, args, kwargs, out))
+        flops = flops_of(packet, args, kwargs, out)
+        return Operation(name + ".causal" * bool(causal), moved, None, flops, _width(args))
     if function in _MAKES_NOTHING or _is_view(function):
         moved = 0
     return Operation(name, moved)
+
+
+def _width(args: tuple) -> int:
+    """Bytes of a number of the last operand: of a product with a bias it is a matrix."""
+    return next(one.itemsize for one in reversed(args) if isinstance(one, Tensor))
 
 
 def _is_view(function) -> bool:

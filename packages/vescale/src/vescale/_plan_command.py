@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from vescale_plans import PlanError, generate_plan
+from vescale_plans import PlanError, Precision, generate_plan
 
 GIB = 2**30
 
@@ -27,6 +27,7 @@ def plan(
     seq: Annotated[int, typer.Option(help="Positions of a row.")] = 4096,
     memory: Annotated[float | None, typer.Option(help="GiB of one device that may be used.")] = None,
     objective: Annotated[str, typer.Option(help="time or memory.")] = "time",
+    precision: Annotated[str | None, typer.Option(help="Computes in this dtype, such as bfloat16.")] = None,
     pin: Annotated[list[str] | None, typer.Option(help="What is given, such as tp=8; may be repeated.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="What must not be used, such as pp.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
@@ -37,6 +38,8 @@ def plan(
     asked: dict[str, Any] = {} if memory is None else {"memory": int(memory * GIB)}
     if sample is not None:
         asked["sample"] = sample
+    if precision is not None:
+        asked["precision"] = Precision(getattr(torch, precision, precision))
     made = generate_plan(
         built,
         world_size=world_size,

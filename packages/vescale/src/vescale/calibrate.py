@@ -225,6 +225,7 @@ def profile_of(times: dict[str, list[float]], overlap: float, ranks: int, device
         itemsize=device.dtype.itemsize,
         at_once=os.cpu_count() if device.kind == "cpu" else None,
         hidden=overlap,
+        wide=start.wide,
         backend="nccl" if device.kind == "cuda" else "gloo",
         product=product,
         operators=operators,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..plan import Pipeline, Placements, Plan, PlanError
+from ..plan import Pipeline, Placements, Plan, PlanError, Precision
 from .candidates import Candidate
 from .explain import Explanation
 from .hardware import hardware_of
@@ -22,7 +23,7 @@ from .tensor_plan import tensor_parallel_plan
 
 ASKED = (
     *("world_size", "batch", "seq", "hardware", "memory", "objective", "pin", "forbid", "overrides", "sample"),
-    *("verify", "loss_fn", "optimizer_fn"),
+    *("verify", "loss_fn", "optimizer_fn", "precision"),
 )
 
 
@@ -35,6 +36,8 @@ def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None
         seq: positions of a row; by default those of `sample`.
         hardware: a profile's name ("a100", "h100", "h200", "l40s", "cpu"), a `Hardware`, or "auto".
         memory: bytes of one device that may be used; by default the profile's, less a margin.
+        precision: of the plan, see `Precision`; without one it computes in the parameters' dtype. Time and activations
+            are priced as computed.
         objective: "time", or "memory" for the smallest peak.
         pin: {"tp": 8}: degrees and settings that are given; see `Candidate` for their names.
         forbid: names that must not be used ("pp", "sp", "zero"), or combinations ({"tp": 4, "zero": 3}).
@@ -67,7 +70,12 @@ def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None
 def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar: Bar) -> Plan:
     structure = structure_of(model, sample, bar)
     seq = request.get("seq") or sample.positions or POSITIONS
-    hardware = hardware_of(request.get("hardware", "auto"))
+    precision = request.get("precision")
+    if not isinstance(precision, Precision | None):
+        remedies = [("precision=Precision(torch.bfloat16)", "")]
+        raise PlanError("generate_plan", f"precision is {precision!r}, not a Precision", (), remedies)
+    computed = precision.compute.itemsize if precision is not None else _itemsize(model)
+    hardware = hardware_of(request.get("hardware", "auto")).computing(computed)
     memory = request.get("memory")
     wanted = Request(
         structure,
@@ -83,7 +91,7 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
     best = rank(wanted, bar)
     overrides, demoted = request.get("overrides"), []
     for one in best:
-        plan = plan_of(structure, one, overrides=overrides)
+        plan = plan_of(structure, one, overrides=overrides).override(precision=precision)
         if overrides:
             plan.validate(model)
         peak = None if request.get("verify") is None else _peak(plan, model, request)
@@ -94,6 +102,15 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
         demoted.append((one.candidate, peak))
         bar.tick("running plans dry", len(best))
     raise beyond(wanted, demoted)
+
+
+def _itemsize(model: nn.Module) -> int:
+    """Bytes of a number, of most of the model's parameters; float32's without any."""
+    sizes: Counter[int] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.itemsize] += parameter.numel()
+    return max(sizes, key=lambda size: (sizes[size], size), default=4)
 
 
 def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any]) -> int | None:

@@ -10,7 +10,8 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from math import log, prod
 from pathlib import Path
 from types import MappingProxyType
@@ -91,7 +92,7 @@ class Hardware:
         host: seconds that the host takes per operator: Python, dispatch, autograd. On a CPU they come on top; a GPU
             computes beside them.
         node: devices joined by `inside`; across nodes by `across`.
-        itemsize: bytes of an activation.
+        itemsize: bytes of a number of that dtype, and so of an activation.
         at_once: devices that compute at full speed at the same time; None for all. Cores, where ranks share a host.
         stream: reads and writes of a stream's width per group of matrices and direction, by elementwise operators and
             norms: 17 of eager code, 8 of fused kernels.
@@ -101,6 +102,7 @@ class Hardware:
         collectives: kind -> ranks -> its curve over bytes received by each.
         device: what was measured, in words.
         backend: of the collectives, as `dry_run` takes it.
+        wide: `flops` in float32, where `itemsize` is less; None for the same.
     """
 
     name: str
@@ -122,6 +124,12 @@ class Hardware:
     collectives: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict, hash=False, repr=False)
     device: str = ""
     backend: str = "nccl"
+    wide: float | None = None
+
+    def computing(self, itemsize: int) -> Hardware:
+        """The same device at work in numbers of so many bytes: float32 beyond the profile's; nothing that was measured
+        in wider numbers is said to be faster in narrower ones, but for the bytes."""
+        return self if itemsize == self.itemsize else _computing(self, itemsize)
 
     def link(self, stride: int, size: int) -> Link:
         """Of a mesh axis of `size` ranks that lie `stride` ranks apart."""
@@ -194,6 +202,17 @@ class Hardware:
             raise PlanError("hardware", f"this is no hardware profile: {error}", (), remedies) from error
 
 
+@cache
+def _computing(hardware: Hardware, itemsize: int) -> Hardware:
+    slower = hardware.flops / hardware.wide if hardware.wide and itemsize > hardware.itemsize else 1.0
+    product = hardware.product
+    if product is not None:
+        each = itemsize / hardware.itemsize
+        terms = (product.left * each, product.right * each, product.result * each)
+        product = Product(product.launch, product.flop * slower, *terms)
+    return replace(hardware, itemsize=itemsize, flops=hardware.flops / slower, product=product)
+
+
 ATTENTION = 0.6
 """Share of `flops` that a fused attention kernel reaches where nothing was measured."""
 
@@ -202,15 +221,16 @@ PROFILES: Mapping[str, Hardware] = MappingProxyType(
     {
         one.name: one
         for one in (
-            Hardware("a100", 250e12, 64, 2.0e12, 80 * GIB, 6e-6, 8, Link(8e-6, 230e9), Link(2e-5, 22e9)),
-            Hardware("h100", 740e12, 128, 3.35e12, 80 * GIB, 6e-6, 8, Link(8e-6, 370e9), Link(2e-5, 46e9)),
-            Hardware("h200", 740e12, 128, 4.3e12, 141 * GIB, 6e-6, 8, Link(8e-6, 370e9), Link(2e-5, 46e9)),
-            Hardware("l40s", 180e12, 128, 0.8e12, 48 * GIB, 6e-6, 8, Link(1e-5, 22e9), Link(3e-5, 12e9)),
+            Hardware("a100", 250e12, 64, 2.0e12, 80 * GIB, 6e-6, 8, Link(8e-6, 230e9), Link(2e-5, 22e9), wide=18e12),
+            Hardware("h100", 740e12, 128, 3.35e12, 80 * GIB, 6e-6, 8, Link(8e-6, 370e9), Link(2e-5, 46e9), wide=52e12),
+            Hardware("h200", 740e12, 128, 4.3e12, 141 * GIB, 6e-6, 8, Link(8e-6, 370e9), Link(2e-5, 46e9), wide=52e12),
+            Hardware("l40s", 180e12, 128, 0.8e12, 48 * GIB, 6e-6, 8, Link(1e-5, 22e9), Link(3e-5, 12e9), wide=60e12),
             Hardware("cpu", 50e9, 16, 8e9, 8 * GIB, 5e-6, 1 << 30, Link(3e-4, 1e9), Link(3e-4, 1e9), 4, backend="gloo"),
         )
     }
 )
-"""Start values from data sheets and published measurements; `cpu` is gloo on a small shared machine."""
+"""Start values from data sheets and published measurements, in bfloat16 and, `wide`, in float32 as torch multiplies by
+default (no TF32); `cpu` is gloo on a small shared machine, in float32."""
 
 
 def calibrated_path() -> Path:

@@ -166,15 +166,25 @@ class _Prober:
 
     def _first(self, model: nn.Module) -> Probe:
         try:
-            return self._forward(FOLLOWED, follow=True)
+            return self._followed()
         except Exception:
             if not self.chains:
                 raise
         self._copy(model, ())  # a block that another one reads from, or that returns something else each time
-        return self._forward(FOLLOWED, follow=True)
+        return self._followed()
 
-    def _forward(self, batch: int, *, follow: bool = False, **settings: Any) -> Probe:
-        args, kwargs = self.sample.repeat(batch, follow=follow)
+    def _followed(self) -> Probe:
+        """The first forward. A sample of equal integers is made to differ in one tensor after the other, until some
+        contraction shows which rows are row 1's."""
+        first = self._forward(FOLLOWED, follow=True)
+        for moved in range(self.sample.alike):
+            if any(call.outer is not None or call.coupled for call in first.calls.values()):
+                break
+            first = self._forward(FOLLOWED, follow=True, moved=moved)
+        return first
+
+    def _forward(self, batch: int, *, follow: bool = False, moved: int | None = None, **settings: Any) -> Probe:
+        args, kwargs = self.sample.repeat(batch, follow=follow, moved=moved)
         probe = Probe(self.operands, batch, silent=self.silent, values=self._values, **settings)
         with ExitStack() as stack:
             stack.enter_context(paths(self.watched, probe.path, self._note if follow else None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ class Sample:
     args: tuple
     kwargs: Mapping[str, Any]
 
-    def repeat(self, batch: int, *, follow: bool = False) -> tuple[tuple, dict[str, Any]]:
+    def repeat(self, batch: int, *, follow: bool = False, moved: int | None = None) -> tuple[tuple, dict[str, Any]]:
         """The row `batch` times: arguments and keyword arguments.
 
-        With `follow`, row 1 differs: its numbers are NaN, its integers are turned by one position.
+        With `follow`, row 1 differs: its numbers are NaN, its integers are turned by one position; and of the tensors
+        of integers that this leaves alike, those at number `moved` are one less, or 1 for 0.
         """
+        alike = count()
 
         def grow(tensor: Tensor) -> Tensor:
             if not tensor.ndim:
@@ -37,11 +40,26 @@ class Sample:
             grown = tensor.repeat(batch, *[1] * (tensor.ndim - 1))
             if follow and tensor.is_floating_point():
                 grown[1] = float("nan")
+            elif follow and _stays(tensor):
+                if next(alike) == moved:
+                    grown[1] = torch.where(grown[1] == 0, 1, grown[1] - 1)
             elif follow and tensor.ndim > 1:
                 grown[1] = grown[1].roll(1, -1)
             return grown
 
         return map_tensors((self.args, dict(self.kwargs)), grow)
+
+    @property
+    def alike(self) -> int:
+        """Tensors of integers that are the same when they are turned by one position."""
+        found: list[bool] = []
+
+        def look(tensor: Tensor) -> Tensor:
+            found.append(_stays(tensor))
+            return tensor
+
+        map_tensors((self.args, dict(self.kwargs)), look)
+        return sum(found)
 
     @property
     def positions(self) -> int | None:
@@ -55,6 +73,13 @@ class Sample:
 
         map_tensors((self.args, dict(self.kwargs)), look)
         return found[0] if found else None
+
+
+def _stays(tensor: Tensor) -> bool:
+    """Whether it is integers, [1, ...], that turned by one position are what they were."""
+    if tensor.ndim < 2 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        return False
+    return torch.equal(tensor, tensor.roll(1, -1))
 
 
 def sample_of(model: nn.Module, batch: Any = None, positions: int = POSITIONS) -> Sample:
