@@ -34,8 +34,8 @@ verify: $(STAMP) ## run every "What it must show" check in full, and write resul
 bench: $(STAMP) ## print the headline ratios of this commit against their budgets
 	@$(RUN) benchmarks/ratios.py --report-only
 
-bench-history: $(STAMP) ## measure the last N commits (N=20) that have no figures yet
-	@$(RUN) benchmarks/history.py $(or $(N),20)
+bench-history: $(STAMP) ## measure the headlines (ALL=1: everything) of the last N commits (N=20) without figures
+	@$(RUN) benchmarks/history.py $(or $(N),20) $(if $(ALL),--all)
 
 dashboard: $(STAMP) ## write the benchmark pages, then fail if a headline regressed
 	@$(RUN) benchmarks/dashboard.py

@@ -1,26 +1,30 @@
 """Measures commits: each in a worktree of its own, all with the suite of this checkout and in one environment.
 
-    make bench-history N=20            the last N commits that have no results yet
+    make bench-history N=20            the last N commits that have no results yet: the headline benchmarks
+    make bench-history N=5 ALL=1       every benchmark
     python benchmarks/history.py 5 --bench Dispatch --again
 
 An environment per commit with torch in it is impractical, so a commit is measured by putting the source roots of its
 worktree (packages/*/src) before everything else on the path. A benchmark that a commit cannot run has no point there.
+The headlines of a commit take about 5 minutes on two cores, and as long again where TorchTitan's environment is.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from asv.results import get_existing_hashes
 from rich.console import Console
 from rich.progress import Progress
 
-from figures import commits_of, read_config
+from figures import commits_of, read_config, read_headlines
 
 CONFIG = Path(__file__).absolute().with_name("asv.conf.json")
 COMMIT_S = 20 * 60
@@ -29,12 +33,16 @@ COMMIT_S = 20 * 60
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("count", type=int, help="how many commits, the newest ones")
-    parser.add_argument("--bench", default="", help="only benchmarks that match this regular expression")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--bench", default="", help="the benchmarks that match this regular expression")
+    chosen.add_argument("--all", action="store_true", help="every benchmark, not the headlines' alone")
     parser.add_argument("--again", action="store_true", help="also commits that have results")
     parser.add_argument("--config", type=Path, default=CONFIG, help="another suite's asv.conf.json")
     arguments = parser.parse_args()
     config = arguments.config.absolute()
     settings = read_config(config)
+    headlines = sorted({row.benchmark for row in read_headlines(config)[0]})
+    bench = arguments.bench or ("" if arguments.all else f"^({'|'.join(map(re.escape, headlines))})")
     measured = set() if arguments.again else set(get_existing_hashes(settings.results_dir))
     wanted = commits_of(settings.repo, arguments.count)
     waiting = [commit for commit in wanted if commit not in measured]
@@ -44,8 +52,10 @@ def main() -> int:
     with Progress(console=console) as progress:
         for commit in progress.track(waiting, description="measuring"):
             progress.console.print(f"  {subject(settings.repo, commit)}")
-            if not measure(config, settings.repo, commit, arguments.bench):
+            began = time.monotonic()
+            if not measure(config, settings.repo, commit, bench):
                 failed.append(commit)
+            progress.console.print(f"    {time.monotonic() - began:.0f} s")
     for commit in failed:
         console.print(f"[red]not every benchmark ran at {commit[:10]}[/red]; asv's words are above")
     return int(len(failed) == len(waiting) > 0)

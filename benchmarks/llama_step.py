@@ -14,6 +14,7 @@ import gc
 import json
 import sys
 import time
+from pathlib import Path
 from statistics import quantiles
 
 import torch
@@ -23,6 +24,8 @@ from benchmarks._budgets import budget_of
 from benchmarks._llama_example_by_hand import split_by_hand, sum_norm_gradients
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 
 BY_HAND, STATIC, EAGER = "by hand", "veScale, static", "veScale, eager"
 BUDGET = budget_of("bench_static.LlamaStep.track_over_by_hand", STATIC)

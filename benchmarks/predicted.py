@@ -29,6 +29,8 @@ from predicted_points import add_measured, draw, judged, predicted
 from predicted_steps import measure, samples_in, undisturbed
 from vescale_dtensor.testing import warm_up
 
+sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
+
 BUDGETS = {
     2: {"spearman": 0.9, "regret": 0.05, "median error": 0.15},
     4: {"spearman": 0.9, "regret": 0.10, "median error": None},

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,8 @@ from statistics import median
 import torch
 
 from vescale_dtensor.testing import run_ranks, warm_up
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 
 POSITIONS, BATCH = 128, 8
 

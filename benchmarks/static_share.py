@@ -17,6 +17,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
@@ -24,6 +25,8 @@ import transformers
 import vescale
 from vescale_dtensor.testing import fake_world
 from vescale_plans import Plan, library
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 
 LEAST = 0.95
 LLAMA_FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")

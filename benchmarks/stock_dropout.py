@@ -14,8 +14,11 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 
 POSITIONS, STEPS, BATCH, VOCABULARY, LOSS = 24, 20, 8, 64, 1e-5
 

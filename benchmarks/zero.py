@@ -20,12 +20,15 @@ import json
 import sys
 import time
 from math import prod
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import nn
 
 from vescale_dtensor.testing import fake_world, run_ranks, warm_up
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 
 BUDGETS = {
     "padding": 0.03, "planning seconds": 1.0, "memory over formula": 1.10, "zero3 over fully_shard": 0.95,
@@ -127,7 +130,7 @@ def packing(_) -> dict:
 # --- memory -------------------------------------------------------------------------------
 
 
-def gpt(layers: int = 12, hidden: int = 768, words: int = 50257):
+def gpt(layers: int, hidden: int, words: int):
     from nanogpt.model import GPT, GPTConfig
 
     torch.manual_seed(0)
@@ -149,16 +152,16 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def held(zero: int) -> tuple[int, int]:
+def held(zero: int, layers: int, hidden: int, words: int) -> tuple[int, int]:
     """(live bytes, parameters) after a step and a further backward."""
     from vescale_plans import Plan, parallelize
 
     before = live_bytes()
-    model = gpt()
+    model = gpt(layers, hidden, words)
     count = sum(p.numel() for p in model.parameters())
     plan = Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero)
     model, optimizer = parallelize(plan, model, lambda p: torch.optim.AdamW(p, lr=1e-4))
-    tokens = torch.randint(50257, (2, 2, 16), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(words, (2, 2, 16), generator=torch.Generator().manual_seed(1))
     for step in range(2):
         model(*tokens).backward()
         if not step:
@@ -170,10 +173,11 @@ def held(zero: int) -> tuple[int, int]:
     return found, count
 
 
-def memory(_) -> dict:
+def memory(arguments) -> dict:
     figures = {}
+    sizes = (4, 384, 4096) if arguments.small else (12, 768, 50257)
     for zero in range(4):
-        results = run_ranks(2, held, zero, timeout=300)
+        results = run_ranks(2, held, zero, *sizes, timeout=300)
         count = results[0][1]
         # Parameters, gradients, and AdamW's two moments, float32; each shared by 2 ranks from its stage on.
         formula = 4 * count * (sum(1 if zero < stage else 0.5 for stage in (3, 2)) + 2 * (1 if zero < 1 else 0.5))
@@ -391,6 +395,7 @@ def main() -> int:
     parser.add_argument("part", choices=list(parts))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--small", action="store_true", help="memory of a GPT of 9M parameters instead")
     arguments = parser.parse_args()
     if arguments.part not in ("packing", "host"):
         warm_up("vescale", "transformers", "nanogpt.model", "llama.model")

@@ -1,4 +1,4 @@
-"""vescale_plans: what applying a plan, finding one, and a dry run of it cost (ratios, lower is better)."""
+"""vescale_plans: what applying a plan, probing a model, finding a plan and its dry run cost (ratios)."""
 
 from __future__ import annotations
 
@@ -27,36 +27,42 @@ def plan():
     return library.llama(mesh={"dp": 2, "tp": 4})
 
 
+def probed(one):
+    from vescale_plans.search import sample_of, structure_of
+
+    return structure_of(one, sample_of(one, None))
+
+
 class Plans:
     """Over a training step of the same model on one device: what a user waits for before the first step."""
 
-    params = (["parallelize", "generate_plan"],)
+    params = (["parallelize", "probe", "generate_plan", "dry_run"],)
     param_names = ("what",)
 
     def setup_cache(self):
         import torch
 
-        from vescale_plans import generate_plan, parallelize
+        from vescale_plans import dry_run, generate_plan, parallelize
 
         torch.set_num_threads(1)
         tokens = torch.zeros(8, 64, dtype=torch.int64)
-        ratios: dict[str, list[float]] = {"parallelize": [], "generate_plan": []}
-        with fake_mesh():
-            for turn in range(4):
-                one = model()
+        batch = {"input_ids": tokens, "labels": tokens}
+        request = {"world_size": 8, "batch": 64, "seq": 64, "hardware": "a100"}
+        ratios: dict[str, list[float]] = {name: [] for name in self.params[0]}
 
-                def step(one=one):
-                    one(input_ids=tokens, labels=tokens).loss.backward()
+        def over_a_step(name: str, function) -> None:
+            one = model()
+            floor = seconds(lambda: one(**batch).loss.backward(), times=3)
+            ratios[name].append(seconds(function, times=1) / floor)
 
-                floor = seconds(step, times=3)
-                fresh = model()
-                applied = seconds(partial(parallelize, plan(), fresh), times=1)
-                request = {"world_size": 8, "batch": 64, "seq": 64, "hardware": "a100"}
-                found = seconds(partial(generate_plan, model(), request), times=1)
-                if turn:  # the first warms up
-                    ratios["parallelize"].append(applied / floor)
-                    ratios["generate_plan"].append(found / floor)
-        return {name: median(values) for name, values in ratios.items()}
+        for _ in range(4):
+            fresh = model()
+            with fake_mesh():
+                over_a_step("parallelize", partial(parallelize, plan(), fresh))
+            over_a_step("probe", partial(probed, model()))
+            over_a_step("generate_plan", partial(generate_plan, model(), request))
+            over_a_step("dry_run", partial(dry_run, plan(), model(), batch))
+        return {name: median(values[1:]) for name, values in ratios.items()}  # the first warms up
 
     setup_cache.timeout = 600
 

@@ -26,7 +26,7 @@ class TorchTitan:
 
     def setup_cache(self):
         said = subprocess.run(
-            [sys.executable, str(SCRIPT), "host", "--rounds", "12"],
+            [sys.executable, str(SCRIPT), "host", "--rounds", "12", "--brief"],
             env=os.environ, capture_output=True, text=True, timeout=500,
         )  # fmt: skip
         try:

@@ -3,7 +3,7 @@
     python benchmarks/torchtitan/side_by_side.py all
     python benchmarks/torchtitan/side_by_side.py host [--rounds N]    # host ms per step on a fake group, TP 8 + SP
     python benchmarks/torchtitan/side_by_side.py gloo [--rounds N]    # CPU ms per rank, and the losses of each layout
-    python benchmarks/torchtitan/side_by_side.py profile              # what each side calls in a step of TP 8 + SP
+    python benchmarks/torchtitan/side_by_side.py profile [--only L]   # what each side calls in a step (TP 8 + SP)
     python benchmarks/torchtitan/side_by_side.py lines                # lines of code that a user writes
 
 TorchTitan runs in an environment of its own: the Python that TORCHTITAN_PYTHON names, or `.venv-torchtitan/bin/python`
@@ -19,9 +19,12 @@ import argparse
 import json
 import os
 import platform
+import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -37,7 +40,7 @@ from setting import LAYOUTS
 HERE = Path(__file__).absolute().parent
 TOP = HERE.parents[1]
 THEIR_VERSION = "0.3.0"
-START_S = 300
+ANSWER_S = 300  # of a contender, for its start or a round
 STATIC, EAGER, PLAIN = "veScale static", "veScale eager", "plain, one rank's sizes"
 SPMD, BARE, DTENSOR = "TorchTitan spmd_types", "TorchTitan spmd_types, no FSDP2", "TorchTitan partial_dtensor"
 CONTENDERS = {
@@ -52,29 +55,35 @@ CONTENDERS = {
 TARGETS = {
     ("TP 8", STATIC, BARE): 0.7, ("TP 8", EAGER, BARE): 1.0,
     ("ZeRO-3 2 x TP 8", STATIC, SPMD): 0.7, ("ZeRO-3 2 x TP 8", EAGER, SPMD): 1.0,
-    **{(layout, mode, SPMD): 1.0 for layout in ("FSDP 2", "TP 2", "PP 2") for mode in (EAGER, STATIC)},
+    **{(layout, mode, SPMD): 1.0 for layout in ("FSDP 2", "TP 2", "PP 2", "FSDP 2 x TP 2") for mode in (EAGER, STATIC)},
 }  # fmt: skip
 
 
 class Contender:
     """A layout's ranks on one side, as processes that answer."""
 
-    def __init__(self, name: str, layout: str, python: str) -> None:
+    def __init__(self, name: str, layout: str, python: str, scratch: str) -> None:
         script, mode = CONTENDERS[name]
         self.name, count = name, 1 if LAYOUTS[layout].fake else LAYOUTS[layout].ranks
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-        sources = os.pathsep.join(str(root) for root in sorted(TOP.glob("packages/*/src")))
+        environment = {**os.environ, **address, "WORLD_SIZE": str(count), "TMPDIR": scratch}
+        if script == "theirs.py":  # ours imports what this process would: another commit's sources, from bench-history
+            environment.pop("PYTHONPATH", None)
         self.ranks = [
             subprocess.Popen(
                 [python, str(HERE / script), mode, layout],
-                env={**os.environ, **address, "RANK": str(rank), "WORLD_SIZE": str(count), "PYTHONPATH": sources},
+                env={**environment, "RANK": str(rank)},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             )
             for rank in range(count)
         ]  # fmt: skip
 
     def answers(self) -> list[dict[str, Any]]:
-        lines = [rank.stdout.readline() for rank in self.ranks]
+        lines = []
+        for rank in self.ranks:
+            if not select.select([rank.stdout], [], [], ANSWER_S)[0]:
+                raise RuntimeError(f"{self.name} did not answer within {ANSWER_S} s")
+            lines.append(rank.stdout.readline())
         if not all(lines):
             raise RuntimeError(f"{self.name} ended: run {CONTENDERS[self.name]} by hand to see why")
         return [json.loads(line) for line in lines]
@@ -112,12 +121,14 @@ def contenders(names: Sequence[str], layout: str) -> Iterator[dict[str, Contende
     """Those that can run here, ready. Without TorchTitan's environment its contenders are left out."""
     theirs = their_python()
     with ExitStack() as stack:
+        # What contenders leave there goes with them, however they end.
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="side-by-side-", ignore_cleanup_errors=True))
         ready = {}
         for name in names:
             python = theirs if CONTENDERS[name][0] == "theirs.py" else sys.executable
             if python is None:
                 continue
-            ready[name] = Contender(name, layout, python)
+            ready[name] = Contender(name, layout, python, scratch)
             stack.callback(ready[name].stop)
         for one in ready.values():
             one.about = one.answers()
@@ -161,32 +172,43 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return round(median(a / b for a, b in zip(ours, theirs, strict=True)), 4)
 
 
-def host(rounds: int, only: str) -> Iterator[dict[str, Any]]:
+def host(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     names = {"TP 8": list(CONTENDERS), "ZeRO-3 2 x TP 8": [PLAIN, STATIC, EAGER, SPMD, DTENSOR]}
-    return (raced(names[layout], layout, rounds, 3) for layout in names if layout == (only or layout))
+    layouts = [layout for layout in names if layout == (asked.only or layout)]
+    return (raced(judged(names[layout], layout, asked.brief), layout, asked.rounds, 3) for layout in layouts)
 
 
-def gloo(rounds: int, only: str) -> Iterator[dict[str, Any]]:
+def gloo(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     names = [STATIC, EAGER, SPMD, DTENSOR]
-    layouts = [name for name, layout in LAYOUTS.items() if not layout.fake and name == (only or name)]
-    return (raced([EAGER, SPMD] if "one" in name else names, name, rounds, 2) for name in layouts)
+    layouts = [name for name, layout in LAYOUTS.items() if not layout.fake and name == (asked.only or name)]
+    for layout in layouts:
+        here = [EAGER, SPMD] if "one" in layout else judged(names, layout, asked.brief)
+        yield raced(here, layout, asked.rounds, 2)
 
 
-def profile(*_: Any) -> Iterator[dict[str, Any]]:
-    with contenders([PLAIN, STATIC, EAGER, BARE, SPMD], "TP 8") as ready:
+def judged(names: Sequence[str], layout: str, brief: bool) -> list[str]:
+    """Of these the ones that a target speaks of, if only those are asked for."""
+    spoken_of = {name for of, *pair in TARGETS if of == layout for name in pair}
+    return [name for name in names if not brief or name in spoken_of]
+
+
+def profile(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    layout = asked.only or "TP 8"
+    names = [PLAIN, STATIC, EAGER, BARE, SPMD] if LAYOUTS[layout].fake else [STATIC, EAGER, SPMD]
+    with contenders(names, layout) as ready:
         found = {}
         for name, one in ready.items():
             one.asked(10)
             found[name] = one.asked("profile")[0]
-    yield {"layout": "TP 8", "profile": found}
+    yield {"layout": layout, "profile": found}
 
 
 def counted(*_: Any) -> Iterator[dict[str, Any]]:
     yield {"lines": lines(their_python())}
 
 
-def everything(rounds: int, only: str) -> Iterator[dict[str, Any]]:
-    return chain(host(rounds, only), gloo(rounds, only), counted())
+def everything(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    return chain(host(asked), gloo(asked), counted())
 
 
 COMMANDS = {"all": everything, "host": host, "gloo": gloo, "profile": profile, "lines": counted}
@@ -225,8 +247,10 @@ def main() -> int:
     parser.add_argument("what", choices=[*COMMANDS, "setup"])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", default="", help="one layout, by its name")
+    parser.add_argument("--brief", action="store_true", help="only the contenders that a target speaks of")
     parser.add_argument("--write", type=Path, help="keep the figures in this JSON file")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders and their files go too
     if arguments.what == "setup":
         folder = TOP / ".venv-torchtitan"
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -239,7 +263,7 @@ def main() -> int:
         "figures": [],
         "targets": [],
     }
-    for figures in COMMANDS[arguments.what](arguments.rounds, arguments.only):
+    for figures in COMMANDS[arguments.what](arguments):
         show(figures)
         record["figures"].append(figures)
         for row in verdicts([figures]):

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-
-from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from .candidates import Candidate
 from .hardware import GIB
 from .ranking import Estimate, Pricer, Request
 from .structure import Group as Split
+
+if TYPE_CHECKING:  # rich is imported where something is shown: `import vescale` is to be quick
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 FULL = 0.9
 """Of the memory limit, from which on memory is said to bind."""
@@ -160,14 +161,21 @@ class Explanation:
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.console import Group
+        from rich.text import Text
+
         yield Group(Text("\n".join(self.headline())), *self._tables())
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
         console.print(self)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
     def _tables(self) -> Iterator[Table]:
+        from rich.table import Table
+
         table = Table(title="the choice, and the next best", title_justify="left")
         for name in ("", "plan", "s/step", "GiB", "what binds", "loses"):
             table.add_column(name, justify="right" if name in ("s/step", "GiB") else "left")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 T = TypeVar("T")
 
@@ -24,8 +26,9 @@ class Bar:
     """
 
     def __init__(self, console: Console | None = None, after: float = AFTER) -> None:
-        self._console = console or Console(stderr=True)
-        self._quiet = not self._console.is_terminal or os.environ.get("RANK", "0") != "0"
+        self._console = console
+        terminal = sys.stderr.isatty() if console is None else console.is_terminal
+        self._quiet = not terminal or os.environ.get("RANK", "0") != "0"
         self._due = time.monotonic() + after
         self._shown: Progress | None = None
         self._task: tuple[str, int] | None = None
@@ -49,11 +52,19 @@ class Bar:
         if self._shown is None:
             if self._quiet or time.monotonic() < self._due:
                 return
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._shown = Progress(*columns, console=self._console, transient=True)
+            self._shown = _progress(self._console)
             self._shown.start()
         if self._task is None or self._task[0] != what:
             if self._task is not None:
                 self._shown.remove_task(self._task[1])
             self._task = (what, self._shown.add_task(what, total=total))
         self._shown.advance(self._task[1])
+
+
+def _progress(console: Console | None) -> Progress:
+    # here: most searches show nothing, and `import vescale` is to be quick
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console or Console(stderr=True), transient=True)
