@@ -35,7 +35,7 @@ class Dispatch(_Ratios):
 
     def setup_cache(self):
         with fake_mesh() as mesh:
-            return {each.name: _ratios(each) for each in _headlines.dispatch(mesh)}
+            return {each.name: _ratios(each) for each in _headlines.dispatch(mesh, rounds=150)}
 
     setup_cache.timeout = 300
 
@@ -54,7 +54,7 @@ class LlamaBlocks(_Ratios):
 
     def setup_cache(self):
         with fake_mesh() as mesh:
-            return {_BLOCKS: _ratios(_headlines.blocks(mesh))}
+            return {_BLOCKS: _ratios(_headlines.blocks(mesh, rounds=80))}
 
     setup_cache.timeout = 300
 

@@ -16,7 +16,7 @@ class Fills:
         found = {}
         with fake_mesh() as mesh:
             for fill, layout in _fill_cases.cases():
-                race = _fill_cases.run(mesh, fill, layout)
+                race = _fill_cases.run(mesh, fill, layout, rounds=15)
                 for stream, baseline in _fill_cases.BASELINES.items():
                     found[fill, layout, stream] = race.ratio(stream, baseline).median
         return found
