@@ -124,6 +124,12 @@ def test_a_measured_commit_is_not_measured_again(measured):
     assert list((measured[0] / ".git/worktrees").glob("*")) == []
 
 
+def test_headlines_alone_are_measured_unless_all_are_asked_for(measured):
+    top, _ = measured
+    found = [json.loads(path.read_text())["results"] for path in (top / "benchmarks/.asv/results").glob("*/*-*.json")]
+    assert len(found) == 5 and all(set(results) == {"bench_toy.Toy.track_steps"} for results in found)
+
+
 class Links(HTMLParser):
     def __init__(self):
         super().__init__()
