@@ -95,7 +95,7 @@ class Runtime:
         self._parameters = parameters
         self._tied = sorted(name for name, stages in self._owned.stages.items() if len(stages) > 1)
         self._calls: dict[Any, Call] = {}
-        self._count = 0
+        self.calls = 0
         self._scale = 1.0
         self._gradients: Gradients | None = None
         self._state: Interpreter | None = None
@@ -104,6 +104,11 @@ class Runtime:
         self._reveals = False
         model.__dict__["_call_impl"] = self
         model.__dict__["parameters"] = self._all_parameters
+
+    @property
+    def is_above_units(self) -> bool:
+        """Whether the user's code runs that spans stages: on placeholders, which the reader of the moment answers."""
+        return current.reader is not None
 
     # --- the model's call -------------------------------------------------------------
 
@@ -212,10 +217,10 @@ class Runtime:
 
     def _greet(self, call: Call, trains: bool, doing: _Doing) -> None:
         """Neighbours compare what they are about to run. Cost: one message of 24 bytes each way."""
-        self._count += 1
+        self.calls += 1
         peers = [peer for peer in (self.rank - 1, self.rank + 1) if 0 <= peer < self.schedule.ranks]
-        doing.action = f"the beginning of call {self._count}"
-        mine = [self._count, int(trains), call.digest(self.schedule)]
+        doing.action = f"the beginning of call {self.calls}"
+        mine = [self.calls, int(trains), call.digest(self.schedule)]
         for peer, theirs in zip(peers, self.link.exchange(peers, self.tags("greet"), mine)):
             if theirs != mine:
                 first = next(i for i, (a, b) in enumerate(zip(theirs, mine)) if a != b)

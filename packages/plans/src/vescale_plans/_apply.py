@@ -141,10 +141,10 @@ def _parallelized(
         with together("making the optimizer"):
             optimizer = optimizer_fn(model.parameters())
             optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
-    if mode != "eager":
-        static(model, compiler="inductor" if mode == "compile" else "")
     if pipelined is not None:
         pipelined()
+    if mode != "eager":
+        static(model, compiler="inductor" if mode == "compile" else "")
     return model, optimizer
 
 

@@ -91,6 +91,7 @@ class Static:
         self.model, self.verify_every, self.backend = model, verify_every, ""
         self.sites = {id(m): Site(self, m, name or type(m).__name__) for name, m in model.named_modules()}
         self.root = self.sites[id(model)]
+        self._runtime = getattr(model._vescale, "runtime", None)  # of a pipeline, whose stages' units are called
         self._steps = 0
         self._place()
 
@@ -106,7 +107,8 @@ class Static:
                 needed |= region.unseen
                 needed |= {inner for inner, nested in region.nested.items() if nested.border or nested.drawn}
         for site in self.sites.values():
-            _stand(site, site in needed and not (site.retired and site is not self.root))
+            stands = site in needed or (self._runtime is not None and site.verdict is UNSEEN)
+            _stand(site, stands and not (site.retired and site is not self.root))
 
     def _arm(self, module: nn.Module) -> None:
         for inner in module.modules():
@@ -117,10 +119,13 @@ class Static:
     def call(self, site: Site, args: tuple, kwargs: dict) -> Any:
         """A module with a site is called, and no pass is running."""
         check_order("static", "a static module computes")
-        if site is self.root:
-            self._steps += 1
-            if self.verify_every and self._steps % self.verify_every == 0:
-                self._forget()
+        if self._runtime is not None:
+            if self._runtime.is_above_units:
+                return self._above_units(site, args, kwargs)
+            if self._runtime.calls != self._steps:
+                self._count_step(self._runtime.calls)
+        elif site is self.root:
+            self._count_step(self._steps + 1)
         if site.retired or is_strict() or _len_torch_function_stack() or _are_functorch_transforms_active():
             return site.forward(*args, **kwargs)
         key, erased = take_key(args, kwargs)
@@ -144,11 +149,21 @@ class Static:
             return self._record(site, key, args, kwargs)
         return site.forward(*args, **kwargs)
 
+    def _count_step(self, steps: int) -> None:
+        """The model is called, for the `steps`th time."""
+        self._steps = steps
+        if self.verify_every and self._steps % self.verify_every == 0:
+            self._forget()
+
+    def _above_units(self, site: Site, args: tuple, kwargs: dict) -> Any:
+        """Under a pipeline: user code that spans stages runs on placeholders; each unit that it calls is a root."""
+        if site.verdict is UNSEEN and not _len_torch_function_stack():  # not the dry run, which calls every module
+            why = "spans stages of the pipeline: its own code runs on placeholders for what other stages compute"
+            site.verdict, site.reason = EAGER, Difference(why, site.line)
+        return site.forward(*args, **kwargs)
+
     def _record(self, site: Site, key: tuple, args: tuple, kwargs: dict) -> Any:
         """An eager call, written down; what was found about it is in force from the next call on."""
-        if hasattr(self.model._vescale, "runtime") and not site.retired:
-            self._retire(site, "it runs as stages of a pipeline, on placeholders for what other stages compute")
-            self._place()
         if site.retired or self._is_dry or self._is_retired_by(site):
             return site.forward(*args, **kwargs)
         recording = Recording()
