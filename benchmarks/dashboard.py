@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from html import escape
+from importlib import metadata
 from pathlib import Path
 
-from figures import Figure, read_config, read_figures
+from figures import Figure, read_config, read_figures, read_machines
 from gate import verdict
 from history import CONFIG, asv, subject
 
@@ -59,12 +61,12 @@ def main() -> int:
         print(published.stdout + published.stderr, file=sys.stderr)
         return 1
     page = Path(settings.html_dir).parent / "index.html"
-    page.write_text(front_page(figures, settings.repo, read_verdicts(arguments.results)))
+    page.write_text(front_page(figures, settings.repo, read_verdicts(arguments.results), read_machines(config)))
     print(f"dashboard: {page}")
     return 0
 
 
-def front_page(figures: list[Figure], repository: str, verdicts: list[dict]) -> str:
+def front_page(figures: list[Figure], repository: str, verdicts: list[dict], machines: list[str]) -> str:
     headlines = [each for each in figures if each.headline]
     others = [each for each in figures if not each.headline]
     commits = {point.commit for each in figures for point in each.points}
@@ -77,7 +79,9 @@ def front_page(figures: list[Figure], repository: str, verdicts: list[dict]) -> 
     sections = [
         f"<h1>veScale benchmarks</h1><p>{state}. {len(commits)} commits, lower is better everywhere. "
         f'<a href="asv/index.html">All graphs (ASV)</a> '
-        f'<span class="dim">written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</span></p>',
+        f'<span class="dim">written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</span></p>'
+        f'<p class="dim">{escape("; ".join(machines))}; Python {platform.python_version()}, '
+        f"torch {metadata.version('torch')}</p>",
         '<h2>Headlines</h2><div class="cards">' + "".join(card(each) for each in headlines) + "</div>",
         steps(figures, repository),
         table("Every other figure", ("figure", "newest", "over commits", "machine"), map(row, others)),
@@ -162,7 +166,8 @@ def read_verdicts(folder: Path) -> list[dict]:
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text())
         for check in record.get("checks", ()):
-            newest[check["point"], check["title"]] = {**record, **check}
+            if "title" in check:  # others keep figures under this name, too
+                newest[check["point"], check["title"]] = {**record, **check}
     return [newest[key] for key in sorted(newest, key=lambda key: [float(key[0].partition(".")[0]), *key])]
 
 

@@ -155,6 +155,16 @@ def read_figures(config: Path) -> list[Figure]:
     return sorted(figures, key=lambda each: (rank.get(each.headline, len(rank)), each.machine, each.title))
 
 
+def read_machines(config: Path) -> list[str]:
+    """Each machine that measured something here, in words."""
+    found = {}
+    for results in iter_results(read_config(config).results_dir):
+        of = results.params
+        memory = f"{int(of['ram']) / 2**30:.0f} GiB" if of.get("ram", "").isdigit() else "memory unknown"
+        found[of["machine"]] = f"{of['machine']}: {of.get('num_cpu', '?')} x {of.get('cpu', '?')}, {memory}, {of['os']}"
+    return sorted(found.values())
+
+
 def _values(results: Results):
     """(benchmark, parameters) and the value, of each that succeeded. ASV writes parameters as their repr."""
     for name in results.get_all_result_keys():

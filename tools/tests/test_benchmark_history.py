@@ -147,6 +147,8 @@ def test_the_dashboard_shows_the_regression(measured, tmp_path):
     record = {"commit": "c" * 40, "torch": "2.13.0", "machine": "x86_64"}
     check = {"point": "1.1", "title": "a check", "holds": True, "figures": {"ratio": 0.5}}
     (tmp_path / "2026.json").write_text(json.dumps({**record, "checks": [check]}))
+    # Not of make verify:
+    (tmp_path / "figures.json").write_text(json.dumps({"checks": [{"point": "4.3", "unmet": []}]}))
     script(measured, "dashboard", "--results", tmp_path)
     site = measured[0] / "benchmarks/.asv/site"
     page = Links()
@@ -156,6 +158,7 @@ def test_the_dashboard_shows_the_regression(measured, tmp_path):
     assert page.links == ["asv/index.html"] and all((site / link).exists() for link in page.links)
     assert "1 of 2 headlines fail" in text and "5 commits" in text
     assert text.count("slowed") == 1 and "10.200 to 14.000" in text
+    assert "Python" in text and "torch" in text  # with what it was measured
     assert "steps <small>" in text and "a check" in text and '{"ratio": 0.5}' in text
 
 
