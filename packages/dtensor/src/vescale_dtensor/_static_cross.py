@@ -14,6 +14,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd import Function
 
 from . import _events
+from ._collectives import Recipe
 from ._convert import convert_tracked
 from ._steps import Route
 from ._tensor import local_only
@@ -23,11 +24,11 @@ class Cross(Function):
     """Local tensor -> local tensor, both plain."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, route: Route, cause: object) -> Tensor:
-        ctx.way = route.back, cause
+    def forward(ctx, local: Tensor, run: Recipe, way: tuple[Route, object]) -> Tensor:
+        ctx.way = way
         if local.is_neg() or local.is_conj():
             local = local.resolve_conj().resolve_neg()
-        return route.run(local)
+        return run(local)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -48,12 +49,14 @@ _apply = super(Function, Cross).apply
 def crossing(route: Route, cause: object) -> Callable[[Tensor], Tensor]:
     """The conversion along `route`, differentiable, for plain tensors; `cause` is who asks for it."""
 
+    run, way = route.run, (route.back, cause)
+
     def cross(tensor: Tensor) -> Tensor:
         _events.set_cause(cause)
         if _events.watch is not None:
             return _events.watch(lambda tensor, *_: _along(tensor, route), tensor, route.source, route.target)
         if is_grad_enabled() and tensor.requires_grad and not _are_functorch_transforms_active():
-            return _apply(tensor, route, cause)
+            return _apply(tensor, run, way)
         return _along(tensor, route)
 
     return cross

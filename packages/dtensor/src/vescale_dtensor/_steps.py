@@ -167,7 +167,7 @@ def _all_gather(step: Step) -> Recipe | None:
         grouped = (count, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
         parts, at = (grouped, dim + 1) if groups > 1 else ((count, *shape), dim)
         whole, order = _with_size(shape, dim, count * shape[dim]), (*range(1, at + 1), 0, *range(at + 1, len(parts)))
-        return lambda local: gather(local).view(parts).permute(order).reshape(whole)
+        return lambda local: gather(local).view(*parts).permute(*order).reshape(*whole)
     longest, mine = max(sizes), sizes[mesh.coordinate[axis]]
 
     def gather_uneven(local: Tensor) -> Tensor:
@@ -211,16 +211,14 @@ def _reduce_scatter(step: Step) -> Recipe | None:
     shape = layout.local_shape
     if min(sizes) == max(sizes) and 0 not in shape:
         scatter = scatter_recipe(mesh, (axis,), shape, step.kind)
-        # [.., g * n * s, ..] -> [.., g, n, s, ..] -> [n, .., g, s, ..], which is what travels
+        # [.., g * n * s, ..] -> [.., g, n, s, ..] -> [n, .., g, s, ..] -> [n * .., g * s, ..], which is what travels
         size = shape[dim] // groups
         pieces = (*shape[:dim], groups, count, size, *shape[dim + 1 :])
         at = dim + 1
         if groups == 1:
             pieces, at = (*shape[:dim], count, size, *shape[dim + 1 :]), dim
-        if groups > 1:
-            return lambda local: scatter(local.reshape(pieces).movedim(at, 0).reshape(count, *shape).contiguous())
-        order = (at, *range(at), *range(at + 1, len(pieces)))
-        return lambda local: scatter(local.reshape(pieces).permute(order).contiguous())
+        order, sent = (at, *range(at), *range(at + 1, len(pieces))), (count * shape[0], *shape[1:])
+        return lambda local: scatter(local.reshape(*pieces).permute(*order).reshape(*sent).contiguous())
     return lambda local: reduce_scatter([_take(local, dim, ranges) for ranges in cuts], mesh, (axis,), step.kind)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import (
@@ -103,8 +104,10 @@ class Region:
         state = torch.get_rng_state() if self._random else None
         if self._others:
             erased += erase(self._others)
+        plain, sharded = nn.Parameter, DTensor
         for tensor in self._weights:
-            tensor.__class__ = nn.Parameter
+            tensor.__class__ = plain
+        registered = RemovableHandle.next_id
         for held, straight, was in self._stands:
             was["forward"] = held.get("forward")
             held.update(straight)
@@ -118,16 +121,14 @@ class Region:
         finally:
             _passes.running = before
             self._made = outer
-            for held, straight, was in self._stands:
+            for held, _, was in self._stands:
                 held.update(was)
-                for hooks in FORWARD_HOOKS:
-                    if straight[hooks]:  # registered while the region ran
-                        was[hooks].update(straight[hooks])
-                        straight[hooks].clear()
                 if was["forward"] is None:
                     del held["forward"]
+            if RemovableHandle.next_id != registered:
+                self._keep_registered()
             for tensor in self._weights:
-                tensor.__class__ = DTensor
+                tensor.__class__ = sharded
             restore(erased)
             if made:
                 restore(made)
@@ -136,6 +137,13 @@ class Region:
         if self._stamps:
             self._stamp(out)
         return out
+
+    def _keep_registered(self) -> None:
+        """Hooks that somebody registered while the region ran stay registered."""
+        for _, straight, was in self._stands:
+            for hooks in FORWARD_HOOKS:
+                was[hooks].update(straight[hooks])
+                straight[hooks].clear()
 
     def may_save_itself(self) -> bool:
         """Whether hooks on saved tensors could be handed a parameter or a buffer, which is a DTensor again later."""
