@@ -78,7 +78,7 @@ def examples(clone: Path, environment: Mapping[str, str]) -> dict[str, float]:
     found = {}
     for family, (flags, ranks) in FAMILIES.items():
         started = lambda count: [clone / ".venv/bin/torchrun", "--standalone", "--nproc-per-node", str(count)]
-        runs = {name: clone / "runs" / family / name for name in ("one", "four", "two")}
+        runs = {name: clone / "outputs" / family / name for name in ("one", "four", "two")}
         program = ["-m", f"{family}.pretrain", "--out"]
         folder = clone / "examples"
         run([clone / ".venv/bin/python", *program, runs["one"], "--steps", "40"], folder, environment)
