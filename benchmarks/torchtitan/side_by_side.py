@@ -55,7 +55,7 @@ CONTENDERS = {
 TARGETS = {
     ("TP 8", STATIC, BARE): 0.7, ("TP 8", EAGER, BARE): 1.0,
     ("ZeRO-3 2 x TP 8", STATIC, SPMD): 0.7, ("ZeRO-3 2 x TP 8", EAGER, SPMD): 1.0,
-    **{(layout, mode, SPMD): 1.0 for layout in ("FSDP 2", "TP 2", "PP 2", "FSDP 2 x TP 2") for mode in (EAGER, STATIC)},
+    **{(layout, mode, SPMD): 1.0 for layout in ("FSDP 2", "TP 2", "PP 2") for mode in (EAGER, STATIC)},
 }  # fmt: skip
 
 
@@ -187,8 +187,8 @@ def gloo(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def judged(names: Sequence[str], layout: str, brief: bool) -> list[str]:
-    """Of these the ones that a target speaks of, if only those are asked for."""
-    spoken_of = {name for of, *pair in TARGETS if of == layout for name in pair}
+    """Of these the ones that a target speaks of, if only those are asked for; ours and theirs where none does."""
+    spoken_of = {name for of, *pair in TARGETS if of == layout for name in pair} or {STATIC, EAGER, SPMD}
     return [name for name in names if not brief or name in spoken_of]
 
 
