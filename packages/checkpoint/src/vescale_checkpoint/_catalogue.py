@@ -61,17 +61,25 @@ class Catalogue:
             {"entries": [_entry_json(entry) for entry in self.entries], "values": self.values, "plan": self.plan}
         ).encode()
 
-    def hash(self) -> bytes:
-        """The same on two ranks only where their catalogues are."""
-        found = blake2b(json.dumps([self.values, self.plan]).encode(), digest_size=16)
-        lines = [
-            f"{name}\n{dtype}\n{shape}\n{tied}\n{_layout_text(holders[0].layout)}\n{digest}\n"
-            for name, dtype, shape, tied, holders, digest in self.entries
+    def structure(self) -> bytes:
+        """A hash of all that plans follow from: names, dtypes, shapes, ties, layouts and ranks; no values."""
+        entries = self.entries
+        places: dict[Holder, int] = {}
+        columns = [
+            [entry.name for entry in entries],
+            [entry.dtype for entry in entries],
+            [entry.shape for entry in entries],
+            [entry.tied for entry in entries],
+            [places.setdefault(entry.holders[0], len(places)) for entry in entries],
+            [[_layout_json(layout), ranks] for layout, ranks in places],
         ]
-        found.update("".join(lines).encode())
-        for ranks in dict.fromkeys(entry.holders[0].ranks for entry in self.entries):
-            found.update(repr(ranks).encode())
-        return found.digest()
+        return blake2b(json.dumps(columns).encode(), digest_size=16).digest()
+
+    def hash(self, structure: bytes | None = None) -> bytes:
+        """The same on two ranks only where their catalogues are."""
+        rest = [self.values, self.plan, [entry.digest for entry in self.entries]]
+        known = self.structure() if structure is None else structure
+        return blake2b(known + json.dumps(rest).encode(), digest_size=16).digest()
 
 
 def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[int]]) -> Catalogue:
@@ -81,28 +89,33 @@ def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[
 
     Raises UnsafeError for tensors that cannot be stored: pending sums, sparse and quantised ones.
     """
-    everyone = tuple(range(world))
+    alone = (Holder(None, tuple(range(world))),)
+    known: dict[Layout, tuple[tuple[Holder, ...], tuple[int, ...]]] = {}
     ranks: dict[int, tuple[int, ...]] = {}
+    ties = {name: tuple(tied) for name, tied in contents.tied.items()}
     entries = []
-    for name, tensor in contents.tensors.items():
-        is_sharded = type(tensor) is DTensor
-        dtype = NAMES.get(dtype_of(tensor))
-        if dtype is None or (not is_sharded and tensor.layout != torch.strided):
-            raise UnsafeError(
-                "save", f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, which has no place in the format",
-                (), [("save its parts as plain tensors", "")],
-            )  # fmt: skip
-        tied = tuple(contents.tied.get(name, ()))
-        if is_sharded:
-            layout = tensor.mesh_layout
-            mesh = layout.mesh
-            if id(mesh) not in ranks:
-                ranks[id(mesh)] = tuple(ranks_of(mesh.device_mesh))
-            holder = Holder(_settled(layout, name), ranks[id(mesh)])
-            entries.append(Entry(name, dtype, tuple(layout.shape), tied, (holder,), ""))
-        else:
-            digest = checksum_of(tensor)
-            entries.append(Entry(name, dtype, tuple(tensor.shape), tied, (Holder(None, everyone),), digest))
+    with local_only():
+        for name, tensor in contents.tensors.items():
+            is_sharded = type(tensor) is DTensor
+            dtype = NAMES.get(tensor.dtype)
+            if dtype is None or (not is_sharded and tensor.layout != torch.strided):
+                raise UnsafeError(
+                    "save", f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, which has no place in the format",
+                    (), [("save its parts as plain tensors", "")],
+                )  # fmt: skip
+            if is_sharded:
+                layout = tensor.mesh_layout
+                found = known.get(layout)
+                if found is None:
+                    mesh = layout.mesh
+                    if id(mesh) not in ranks:
+                        ranks[id(mesh)] = tuple(ranks_of(mesh.device_mesh))
+                    found = (Holder(_settled(layout, name), ranks[id(mesh)]),), tuple(layout.shape)
+                    known[layout] = found
+                entries.append(Entry(name, dtype, found[1], ties.get(name, ()), found[0], ""))
+            else:
+                shape, digest = tuple(tensor.shape), checksum_of(tensor)
+                entries.append(Entry(name, dtype, shape, ties.get(name, ()), alone, digest))
     return Catalogue(tuple(entries), contents.values, contents.plan)
 
 
@@ -167,11 +180,6 @@ def _entry_json(entry: Entry) -> list[Any]:
 
 
 @lru_cache(maxsize=4096)
-def _layout_text(layout: Layout | None) -> str:
-    return json.dumps(_layout_json(layout))
-
-
-@lru_cache(maxsize=4096)
 def _layout_json(layout: Layout | None) -> Any:
     return None if layout is None else [layout.mesh.sizes, layout.mesh.names, *map(_placement_json, layout.placements)]
 
@@ -221,9 +229,3 @@ def local_of(tensor: Tensor) -> Tensor:
     """This rank's memory of a tensor: the shard of a DTensor, a plain tensor itself."""
     with local_only():
         return tensor.detach()
-
-
-def dtype_of(tensor: Tensor) -> torch.dtype:
-    """Of any tensor, without the cost of a dispatch."""
-    with local_only():
-        return tensor.dtype

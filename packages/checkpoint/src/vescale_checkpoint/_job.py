@@ -18,25 +18,23 @@ import threading
 import time
 from atexit import register
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from vescale_dtensor import InternalError
-
-from ._box import partition_fault
 from ._catalogue import Catalogue, catalogue_of, unite
 from ._commit import Draft, Retention, Root
 from ._errors import CheckpointError, MismatchError, StorageError
-from ._save_plan import Write, block_bytes, header_of, plan_writes
+from ._outline import Skeleton, known_keys, outline_of
 from ._state import Contents
 from ._storage import LocalStorage
 from ._sync import Session, forget_finished, mesh_ranks
 from ._version import __version__
-from ._write import Source, flat_of, staged, write_file
-from .manifest import FileInfo, Manifest, Section, Stored
+from ._write import staged, write_file
+from .manifest import FileInfo, Manifest
 
 _staging: dict[Any, Tensor] = {}  # kept from one asynchronous save to the next
 _in_flight: PendingSave | None = None
@@ -90,8 +88,8 @@ class SaveJob:
                 self._draft = self.root.begin(number, overwrite)
             self._where, self.catalogue = self._agreed(own, step)
             self._check_folder()
-            writes = plan_writes(self.catalogue.entries, session.rank)
-            self._describe(contents, writes)
+            self._outline = outline_of(self._key, lambda: self.catalogue.entries, session.rank)
+            self._sources = self._outline.sources(contents.tensors)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -142,9 +140,10 @@ class SaveJob:
     def _agreed(self, own: Catalogue, step: int | None) -> tuple[dict[str, Any], Catalogue]:
         """Rank 0's draft, and one catalogue: this rank's own if all have the same."""
         session, draft = self.session, self._draft
-        mine = {"hash": own.hash().hex(), "step": step}
+        structure = own.structure()
+        mine = {"hash": own.hash(structure).hex(), "structure": structure.hex(), "step": step}
         if draft is not None:
-            mine |= {"name": draft.name, "identity": draft.identity, "number": draft.step}
+            mine |= {"name": draft.name, "identity": draft.identity, "number": draft.step, "known": known_keys()}
         answers = [json.loads(text) for text in session.gather("catalogue", json.dumps(mine).encode())]
         forget_finished(session)
         for rank, answer in enumerate(answers):
@@ -154,6 +153,9 @@ class SaveJob:
                     [f"rank 0  {answers[0]['step']}", f"rank {rank}  {answer['step']}"],
                 )  # fmt: skip
         where = {"name": answers[0]["name"], "identity": answers[0]["identity"], "step": answers[0]["number"]}
+        together = blake2b("".join([answer["structure"] for answer in answers]).encode(), digest_size=16)
+        self._key = f"{session.rank} of {session.size}: {together.hexdigest()}"
+        self._is_known = f"0 of {session.size}: {together.hexdigest()}" in answers[0]["known"]
         if all(answer["hash"] == mine["hash"] for answer in answers):
             return where, own
         return where, unite(session.gather("entries", own.to_json()))
@@ -166,67 +168,45 @@ class SaveJob:
                 [("use a file system that all ranks share", "")],
             )  # fmt: skip
 
-    def _describe(self, contents: Contents, writes: list[Write]) -> None:
-        flats: dict[str, Tensor] = {}
-        for write in writes:
-            name = write.entry.name
-            if name not in flats:
-                flats[name] = flat_of(contents.tensors[name])
-        self._writes = writes
-        self._sources = [Source(flats[write.entry.name], write.piece) for write in writes]
-        self._block = block_bytes(sum(Stored(e.dtype, e.shape, ()).nbytes for e in self.catalogue.entries))
-
     def _write(self) -> dict[str, Any]:
-        """Writes this rank's file; what rank 0 needs to know of it."""
-        if not self._writes:
+        """Writes this rank's file; what rank 0 needs to know of it: of the sections only what it does not know."""
+        outline = self._outline
+        if not outline.writes:
             return {}
-        identity = self._where["identity"]
-        name = f"{self.session.rank:05d}-{identity}.safetensors"
-        header, starts = header_of(self._writes, self._where["step"], identity)
-        path = f"{self.root.path}/{self._where['name']}/{name}"
-        checks = write_file(self.root.storage, path, header, self._sources, self._block)
-        sections = [
-            (write.entry.name, write.piece.box, start, start + write.nbytes, check)
-            for write, start, check in zip(self._writes, starts, checks, strict=True)
-        ]
-        last = sections[-1][3]
+        header = outline.header.to_bytes(self._where["step"], self._where["identity"])
+        path = f"{self.root.path}/{self._where['name']}/{self._file(self.session.rank)}"
+        checks = write_file(self.root.storage, path, header, self._sources, outline.block)
         self._sources = []
-        return {"file": name, "info": (last, len(header), f"{crc32c(header):08x}"), "sections": sections}
+        info = (len(header) + outline.header.data_nbytes, len(header), f"{crc32c(header):08x}")
+        return {"info": info, "checks": checks, "rows": [] if self._is_known else outline.rows()}
+
+    def _file(self, rank: int) -> str:
+        return f"{rank:05d}-{self._where['identity']}.safetensors"
 
     def _commit(self, reports: list[dict[str, Any]]) -> None:
         """On rank 0: the manifest, the rename, and then the retention."""
-        sections: dict[str, list[Section]] = {entry.name: [] for entry in self.catalogue.entries}
-        files = {}
-        for report in reports:
-            if not report:
-                continue
-            file = report["file"]
-            files[file] = FileInfo(*report["info"])
-            for name, box, start, stop, checks in report["sections"]:
-                box = box if type(box) is tuple else tuple([(low, high) for low, high in box])
-                sections[name].append(Section(box, file, start, stop, checks))
-        tensors = {}
-        for name, dtype, shape, tied, _, _ in self.catalogue.entries:
-            found = sections[name]
-            if (fault := partition_fault(shape, [section.box for section in found])) is not None:
-                raise InternalError("the ranks did not write each element once", tensor=name, fault=fault)
-            tensors[name] = Stored(dtype, shape, tuple(found), tied)
+        outline = self._outline
+        if not self._is_known:
+            rows = [report.get("rows", ()) for report in reports]
+            outline.skeleton = Skeleton(self.catalogue.entries, rows, outline.block)
+        names = [self._file(rank) for rank in range(len(reports))]
         text = Manifest(
             step=self._where["step"],
             identity=self._where["identity"],
-            block_bytes=self._block,
-            files=files,
-            tensors=tensors,
+            block_bytes=outline.block,
+            files={name: FileInfo(*report["info"]) for name, report in zip(names, reports) if report},
+            tensors={},
             values=self.catalogue.values,
             about=self._about(),
-        ).to_text()
+        ).to_text(outline.skeleton.text(names, [report.get("checks", "") for report in reports]))
         self._draft.commit(text)
         if self._retention is not None:
             self.root.retain(self._retention, keep=self._where["step"])
 
     def _about(self) -> dict[str, Any]:
-        holders = [holder for entry in self.catalogue.entries for holder in entry.holders]
-        meshes = dict.fromkeys(repr(mesh) for mesh in {holder.layout.mesh for holder in holders if holder.layout})
+        distinct = {id(entry.holders): entry.holders for entry in self.catalogue.entries}
+        layouts = [holder.layout for holders in distinct.values() for holder in holders]
+        meshes = dict.fromkeys(repr(layout.mesh) for layout in layouts if layout is not None)
         return {
             "plan": self.catalogue.plan,
             "meshes": list(meshes),

@@ -17,6 +17,7 @@ from ._dtypes import SIZES
 from .manifest import Section, Stored
 
 READ_BYTES = 1 << 20  # of one read: large enough for any disk, small enough to be checked out of the cache
+_WHOLE_BYTES = 16 << 10  # of a tensor that is copied out of a buffer with its neighbours
 _GAP_BYTES = 32 << 10  # reading over a gap of this size costs less than a second read
 
 
@@ -36,6 +37,7 @@ class Part(NamedTuple):
 
     `run`: (first byte wanted, one past the last, byte in the target's memory) where the
     bytes go over as they are; else `patch`: (box, piece of the section, piece of the target).
+    `is_whole`: a small section that is all of the target's memory.
     """
 
     start: int
@@ -44,6 +46,7 @@ class Part(NamedTuple):
     target: int
     run: tuple[int, int, int] | None
     patch: tuple[Box, Piece, Piece] | None
+    is_whole: bool = False
 
     @property
     def is_direct(self) -> bool:
@@ -54,19 +57,24 @@ class Part(NamedTuple):
 def plan_reads(targets: Sequence[Target], block: int) -> dict[str, list[Part]]:
     """File -> parts in the order of their bytes. `block`: the manifest's; 1 for files without checksums."""
     files: dict[str, list[Part]] = {}
+    dense: dict[int, bool] = {}  # by the identity of pieces, which tensors of one layout share
     for index, target in enumerate(targets):
         size = SIZES[target.stored.dtype]
         plain = target.dtype == target.stored.dtype
         sections = target.stored.sections
         for piece in target.pieces:
             box = piece.box
-            if plain and len(sections) == 1 and sections[0].box == box and is_contiguous(piece):
+            is_dense = dense.get(id(piece))
+            if is_dense is None:
+                is_dense = dense[id(piece)] = is_contiguous(piece)
+            if plain and is_dense and len(sections) == 1 and sections[0].box == box:
                 (section,) = sections
                 count, into = section.stop - section.start, piece.offset * size
                 if count <= READ_BYTES:
                     run = (section.start, section.stop, into)
+                    is_whole = len(target.pieces) == 1 and not into and count <= _WHOLE_BYTES
                     files.setdefault(section.file, []).append(
-                        Part(section.start, section.stop, section, index, run, None)
+                        Part(section.start, section.stop, section, index, run, None, is_whole)
                     )
                     continue
             for section in sections:
@@ -125,11 +133,11 @@ def grouped(parts: Sequence[Part]) -> list[list[Part]]:
     groups: list[list[Part]] = []
     start = stop = 0
     for part in parts:
-        alone = part.is_direct and part.stop - part.start >= READ_BYTES // 16
+        alone = part.stop - part.start >= READ_BYTES // 16 and part.is_direct
         near = groups and part.start <= stop + _GAP_BYTES and max(stop, part.stop) - start <= READ_BYTES
         if near and not alone and not _is_alone(groups[-1]):
             groups[-1].append(part)
-            stop = max(stop, part.stop)
+            stop = part.stop if part.stop > stop else stop
         else:
             groups.append([part])
             start, stop = part.start, part.stop

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +35,13 @@ def block_checks(data: Any, block: int) -> str:
     size = len(data)
     if size <= block:
         return f"{crc32c(data):08x}" if size else ""
-    return "".join([f"{crc32c(data[at : at + block]):08x}" for at in range(0, size, block)])
+    view = memoryview(data)
+    return hexadecimal([crc32c(view[at : at + block]) for at in range(0, size, block)])
+
+
+def hexadecimal(checks: Sequence[int]) -> str:
+    """Checksums as the manifest writes them, one after the other."""
+    return struct.pack(f">{len(checks)}I", *checks).hex()
 
 
 def view_of(flat: Tensor, piece: Piece) -> Tensor:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from crc32c import crc32c
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+from vescale_dtensor.engine import local_only
 
 from ._box import Piece, span
 from ._dtypes import DTYPES
 from ._errors import CorruptError
 from ._load_plan import Part, Target, grouped
-from ._memory import block_checks, bytes_of, view_of
+from ._memory import block_checks, bytes_of, hexadecimal, view_of
 from ._storage import Reader, Storage, guarded
 from .manifest import FileInfo
 
@@ -28,11 +32,6 @@ class Destination(NamedTuple):
 
     flat: Tensor
     memory: np.ndarray | None
-
-
-def destination_of(flat: Tensor, target: Target) -> Destination:
-    plain = flat.device.type == "cpu" and target.dtype == target.stored.dtype
-    return Destination(flat, bytes_of(flat) if plain else None)
 
 
 class Files:
@@ -92,12 +91,13 @@ class Files:
 
 def read_all(
     files: Files, plan: Mapping[str, Sequence[Part]], targets: Sequence[Target],
-    destinations: Sequence[Destination], block: int, verify: bool,
+    memories: Sequence[Tensor], block: int, verify: bool,
 ) -> None:  # fmt: skip
-    """Fills the destinations. Raises CorruptError that names the tensor and the block; others may be filled by then."""
+    """Fills the targets' memories, contiguous tensors. Raises CorruptError that names the tensor and the block; others
+    may be filled by then."""
     work = [(name, group) for name, parts in plan.items() for group in grouped(parts)]
-    run = _Run(files, targets, destinations, block, verify)
-    if len(work) < 2 * _THREADS:
+    run = _Run(files, targets, memories, block, verify)
+    if _THREADS == 1 or len(work) < 2 * _THREADS:
         for item in work:
             run.fetch(*item)
         return
@@ -113,10 +113,11 @@ def read_all(
 
 class _Run:
     def __init__(
-        self, files: Files, targets: Sequence[Target], destinations: Sequence[Destination], block: int, verify: bool
+        self, files: Files, targets: Sequence[Target], memories: Sequence[Tensor], block: int, verify: bool
     ) -> None:
-        self.files, self.targets, self.destinations = files, targets, destinations
+        self.files, self.targets, self.memories = files, targets, memories
         self.block, self.verify, self.stopped = block, verify, False
+        self._destinations: dict[int, Destination] = {}
 
     def fetch_all(self, work: Sequence[tuple[str, list[Part]]]) -> None:
         for item in work:
@@ -126,7 +127,7 @@ class _Run:
 
     def fetch(self, name: str, group: list[Part]) -> None:
         first = group[0]
-        if len(group) == 1 and first.is_direct and (memory := self.destinations[first.target].memory) is not None:
+        if len(group) == 1 and first.is_direct and (memory := self._destination(first.target).memory) is not None:
             into = memory[first.run[2] : first.run[2] + first.stop - first.start]
             self.files.fill(name, into, first.start)
             self._check(first, into)
@@ -134,12 +135,55 @@ class _Run:
         start, stop = first.start, max(part.stop for part in group)
         buffer = np.empty(stop - start, dtype=np.uint8)
         self.files.fill(name, buffer, start)
-        for part in group:
-            if self.verify:
-                self._check(part, buffer[part.start - start : part.stop - start])
-            self._place(part, buffer, start)
+        view = memoryview(buffer)
+        if self.verify:
+            self._check_all(group, view, start)
+        for (dtype, *_), run in groupby(group, key=self._kind):
+            if dtype is not None:
+                self._unpack(list(run), buffer, start, dtype)
+                continue
+            for part in run:
+                self._place(part, buffer, start)
 
-    def _check(self, part: Part, data: np.ndarray) -> None:
+    def _destination(self, target: int) -> Destination:
+        found = self._destinations.get(target)
+        if found is None:
+            with local_only():
+                flat = self.memories[target].view(-1)
+            plain = flat.device.type == "cpu" and self.targets[target].dtype == self.targets[target].stored.dtype
+            found = self._destinations[target] = Destination(flat, bytes_of(flat) if plain else None)
+        return found
+
+    def _kind(self, part: Part) -> tuple[str | None, torch.device | None]:
+        """What is the same for whole tensors that are unpacked together; None for what is placed by itself."""
+        target = self.targets[part.target]
+        if not part.is_whole:
+            return None, None
+        return target.dtype, self.memories[part.target].device
+
+    def _unpack(self, run: list[Part], buffer: np.ndarray, start: int, dtype: str) -> None:
+        """Copies neighbours that are whole tensors of one dtype out of a buffer, without a view of each in Python."""
+        if any(part.stop != after.start for part, after in pairwise(run)):
+            for part in run:
+                self._place(part, buffer, start)
+            return
+        into = [self.memories[part.target] for part in run]
+        data = _typed(buffer[run[0].start - start : run[-1].stop - start], DTYPES[dtype])
+        with local_only(), torch.no_grad():
+            data = data.to(into[0].device)
+            torch._foreach_copy_(into, _unflatten_dense_tensors(data, into))
+
+    def _check_all(self, group: list[Part], view: memoryview, start: int) -> None:
+        """Each part's checksums; of small whole sections, which are most of many, all at once."""
+        block = self.block
+        if all(part.is_whole and part.stop - part.start <= block for part in group):
+            found = hexadecimal([crc32c(view[part.start - start : part.stop - start]) for part in group])
+            if found == "".join([part.section.checks for part in group]):
+                return
+        for part in group:
+            self._check(part, view[part.start - start : part.stop - start])
+
+    def _check(self, part: Part, data: Any) -> None:
         section, block = part.section, self.block
         if not self.verify or not section.checks:
             return
@@ -156,7 +200,7 @@ class _Run:
             )
 
     def _place(self, part: Part, buffer: np.ndarray, start: int) -> None:
-        flat, memory = self.destinations[part.target]
+        flat, memory = self._destination(part.target)
         if part.run is not None:
             low, high, into = part.run
             data = buffer[low - start : high - start]

@@ -133,7 +133,7 @@ def _round(
     for plan, data in zip(plans, exchange_bytes(sent, sizes)):
         at = 0
         for index, piece, inner, nbytes in plan:
-            flat = restore.destinations[index].flat
+            flat = restore.memories[index].view(-1)
             values = data[at : at + nbytes]
             values = (values.clone() if values.storage_offset() % flat.element_size() else values).view(flat.dtype)
             view_of(flat, window(piece, inner)).copy_(values.view(shape_of(inner)))

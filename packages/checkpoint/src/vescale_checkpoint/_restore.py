@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import forget_all
+from vescale_dtensor.engine import forget_all, local_only
 
 from ._box import Piece, pieces_of, stored, whole
-from ._catalogue import dtype_of, local_of
 from ._choice import Choice
 from ._dtypes import DTYPES, NAMES
 from ._errors import MismatchError
 from ._load_plan import Target
-from ._read import Destination, destination_of
 from ._state import PLAN_KEY, first_names, is_optimizer, named_parameters_of, optimizer_parts, parameter_names
 from ._values import decode, encode, tensors_in
 from .manifest import Manifest, Stored
 
 _ABSENT = object()
+_detach = Tensor.detach
 _SHOWN = 8
 
 
@@ -42,12 +43,13 @@ class Restore:
             for alias in (name, *tensor.tied):
                 self._stored[alias] = (name, tensor)
         self.targets: list[Target] = []
-        self.destinations: list[Destination] = []
+        self.memories: list[Tensor] = []  # of the targets, contiguous
         self.matched: list[str] = []
         self.missing: list[str] = []
         self.skipped: list[str] = []
         self.converted: dict[str, str] = {}
         self._faults: list[str] = []
+        self._wanted: list[tuple[str, str, Tensor]] = []
         self._used: set[str] = set()
         self._after: list[Callable[[], None]] = []
         self._names = parameter_names(state)
@@ -55,6 +57,7 @@ class Restore:
         for key in state:
             if key != PLAN_KEY:
                 self._item(key, state, key, values.get(key, _ABSENT))
+        self._fill_all()
         self.extra = self._unused(state, values)
 
     def check(self, everywhere: Sequence[Sequence[str]]) -> None:
@@ -76,14 +79,14 @@ class Restore:
 
     def _item(self, path: str, container: Any, key: Any, saved: Any) -> None:
         value = container[key]
-        if isinstance(value, nn.Module):
+        if isinstance(value, Tensor):
+            self._fill(path, path, value)
+        elif isinstance(value, nn.Module):
             self._module(path, value, _part(saved, "$module"))
         elif is_optimizer(value):
             self._optimizer(path, value, _part(saved, "$optimizer"))
         elif hasattr(value, "state_dict"):
             self._object(path, value, saved)
-        elif isinstance(value, Tensor):
-            self._fill(path, path, value)
         elif isinstance(value, dict) and value and (saved is _ABSENT or _is_plain(saved)):
             for inner in value:
                 self._item(f"{path}.{inner}", value, inner, _ABSENT if saved is _ABSENT else saved.get(inner, _ABSENT))
@@ -241,36 +244,44 @@ class Restore:
 
     def _fill(self, full: str, name: str, tensor: Tensor) -> None:
         """Notes that `tensor`, called `full` in the state, is to be filled from the stored `name`."""
-        found = self._stored.get(name)
-        if not self._choice.takes(full):
-            self.skipped.append(full)
-            if found is not None:
-                self._used.add(found[0])
-            return
-        if found is None:
-            self.missing.append(full)
-            return
-        canonical, kept = found
-        self._used.add(canonical)
-        if tuple(tensor.shape) != kept.shape:
-            self._faults.append(f"{full}  has shape {list(tensor.shape)}, saved {list(kept.shape)}")
-            return
-        dtype = NAMES.get(dtype_of(tensor), "a dtype that is not stored")
-        if not self._choice.permits(kept.dtype, dtype):
-            cast = f"{kept.dtype}->{dtype}"
-            self._faults.append(f"{full}  is {dtype}, saved as {kept.dtype}: cast={cast!r} permits it")
-            return
-        if dtype != kept.dtype:
-            self.converted[full] = f"{kept.dtype}->{dtype}"
-        self.matched.append(full)
-        local = local_of(tensor)
-        memory = local
-        if not local.is_contiguous() or local.is_conj() or local.is_neg():
-            memory = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-            self._after.append(lambda: local.copy_(memory))
-        target = Target(full, canonical, kept, _pieces(tensor), dtype)
-        self.targets.append(target)
-        self.destinations.append(destination_of(memory.view(-1), target))
+        self._wanted.append((full, name, tensor))
+
+    def _fill_all(self) -> None:
+        """Makes targets of what was noted: in one go, as there may be many."""
+        choice, stored_, used, targets = self._choice, self._stored, self._used, self.targets
+        with local_only():
+            for full, name, tensor in self._wanted:
+                found = stored_.get(name)
+                if not choice.takes(full):
+                    self.skipped.append(full)
+                    if found is not None:
+                        used.add(found[0])
+                    continue
+                if found is None:
+                    self.missing.append(full)
+                    continue
+                canonical, kept = found
+                used.add(canonical)
+                layout = tensor.mesh_layout if type(tensor) is DTensor else None
+                shape = tuple(tensor.shape) if layout is None else layout.shape
+                if shape != kept.shape:
+                    self._faults.append(f"{full}  has shape {list(shape)}, saved {list(kept.shape)}")
+                    continue
+                dtype = NAMES.get(tensor.dtype, "a dtype that is not stored")
+                if dtype != kept.dtype:
+                    cast = f"{kept.dtype}->{dtype}"
+                    if not choice.permits(kept.dtype, dtype):
+                        self._faults.append(f"{full}  is {dtype}, saved as {kept.dtype}: cast={cast!r} permits it")
+                        continue
+                    self.converted[full] = cast
+                self.matched.append(full)
+                pieces = _pieces(shape) if layout is None else pieces_of(layout, layout.mesh.coordinate)
+                memory = local = _detach(tensor)
+                if not local.is_contiguous() or local.is_conj() or local.is_neg():
+                    memory = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+                    self._after.append(lambda local=local, memory=memory: local.copy_(memory))
+                targets.append(Target(full, canonical, kept, pieces, dtype))
+                self.memories.append(memory)
 
     # --- what does not fit ----------------------------------------------------------
 
@@ -304,11 +315,10 @@ class Restore:
         raise MismatchError("load", f"the checkpoint does not fit the state: {counts}", operands, remedies)
 
 
-def _pieces(tensor: Tensor) -> tuple[Piece, ...]:
-    if type(tensor) is DTensor:
-        layout = tensor.mesh_layout
-        return pieces_of(layout, layout.mesh.coordinate)
-    return (stored(whole(tuple(tensor.shape))),) if tensor.numel() else ()
+@lru_cache(maxsize=4096)
+def _pieces(shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Of a tensor that is whole here."""
+    return (stored(whole(shape)),) if prod(shape) else ()
 
 
 def _part(saved: Any, kind: str) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from ._box import Box, Piece, pieces_of, shape_of, split, stored, volume, whole, window
+from ._box import Box, Piece, is_contiguous, pieces_of, shape_of, split, stored, volume, whole, window
 from ._catalogue import Entry, Holder
 from ._dtypes import SIZES, header_entry
 
@@ -22,13 +22,19 @@ SPLIT_BYTES = 1 << 20  # the smallest part that a shard is cut into for its repl
 _BLOCK_BYTES = 64 << 10
 _MOST_BLOCKS = 1 << 20
 _ALIGNMENT = 64
+_WIDEST_STEP = 18  # digits
+_ORDER = {name: i for i, name in enumerate(sorted(SIZES, key=lambda name: -SIZES[name]))}
 
 
 class Write(NamedTuple):
-    """One section that this rank writes: a box of `entry`, and where this rank's memory holds it."""
+    """One section that this rank writes: a box of `entry`, and where this rank's memory holds it.
+
+    `is_whole`: whether that memory holds nothing else.
+    """
 
     entry: Entry
     piece: Piece
+    is_whole: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -48,9 +54,9 @@ def plan_writes(entries: Sequence[Entry], rank: int) -> list[Write]:
         share = shares.get(key)
         if share is None:
             share = shares[key] = _share(holder, rank, entry.shape)
-        group, replica, count, pieces = share
+        group, replica, count, pieces, is_whole = share
         if count == 1:
-            found.extend([Write(entry, piece) for piece in pieces])
+            found.extend([Write(entry, piece, is_whole) for piece in pieces])
             continue
         if not pieces:
             continue
@@ -59,8 +65,9 @@ def plan_writes(entries: Sequence[Entry], rank: int) -> list[Write]:
             heap = loads[group] = [(0, i) for i in range(count)]
         size = SIZES[entry.dtype]
         for piece in pieces:
-            found.extend([Write(entry, part) for part in _assigned(piece, size, count, replica, heap)])
-    found.sort(key=lambda write: -SIZES[write.entry.dtype])
+            for part in _assigned(piece, size, count, replica, heap):
+                found.append(Write(entry, part, is_whole and part is piece))
+    found.sort(key=lambda write: _ORDER[write.entry.dtype])
     return found
 
 
@@ -83,12 +90,13 @@ def _assigned(piece: Piece, size: int, count: int, replica: int, heap: list[tupl
     return mine
 
 
-def _share(holder: Holder, rank: int, shape: tuple[int, ...]) -> tuple[tuple, int, int, Sequence[Piece]]:
-    """The replicas that hold what `rank` holds, as a key; its place among them; their number; and the pieces."""
+def _share(holder: Holder, rank: int, shape: tuple[int, ...]) -> tuple[tuple, int, int, Sequence[Piece], bool]:
+    """The replicas that hold what `rank` holds, as a key; its place among them; their number; the pieces; and whether
+    they are one, which is all of the rank's memory."""
     place = holder.ranks.index(rank)
     layout = holder.layout
     if layout is None:
-        return (holder.ranks,), place, len(holder.ranks), [stored(whole(shape))] if prod(shape) else []
+        return (holder.ranks,), place, len(holder.ranks), [stored(whole(shape))] if prod(shape) else [], True
     coordinate = coordinate_of(layout.mesh.sizes, place)
     replica, count, fixed = 0, 1, []
     for axis, (state, size) in enumerate(zip(layout.states, layout.mesh.sizes)):
@@ -97,7 +105,9 @@ def _share(holder: Holder, rank: int, shape: tuple[int, ...]) -> tuple[tuple, in
             count *= size
         else:
             fixed.append((axis, coordinate[axis]))
-    return (holder.ranks, tuple(fixed)), replica, count, pieces_of(layout, coordinate)
+    pieces = pieces_of(layout, coordinate)
+    is_whole = len(pieces) == 1 and not pieces[0].offset and is_contiguous(pieces[0])
+    return (holder.ranks, tuple(fixed)), replica, count, pieces, is_whole
 
 
 def coordinate_of(sizes: Sequence[int], place: int) -> tuple[int, ...]:
@@ -124,22 +134,30 @@ def section_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
     return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
-def header_of(writes: Sequence[Write], step: int, identity: str) -> tuple[bytes, list[int]]:
-    """The safetensors header of a file of these sections, padded, and where each section starts in the file."""
-    fields: dict[str, object] = {
-        "__metadata__": {"format": "pt", "vescale-checkpoint": identity, "step": str(step)}
-    }  # fmt: skip
-    at, starts = 0, []
-    for write in writes:
-        entry, box = write.entry, write.piece.box
-        code, shape = header_entry(entry.dtype, shape_of(box))
-        nbytes = write.nbytes
-        fields[section_name(entry.name, box, entry.shape)] = {
-            "dtype": code, "shape": shape, "data_offsets": (at, at + nbytes),
-        }  # fmt: skip
-        starts.append(at)
-        at += nbytes
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [len(header) + start for start in starts]
+class Header:
+    """The safetensors header of a file of these sections. `starts`: where each begins, behind the header."""
+
+    def __init__(self, writes: Sequence[Write]) -> None:
+        fields: dict[str, object] = {}
+        self.starts: list[int] = []
+        at = 0
+        for write in writes:
+            entry, box = write.entry, write.piece.box
+            code, shape = header_entry(entry.dtype, shape_of(box))
+            end = at + write.nbytes
+            fields[section_name(entry.name, box, entry.shape)] = {
+                "dtype": code, "shape": shape, "data_offsets": (at, end),
+            }  # fmt: skip
+            self.starts.append(at)
+            at = end
+        self._fields, self.data_nbytes = json.dumps(fields, separators=(",", ":"))[1:], at
+        self.nbytes = -(-len(self._text("9" * _WIDEST_STEP, "0" * 16)) // _ALIGNMENT) * _ALIGNMENT
+
+    def to_bytes(self, step: int, identity: str) -> bytes:
+        """Padded: `nbytes` long whatever the step is."""
+        text = self._text(str(step), identity)
+        return (self.nbytes - 8).to_bytes(8, "little") + text[8:].ljust(self.nbytes - 8)
+
+    def _text(self, step: str, identity: str) -> bytes:
+        about = json.dumps({"format": "pt", "vescale-checkpoint": identity, "step": step}, separators=(",", ":"))
+        return f'{"":8}{{"__metadata__":{about}{"," if self.starts else ""}{self._fields}'.encode()

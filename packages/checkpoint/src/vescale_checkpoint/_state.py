@@ -52,6 +52,8 @@ def contents_of(state: Mapping[str, Any]) -> Contents:
 
 def _item(path: str, value: Any, contents: Contents, names: Mapping[int, str]) -> Any:
     """The JSON of one entry; containers are entered, so that models may stand anywhere in them."""
+    if isinstance(value, Tensor):
+        return encode(value, path, contents.add)
     if isinstance(value, nn.Module):
         return {"$module": _module(path, value, contents)}
     if is_optimizer(value):

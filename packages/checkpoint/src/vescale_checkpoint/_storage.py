@@ -13,12 +13,14 @@ import errno
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from ._errors import StorageError, of_system
 
 _MOST_BUFFERS = 512  # of one vectored call; IOV_MAX is 1024
+FLUSH_BYTES = 64 << 20  # written since the last early sync, for another
 
 
 class Writer(Protocol):
@@ -97,12 +99,31 @@ class LocalStorage:
 
 
 class _LocalWriter:
+    """A large file is on its way to the disk while more of it is written: a thread syncs what there is already."""
+
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        self._waiting, self._error = 0, None  # bytes that no sync was begun for; the system tells a failure once only
+        self._flusher: threading.Thread | None = None
 
     def write(self, buffers: Sequence[Any]) -> None:
         for at in range(0, len(buffers), _MOST_BUFFERS):
-            self._write_all([memoryview(buffer).cast("B") for buffer in buffers[at : at + _MOST_BUFFERS]])
+            views = [memoryview(buffer).cast("B") for buffer in buffers[at : at + _MOST_BUFFERS]]
+            self._waiting += sum(map(len, views))
+            self._write_all(views)
+        if self._waiting >= FLUSH_BYTES and (self._flusher is None or not self._flusher.is_alive()):
+            if self._error is not None:
+                raise self._error
+            self._flusher = threading.Thread(target=self._flush, name="vescale-checkpoint-flush")
+            self._waiting = 0
+            with contextlib.suppress(RuntimeError):  # no threads any more, as the interpreter ends: `close` does it all
+                self._flusher.start()
+
+    def _flush(self) -> None:
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            self._error = error
 
     def _write_all(self, views: list[memoryview]) -> None:
         while views:
@@ -116,6 +137,10 @@ class _LocalWriter:
 
     def close(self) -> None:
         try:
+            if self._flusher is not None and self._flusher.is_alive():
+                self._flusher.join()
+            if self._error is not None:
+                raise self._error
             os.fsync(self._fd)
         finally:
             os.close(self._fd)

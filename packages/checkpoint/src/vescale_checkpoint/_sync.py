@@ -117,11 +117,10 @@ class Session:
     def _get(self, name: str, rank: int) -> bytes:
         key = f"{self._prefix}/{name}/{rank}"
         with self._guarded("wait"):
-            pause = 0.0002
+            began = time.monotonic()
             while not self._store.check([key]):
                 self._check_peers(name)
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02)
+                time.sleep(min(max(0.0002, (time.monotonic() - began) / 16), 0.02))  # late by a small part of the wait
             count, _, first = self._store.get(key).partition(b":")
             return first + b"".join(self._store.get(f"{key}/{i}") for i in range(1, int(count)))
 

@@ -1,23 +1,26 @@
 """Writes one rank's file: straight from the tensors' memory, with a checksum per block.
 
-The checksums of one chunk are computed while a thread writes the chunk before it.
+A chunk is written right after its checksums were computed, out of the cache.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from crc32c import crc32c
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+from vescale_dtensor import InternalError
+from vescale_dtensor.engine import local_only
 
 from ._box import Piece, is_contiguous, row_major, shape_of, split, volume, window
 from ._catalogue import local_of
 from ._errors import StorageError
-from ._memory import bytes_of, view_of
+from ._memory import bytes_of, hexadecimal, view_of
 from ._storage import Storage, guarded
 
 CHUNK_BYTES = 1 << 20
@@ -28,6 +31,30 @@ class Source(NamedTuple):
 
     flat: Tensor
     piece: Piece
+
+    @property
+    def nbytes(self) -> int:
+        return volume(self.piece.box) * self.flat.element_size()
+
+
+class Pack(NamedTuple):
+    """Small sections that follow each other: whole local tensors of one dtype and device, and the bytes of each.
+
+    Joined they are one tensor, which costs one copy, where views of each would cost several calls.
+    """
+
+    tensors: list[Tensor]
+    sizes: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+    def joined(self) -> Tensor:
+        if len(self.tensors) == 1:
+            return flat_of(self.tensors[0])
+        with local_only(), torch.no_grad():
+            return _flatten_dense_tensors(self.tensors)
 
 
 def flat_of(tensor: Tensor) -> Tensor:
@@ -66,7 +93,7 @@ class BlockChecks:
     def __init__(self, block: int) -> None:
         self._block, self._open, self._filled, self._found = block, 0, 0, []
 
-    def feed(self, data: np.ndarray) -> None:
+    def feed(self, data: memoryview) -> None:
         at, size = 0, len(data)
         while at < size:
             end = min(size, at + self._block - self._filled)
@@ -79,19 +106,19 @@ class BlockChecks:
     def text(self) -> str:
         if self._filled:
             self._finish()
-        return "".join(self._found)
+        return hexadecimal(self._found)
 
     def _finish(self) -> None:
-        self._found.append(f"{self._open:08x}")
+        self._found.append(self._open)
         self._open = self._filled = 0
 
 
-def write_file(storage: Storage, path: str, header: bytes, sources: Sequence[Source], block: int) -> list[str]:
-    """Writes and syncs a file of `header` and the sources' bytes; returns each source's block checksums.
+def write_file(storage: Storage, path: str, header: bytes, sources: Sequence[Source | Pack], block: int) -> str:
+    """Writes and syncs a file of `header` and the sources' bytes; returns the checksums of all blocks, in order.
 
     Raises StorageError with the path and the bytes that were to be written.
     """
-    total = len(header) + sum(volume(piece.box) * flat.element_size() for flat, piece in sources)
+    total = len(header) + sum(source.nbytes for source in sources)
     with guarded("save", path, f"cannot write {total} bytes"):
         writer = storage.create(path)
         try:
@@ -100,80 +127,73 @@ def write_file(storage: Storage, path: str, header: bytes, sources: Sequence[Sou
             writer.close()
 
 
-def _write_all(writer: Any, header: bytes, sources: Sequence[Source], block: int) -> list[str]:
+def _write_all(writer: Any, header: bytes, sources: Sequence[Source | Pack], block: int) -> str:
     checks: list[str] = []
     batch: list[Any] = [header]
-    held, under_way = len(header), None
-    with ThreadPoolExecutor(1, "vescale-checkpoint-write") as pool:
-        try:
-            for source in sources:
-                flat, piece = source
-                count = volume(piece.box)
-                if count == len(flat) and count * flat.element_size() <= block and flat.device.type == "cpu":
-                    chunk = bytes_of(flat)  # a small tensor, whole
-                    checks.append(f"{crc32c(chunk):08x}")
-                    batch.append(chunk)
-                    held += len(chunk)
-                    if held >= CHUNK_BYTES or len(batch) >= 4096:
-                        under_way = _hand_over(pool, under_way, writer, batch)
-                        batch, held = [], 0
-                    continue
-                found = BlockChecks(block)
-                for chunk in chunks_of(source):
-                    found.feed(chunk)
-                    batch.append(chunk)
-                    held += len(chunk)
-                    if held >= CHUNK_BYTES:
-                        under_way = _hand_over(pool, under_way, writer, batch)
-                        batch, held = [], 0
-                checks.append(found.text())
-            _hand_over(pool, under_way, writer, batch).result()
-        except BaseException:
-            if under_way is not None:
-                with contextlib.suppress(Exception):  # what raised first is what is told
-                    under_way.result()
-            raise
-    return checks
+    held = len(header)
+    for source in sources:
+        if type(source) is Pack:
+            data, at, found = memoryview(bytes_of(source.joined().cpu())), 0, []
+            for size in source.sizes:
+                found.append(crc32c(data[at : at + size]))
+                at += size
+            if at != len(data):
+                raise InternalError("packed tensors are not of the sizes planned", planned=at, found=len(data))
+            checks.append(hexadecimal(found))
+            batch.append(data)
+            held += at
+        else:
+            stream = BlockChecks(block)
+            for chunk in chunks_of(source):
+                data = memoryview(chunk)
+                stream.feed(data)
+                batch.append(data)
+                held += len(data)
+                if held >= CHUNK_BYTES:
+                    writer.write(batch)
+                    batch, held = [], 0
+            checks.append(stream.text())
+        if held >= CHUNK_BYTES:
+            writer.write(batch)
+            batch, held = [], 0
+    writer.write(batch)
+    return "".join(checks)
 
 
-def _hand_over(pool: ThreadPoolExecutor, under_way: Future | None, writer: Any, batch: list[Any]) -> Future:
-    """Starts writing a batch, once the one before it is written."""
-    if under_way is not None:
-        under_way.result()
-    return pool.submit(writer.write, batch)
-
-
-def staged(sources: Sequence[Source], pool: dict[Any, Tensor]) -> list[Source]:
+def staged(sources: Sequence[Source | Pack], pool: dict[Any, Tensor]) -> list[Source | Pack]:
     """Copies of the sources in CPU memory that `pool` keeps from one save to the next: all that a save must wait for.
 
     Raises StorageError where the memory for it cannot be had.
     """
-    found = []
     by_kind: dict[Any, int] = {}
-    for flat, piece in sources:
-        by_kind[flat.dtype] = by_kind.get(flat.dtype, 0) + volume(piece.box)
+    counts = []
+    for source in sources:
+        first = source.tensors[0] if type(source) is Pack else source.flat
+        count = source.nbytes // first.element_size()
+        counts.append((first.dtype, count))
+        by_kind[first.dtype] = by_kind.get(first.dtype, 0) + count
+    pinned = any((source.tensors[0] if type(source) is Pack else source.flat).is_cuda for source in sources)
     for dtype, count in by_kind.items():
         if dtype not in pool or len(pool[dtype]) < count:
             pool.pop(dtype, None)
             try:
-                pool[dtype] = _host_memory(sources, dtype, count)
+                pool[dtype] = torch.empty(count, dtype=dtype, pin_memory=pinned)
             except RuntimeError as error:
                 raise StorageError("save", f"no memory for a staging copy of {count} {dtype}: {error}") from error
     used = dict.fromkeys(by_kind, 0)
-    for flat, piece in sources:
-        at, count = used[flat.dtype], volume(piece.box)
-        target = pool[flat.dtype][at : at + count]
+    found: list[Source | Pack] = []
+    for source, (dtype, count) in zip(sources, counts):
+        at = used[dtype]
+        target = pool[dtype][at : at + count]
+        used[dtype] += count
+        if type(source) is Pack:
+            target.copy_(source.joined())
+            found.append(Pack([target], source.sizes))
+            continue
+        flat, piece = source
         if is_contiguous(piece):
             target.copy_(flat[piece.offset : piece.offset + count])
         else:
             target.view(shape_of(piece.box)).copy_(view_of(flat, piece))
-        used[flat.dtype] += count
         found.append(Source(target, Piece(piece.box, 0, row_major(shape_of(piece.box)))))
     return found
-
-
-def _host_memory(sources: Sequence[Source], dtype: Any, count: int) -> Tensor:
-    import torch
-
-    pinned = any(flat.is_cuda for flat, _ in sources)
-    return torch.empty(count, dtype=dtype, pin_memory=pinned)

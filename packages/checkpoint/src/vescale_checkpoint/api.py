@@ -123,7 +123,7 @@ def load(
             session.gather("planned")
             forget_finished(session)
             with torch.no_grad():
-                read_all(files, plan, restore.targets, restore.destinations, manifest.block_bytes, verify)
+                read_all(files, plan, restore.targets, restore.memories, manifest.block_bytes, verify)
                 session.gather("read")
                 restore.apply()
         finally:

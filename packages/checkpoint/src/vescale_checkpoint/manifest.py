@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
-from ._box import Box, partition_fault, volume
+from ._box import Box, partition_fault, volume, whole
 from ._dtypes import SIZES
 from ._errors import CorruptError, FormatError
 
@@ -42,8 +42,7 @@ class Section(NamedTuple):
     checks: str
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """One tensor: its global shape, torch's name of its dtype, and sections that partition it.
 
     `tied`: further names of the same tensor.
@@ -89,13 +88,11 @@ class Manifest:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def to_text(self) -> bytes:
-        """The file's bytes, its checksum included. Raises FormatError beyond MOST_BYTES."""
-        tensors = {}
-        for name, tensor in self.tensors.items():
-            tensors[name] = entry = {"dtype": tensor.dtype, "shape": tensor.shape, "sections": tensor.sections}
-            if tensor.tied:
-                entry["tied"] = tensor.tied
+    def to_text(self, tensors: str | None = None) -> bytes:
+        """The file's bytes, its checksum included; `tensors`: their text, where it is known already.
+
+        Raises FormatError beyond MOST_BYTES.
+        """
         fields = {
             "format": FORMAT,
             "version": self.version,
@@ -105,15 +102,41 @@ class Manifest:
             "values": self.values,
             "block_bytes": self.block_bytes,
             "files": self.files,
-            "tensors": tensors,
         }
-        body = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()[:-1]
+        text = "".join(tensor_parts(self.tensors)) if tensors is None else tensors
+        body = json.dumps(fields, separators=(",", ":"), allow_nan=False)[:-1].encode() + b',"tensors":' + text.encode()
         if len(body) > MOST_BYTES:
             raise FormatError(
                 "save", f"the manifest would have {len(body)} bytes, more than {MOST_BYTES}",
                 (), [("save larger tensors, or fewer", "")],
             )  # fmt: skip
         return body + (_TAIL % crc32c(body)).encode()
+
+
+def tensor_parts(tensors: Mapping[str, Stored]) -> list[str]:
+    """The text of `tensors` in parts. Of the parts with an odd index, which alternate, one is a section's file, in
+    quotes, and the next its checks, without; the sections in order."""
+    parts, text = [], "{"
+    known: dict[Any, str] = {}
+    for i, (name, (dtype, shape, sections, tied)) in enumerate(tensors.items()):
+        comma, shape_text = "," if i else "", _compact(shape, known)
+        text += f'{comma}{json.dumps(name)}:{{"dtype":"{dtype}","shape":{shape_text},"sections":['
+        for j, (box, file, start, stop, checks) in enumerate(sections):
+            parts += (
+                f'{text}{"," if j else ""}[{_compact(box, known)},', _compact(file, known),
+                f',{start},{stop},"', checks,
+            )  # fmt: skip
+            text = '"]'
+        text += f'],"tied":{json.dumps(tied)}}}' if tied else "]}"
+    return [*parts, text + "}"]
+
+
+def _compact(value: Any, known: dict[Any, str]) -> str:
+    """A shape, box, or file as JSON; the same few come again and again."""
+    found = known.get(value)
+    if found is None:
+        found = known[value] = json.dumps(value, separators=(",", ":"))
+    return found
 
 
 def parse(data: bytes, path: str) -> Manifest:
@@ -154,7 +177,10 @@ def _checked(fields: dict[str, Any], path: str) -> Manifest:
         block = _natural(fields["block_bytes"])
         _require(block > 0, "block_bytes is 0")
         files = {plain_name(name): _file_info(info) for name, info in _mapping(fields["files"]).items()}
-        tensors = {name: _stored(name, entry, files, block) for name, entry in _mapping(fields["tensors"]).items()}
+        shapes: _Shapes = {}
+        tensors = {
+            name: _stored(name, entry, files, block, shapes) for name, entry in _mapping(fields["tensors"]).items()
+        }
         _check_bytes(files, tensors)
         return Manifest(
             step=_natural(fields["step"]),
@@ -171,30 +197,50 @@ def _checked(fields: dict[str, Any], path: str) -> Manifest:
         raise FormatError("load", f"the manifest breaks the format: {reason}", [f"path  {path}"]) from error
 
 
-def _stored(name: str, entry: Mapping[str, Any], files: Mapping[str, FileInfo], block: int) -> Stored:
-    dtype, shape = entry["dtype"], tuple(map(_natural, entry["shape"]))
-    _require(dtype in SIZES, f"tensor {name!r} has an unknown dtype {dtype!r}")
-    _require(len(shape) <= MOST_DIMS, f"tensor {name!r} has {len(shape)} dims")
+_Shapes = dict[tuple[int, ...], tuple[tuple[int, ...], Box, list[list[int]], int]]
+
+
+def _stored(name: str, entry: Mapping[str, Any], files: Mapping[str, FileInfo], block: int, shapes: _Shapes) -> Stored:
+    """`shapes`: those seen before, each with itself checked, its box, that as JSON has it, and its volume."""
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    size = SIZES.get(dtype)
+    if size is None:
+        raise ValueError(f"tensor {name!r} has an unknown dtype {dtype!r}")
+    known = shapes.get(shape)
+    for length in shape:
+        if type(length) is not int:
+            known = None
+    if known is None:
+        _require(len(shape) <= MOST_DIMS, f"tensor {name!r} has {len(shape)} dims")
+        shape = tuple(map(_natural, shape))
+        known = shapes[shape] = shape, whole(shape), [[0, length] for length in shape], prod(shape)
+    shape, outer, outer_json, count = known
     sections = []
     for box, file, start, stop, checks in entry["sections"]:
-        box = tuple([(low, high) for low, high in box])
-        for low, high in box:
-            if type(low) is not int or type(high) is not int:
-                raise ValueError(f"tensor {name!r} has the box {box}")
-        if file not in files:
+        if box == outer_json:
+            box = outer
+        else:
+            box = tuple([(low, high) for low, high in box])
+            for low, high in box:
+                if type(low) is not int or type(high) is not int:
+                    raise ValueError(f"tensor {name!r} has the box {box}")
+        info = files.get(file)
+        if info is None:
             raise ValueError(f"tensor {name!r} names the file {file!r}, which is not listed")
-        if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= files[file].nbytes:
+        if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= info.nbytes:
             raise ValueError(f"tensor {name!r} has the bytes [{start}, {stop}) of {file!r}, which are not in the file")
         if type(checks) is not str or len(checks) != 8 * -(-(stop - start) // block):
             raise ValueError(f"tensor {name!r} has another number of checksums than blocks in {file!r}")
         sections.append(Section(box, file, start, stop, checks))
-    size = SIZES[dtype]
-    fault = partition_fault(shape, [section.box for section in sections])
-    _require(fault is None, f"tensor {name!r}: {fault}")
-    for section in sections:
-        if section.stop - section.start != volume(section.box) * size:
-            raise ValueError(f"tensor {name!r}: {section.stop - section.start} bytes for the box {section.box}")
-    return Stored(dtype, shape, tuple(sections), tuple(map(_text, entry.get("tied", ()))))
+    is_whole = len(sections) == 1 and sections[0].box is outer and stop - start == count * size and count
+    if not is_whole:  # a few of many
+        fault = partition_fault(shape, [section.box for section in sections])
+        _require(fault is None, f"tensor {name!r}: {fault}")
+        for section in sections:
+            if section.stop - section.start != volume(section.box) * size:
+                raise ValueError(f"tensor {name!r}: {section.stop - section.start} bytes for the box {section.box}")
+    tied = entry.get("tied", ())
+    return Stored(dtype, shape, tuple(sections), tuple(map(_text, tied)) if tied != () else ())
 
 
 def _check_bytes(files: Mapping[str, FileInfo], tensors: Mapping[str, Stored]) -> None:

@@ -77,7 +77,7 @@ def _rank(pipe, rank, size, port, call):
 
 
 # The system calls that change what is on disk, in the modules that make them.
-CHANGES = ("open", "mkdir", "makedirs", "writev", "fsync", "rename")
+CHANGES = ("open", "mkdir", "makedirs", "writev", "fdatasync", "fsync", "rename")
 
 
 class Calls:

@@ -26,8 +26,8 @@ from ._dtypes import DTYPES, SIZES
 from ._errors import CheckpointError, MismatchError, StorageError
 from ._load_plan import Target, plan_reads
 from ._memory import block_checks
-from ._read import Files, destination_of, read_all
-from ._save_plan import Write, block_bytes, header_of
+from ._read import Files, read_all
+from ._save_plan import Header, Write, block_bytes
 from ._source import Source, locate, read_manifest
 from ._storage import guarded, storage_of
 from ._write import Source as Bytes
@@ -103,7 +103,7 @@ def read_tensor(source: Source, name: str, box: Box | None = None) -> Tensor:
     try:
         plan = plan_reads([target], block)
         files.check(sorted(plan))
-        read_all(files, plan, [target], [destination_of(tensor.view(-1), target)], block, verify=True)
+        read_all(files, plan, [target], [tensor], block, verify=True)
     finally:
         files.close()
     return tensor
@@ -191,18 +191,21 @@ def reshard(source: Source, out: str | os.PathLike[str], ranks: int, progress: P
         for rank, writes in enumerate(_even(kept, ranks)):
             if not writes:
                 continue
-            header, starts = header_of(writes, kept.step, draft.identity)
+            header = Header(writes)
             name = f"{rank:05d}-{draft.identity}.safetensors"
             parts = []
             for write in writes:
                 flat = read_tensor(source, write.entry.name, write.piece.box).view(-1)
                 parts.append(Bytes(flat, stored(write.piece.box)))
                 progress(write.nbytes)
-            checks = write_file(draft.root.storage, f"{draft.path}/{name}", header, parts, block)
-            for write, start, check in zip(writes, starts, checks, strict=True):
-                sections[write.entry.name].append(Section(write.piece.box, name, start, start + write.nbytes, check))
-            size = len(header) + sum(write.nbytes for write in writes)
-            files[name] = FileInfo(size, len(header), f"{crc32c(header):08x}")
+            first = header.to_bytes(kept.step, draft.identity)
+            checks, at = write_file(draft.root.storage, f"{draft.path}/{name}", first, parts, block), 0
+            for write, start in zip(writes, header.starts, strict=True):
+                start, end = len(first) + start, at + 8 * -(-write.nbytes // block)
+                section = Section(write.piece.box, name, start, start + write.nbytes, checks[at:end])
+                sections[write.entry.name].append(section)
+                at = end
+            files[name] = FileInfo(len(first) + header.data_nbytes, len(first), f"{crc32c(first):08x}")
         tensors = {
             name: Stored(tensor.dtype, tensor.shape, tuple(sections[name]), tensor.tied)
             for name, tensor in kept.tensors.items()
