@@ -280,8 +280,6 @@ def leased(storage: Storage, path: str) -> Iterator[bool]:
         return
     try:
         lock = _lock(path, fcntl.LOCK_SH)
-    except FileNotFoundError:
-        lock = None
     except OSError:  # a file system without locks: nothing is deleted there either
         yield True
         return
@@ -312,7 +310,10 @@ def _held(path: str) -> Iterator[bool]:
 
 def _lock(path: str, how: int) -> int | None:
     """A descriptor that holds a lock on the directory; None where it was renamed or removed meanwhile."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(descriptor, how)
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):

@@ -17,6 +17,7 @@ from torch._utils import _unflatten_dense_tensors
 from vescale_dtensor.engine import local_only
 
 from ._box import Piece, span
+from ._catalogue import local_of
 from ._dtypes import DTYPES
 from ._errors import CorruptError
 from ._load_plan import Part, Target, grouped
@@ -93,8 +94,8 @@ def read_all(
     files: Files, plan: Mapping[str, Sequence[Part]], targets: Sequence[Target],
     memories: Sequence[Tensor], block: int, verify: bool,
 ) -> None:  # fmt: skip
-    """Fills the targets' memories, contiguous tensors. Raises CorruptError that names the tensor and the block; others
-    may be filled by then."""
+    """Fills the targets' memories, tensors that are contiguous on this rank. Raises CorruptError that names the tensor
+    and the block; others may be filled by then."""
     work = [(name, group) for name, parts in plan.items() for group in grouped(parts)]
     run = _Run(files, targets, memories, block, verify)
     if _THREADS == 1 or len(work) < 2 * _THREADS:
@@ -138,9 +139,11 @@ class _Run:
         view = memoryview(buffer)
         if self.verify:
             self._check_all(group, view, start)
-        for (dtype, *_), run in groupby(group, key=self._kind):
+        with local_only():
+            runs = [(dtype, list(run)) for (dtype, *_), run in groupby(group, key=self._kind)]
+        for dtype, run in runs:
             if dtype is not None:
-                self._unpack(list(run), buffer, start, dtype)
+                self._unpack(run, buffer, start, dtype)
                 continue
             for part in run:
                 self._place(part, buffer, start)
@@ -148,18 +151,16 @@ class _Run:
     def _destination(self, target: int) -> Destination:
         found = self._destinations.get(target)
         if found is None:
-            with local_only():
-                flat = self.memories[target].view(-1)
+            flat = local_of(self.memories[target]).view(-1)
             plain = flat.device.type == "cpu" and self.targets[target].dtype == self.targets[target].stored.dtype
             found = self._destinations[target] = Destination(flat, bytes_of(flat) if plain else None)
         return found
 
     def _kind(self, part: Part) -> tuple[str | None, torch.device | None]:
         """What is the same for whole tensors that are unpacked together; None for what is placed by itself."""
-        target = self.targets[part.target]
         if not part.is_whole:
             return None, None
-        return target.dtype, self.memories[part.target].device
+        return self.targets[part.target].dtype, self.memories[part.target].device
 
     def _unpack(self, run: list[Part], buffer: np.ndarray, start: int, dtype: str) -> None:
         """Copies neighbours that are whole tensors of one dtype out of a buffer, without a view of each in Python."""

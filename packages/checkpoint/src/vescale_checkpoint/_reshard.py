@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ._box import Box, Piece, intersect, shape_of, volume, window
-from ._catalogue import Catalogue, catalogue_of, unite
+from ._catalogue import Catalogue, catalogue_of, local_of, unite
 from ._choice import Choice, Report
 from ._dtypes import SIZES
+from ._job import settle
 from ._memory import view_of, without_collector
 from ._restore import Restore
 from ._save_plan import plan_writes
@@ -47,6 +48,7 @@ def reshard(source: Mapping[str, Any], target: MutableMapping[str, Any]) -> Repo
     needs, once, by all-to-alls of ROUND_BYTES per rank; catalogues as for `save`, and the boxes that
     each rank needs.
     """
+    settle(raises=False)  # a session's keys are forgotten in the next, so that no two may be open at a time
     with session_of("reshard") as session, without_collector(), torch.no_grad():
         contents = contents_of(source)
         catalogue = _agreed(session, catalogue_of(contents, session.size, mesh_ranks))
@@ -133,7 +135,7 @@ def _round(
     for plan, data in zip(plans, exchange_bytes(sent, sizes)):
         at = 0
         for index, piece, inner, nbytes in plan:
-            flat = restore.memories[index].view(-1)
+            flat = local_of(restore.memories[index]).view(-1)
             values = data[at : at + nbytes]
             values = (values.clone() if values.storage_offset() % flat.element_size() else values).view(flat.dtype)
             view_of(flat, window(piece, inner)).copy_(values.view(shape_of(inner)))

@@ -29,7 +29,7 @@ from ._values import decode, encode, tensors_in
 from .manifest import Manifest, Stored
 
 _ABSENT = object()
-_detach = Tensor.detach
+_detach = Tensor.detach  # DTensor's own asks whether it is to be dispatched
 _SHOWN = 8
 
 
@@ -43,7 +43,7 @@ class Restore:
             for alias in (name, *tensor.tied):
                 self._stored[alias] = (name, tensor)
         self.targets: list[Target] = []
-        self.memories: list[Tensor] = []  # of the targets, contiguous
+        self.memories: list[Tensor] = []  # of the targets: tensors whose local memory is contiguous
         self.matched: list[str] = []
         self.missing: list[str] = []
         self.skipped: list[str] = []
@@ -88,8 +88,12 @@ class Restore:
         elif hasattr(value, "state_dict"):
             self._object(path, value, saved)
         elif isinstance(value, dict) and value and (saved is _ABSENT or _is_plain(saved)):
-            for inner in value:
-                self._item(f"{path}.{inner}", value, inner, _ABSENT if saved is _ABSENT else saved.get(inner, _ABSENT))
+            for inner, item in value.items():
+                full = f"{path}.{inner}"
+                if isinstance(item, Tensor):  # as most of many
+                    self._fill(full, full, item)
+                else:
+                    self._item(full, value, inner, _ABSENT if saved is _ABSENT else saved.get(inner, _ABSENT))
         elif isinstance(value, list) and isinstance(saved, list) and len(value) == len(saved):
             for i in range(len(value)):
                 self._item(f"{path}.{i}", value, i, saved[i])
@@ -249,10 +253,11 @@ class Restore:
     def _fill_all(self) -> None:
         """Makes targets of what was noted: in one go, as there may be many."""
         choice, stored_, used, targets = self._choice, self._stored, self._used, self.targets
+        takes_all = choice.only is None
         with local_only():
             for full, name, tensor in self._wanted:
                 found = stored_.get(name)
-                if not choice.takes(full):
+                if not (takes_all or choice.takes(full)):
                     self.skipped.append(full)
                     if found is not None:
                         used.add(found[0])
@@ -276,8 +281,9 @@ class Restore:
                     self.converted[full] = cast
                 self.matched.append(full)
                 pieces = _pieces(shape) if layout is None else pieces_of(layout, layout.mesh.coordinate)
-                memory = local = _detach(tensor)
-                if not local.is_contiguous() or local.is_conj() or local.is_neg():
+                memory = tensor
+                if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                    local = _detach(tensor)
                     memory = torch.empty(local.shape, dtype=local.dtype, device=local.device)
                     self._after.append(lambda local=local, memory=memory: local.copy_(memory))
                 targets.append(Target(full, canonical, kept, pieces, dtype))

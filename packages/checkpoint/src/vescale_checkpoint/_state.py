@@ -149,7 +149,8 @@ def _modules(value: Any) -> Iterator[nn.Module]:
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _modules(item)
+            if not isinstance(item, Tensor):
+                yield from _modules(item)
     elif isinstance(value, list):
         for item in value:
             yield from _modules(item)

@@ -18,7 +18,7 @@ from ._read import Files, read_all
 from ._restore import Restore
 from ._source import opened
 from ._state import contents_of
-from ._sync import forget_finished, open_session, session_of, shared
+from ._sync import Session, forget_finished, open_session, session_of, shared
 
 
 def save(
@@ -112,7 +112,16 @@ def load(
     """
     settle(raises=False)
     choice = Choice(only, rename, cast, missing, extra)
-    with session_of("load") as session, without_collector(), opened(session, path, step, state) as source:
+    with session_of("load") as session, without_collector():
+        return _load(session, path, state, step, choice, verify)
+
+
+def _load(
+    session: Session, path: str | os.PathLike[str], state: MutableMapping[str, Any], step: int | None, choice: Choice,
+    verify: bool,
+) -> Report:  # fmt: skip
+    """A function of its own, so that what it made is gone before the collector is back."""
+    with opened(session, path, step, state) as source:
         manifest = source.manifest
         restore = Restore(manifest, state, choice)
         restore.check([json.loads(text) for text in session.gather("extra", json.dumps(restore.extra).encode())])
