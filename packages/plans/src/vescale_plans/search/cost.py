@@ -139,7 +139,7 @@ def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float
     if candidate.zero < 3:
         return exposed
     gather = hardware.collective_seconds("all_gather", candidate.dp, part * hardware.itemsize / 4, candidate.tp)
-    gathers = 2 * gather * candidate.microbatches
+    gathers = gather * (1 if candidate.pp > 1 else 2 * candidate.microbatches)
     return exposed + max(SHOWN * gathers, gathers - hardware.hidden * compute)
 
 

@@ -51,7 +51,9 @@ def memory_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int
     in_flight = min(candidate.microbatches, candidate.pp)
     kept = _kept_per_position(sizes, candidate) * hardware.itemsize
     logits = positions * sizes.entries // candidate.tp * 4 * LOGITS
-    gathered = 2 * (dense + spread) * 4 // max(1, sizes.blocks // candidate.pp) if candidate.zero == 3 else 0
+    gathered = (dense + spread) * 4 if candidate.zero == 3 else 0  # a stage gathers a block once a step, and keeps it
+    if candidate.pp == 1:
+        gathered = 2 * gathered // max(1, sizes.blocks)
     return Memory(
         parameters=part(3, 4),
         gradients=part(2, 4),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from functools import cached_property
 from math import gcd
 from typing import Any
 
@@ -13,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .probe_blocks import Chain, chains, hand_on
+from .probe_calls import Findings, Influence, Key, Reached, Site, Test
 from .probe_model import buffers_kept, first_tensor, on_meta, paths, plain_kernels
 from .probe_operands import Operands
-from .probe_run import Call, Enough, Key, Probe, Reached, Test
+from .probe_run import Enough, Probe
 from .probe_sample import Sample
 from .progress import Bar
 
@@ -34,75 +33,6 @@ NUMBERS = 1 << 22
 SEEDS = (1, 2)
 """Further forwards with other stub values, for paths that depend on the data."""
 _NOTHING: Mapping = {}
-
-
-@dataclass(frozen=True)
-class Influence:
-    """What a contraction's out features reach of one other's in features.
-
-    Arguments:
-        unit: neighbouring out features that were tainted together.
-        reach: bool [out features / unit, in features].
-    """
-
-    unit: int
-    reach: Tensor
-
-    @cached_property
-    def is_mixing(self) -> bool:
-        """What lies between sees all features together: every unit that reaches any reaches the same."""
-        hit = self.reach[self.reach.any(1)]
-        return bool((hit == hit[:1]).all()) and (len(hit) > 1 or bool(hit.all()))
-
-
-@dataclass(frozen=True)
-class Site:
-    """A module that takes and returns whole activations.
-
-    Arguments:
-        batch, position: dims of its first output tensor; None if there is no such dim.
-    """
-
-    name: str
-    batch: int | None
-    position: int | None
-    features: int
-
-
-@dataclass
-class Findings:
-    """All that was seen of a model.
-
-    Arguments:
-        calls: in order.
-        influences: source -> sink -> Influence.
-        bridged: the same with norms handing nothing on, for sources that mix otherwise.
-        vectors: parameter of one dim -> sink -> what its entries reach; where it reaches sinks of groups alone.
-        routers: calls whose result something was selected by.
-        chosen: of so many scores, so many were selected.
-        sites: module -> how its output lies; for modules whose output has the sample's batch and positions.
-        token_wise: calls of the residual stream whose position s reaches position s alone.
-        chains: repeated blocks.
-        like: parameter or module in a block -> its like in all blocks of that kind, itself among them; what a source
-            reaches was seen in full in the first of these.
-        coupled: contractions whose rows depend on other rows of the batch.
-        tied: parameters that are one, as tuples of names.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    calls: dict[Key, Call]
-    influences: dict[Key, dict[Key, Influence]] = field(default_factory=dict)
-    bridged: dict[Key, dict[Key, Influence]] = field(default_factory=dict)
-    vectors: dict[str, dict[Key, Influence]] = field(default_factory=dict)
-    routers: set[Key] = field(default_factory=set)
-    chosen: dict[int, int] = field(default_factory=dict)
-    inputs: dict[str, Site] = field(default_factory=dict)
-    outputs: dict[str, Site] = field(default_factory=dict)
-    token_wise: dict[Key, bool] = field(default_factory=dict)
-    chains: tuple[Chain, ...] = ()
-    like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    coupled: tuple[str, ...] = ()
-    tied: tuple[tuple[str, ...], ...] = ()
 
 
 def probe(model: nn.Module, sample: Sample, bar: Bar) -> Findings:

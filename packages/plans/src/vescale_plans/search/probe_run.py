@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -23,13 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .probe_calls import Call, Key, Reached, Test
 from .probe_contractions import Form, read
-from .probe_operands import Features, Operands
+from .probe_operands import Operands
 
 aten = torch.ops.aten
-
-Key = tuple[str, int]
-"""A call: the parameter, and the how-manieth call with it in one forward (0 for all calls of a stack)."""
 
 SELECTORS = {aten.topk.default, aten.argmax.default, aten.sort.default, aten.sort.stable}
 REDUCTIONS = {
@@ -48,60 +45,6 @@ NORMS = {
 
 class Enough(Exception):
     """All that was to be seen in a forward has been."""
-
-
-@dataclass
-class Call:
-    """What one forward showed of a contraction.
-
-    Arguments:
-        key: see `Key`.
-        order: of its first call.
-        lookup, scattered: see `Form`; `stack` for a parameter that holds one matrix per expert.
-        inward, outward: what its in and out features are of the parameter.
-        bias: name of the parameter that is added.
-        outer: the batch dim of the flattened rows lies inside so many rows; None where rows follow no batch dim.
-        path: modules that were running, outermost first.
-    """
-
-    key: Key
-    order: int
-    in_features: int
-    out_features: int
-    lookup: bool
-    scattered: bool
-    stack: bool
-    convolution: bool
-    inward: Features | None
-    outward: Features
-    bias: str | None
-    path: tuple[str, ...]
-    outer: int | None = None
-    coupled: bool = False
-
-
-@dataclass(frozen=True)
-class Test:
-    """A taint: some out features of a call (`features`), or all of them at one position (`token`)."""
-
-    key: Key
-    features: Tensor | None
-    token: int | None = None
-
-
-@dataclass
-class Reached:
-    """Where the taints of one forward arrived.
-
-    Arguments:
-        features: call -> bool [rows, in features].
-        tokens: call -> bool [rows, positions].
-        selectors: bool [rows], whether the taint met a topk, argmax or sort.
-    """
-
-    features: dict[Key, Tensor] = field(default_factory=dict)
-    tokens: dict[Key, Tensor] = field(default_factory=dict)
-    selectors: Tensor | None = None
 
 
 class Probe(TorchDispatchMode):

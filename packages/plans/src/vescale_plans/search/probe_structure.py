@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch import nn
 
 from .._experts import stacked_experts
-from .probe import Findings, Influence, Site, probe
-from .probe_run import Call, Key
+from .probe import probe
+from .probe_calls import Call, Findings, Influence, Key, Site
 from .probe_sample import Sample
 from .progress import Bar
 from .structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
