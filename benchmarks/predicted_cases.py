@@ -77,10 +77,12 @@ def structure_for(model, batch):
     return structure_of(model, sample_of(model, batch))
 
 
-def plan_for(model, batch, degrees):
+def plans_for(model, batch, meshes: dict[str, dict]) -> dict[str, str]:
+    """The JSON of each mesh's plan."""
     from vescale_plans.search import Candidate, plan_of
 
-    return plan_of(structure_for(model, batch), Candidate(**degrees))
+    structure = structure_for(model, batch)
+    return {mesh: plan_of(structure, Candidate(**degrees)).to_json() for mesh, degrees in meshes.items()}
 
 
 def adamw(parameters):

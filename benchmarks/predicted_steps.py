@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from predicted_cases import MESHES, adamw, case_of, loss_of, plan_for
+from predicted_cases import MESHES, adamw, case_of, loss_of, plans_for
 from vescale_dtensor.testing import run_ranks
 
 WARM = 3
@@ -61,7 +61,7 @@ def measure(case: str, ranks: int, path: Path, clean: int, limit: float) -> Samp
     missing = {mesh: count for mesh, count in missing.items() if count > 0}
     if missing:
         model, batch = case_of(case, ranks)
-        texts = {mesh: plan_for(model, batch, MESHES[ranks][mesh]).to_json() for mesh in missing}
+        texts = plans_for(model, batch, {mesh: MESHES[ranks][mesh] for mesh in missing})
         run_ranks(ranks, steps, case, texts, missing, str(path), limit, timeout=limit + 150)
     return {key: found for key, found in samples_in(path).items() if key[0] == case}
 

@@ -44,13 +44,16 @@ class Probe:
         size: see above; (m, n, k) of a product.
         run: does it.
         ranks: of a collective.
+        before: what a rank computes before each run, whose result `run` is given: a collective in a training step finds
+            caches full of other things, and ranks that do not come at the same time.
     """
 
     kind: str
     name: str
     size: Any
-    run: Callable[[], object]
+    run: Callable[..., object]
     ranks: int = 1
+    before: Callable[[], object] | None = None
 
 
 class Operands:
@@ -209,9 +212,11 @@ def step(mesh: DeviceMesh, device: torch.device) -> tuple[Callable[[], None], Co
 
 
 def collectives(mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
-    """Conversions over the inner axis of `mesh`, all its lines at once, as the engine makes them."""
+    """Conversions over the inner axis of `mesh`, all its lines at once, as the engine makes them; each of numbers that
+    were just written, after a product."""
     ranks = mesh.size(1)
     outer = (Replicate(),)
+    left, right = (torch.randn(rows, WIDTH, dtype=dtype, device=device) for rows in (2 * WIDTH, WIDTH))
     for received in MESSAGES:
         rows = max(ranks, received // dtype.itemsize // WIDTH // (ranks - 1) * ranks) if received >= 1 << 16 else ranks
         width = WIDTH if received >= 1 << 16 else max(1, received // dtype.itemsize // (ranks - 1))
@@ -226,8 +231,13 @@ def collectives(mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> I
             tensor = made(before)
             shard = tensor.numel() * dtype.itemsize // ranks * (ranks - 1)
             size = {"all_reduce": 2 * shard, "all_to_all": shard // ranks}.get(kind, shard)
-            run = lambda t=tensor, p=(*outer, after): t.redistribute(placements=p)
-            yield Probe("collective", kind, size, run, ranks)
+
+            def compute(made=made, before=before) -> DTensor:
+                left @ right
+                return made(before)
+
+            run = lambda tensor, p=(*outer, after): tensor.redistribute(placements=p)
+            yield Probe("collective", kind, size, run, ranks, compute)
 
 
 def sends(dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:

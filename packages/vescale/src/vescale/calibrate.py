@@ -2,7 +2,8 @@
 
 All ranks measure at once, in step, since that is how they will train: memory and links are shared then as now. Probes
 take turns over several rounds, so that what else runs on the machine meets them alike, and the lower quartile of the
-rounds is kept. What one thread computes on a CPU is timed in its own CPU seconds, which no neighbour lengthens; ranks
+rounds is kept, of collectives the median: they are taken amid computation, and that ranks wait for each other is a part
+of what they take. What one thread computes on a CPU is timed in its own CPU seconds, which no neighbour lengthens; ranks
 that outnumber the cores share them, which the profile says by `at_once`. A matrix product's time is fitted by its terms
 (operations, and elements of operands and result), everything else is a curve. What a training step of a small block
 takes beyond its operators is the host's.
@@ -34,6 +35,8 @@ from ._devices import Device, busy_seconds, device_of, own_seconds
 
 LEAST = 1e-3
 """Seconds that a probe is repeated for within a round."""
+AMID = 4
+"""Collectives, each after a computation, in a row."""
 QUIET = 0.1
 """Cores that others may keep busy in a round that counts, if there are enough such rounds."""
 MORE = 3
@@ -121,15 +124,16 @@ def _rounds(
         took = torch.tensor([_timed(probe, 1, stop)])
         took = took.to(here)
         dist.all_reduce(took, dist.ReduceOp.MAX)  # ranks must repeat a collective equally often
-        repeats.append(max(1, min(50, int(LEAST / max(took.item(), 1e-6)))))
+        repeats.append(AMID if probe.before else max(1, min(50, int(LEAST / max(took.item(), 1e-6)))))
     taken: list[tuple[float, list[float]]] = []
     for _ in range(MORE * rounds):
         before = (own_seconds(), busy_seconds(), time.perf_counter())
         seconds = [_timed(probe, repeat, stop) for probe, repeat in zip(probes, repeats)]
-        facts = torch.tensor([own_seconds() - before[0], busy_seconds() - before[1], time.perf_counter() - before[2]])
-        facts = facts.to(here)
+        facts = [own_seconds() - before[0], busy_seconds() - before[1], time.perf_counter() - before[2]]
+        facts = torch.tensor([*facts, *seconds], device=here)
         dist.all_reduce(facts)
-        own, busy, passed = facts.tolist()
+        own, busy, passed, *seconds = facts.tolist()
+        seconds = [one / dist.get_world_size() for one in seconds]
         taken.append(((busy / dist.get_world_size() - own) * dist.get_world_size() / passed, seconds))
         if sum(foreign <= QUIET for foreign, _ in taken) >= rounds:
             break
@@ -141,6 +145,8 @@ def _rounds(
 def _timed(probe: _probes.Probe, repeat: int, stop: Callable, clock: Callable | None = None) -> float:
     dist.barrier()
     stop()
+    if probe.before is not None:
+        return _amid(probe, repeat, stop)
     alone = probe.kind != "collective" and dist.get_backend() == "gloo"
     clock = clock or (time.thread_time if alone else time.perf_counter)
     began = clock()
@@ -148,6 +154,23 @@ def _timed(probe: _probes.Probe, repeat: int, stop: Callable, clock: Callable | 
         probe.run()
     stop()
     return (clock() - began) / repeat
+
+
+def _amid(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
+    """Seconds that a collective adds to what its ranks compute before it: waiting for the others included, less the
+    computation as it is priced (CPU seconds, times the ranks that share a core)."""
+    shared = dist.get_backend() == "gloo"
+    clock = time.thread_time if shared else time.perf_counter
+    crowded = max(1.0, dist.get_world_size() / os.cpu_count()) if shared else 1.0
+    computed, began = 0.0, time.perf_counter()
+    for _ in range(repeat):
+        started = clock()
+        given = probe.before()
+        stop()
+        computed += clock() - started
+        probe.run(given)
+        stop()
+    return max(0.0, time.perf_counter() - began - crowded * computed) / repeat
 
 
 def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) -> float:
@@ -197,7 +220,7 @@ def profile_of(times: dict[str, list[float]], overlap: float, ranks: int, device
     multiplied = []
     for key, rounds in times.items():
         kind, name, over, size = json.loads(key)
-        seconds = _quartile(rounds)
+        seconds = median(rounds) if kind == "collective" else _quartile(rounds)
         if kind == "product":
             multiplied.append((tuple(size), seconds))
         else:
