@@ -63,7 +63,8 @@ def test_a_folder_with_a_config(tmp_path):
     )
     config.save_pretrained(tmp_path)
     written, page = tmp_path / "plan.json", tmp_path / "out.html"
-    shown = run(tmp_path, "--world-size", 64, "--hardware", "h100", "--html", page, "--json", written)
+    asked = ("--world-size", 64, "--hardware", "h100", "--precision", "bfloat16")
+    shown = run(tmp_path, *asked, "--html", page, "--json", written)
     assert "7.24B parameters on 64 x h100, 64 rows of 4096 positions" in shown
     assert "the choice, and the next best" in shown
     assert "model.layers.0 .. 31" in shown

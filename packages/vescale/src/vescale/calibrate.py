@@ -2,8 +2,8 @@
 
 All ranks measure at once, in step, since that is how they will train: memory and links are shared then as now. Probes
 take turns over several rounds, so that what else runs on the machine meets them alike, and the lower quartile of the
-rounds is kept, of collectives the median: they are taken amid computation, and that ranks wait for each other is a part
-of what they take. What one thread computes on a CPU is timed in its own CPU seconds, which no neighbour lengthens; ranks
+rounds is kept, of collectives the median: they are taken amid computation, so that ranks wait for each other as in a
+step. What one thread computes on a CPU is timed in its own CPU seconds, which no neighbour lengthens; ranks
 that outnumber the cores share them, which the profile says by `at_once`. A matrix product's time is fitted by its terms
 (operations, and elements of operands and result), everything else is a curve. What a training step of a small block
 takes beyond its operators is the host's.
