@@ -318,7 +318,6 @@ CASES = [
     *((name, 4, {"pp": 2, "tp": 2}) for name in ("llama", "gpt2", "qwen2")),
     *((name, 4, {"pp": 2, "dp": 2, "zero": 1, "checkpointing": True}) for name in ("llama", "phi3")),
     *((name, 4, {"pp": 2, "dp": 2, "zero": 3}) for name in ("llama", "gpt2")),
-    *((name, 4, {"pp": 2, "dp": 2, "ep": 2}) for name in ("mixtral", "olmoe")),
 ]
 
 
