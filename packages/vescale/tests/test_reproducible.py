@@ -27,13 +27,27 @@ def build_gpt():
 def build_llama():
     from llama.model import build
 
-    return build(hidden_size=64, intermediate_size=192, num_hidden_layers=2)
+    return dropped(build(hidden_size=64, intermediate_size=192, num_hidden_layers=2, attention_dropout=0.1))
 
 
 def build_mixtral(**changes):
     from mixtral.model import build
 
-    return build(**changes)
+    return dropped(build(attention_dropout=0.1, router_jitter_noise=0.1, **changes))
+
+
+def dropped(model):
+    """Dropout where GPT has it and these have none: on the embedding, and on what every block adds to the residual."""
+
+    def hook(module, args, out):
+        out, *rest = out if isinstance(out, tuple) else (out,)
+        out = torch.nn.functional.dropout(out, 0.1, module.training)
+        return (out, *rest) if rest else out
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("embed_tokens", "self_attn", "mlp"):
+            module.register_forward_hook(hook)
+    return model
 
 
 def loss_of(model, x, y):
