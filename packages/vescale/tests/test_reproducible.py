@@ -8,6 +8,8 @@ import torch
 
 import vescale
 from vescale_dtensor import Replicate
+from vescale_dtensor._canonical import product
+from vescale_dtensor._canonical.merging import _asked, merges
 from vescale_dtensor.engine import is_reproducible
 from vescale_dtensor.testing import raises_on_all, run_ranks, slice_of, warm_up
 from vescale_plans import library
@@ -252,3 +254,47 @@ def test_a_form_computes_what_torch_does(name):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     for one, other in zip(of_inputs, gradients):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+# --- blocks computed together ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [64, 96, 256])
+def test_blocks_in_one_product_have_the_bits_of_blocks(hidden, dtype, monkeypatch):
+    """Whatever this machine merges: forward and both gradients are those of single blocks."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*sizes, generator=generator).to(dtype) for sizes in ((8, 16, hidden), (3 * hidden, hidden)))
+
+    def run():
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        with vescale.reproducible(SPLITS):
+            out = torch.nn.functional.linear(a, b)
+            out.backward(out.detach().cos())
+        return out.detach(), a.grad, b.grad
+
+    together = run()
+    monkeypatch.setattr(product, "merges", lambda *given: False)
+    assert all(torch.equal(one, other) for one, other in zip(together, run()))
+
+
+def test_blocks_that_differ_in_one_product_are_not_merged(monkeypatch):
+    def in_order(a, b):
+        out = a[:, :, :1] * b[:, :1]
+        for k in range(1, a.shape[2]):
+            out = out + a[:, :, k : k + 1] * b[:, k : k + 1]
+        return out
+
+    def with_an_edge(a, b):
+        """The last entry of a wide product is one unit in the last place off."""
+        out = in_order(a, b)
+        if out.shape[2] > 32:
+            out[-1, -1, -1] *= 1 + torch.finfo(torch.float32).eps
+        return out
+
+    like = torch.zeros(())
+    for bmm, wanted in ((in_order, True), (with_an_edge, False)):
+        monkeypatch.setattr(torch, "bmm", bmm)
+        _asked.cache_clear()
+        assert merges(like, 2, 2, (16, 40, 32)) == wanted
+    _asked.cache_clear()

@@ -9,9 +9,10 @@ A product is told by labels, as in an einsum of two operands:
 
     linear     b t k, n k -> b t n         its gradients   b t n, n k -> b t k   and   b t n, b t k -> n k
 
-A block's product is computed in float32 for half precision, and always on fresh, contiguous operands of one shape:
-on CPU the bits of an entry of `torch.bmm` depend neither on how many entries there are nor on where they lie
-(`vescale.check_premise` asks this of the machine at hand).
+A block's product is computed in float32 for half precision, and always on contiguous operands of one shape: on CPU the
+bits of an entry of `torch.bmm` depend neither on how many entries there are nor on where they lie
+(`vescale.check_premise` asks this of the machine at hand). Where the machine gives all blocks of rows and columns the
+same bits in one product (`merging.py`), it is one: an entry per summed block is left.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from .grid import Cut
+from .merging import merges
 from .tree import kept_on_first, tree_sum, unseen, wide
 
 
@@ -46,6 +49,9 @@ def contract(a: Tensor, b: Tensor, labels: Labels, cuts: Mapping) -> Tensor:
     columns = [x for x in labels.out if x in labels.right and x not in labels.left]
     summed = [x for x in labels.left if x in labels.right and x not in labels.out]
     sizes = {x: n for names, t in ((labels.left, a), (labels.right, b)) for x, n in zip(names, t.shape)}
+    counts = [prod(len(cuts[x].held) for x in names) for names in (rows, columns)]
+    if merges(a, *counts, tuple(prod(cuts[x].size for x in names) for names in (rows, summed, columns))):
+        cuts = {**cuts, **{x: Cut(1, sizes[x], (0,)) for x in (*rows, *columns)}}
     a = _blocked(a, labels.left, batch, rows, summed, cuts)
     b = _blocked(b, labels.right, batch, columns, summed, cuts)
     out = _products(a, b)
