@@ -20,7 +20,7 @@ from ._arguments import substitute
 from ._convert import alias, convert_operand, describe
 from ._copies import check_writable, mark_copy
 from ._errors import OperatorError
-from ._events import function_name
+from ._events import function_name, user_line
 from ._layout import layout_of
 from ._rules.registry import is_inplace
 from ._state import INVARIANT
@@ -28,16 +28,16 @@ from ._tensor import DTensor, local_only, stamp
 
 
 class FallbackWarning(UserWarning):
-    """A function ran on gathered tensors because it has no rule; silence it with a rule."""
+    """A function ran on gathered tensors: it has no rule, or no canonical form while the reproducible mode is on."""
 
 
-reported: set[Any] = set()  # functions that were warned of, each once
+reported: set[Any] = set()  # (function, what it lacks) that were warned of, each once
 
 
-def gathered(function: Callable, *, local: Callable | None = None, warns: bool = True) -> Callable:
-    """`function` on whole tensors: takes and returns DTensors.
+def gathered(function: Callable, *, local: Callable | None = None, lacks: str = "rule") -> Callable:
+    """`function` on whole tensors: takes and returns DTensors. Says so once per function, with what it costs.
 
-    local: what runs in its place. warns: once per function, of what it costs.
+    local: what runs in its place. lacks: why it runs whole.
     """
     local = local or function
 
@@ -62,8 +62,7 @@ def gathered(function: Callable, *, local: Callable | None = None, warns: bool =
             return full
 
         full_args, full_kwargs = substitute(args, whole), substitute(kwargs, whole)
-        if warns:
-            _report(function, wholes)
+        _report(function, wholes, lacks)
         with local_only():
             try:
                 out = local(*full_args, **full_kwargs)
@@ -163,15 +162,22 @@ def _share(one: Tensor, other: Tensor) -> bool:
         return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _report(function: Callable, wholes: list) -> None:
-    if function in reported:
+_REMEDIES = {
+    "rule": "register_rule({name}) tells how it shards.",
+    "canonical form": "In the reproducible mode every rank then computes the whole, as one device does.",
+}
+
+
+def _report(function: Callable, wholes: list, lacks: str) -> None:
+    if (function, lacks) in reported:
         return
-    reported.add(function)
     moved = sum(layout.numel for layout in (s._layout for s, _, _ in wholes) if not layout.is_replicated)
     if moved:
+        reported.add((function, lacks))
+        name, line = function_name(function), user_line()
         warnings.warn(
-            f"{function_name(function)} has no rule: its sharded inputs are gathered "
-            f"({moved} elements in this call). register_rule({function_name(function)}) tells how it shards.",
+            f"{name} has no {lacks}: its sharded inputs are gathered ({moved} elements in this call"
+            f"{f', at {line}' if line else ''}). {_REMEDIES[lacks].format(name=name)}",
             FallbackWarning,
             stacklevel=4,
         )

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._rules import matmul as products
-from .._rules import reduce
-from .._rules.registry import Call, Decision
+from .._rules import optim, reduce
+from .._rules.registry import Call, Decision, composite
 from .._signature import Signature
 from .call import Solved, expanded, solved
 from .grid import Splits, block_count
 from .product import Labels, Product
-from .steady import STEADY, steadied
+from .steady import is_unsteady_list, padded, steady_form, steady_run
 from .tree import Total
 
 Form = Callable[[Call, Splits], Decision | None]
@@ -143,12 +143,13 @@ def elementwise(call: Call, signature: Signature, function: Callable) -> Decisio
     found = solved(call, signature)
     if found is None:
         return None
-    labels, steady = tuple(signature.outputs[0]), function in STEADY
+    labels, steady = tuple(signature.outputs[0]), steady_form(call)
     stretched = [None if tuple(names) == labels else i for i, names in enumerate(found.inputs)]
-    if not steady and all(i is None for i in stretched):
+    if steady is None and all(i is None for i in stretched):
         return found.decision
-    if call.inplace and (steady or stretched[0] is not None):
+    if call.inplace and stretched[0] is not None:
         return None
+    compute = function if steady is None else steady_run(steady, call.inplace)
     local = tuple(_local_sizes(found, labels))
 
     @cache
@@ -170,7 +171,7 @@ def elementwise(call: Call, signature: Signature, function: Callable) -> Decisio
 
         args = [spread(a) for a in args]
         kwargs = {name: spread(a) for name, a in kwargs.items()}
-        return steadied(function, args, kwargs) if steady else function(*args, **kwargs)
+        return compute(*args, **kwargs)
 
     found.decision.run = run
     return found.decision
@@ -186,6 +187,17 @@ def _local_sizes(found: Solved, labels: tuple) -> list[int]:
         else:
             sizes.append(1)
     return sizes
+
+
+def of_lists(call: Call, ordinary: Callable) -> Decision:
+    """`_foreach_*` and `_fused_*` functions, under their ordinary rule: item by item on flat shards."""
+    flat = any(operand.layout.flat_axis is not None for operand in call.operands)
+    if flat and ordinary is optim.foreach:
+        return composite(optim.looped(call.function))
+    decision = ordinary(call)
+    if decision.composite is None and (ordinary is optim.fused or is_unsteady_list(call)):
+        decision.run = padded(decision.run or call.function, call.inplace)
+    return decision
 
 
 # --- sums -----------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from .. import _steps
 from .._arguments import collect, keyed, substitute
 from .._layout import layout_of
 from .._rules import attention as attention_rules
+from .._rules import optim
 from .._rules.body import body_of
 from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
-from . import lookup, rows  # noqa: F401 - their forms are registered
+from . import lookup, norms, rows  # noqa: F401 - their forms are registered
 from .attention import attend, kernel_for
 from .call import ALONE
 from .forms import FORMS
@@ -107,7 +108,11 @@ class reproducible(TorchFunctionMode):
         collect(args, tensors)
         collect(kwargs, tensors)
         if not tensors or any(type(t) not in _PLAIN for t in tensors) or kwargs.get("out") is not None:
-            return function(*args, **kwargs)
+            own = next((type(t) for t in tensors if getattr(type(t), "before_dtensor", False)), None)
+            if own is None:
+                return function(*args, **kwargs)
+            with self:  # what it makes of the plain tensors beside it is a matter of the mode
+                return own.__torch_function__(function, types, args, kwargs)
         key: Any = (keyed(args, entry.exact), keyed(kwargs, entry.exact))
         try:
             decision = entry.cache.get(key)
@@ -136,7 +141,7 @@ class reproducible(TorchFunctionMode):
         call = Call(function, abstract, named, operands, ALONE, entry.inplace or named.get("inplace") is True)
         form = FORMS.get(function)
         decision = form(call, self.splits) if form is not None else None
-        if form is None and _is_elementwise(self._kept[function]):
+        if form is None and _item_by_item(self._kept[function]):
             decision = entry.rule(call)
             if not isinstance(decision, Decision) or (decision.run is None and decision.composite is None):
                 return _AS_IT_IS
@@ -174,5 +179,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _AS_IT_IS = object()
 
 
-def _is_elementwise(entry: Entry) -> bool:
-    return entry.rule is not None and entry.rule.__module__ == "vescale_dtensor._rules.pointwise"
+def _item_by_item(entry: Entry) -> bool:
+    """Whether a function computes every element by itself: of tensors, or of lists of them."""
+    lists = entry.rule in (optim.foreach, optim.fused)
+    return entry.rule is not None and (lists or entry.rule.__module__ == "vescale_dtensor._rules.pointwise")

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from .. import _fallback
 from .._arguments import substitute
+from .._flat_rules import _elementwise as on_flat
+from .._rules import optim
 from .._rules.registry import TABLE, Call, Decision, Entry, composite, is_inplace
 from .._signature import Signature
-from .forms import FORMS, elementwise
+from .forms import FORMS, elementwise, of_lists
 from .grid import Splits
-from .steady import STEADY, Contiguous
+from .steady import Contiguous, steady_form, steady_run
 from .stretch import grouped_attention
 
 # Modules of rules whose functions only move data, forward and backward; a gradient that is met twice is added twice.
@@ -63,8 +65,8 @@ def _rule_of(function: Callable, entry: Entry, splits: Splits) -> Callable | Non
         return _elementwise(ordinary, function)
     if (module in _MOVES and name not in _SUMS_BACKWARD) or module.startswith(_DRAWS):
         return None
-    if module == "vescale_dtensor._rules.optim" and name in ("foreach", "fused"):
-        return None
+    if ordinary in (optim.foreach, optim.fused):
+        return _same_family(lambda call: of_lists(call, ordinary), ordinary)
     return lambda call: whole(function)
 
 
@@ -73,17 +75,27 @@ def _elementwise(ordinary: Callable, function: Callable) -> Callable:
         signature = ordinary(call)
         if not isinstance(signature, Signature):
             return signature
-        if any(operand.layout.flat_axis is not None for operand in call.operands):
-            return whole(function) if function in STEADY else signature  # on flat shards as ever (`_flat_rules.py`)
-        return elementwise(call, signature, function) or whole(function)
+        if all(operand.layout.flat_axis is None for operand in call.operands):
+            return elementwise(call, signature, function) or whole(function)
+        steady = steady_form(call)
+        decision = None if steady is None else on_flat(call, signature)
+        if decision is None:
+            return signature if steady is None else whole(function)
+        decision.run = steady_run(steady, call.inplace)
+        return decision
 
-    rule.__module__ = ordinary.__module__  # a family that decisions on flat shards know
+    return _same_family(rule, ordinary)
+
+
+def _same_family(rule: Callable, ordinary: Callable) -> Callable:
+    """Decisions on flat shards (`_flat_rules.py`) go by the module of a rule."""
+    rule.__module__ = ordinary.__module__
     return rule
 
 
 def whole(function: Callable) -> Decision:
     """The function on whole tensors, on every rank what one device computes."""
-    return composite(_fallback.gathered(function, local=compact(function), warns=False))
+    return composite(_fallback.gathered(function, local=compact(function), lacks="canonical form"))
 
 
 def compact(function: Callable) -> Callable:

@@ -1,0 +1,55 @@
+"""The norm of whole tensors, as clipping takes it: squares summed over the tree of every dim, in float32 for half
+precision. No gradient is gathered, but those of which an axis holds parts of the flattened shard (ZeRO-3): these have
+no blocks. What several tensors of one layout are reduced by is one all-reduce."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._convert import convert
+from .._rules.registry import Call, Decision, composite
+from .._state import INVARIANT, PENDING
+from .._tensor import DTensor
+from .forms import form
+from .grid import Splits
+from .tree import wide
+
+
+@form(torch._foreach_norm)
+def foreach_norm(call: Call, splits: Splits) -> Decision | None:
+    if call.get(1, "ord", 2) != 2 or call.get(2, "dtype") is not None:
+        return None
+    return composite(lambda tensors, *args, **kwargs: norms(tensors))
+
+
+@form(torch.linalg.vector_norm, torch.norm, Tensor.norm)
+def norm(call: Call, splits: Splits) -> Decision | None:
+    """Of order 2 over all dims; others run whole."""
+    order = call.get(1, "ord" if call.function is torch.linalg.vector_norm else "p", 2)
+    others = [*call.args[2:], *[value for name, value in call.kwargs.items() if name not in ("ord", "p", "x", "input")]]
+    if order not in (2, "fro", None) or any(value not in (None, False) for value in others):
+        return None
+    return composite(lambda x, *args, **kwargs: norms([x])[0])
+
+
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """sqrt(sum of squares) of each, in its own dtype."""
+    sums = [_square_sum(x) for x in tensors]
+    groups: dict[object, list[int]] = {}
+    for i, one in enumerate(sums):
+        groups.setdefault((one._layout.base if type(one) is DTensor else None, one.dtype), []).append(i)
+    for members in groups.values():
+        roots = torch.stack([sums[i] for i in members]).sqrt()
+        for i, root in zip(members, roots.unbind()):
+            sums[i] = root.to(tensors[i].dtype)
+    return sums
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    if type(x) is DTensor and x._layout.is_pending:  # reduced once, not once per factor
+        x = convert(x, x._layout.base.with_states([INVARIANT if s is PENDING else s for s in x._layout.states]))
+    if type(x) is DTensor and x._layout.flat_axis is not None:
+        x = convert(x, x._layout.base.invariant)
+    x = wide(x)
+    return (x * x).sum()
