@@ -1,17 +1,19 @@
 """The reproducible mode: losses and parameters equal to the bit on every mesh, and what it refuses."""
 
 import math
+import warnings
 from functools import cache, partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import vescale
-from vescale_dtensor import Replicate
+from vescale_dtensor import Replicate, Shard
 from vescale_dtensor._canonical import product
 from vescale_dtensor._canonical.merging import _asked, merges
 from vescale_dtensor.engine import is_reproducible
-from vescale_dtensor.testing import raises_on_all, run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks, slice_of, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -56,7 +58,30 @@ def loss_of(model, x, y):
     return model(input_ids=x, labels=x).loss
 
 
+class Hearing(torch.nn.Module):
+    """Two convolutions over the sequence, as speech models begin."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(256, 16)
+        self.first = torch.nn.Conv1d(16, 32, 3, padding=1)
+        self.second = torch.nn.Conv1d(32, 16, 3, padding=1, bias=False)
+        self.head = torch.nn.Linear(16, 256)
+
+    def forward(self, x, y):
+        x = torch.nn.functional.gelu(self.first(self.embed(x).transpose(1, 2)))
+        x = torch.nn.functional.gelu(self.second(x)).transpose(1, 2)
+        return torch.nn.functional.cross_entropy(self.head(x).transpose(1, 2), y)
+
+
+def plan_hearing(mesh):
+    """Channels between the two are split: the second's sum over them is pending."""
+    split = {"first.*": {"tp": Shard(0)}, "second.weight": {"tp": Shard(1)}, "*": {}}
+    return vescale.Plan(mesh=mesh, parameters=split, data_axis="dp")
+
+
 MODELS = {
+    "hearing": (Hearing, plan_hearing, lambda model, x, y: model(x, y)),
     "nanogpt": (build_gpt, library.gpt, lambda model, x, y: model(x, y)),
     "llama": (build_llama, library.llama, loss_of),
     "mixtral": (build_mixtral, library.mixtral, loss_of),
@@ -72,6 +97,13 @@ MESHES = {
     "pp2": {"pp": 2, "tp": 1},
     "pp2tp2": {"pp": 2, "tp": 2},
 }
+# Experts spread over an axis: theirs alone, and with experts split inside or other replicas of them.
+EXPERTS = {
+    "ep2": {"ep": 2},
+    "ep4": {"ep": 4},
+    "ep2tp2": {"ep": 2, "tp": 2},
+    "dp2ep2": {"dp": 2, "ep": 2},
+}
 MICROBATCHES = 4
 
 
@@ -81,18 +113,30 @@ def plan_of(name, mesh, changes):
         cut = "transformer.h.1" if name == "nanogpt" else "model.layers.1"
         pipeline = vescale.Pipeline(cuts=(cut,), microbatches=MICROBATCHES)
         plan = plan.override(data_axis=None, pipeline=pipeline)
+    if "ep" in mesh:
+        plan = plan.override(expert_axis="ep", data_axis=tuple(axis for axis in ("dp", "ep") if axis in mesh))
     return plan.override(**changes)
 
 
-def train(name, mesh=None, steps=STEPS, dtype=torch.float32, splits=None, microbatches=1, **changes):
+def recompute(model):
+    """Every block is computed again in backward, dropout included."""
+    for block in model.transformer.h:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def train(
+    name, mesh=None, steps=STEPS, dtype=torch.float32, splits=None, microbatches=1, optimizer=None, change=None,
+    **changes,
+):  # fmt: skip
     """(losses, parameters): on one device without a mesh, accumulating as many microbatches as told."""
     from corpus import read_corpus
 
     build, _, loss_of = MODELS[name]
     torch.manual_seed(0)
     corpus = read_corpus(None, seed=0, device=torch.device("cpu"))
-    model = build().to(dtype)
-    optimizer_fn = partial(torch.optim.AdamW, lr=5e-4)
+    model = (change or (lambda model: model))(build().to(dtype))
+    optimizer_fn = optimizer or partial(torch.optim.AdamW, lr=5e-4)
     losses = []
     with vescale.reproducible(splits or SPLITS):
         if mesh is None:
@@ -123,16 +167,22 @@ CASES = [
 ]
 
 
+EXPERT_CASES = [
+    (name, dtype, mesh) for mesh in EXPERTS for dtype in DTYPES for name in ("mixtral", "mixtral, batched")
+]
+
+
 @cache
 def on_one_device(name, dtype, **given):
     return run_ranks(1, train, name, dtype=dtype, timeout=500, **given)[0]
 
 
-@pytest.mark.parametrize("name, dtype, mesh", slice_of(CASES, 9))
+@pytest.mark.filterwarnings("ignore:.*has no canonical form")  # choosing experts, and torch's grouped product
+@pytest.mark.parametrize("name, dtype, mesh", [*slice_of(CASES, 9), *slice_of(EXPERT_CASES, 16)])
 def test_equal_to_the_bit(name, dtype, mesh):
     """The loss of every step and every parameter after the last; under a pipeline one device accumulates."""
     changes = {"zero": ZERO[mesh]} if mesh in ZERO else {}
-    sizes = MESHES[mesh.partition("zero")[0]]
+    sizes = (MESHES | EXPERTS)[mesh.partition("zero")[0]]
     given = {"microbatches": MICROBATCHES} if "pp" in sizes else {}
     found = run_ranks(math.prod(sizes.values()), train, name, sizes, dtype=DTYPES[dtype], timeout=500, **changes)
     wanted = on_one_device(name, DTYPES[dtype], **given)
@@ -142,6 +192,39 @@ def test_equal_to_the_bit(name, dtype, mesh):
         assert [n for n, p in parameters.items() if not torch.equal(p, wanted[1][n])] == []
         held.update(parameters)
     assert held == set(wanted[1])
+
+
+ADAMW, SGD = partial(torch.optim.AdamW, lr=5e-4), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+WAYS = {
+    "fused AdamW": {"optimizer": partial(ADAMW, fused=True)},
+    "AdamW tensor by tensor": {"optimizer": partial(ADAMW, foreach=False)},
+    "AdamW of lists, recomputing": {"optimizer": partial(ADAMW, foreach=True), "change": recompute},
+    "SGD of lists, bf16": {"optimizer": partial(SGD, foreach=True), "dtype": torch.bfloat16},
+    "SGD tensor by tensor, bf16, recomputing": {
+        "optimizer": partial(SGD, foreach=False),
+        "dtype": torch.bfloat16,
+        "change": recompute,
+    },
+    "fused SGD": {"optimizer": partial(SGD, fused=True)},
+}
+
+
+@pytest.mark.parametrize("way", slice_of(WAYS, 3))
+def test_optimizers_and_recomputation(way):
+    """Vectors end elsewhere on a shard than on the whole: no optimizer may tell. On dp2 x tp2 with SP."""
+    found = run_ranks(4, train, "nanogpt", MESHES["dp2tp2"], steps=4, timeout=300, **WAYS[way])
+    ((losses, wanted),) = run_ranks(1, train, "nanogpt", steps=4, timeout=300, **WAYS[way])
+    for own, parameters in found:
+        assert own == losses
+        assert [n for n, p in parameters.items() if not torch.equal(p, wanted[n])] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convolutions_split_by_samples_and_channels(dtype):
+    ((losses, wanted),) = run_ranks(1, train, "hearing", steps=4, dtype=DTYPES[dtype])
+    for own, parameters in run_ranks(4, train, "hearing", MESHES["dp2tp2"], steps=4, dtype=DTYPES[dtype]):
+        assert own == losses
+        assert [n for n, p in parameters.items() if not torch.equal(p, wanted[n])] == []
 
 
 # --- what it says no to, and yes -------------------------------------------------------------
@@ -194,6 +277,22 @@ def test_what_computes_out_of_sight_raises():
     raises_on_all(1, vescale.ReproducibleError, refused, match='mode="static"')
 
 
+def test_what_runs_whole_is_told_once_with_its_line():
+    def told():
+        x = vescale.distribute_tensor(torch.arange(8.0), mesh_of(2), [Shard(0)])
+        with vescale.reproducible(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = [x.cumsum(0).full_tensor().tolist() for _ in range(2)]
+            x.sum()
+        return found, [str(one.message) for one in caught]
+
+    for found, texts in run_ranks(2, told):
+        assert found == [torch.arange(8.0).cumsum(0).tolist()] * 2
+        (text,) = texts
+        assert text.startswith("cumsum has no canonical form: its sharded inputs are gathered (8 elements in this call")
+        assert "test_reproducible.py:" in text
+
+
 def test_the_mode_leaves_nothing():
     x, w = torch.randn(6, 10), torch.randn(7, 10)
     before, threads = torch.nn.functional.linear(x, w), torch.get_num_threads()
@@ -244,6 +343,12 @@ def forms():
         "repeat": (lambda x: x.repeat(2, 1, 3), (x,)),
         "repeat_interleave": (lambda x: x.repeat_interleave(3, 1), (x,)),
         "gelu": (functional.gelu, (x,)),
+        "conv1d": (lambda x, w, b: functional.conv1d(x, w, b, stride=2, padding=1), (x, drawn(8, 6, 3), drawn(8))),
+        "conv2d": (
+            lambda x, w: functional.conv2d(x, w, padding="same", dilation=(1, 2)),
+            (drawn(4, 2, 6, 7), drawn(6, 2, 3, 4))),
+        "vector_norm": (torch.linalg.vector_norm, (x,)),
+        "add with a weight": (lambda x, y: x.add(y, alpha=0.3).sub(y, alpha=2), (x, drawn(4, 6, 12))),
     }  # fmt: skip
 
 

@@ -17,6 +17,9 @@ way. Gradients of the experts are complete over the expert axis, and pending ove
 
 Other mesh axes follow from the layouts: tokens sharded over a data axis leave expert gradients pending over it; expert
 weights sharded over a tensor axis leave the result pending there.
+
+In the reproducible mode the tokens stay and the experts come: which rows meet in a product must not depend on the mesh.
+Forward sees the tokens as they are, and weights gathered over the expert axis, as under a plan without it.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ from vescale_dtensor.engine import (
     VARYING,
     Mesh,
     State,
-    check_order,
     convert,
     exchange_rows,
     from_plain,
     gather_objects,
+    is_reproducible,
     layout_of,
     set_cause,
     sharded,
@@ -146,13 +149,12 @@ class ExpertsBorder:
         self.load = [0] * self.local
         self.replicas: tuple[int, ...] = ()
         self.split = _split_axes(module, name, mesh, self.axis)
-        self._running: list[_Call] = []
+        self._running: list[_Call | _WholeCall] = []
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave, always_call=True, prepend=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        check_order("experts", f"{self.name}, whose experts are spread over an axis, computes")
-        call = _Call(self, module, args, kwargs)
+        call = (_WholeCall if is_reproducible() else _Call)(self, module, args, kwargs)
         self._running.append(call)
         return call.args, call.kwargs
 
@@ -168,7 +170,7 @@ class ExpertsBorder:
         totals = [0] * self.experts
         for coordinate, counts in gather_objects((self.mesh.coordinate, self.load), self.mesh):
             if not any(coordinate[axis] for axis in self.replicas):
-                first = sum(self.held[: coordinate[self.axis]]) if self.spread else 0
+                first = sum(self.held[: coordinate[self.axis]]) if len(counts) < self.experts else 0
                 for i, count in enumerate(counts):
                     totals[first + i] += count
         return totals
@@ -208,7 +210,7 @@ class _Call:
         if border.spread:
             fresh = self._dispatch(tokens, indices)
         else:
-            border.load = [] if indices.is_meta else _counts(indices.reshape(-1), border.experts).tolist()
+            border.load = _load(indices, border.experts)
             fresh = (tokens, indices, self._weights)
         replaced = dict(zip(map(id, given), fresh))
         self.args = tuple(replaced.get(id(one), one) for one in args)
@@ -280,6 +282,30 @@ class _Call:
         return convert(result, result.mesh_layout.base.with_states(states), f"{border.name} (experts)")
 
 
+class _WholeCall:
+    """One forward of an experts module in the reproducible mode, on the weights of all experts. Cost: all-gathers of
+    the weights over the expert axis, and reductions of their gradients."""
+
+    def __init__(self, border: ExpertsBorder, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.args, self.kwargs, self._module = args, kwargs, module
+        tokens, indices, _ = _tokens_indices_weights(border.name, args, kwargs)
+        states = tokens.mesh_layout.states
+        border.replicas = tuple(axis for axis, state in enumerate(states) if not state.is_sharded)
+        border.load = _load(indices, border.experts)
+        self._parameters = dict(module._parameters)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                layout = parameter.mesh_layout.base
+                states = [INVARIANT if axis == border.axis else state for axis, state in enumerate(layout.states)]
+                module._parameters[name] = convert(parameter, layout.with_states(states), f"{border.name} (experts)")
+
+    def restore(self) -> None:
+        self._module._parameters.update(self._parameters)
+
+    def combine(self, output: Tensor) -> Tensor:
+        return output
+
+
 class _Route:
     """Which rows go where: a stable sort of the chosen experts, and the counts that ranks exchange."""
 
@@ -313,6 +339,12 @@ class _Route:
 
 def _counts(indices: Tensor, experts: int) -> Tensor:
     return torch.bincount(indices, minlength=experts)
+
+
+def _load(indices: Tensor, experts: int) -> list[int]:
+    """How many of this rank's rows go to each of all experts."""
+    local = indices.to_local() if type(indices) is DTensor else indices
+    return [] if local.is_meta else _counts(local.reshape(-1), experts).tolist()
 
 
 class _Out(torch.autograd.Function):

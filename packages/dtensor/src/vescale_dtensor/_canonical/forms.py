@@ -4,6 +4,7 @@
     elementwise functions                 operands that broadcast are spread; see `steady` for the rest
     sum, mean                             `Total`
     expand, broadcast_to, repeat          `Spread`
+    lists of tensors                      their ordinary rule; see `steady`
 
 A form is a rule: it takes a `Call` and gives a `Decision`, or None where it has no opinion.
 """

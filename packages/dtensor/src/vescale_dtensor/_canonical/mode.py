@@ -16,7 +16,7 @@ from .._rules import attention as attention_rules
 from .._rules import optim
 from .._rules.body import body_of
 from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
-from . import lookup, norms, rows  # noqa: F401 - their forms are registered
+from . import convolution, lookup, norms, rows  # noqa: F401 - their forms are registered
 from .attention import attend, kernel_for
 from .call import ALONE
 from .forms import FORMS
@@ -43,11 +43,12 @@ class reproducible(TorchFunctionMode):
             ("hidden") are cut; powers of two. A mesh must divide them. More blocks fit more meshes, and cost more.
         threads: of every process, while the mode is on; kernels round by how many they are.
 
-    Functions without a canonical form are run on whole tensors, by every rank. Raises ReproducibleError where a shard
-    is not made of whole blocks, with the nearest splits; for what computes on shards out of sight (`local_map`, static
-    and compiled modules, experts on an expert axis); and when a mode is opened inside another. What a user computes on
-    `to_local()` is the user's. Overhead off: none; on: benchmarks/reproducible.py. Communication: every sum over a
-    sharded dim all-gathers the ranks' partial results.
+    Functions without a canonical form are run on whole tensors, by every rank: a FallbackWarning tells once of each that
+    gathers. Experts on an expert axis compute on weights gathered over it. Raises ReproducibleError where a shard is not
+    made of whole blocks, with the nearest splits; for what computes on shards out of sight (`local_map`, static and
+    compiled modules); and when a mode is opened inside another. What a user computes on `to_local()` is the user's.
+    Overhead off: none; on: benchmarks/reproducible.py. Communication: every sum over a sharded dim all-gathers the
+    ranks' partial results.
     """
 
     def __init__(self, splits: Mapping[str, int] | Splits | None = None, *, threads: int = 1) -> None:

@@ -1,18 +1,21 @@
 """The norm of whole tensors, as clipping takes it: squares summed over the tree of every dim, in float32 for half
-precision. No gradient is gathered, but those of which an axis holds parts of the flattened shard (ZeRO-3): these have
-no blocks. What several tensors of one layout are reduced by is one all-reduce."""
+precision. Gathered are only those whose shards are not made of blocks: uneven ones, and parts of what is flattened
+(ZeRO). What several tensors of one layout are reduced by is one all-reduce."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .._convert import convert
+from .._layout import Layout
 from .._rules.registry import Call, Decision, composite
 from .._state import INVARIANT, PENDING
 from .._tensor import DTensor
 from .forms import form
-from .grid import Splits
+from .grid import ReproducibleError, Splits, cut_of, fine_count
 from .tree import wide
 
 
@@ -49,7 +52,19 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 def _square_sum(x: Tensor) -> Tensor:
     if type(x) is DTensor and x._layout.is_pending:  # reduced once, not once per factor
         x = convert(x, x._layout.base.with_states([INVARIANT if s is PENDING else s for s in x._layout.states]))
-    if type(x) is DTensor and x._layout.flat_axis is not None:
-        x = convert(x, x._layout.base.invariant)
     x = wide(x)
+    if type(x) is DTensor and not _in_blocks(x._layout.base):
+        x = convert(x, x._layout.base.invariant)
     return (x * x).sum()
+
+
+@lru_cache(maxsize=65536)
+def _in_blocks(layout: Layout) -> bool:
+    if layout.flat_axis is not None:
+        return False
+    try:
+        for dim, extent in enumerate(layout.shape):
+            cut_of("norm", layout, dim, fine_count(extent), "hidden")
+    except ReproducibleError:
+        return False
+    return True

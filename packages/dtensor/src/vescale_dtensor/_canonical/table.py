@@ -33,7 +33,7 @@ _MOVES = frozenset(
     f"vescale_dtensor._rules.{name}"
     for name in "shape view join index metadata python comparison empty fresh random pad regroup carry search".split()
 )
-_SUMS_BACKWARD = ("trace", "broadcast_tensors", "meshgrid", "tile", "pad")
+_SUMS_BACKWARD = ("trace", "broadcast_tensors", "meshgrid", "tile")
 _DRAWS = "vescale_rng."
 # Functions that have no rule, and would run whole on the strides that gathering happens to give.
 _WITHOUT_RULE = [f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None]
@@ -63,6 +63,8 @@ def _rule_of(function: Callable, entry: Entry, splits: Splits) -> Callable | Non
     module, name = ordinary.__module__, ordinary.__name__
     if module == "vescale_dtensor._rules.pointwise":
         return _elementwise(ordinary, function)
+    if name == "pad" and module in _MOVES:
+        return lambda call: ordinary(call) if call.get(2, "mode", "constant") == "constant" else whole(function)
     if (module in _MOVES and name not in _SUMS_BACKWARD) or module.startswith(_DRAWS):
         return None
     if ordinary in (optim.foreach, optim.fused):
