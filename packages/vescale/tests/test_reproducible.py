@@ -167,9 +167,7 @@ CASES = [
 ]
 
 
-EXPERT_CASES = [
-    (name, dtype, mesh) for mesh in EXPERTS for dtype in DTYPES for name in ("mixtral", "mixtral, batched")
-]
+EXPERT_CASES = [(name, dtype, mesh) for mesh in EXPERTS for dtype in DTYPES for name in ("mixtral", "mixtral, batched")]
 
 
 @cache
@@ -243,9 +241,7 @@ def test_this_machine_does_what_the_mode_relies_on(monkeypatch):
 def test_a_mesh_that_does_not_divide_the_splits_names_the_nearest():
     told = r"has 2 blocks(.|\n)*splits=\{\"batch\": 4\}"
     mesh, splits = {"dp": 4}, {"batch": 2}
-    raises_on_all(
-        4, vescale.ReproducibleError, train, "nanogpt", mesh, steps=1, splits=splits, match=told, timeout=120
-    )
+    raises_on_all(4, vescale.ReproducibleError, train, "nanogpt", mesh, steps=1, splits=splits, match=told, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,10 @@ class reproducible(TorchFunctionMode):
             ("hidden") are cut; powers of two. A mesh must divide them. More blocks fit more meshes, and cost more.
         threads: of every process, while the mode is on; kernels round by how many they are.
 
-    Functions without a canonical form are run on whole tensors, by every rank: a FallbackWarning tells once of each that
-    gathers. Experts on an expert axis compute on weights gathered over it. Raises ReproducibleError where a shard is not
-    made of whole blocks, with the nearest splits; for what computes on shards out of sight (`local_map`, static and
-    compiled modules); and when a mode is opened inside another. What a user computes on `to_local()` is the user's.
+    Functions without a canonical form are run on whole tensors, by every rank: a FallbackWarning tells once of each
+    that gathers. Experts on an expert axis compute on weights gathered over it. Raises ReproducibleError where a shard
+    is not made of whole blocks, with the nearest splits; for what computes on shards out of sight (`local_map`, static
+    and compiled modules); and when a mode is opened inside another. What a user computes on `to_local()` is the user's.
     Overhead off: none; on: benchmarks/reproducible.py. Communication: every sum over a sharded dim all-gathers the
     ranks' partial results.
     """

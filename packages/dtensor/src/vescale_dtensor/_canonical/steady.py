@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from .._arguments import substitute
 from .._rules.registry import Call, both, is_inplace
 
 WIDTH = 64  # two vectors of the widest instruction set, in elements of the narrowest type (AVX-512, bfloat16)
@@ -74,13 +75,13 @@ def padded(function: Callable, inplace: bool) -> Callable:
     def run(*args, **kwargs):
         copies: list[tuple[Tensor, Tensor]] = []
         sizes: dict[int, torch.Size] = {}
-        lists = [a for a in args if isinstance(a, (list, tuple))]
+        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
         for items in zip(*[a for a in lists if len(a) == len(lists[0])]):
             shapes = {x.shape for x in items if isinstance(x, Tensor) and x.ndim}
             if len(shapes) == 1 and (shape := shapes.pop()).numel():
                 sizes |= {id(x): shape for x in items if isinstance(x, Tensor) and x.ndim}
 
-        def fit(x):
+        def fit(x: Tensor) -> Tensor:
             if id(x) not in sizes:
                 return x
             more = -x.numel() % WIDTH
@@ -89,7 +90,7 @@ def padded(function: Callable, inplace: bool) -> Callable:
             copies.append((x, F.pad(x.reshape(-1), (0, more), value=1.0)))
             return copies[-1][1]
 
-        out = function(*[type(a)(map(fit, a)) if isinstance(a, (list, tuple)) else a for a in args], **kwargs)
+        out = function(*substitute(args, fit), **substitute(kwargs, fit))
         if inplace:
             for x, copy in copies:
                 x.copy_(copy[: x.numel()].view(x.shape))
