@@ -174,7 +174,7 @@ def _amid(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
 
 
 def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) -> float:
-    """Share of an all-gather that products beside it hide."""
+    """Share of an all-gather that products beside it hide; negative where the two are slower at once than in turn."""
     part = torch.ones(1 << 21, dtype=device.dtype, device=here)
     whole = part.new_empty(part.numel() * dist.get_world_size())
     square = torch.randn(device.base * 2, device.base * 2, dtype=device.dtype, device=here)
@@ -211,7 +211,7 @@ def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) ->
     for _ in range(rounds):
         communication, computation, together = timed(alone), timed(compute, count), timed(both, count)
         shares.append((communication + computation - together) / min(communication, computation))
-    return min(1.0, max(0.0, median(shares)))
+    return min(1.0, max(-1.0, median(shares)))
 
 
 def profile_of(times: dict[str, list[float]], overlap: float, ranks: int, device: Device) -> Hardware:

@@ -135,12 +135,19 @@ def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float
     dense = (sizes.held - sizes.experts) * (candidate.dp - 1) / candidate.dp
     part = 4 / candidate.pp * (dense + sizes.experts / candidate.ep * (copies - 1) / copies)
     reduce = hardware.collective_seconds("all_reduce", candidate.dp, 2 * part, candidate.tp)
-    exposed = max(SHOWN * reduce, reduce - hardware.hidden * compute * 2 / 3)
+    exposed = _exposed(reduce, hardware, compute * 2 / 3)
     if candidate.zero < 3:
         return exposed
     gather = hardware.collective_seconds("all_gather", candidate.dp, part * hardware.itemsize / 4, candidate.tp)
     gathers = gather * (1 if candidate.pp > 1 else 2 * candidate.microbatches)
-    return exposed + max(SHOWN * gathers, gathers - hardware.hidden * compute)
+    return exposed + _exposed(gathers, hardware, compute)
+
+
+def _exposed(seconds: float, hardware: Hardware, beside: float) -> float:
+    """Of what is sent beside so many seconds of computation."""
+    if hardware.hidden < 0:
+        return seconds * (1 - hardware.hidden)
+    return max(SHOWN * seconds, seconds - hardware.hidden * beside)
 
 
 def _hops(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:

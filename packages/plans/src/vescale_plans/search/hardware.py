@@ -96,7 +96,8 @@ class Hardware:
         at_once: devices that compute at full speed at the same time; None for all. Cores, where ranks share a host.
         stream: reads and writes of a stream's width per group of matrices and direction, by elementwise operators and
             norms: 17 of eager code, 8 of fused kernels.
-        hidden: share of a computation beside which a reduction of gradients or a gather of parameters is free.
+        hidden: share of a computation beside which a reduction of gradients or a gather of parameters is free; negative
+            where these take so much longer beside one.
         product: measured terms of a matrix product, in place of `flops` and `small`.
         operators: operator ("aten.gelu") -> its curve over bytes read and written ("attention" over operations).
         collectives: kind -> ranks -> its curve over bytes received by each.
