@@ -12,6 +12,7 @@ takes beyond its operators is the host's.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import tempfile
@@ -158,19 +159,21 @@ def _timed(probe: _probes.Probe, repeat: int, stop: Callable, clock: Callable | 
 
 def _amid(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
     """Seconds that a collective adds to what its ranks compute before it: waiting for the others included, less the
-    computation as it is priced (CPU seconds, times the ranks that share a core)."""
+    computation as it is priced (CPU seconds, times the ranks that share a core); no less than the shortest."""
     shared = dist.get_backend() == "gloo"
     clock = time.thread_time if shared else time.perf_counter
     crowded = max(1.0, dist.get_world_size() / os.cpu_count()) if shared else 1.0
-    computed, began = 0.0, time.perf_counter()
+    computed, shortest, began = 0.0, math.inf, time.perf_counter()
     for _ in range(repeat):
         started = clock()
         given = probe.before()
         stop()
         computed += clock() - started
+        met = time.perf_counter()
         probe.run(given)
         stop()
-    return max(0.0, time.perf_counter() - began - crowded * computed) / repeat
+        shortest = min(shortest, time.perf_counter() - met)
+    return max(shortest, (time.perf_counter() - began - crowded * computed) / repeat)
 
 
 def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) -> float:
