@@ -36,8 +36,8 @@ from ._devices import Device, busy_seconds, device_of, own_seconds
 
 LEAST = 1e-3
 """Seconds that a probe is repeated for within a round."""
-AMID = 4
-"""Collectives, each after a computation, in a row."""
+AMID = 2e-2
+"""The same of a collective after a computation."""
 QUIET = 0.1
 """Cores that others may keep busy in a round that counts, if there are enough such rounds."""
 MORE = 3
@@ -125,7 +125,8 @@ def _rounds(
         took = torch.tensor([_timed(probe, 1, stop)])
         took = took.to(here)
         dist.all_reduce(took, dist.ReduceOp.MAX)  # ranks must repeat a collective equally often
-        repeats.append(AMID if probe.before else max(1, min(50, int(LEAST / max(took.item(), 1e-6)))))
+        least, most = (AMID, 4) if probe.before else (LEAST, 50)
+        repeats.append(max(1, min(most, int(least / max(took.item(), 1e-6)))))
     taken: list[tuple[float, list[float]]] = []
     for _ in range(MORE * rounds):
         before = (own_seconds(), busy_seconds(), time.perf_counter())
