@@ -6,7 +6,7 @@
 
 An environment per commit with torch in it is impractical, so a commit is measured by putting the source roots of its
 worktree (packages/*/src) before everything else on the path. A benchmark that a commit cannot run has no point there.
-The headlines of a commit take about 5 minutes on two cores, and as long again where TorchTitan's environment is.
+The headlines of a commit take about 3 minutes of one core, and as long again where TorchTitan's environment is.
 """
 
 from __future__ import annotations
