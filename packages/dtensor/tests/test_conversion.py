@@ -304,6 +304,7 @@ ON_LINE = {
     (8, 4): (I, R, P, S0, S1, GROUPED, sharded(0, units=(1, 0, 4, 3)), sharded(1, groups=2)),
     (10, 3): (I, R, P, S0, S1, GROUPED, sharded(0, units=(1, 0, 2, 2)), sharded(1, groups=3)),
     (2, 6): (I, R, P, S0, S1, GROUPED, sharded(1, units=(0, 1, 1, 1))),
+    (1, 8): (I, R, P, S0, S1, sharded(1, groups=2)),
     (0, 3): (I, R, P, S0, S1, GROUPED),
     (): (I, R, P),
 }

@@ -17,6 +17,27 @@ KEYWORDS = object()  # divides positional from keyword arguments in a key
 _BOOL = {True: "true", False: "false"}  # True == 1 as a key, and x[True] is not x[1]
 
 
+def key_of(args: tuple, kwargs: dict | None, exact: bool) -> tuple:
+    """The key of a call: layouts in place of DTensors, stand-ins for what has no hash or another equality."""
+    key: list = []
+    for argument in args:
+        kind = type(argument)
+        if kind is DTensor:
+            key.append(argument._layout)
+        else:
+            key.append(argument if kind in ATOMS else keyed(argument, exact))
+    if kwargs:
+        key.append(KEYWORDS)
+        for name, argument in kwargs.items():
+            key.append(name)
+            kind = type(argument)
+            if kind is DTensor:
+                key.append(argument._layout)
+            else:
+                key.append(argument if kind in ATOMS else keyed(argument, exact))
+    return tuple(key)
+
+
 def keyed(value: Any, exact: bool) -> Any:
     """The hashable stand-in of an argument that is neither a DTensor nor an atom by itself."""
     kind = type(value)

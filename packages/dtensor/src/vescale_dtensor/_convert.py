@@ -44,8 +44,10 @@ class Convert(Function):
             return route.back(grad), None, None
 
 
-# torch's `Function.apply` first looks for functorch's wrappers, in Python; this is what it then calls.
+# torch's `Function.apply` first looks for functorch's wrappers, in Python; this is what it then calls. In a backward
+# the engine calls `apply` of the graph's node, which looks for what a user may have called it; here it is known.
 _apply = super(Function, Convert).apply
+Convert._backward_cls.apply = Convert.backward
 
 
 def convert_tracked(local: Tensor, route: Route, own: bool) -> Tensor:

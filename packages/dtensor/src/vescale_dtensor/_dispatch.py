@@ -24,7 +24,7 @@ from torch import Tensor, is_grad_enabled
 from torch._ops import OpOverload
 
 from . import _events, _fallback, _forms
-from ._arguments import ATOMS, KEYWORDS, collect, keyed, substitute
+from ._arguments import ATOMS, collect, key_of, keyed, substitute
 from ._conversion import is_alias
 from ._convert import alias, convert_operand, describe
 from ._copies import as_on_one_device, check_writable, mark_copy
@@ -49,36 +49,31 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
     entry = TABLE.get(function)
     if entry is None or entry.handler is not None:
         return _general(entry, function, args, kwargs or {})
-    key: Any = []
-    for argument in args:
-        kind = type(argument)
+    if len(args) == 2 and not kwargs:  # most calls
+        first, second = args
+        kind = type(second)
         if kind is DTensor:
-            key.append(argument._layout)
-        elif kind in ATOMS:
-            key.append(argument)
-        else:
-            key.append(keyed(argument, entry.exact))
-    if kwargs:
-        key.append(KEYWORDS)
-        for name, argument in kwargs.items():
-            key.append(name)
-            kind = type(argument)
-            if kind is DTensor:
-                key.append(argument._layout)
-            else:
-                key.append(argument if kind in ATOMS else keyed(argument, entry.exact))
-    key = tuple(key)
+            second = second._layout
+        elif kind not in ATOMS:
+            second = keyed(second, entry.exact)
+        kind = type(first)
+        if kind is DTensor:
+            first = first._layout
+        elif kind not in ATOMS:
+            first = keyed(first, entry.exact)
+        key: Any = (first, second)
+    else:
+        key = key_of(args, kwargs, entry.exact)
     try:
         decision = entry.cache.get(key)
     except TypeError:  # an argument that cannot be a key: decided anew each time
         key = decision = None
     if decision is not None and decision.ready:
-        hooked = _saved_tensors_hooks(True) is not None
-        if hooked:
+        if _saved_tensors_hooks(True) is None:
+            out = _run_local(decision.run, types, args, kwargs) if kwargs else _run_local(decision.run, types, args)
+        else:
             args = substitute(args, _as_saved)
-        out = _run_local(decision.run, types, args, kwargs) if kwargs else _run_local(decision.run, types, args)
-        if hooked:
-            out = apart(out)
+            out = apart(_run_local(decision.run, types, args, kwargs or {}))
         if type(out) is Tensor and not (decision.plain and _among(out, args)):
             layout = decision.out
             out.__class__ = DTensor

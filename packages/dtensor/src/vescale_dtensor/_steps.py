@@ -160,13 +160,15 @@ def _all_gather(step: Step) -> Recipe | None:
     sizes = [_length(ranges) for ranges in cuts]
     shape = layout.local_shape
     if min(sizes) == max(sizes) and 0 not in shape:
-        gather = gather_recipe(mesh, (axis,), shape, step.kind)
+        gather, whole = gather_recipe(mesh, (axis,), shape, step.kind), _with_size(shape, dim, count * shape[dim])
         if dim == 0 and groups == 1:
             return gather
+        if _is_outermost(shape, dim, groups):
+            return lambda local: gather(local).view(*whole)
         # [n, .., g, s, ..] -> [.., g, n, s, ..] -> [.., g * n * s, ..]
         grouped = (count, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
         parts, at = (grouped, dim + 1) if groups > 1 else ((count, *shape), dim)
-        whole, order = _with_size(shape, dim, count * shape[dim]), (*range(1, at + 1), 0, *range(at + 1, len(parts)))
+        order = (*range(1, at + 1), 0, *range(at + 1, len(parts)))
         return lambda local: gather(local).view(*parts).permute(*order).reshape(*whole)
     longest, mine = max(sizes), sizes[mesh.coordinate[axis]]
 
@@ -210,14 +212,16 @@ def _reduce_scatter(step: Step) -> Recipe | None:
     sizes = [_length(ranges) for ranges in cuts]
     shape = layout.local_shape
     if min(sizes) == max(sizes) and 0 not in shape:
-        scatter = scatter_recipe(mesh, (axis,), shape, step.kind)
+        scatter, sent = scatter_recipe(mesh, (axis,), shape, step.kind), (count * shape[0], *shape[1:])
+        if _is_outermost(shape, dim, groups):
+            return lambda local: scatter(local.contiguous().view(*sent))
         # [.., g * n * s, ..] -> [.., g, n, s, ..] -> [n, .., g, s, ..] -> [n * .., g * s, ..], which is what travels
         size = shape[dim] // groups
         pieces = (*shape[:dim], groups, count, size, *shape[dim + 1 :])
         at = dim + 1
         if groups == 1:
             pieces, at = (*shape[:dim], count, size, *shape[dim + 1 :]), dim
-        order, sent = (at, *range(at), *range(at + 1, len(pieces))), (count * shape[0], *shape[1:])
+        order = (at, *range(at), *range(at + 1, len(pieces)))
         return lambda local: scatter(local.reshape(*pieces).permute(*order).reshape(*sent).contiguous())
     return lambda local: reduce_scatter([_take(local, dim, ranges) for ranges in cuts], mesh, (axis,), step.kind)
 
@@ -294,6 +298,11 @@ def _my_ranges(layout: Layout, axis: int) -> tuple[Ranges, int]:
 
 def _length(ranges) -> int:
     return sum(stop - start for start, stop in ranges)
+
+
+def _is_outermost(shape: tuple[int, ...], dim: int, groups: int) -> bool:
+    """Whether the shards of a dim lie in memory one after the other, so that the order of ranks is that of the dim."""
+    return groups == 1 and prod(shape[:dim]) == 1
 
 
 def _with_size(shape, dim: int, size: int) -> tuple[int, ...]:

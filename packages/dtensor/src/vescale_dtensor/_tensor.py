@@ -23,7 +23,7 @@ from ._functorch import TensorType, check_not_mapped
 from ._layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -237,6 +237,14 @@ def take_pending_grad(tensor: DTensor) -> Tensor | None:
         if pending is not None:
             _set_grad(tensor, None)
     return pending
+
+
+def drop_gradients(tensors: Iterable[Tensor]) -> None:
+    """`tensor.grad = None` for each, DTensor or not."""
+    with local_only():
+        for tensor in tensors:
+            tensor.__dict__.pop("_settled_grad", None)
+            _set_grad(tensor, None)
 
 
 def settle(tensor: DTensor, gradient: DTensor | None) -> None:

@@ -70,6 +70,7 @@ from ._static_tape import Taping as Taping
 from ._static_tape import grad_state as grad_state
 from ._static_tape import refs_of as refs_of
 from ._steps import Route as Route
+from ._tensor import drop_gradients as drop_gradients
 from ._tensor import local_only as local_only
 from ._tensor import requires_grad as requires_grad
 from ._tensor import settle as settle

@@ -42,7 +42,7 @@ class Converter:
         """Of a DTensor; a plain tensor stays."""
         if type(tensor) is not DTensor:
             return tensor
-        layout = tensor.mesh_layout
+        layout = tensor._layout.base
         target = self._targets.get(layout)
         if target is None:
             target = self._targets[layout] = self._target(layout)

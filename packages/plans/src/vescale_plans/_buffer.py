@@ -85,22 +85,19 @@ class Slot:
     """One parameter's place in a buffer."""
 
     __slots__ = (
-        "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "full", "master", "optimized",
-        "gradient",
+        "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
+        "gradient_layout", "full", "master", "optimized", "gradient",
     )  # fmt: skip
 
     parameter: DTensor
     full_layout: Layout  # while the model computes with it
     master_layout: Layout  # as the optimizer updates it
+    reduced_layout: Layout  # of the whole reduced gradient
+    gradient_layout: Layout  # of the reduced gradient that an optimizer step consumes
     full: Tensor
     master: Tensor
     optimized: nn.Parameter | None  # the master as a plain parameter, which elementwise optimizers take
     gradient: Tensor | None
-
-    @property
-    def gradient_layout(self) -> Layout:
-        """Of the reduced gradient that an optimizer step consumes."""
-        return settled(self.master_layout)
 
 
 def settled(layout: Layout) -> Layout:
@@ -158,6 +155,7 @@ class Buffer:
         if self.shards:
             cut = flat(layout.ndim, self.packing.units(i, _largest_shard(layout)))
             slot.master_layout = layout.with_states((*layout.states[:lead], cut, *layout.states[lead + 1 :]))
+        slot.reduced_layout, slot.gradient_layout = settled(layout), settled(slot.master_layout)
         return slot
 
     def _move_in(self, dtype: torch.dtype) -> None:
@@ -265,7 +263,7 @@ class Buffer:
         with local_only():
             for i, slot in enumerate(self.slots):
                 if fresh:
-                    view = self.flat[slot.start : slot.start + slot.numel].view(slot.shape)
+                    view = self.flat[slot.start : slot.start + slot.numel].view(size=slot.shape)
                     slot.gradient = stamp(view, slot.full_layout.gradient)
                 now = _get_grad(slot.parameter)
                 if now is slot.gradient:
@@ -340,8 +338,8 @@ class Buffer:
                 at = slot.start + low - rank * self.packing.part if high > low else 0
                 piece, layout = summed[at : at + high - low], slot.gradient_layout
             else:
-                piece = summed[slot.start : slot.start + slot.numel].view(slot.shape)
-                layout = settled(slot.full_layout)
+                piece = summed[slot.start : slot.start + slot.numel].view(size=slot.shape)
+                layout = slot.reduced_layout
             if i in missing and not (usage.anywhere(slot) if usage is not None else not _is_negative_zero(piece)):
                 continue
             piece = stamp(piece if piece.dtype is self.dtype else piece.to(self.dtype), layout)

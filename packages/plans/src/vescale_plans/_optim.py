@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import prod
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
-from vescale_dtensor.engine import convert, local_only, stamp
+from vescale_dtensor.engine import convert, drop_gradients, local_only, route_between, stamp
 
 from ._buffer import Slot
 from ._matrix import Owners
@@ -94,10 +95,19 @@ class Sharded:
         self._parallel.updated()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's own."""
+        if set_to_none:
+            for group in self.param_groups:
+                drop_gradients(group["params"])
+        else:
+            super().zero_grad(set_to_none=False)
+
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
         """Plain Parameters, with the local parts of the gradients, in the places of the DTensors."""
-        pairs: list[tuple[DTensor, nn.Parameter]] = []
+        own: list[DTensor] = []
+        lent: list[nn.Parameter] = []
         slots: list[Slot] = []
         shown = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
@@ -109,10 +119,11 @@ class Sharded:
                     continue
                 plain = self._lend(slot)
                 inside.append(plain)
-                pairs.append((parameter, plain))
+                own.append(parameter)
+                lent.append(plain)
                 slots.append(slot)
             group["params"] = inside
-        self._rename(pairs)
+        self._rename(own, lent)
         try:
             yield
             for slot in slots:
@@ -120,8 +131,8 @@ class Sharded:
         finally:
             for group, params in zip(self.param_groups, shown):
                 group["params"] = params
-            self._rename([(plain, parameter) for parameter, plain in pairs])
-            for _, plain in pairs:
+            self._rename(lent, own)
+            for plain in lent:
                 plain.grad = None
 
     def _lend(self, slot: Slot) -> nn.Parameter:
@@ -149,13 +160,13 @@ class Sharded:
             return self._owners.plain(slot), self._owners.layout(slot)
         return slot.optimized, slot.gradient_layout
 
-    def _rename(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """The state of one parameter becomes that of another, in the order it had."""
-        state, other = self.state, dict(pairs)
-        renamed = defaultdict(dict)
-        for key, value in state.items():
-            renamed[other.get(key, key)] = value
-        self.state = renamed
+    def _rename(self, before: list[Tensor], after: list[Tensor]) -> None:
+        """The state of each parameter of `before` becomes that of its other in `after`, in the order it had."""
+        state = self.state
+        if len(before) != len(state) or not all(map(is_, state, before)):  # some have none, or in another order
+            other = dict(zip(before, after))
+            after = [other.get(key, key) for key in state]
+        self.state = defaultdict(dict, zip(after, state.values()))
 
     # --- state, sharded -------------------------------------------------------------------
 
@@ -257,14 +268,14 @@ def _local_gradient(slot: Slot) -> Tensor | None:
     gradient = slot.parameter.grad
     if gradient is None:
         return None
-    if gradient.mesh_layout is not slot.gradient_layout:
+    layout = gradient.mesh_layout
+    # Pending over axes of one rank it is whole, and nothing moves.
+    if layout is not slot.gradient_layout and route_between(layout, slot.gradient_layout).recipe:
         gradient = convert(gradient, slot.gradient_layout, "step")
     with local_only():
         local = gradient.detach()
         local = local if local.dtype is slot.optimized.dtype else local.to(slot.optimized.dtype)
-        plain = local.view(slot.optimized.shape)
-        plain.__class__ = Tensor
-    return plain
+        return local.view(size=slot.optimized.shape)
 
 
 def _state_made_early(optimizer: torch.optim.Optimizer) -> None:

@@ -44,7 +44,7 @@ class Guard:
                 and list(map(len, self._hooked)) == self._counts
                 and list(map(_training, self._held)) == self._training
                 and all(map(is_, map(getitem, self._places, self._names), self._tensors))
-                and all(map(is_, map(_layout, self._sharded), self._layouts))
+                and list(map(_layout, self._sharded)) == self._layouts  # a layout equals itself alone
             )
         except KeyError:  # a parameter was taken away
             return False
