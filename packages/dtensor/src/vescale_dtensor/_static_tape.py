@@ -12,7 +12,7 @@ alive. What is on a tape, in order:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class Storages:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, StorageWeakRef]] = {}
-        self._count = 0
+        self._of: dict[int, StorageWeakRef] = {}
 
     def ref(self, tensor: Tensor) -> Ref:
         """Call with dispatch disabled."""
@@ -57,9 +57,13 @@ class Storages:
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None:  # the weak reference keeps the address taken
-            self._count += 1
-            known = self._known[storage._cdata] = (self._count, StorageWeakRef(storage))
+            known = self._known[storage._cdata] = (len(self._of) + 1, StorageWeakRef(storage))
+            self._of[known[0]] = known[1]
         return Ref(known[0], tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def any_alive(self, numbers: Iterable[int]) -> bool:
+        """Whether anybody still holds one of these storages."""
+        return any(number in self._of and not self._of[number].expired() for number in numbers)
 
 
 @dataclass(slots=True)

@@ -40,13 +40,20 @@ class Site:
 
     def __init__(self, static: Static, module: nn.Module, name: str) -> None:
         self.static, self.module, self.name = static, module, name
-        self.own = module.__dict__.get("forward")  # where somebody has put one on the object
-        self.forward = module.forward
+        self.refresh()
         self.regions: dict[tuple, list[Region | Eager]] = {}
         self.recordings = 0
+        self.again: set[tuple] = set()  # keys that are recorded anew to be verified: no misses
         self.retired = ""
         self.was_static = False
         self.verdict, self.reason = UNSEEN, None
+
+    def refresh(self) -> None:
+        """Somebody may have put another forward on the module, or on its class, since."""
+        held = self.module.__dict__.get("forward")
+        if held is not self:
+            self.own = held  # where somebody has put one on the object
+        self.forward = self.own if self.own is not None else type(self.module).forward.__get__(self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -110,6 +117,12 @@ class Static:
             stands = site in needed or (self._runtime is not None and site.verdict is UNSEEN)
             _stand(site, stands and not (site.retired and site is not self.root))
 
+    def _welcome(self) -> None:
+        """Modules that the model has since it became static."""
+        for name, module in self.model.named_modules():
+            if id(module) not in self.sites:
+                self.sites[id(module)] = Site(self, module, name)
+
     def _arm(self, module: nn.Module) -> None:
         for inner in module.modules():
             _stand(self.sites[id(inner)], True)
@@ -164,9 +177,10 @@ class Static:
 
     def _record(self, site: Site, key: tuple, args: tuple, kwargs: dict) -> Any:
         """An eager call, written down; what was found about it is in force from the next call on."""
-        if site.retired or self._is_dry or self._is_retired_by(site):
+        if site.retired or self._is_dry or self._is_retired_by(site, key):
             return site.forward(*args, **kwargs)
         recording = Recording()
+        self._welcome()
         self._arm(site.module)
         try:
             out = recording.run(site, args, kwargs)
@@ -179,8 +193,11 @@ class Static:
     def _is_dry(self) -> bool:
         return any(tensor.is_meta for tensor in self.model.parameters())
 
-    def _is_retired_by(self, site: Site) -> bool:
+    def _is_retired_by(self, site: Site, key: tuple) -> bool:
         """Counts a recording that the module's own call has made necessary."""
+        if key in site.again:
+            site.again.remove(key)
+            return False
         site.recordings += 1
         if site.recordings > MISSES + 1:
             self._retire(site, f"its inputs or its state differ at every call: recorded {MISSES} times anew")
@@ -199,6 +216,7 @@ class Static:
         """Every module is recorded anew; what is not as static as before stays eager."""
         for site in self.sites.values():
             site.was_static = site.verdict is STATIC
+            site.again |= set(site.regions)
             site.regions.clear()
 
     # --- what was found --------------------------------------------------------------
@@ -266,6 +284,7 @@ def _regions_of(site: Site) -> Iterator[Region]:
 
 def _stand(site: Site, stands: bool) -> None:
     """Puts the site before its module's forward, or takes it away."""
+    site.refresh()
     held = site.module.__dict__
     if stands:
         held["forward"] = site

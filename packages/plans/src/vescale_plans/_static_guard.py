@@ -2,51 +2,61 @@
 
 from __future__ import annotations
 
-from operator import attrgetter, getitem, is_, itemgetter
+from itertools import repeat
+from operator import attrgetter, getitem, is_
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
-_training, _layout = itemgetter("training"), attrgetter("_layout")
+_TABLES = ("_parameters", "_buffers", "_modules")
+_FLAGS = (bool, str, type(None))
+_layout = attrgetter("_layout")
 
 
 class Guard:
-    """Whether modules and parameters are as they were: training, hooks, the parameters themselves and their layouts.
+    """Whether modules are as they were: their forwards, children, parameters (the very objects, and their layouts),
+    buffers, hooks, and attributes that are flags or tensors, `training` one of them. Numbers may change: code that
+    reads one does the same with another.
 
     Asked at every call, so the loops are C's, and modules without hooks are looked at only where somebody has
-    registered a hook since: every registration, of whatever hook, counts `RemovableHandle.next_id` up.
+    registered a hook since: every registration, of whatever hook, counts `RemovableHandle.next_id` up. Made while all
+    sites stand.
     """
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
         hooks = [one.__dict__[name] for one in modules if one is not module for name in _HOOKS]
         self._bare = [found for found in hooks if not found]
-        self._hooked = [found for found in hooks if found]
-        self._counts = list(map(len, self._hooked))
         self._registered = -1
+        tables = [one.__dict__[name] for one in modules for name in _TABLES]
+        self._empty = [found for found in tables if not found]
+        self._filled = [found for found in (*hooks, *tables) if found]
+        self._sizes = list(map(len, self._filled))
         self._held = [one.__dict__ for one in modules]
-        self._training = list(map(_training, self._held))
-        places = [held for one in modules for held in (one._parameters, one._buffers)]
-        self._places = [held for held in places for _ in held]
-        self._names = [name for held in places for name in held]
-        self._tensors = list(map(getitem, self._places, self._names))
-        self._sharded = [tensor for tensor in self._tensors if type(tensor) is DTensor]
+        fronts = [held.get("forward") for held in self._held]
+        self._fronts = {None, *fronts, *(getattr(front, "own", None) for front in fronts)}
+        places = [(held, name) for held in tables for name in held]
+        places += [(held, name) for held in self._held for name, value in held.items() if _is_flag(name, value)]
+        self._places, self._names = [place for place, _ in places], [name for _, name in places]
+        self._things = list(map(getitem, self._places, self._names))
+        self._sharded = [thing for thing in self._things if type(thing) is DTensor]
         self._layouts = list(map(_layout, self._sharded))
 
     def __call__(self) -> bool:
         try:
             return (
                 (RemovableHandle.next_id == self._registered or self._are_bare())
-                and list(map(len, self._hooked)) == self._counts
-                and list(map(_training, self._held)) == self._training
-                and all(map(is_, map(getitem, self._places, self._names), self._tensors))
+                and not any(self._empty)
+                and list(map(len, self._filled)) == self._sizes
+                and all(map(is_, map(getitem, self._places, self._names), self._things))
                 and list(map(_layout, self._sharded)) == self._layouts  # a layout equals itself alone
+                and self._fronts.issuperset(map(dict.get, self._held, repeat("forward")))
             )
-        except KeyError:  # a parameter was taken away
+        except KeyError:  # something was taken away
             return False
 
     def _are_bare(self) -> bool:
@@ -55,3 +65,8 @@ class Guard:
             return False
         self._registered = registered
         return True
+
+
+def _is_flag(name: str, value: object) -> bool:
+    """Of a module's attributes: what its code may branch on, or compute with. Not what a full backward hook sets."""
+    return (type(value) in _FLAGS or isinstance(value, Tensor)) and name != "_is_full_backward_hook"

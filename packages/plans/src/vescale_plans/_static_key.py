@@ -24,6 +24,9 @@ def take_key(args: tuple, kwargs: dict) -> tuple[tuple | None, list[DTensor]]:
     erased = erase(tensors)
     for tensor in tensors:
         found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad))
+    if len(tensors) > 1 and len({*map(id, tensors)}) < len(tensors):  # one tensor in several places
+        first: dict[int, int] = {}
+        found.append(tuple([first.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)]))
     found.append(is_grad_enabled())
     found.append(torch.is_inference_mode_enabled())
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):

@@ -62,7 +62,7 @@ class Recording:
             with local_only():
                 inputs = refs_of((args, kwargs), self._storages)
             parent.tape.append(Crossing(frame, inputs))
-        before = kept_by(site.module)
+        before = kept_by(site.module, (args, kwargs))
         self._stack.append(frame)
         self._taping.tapes.append(frame.tape)
         try:
@@ -84,10 +84,9 @@ class Recording:
 
     def _outside(self, frame: Frame, before: dict[str, Any]) -> Difference | None:
         """What the module did beside computing: attributes, hooks of its children, Python's random numbers."""
-        name = changed(before, kept_by(frame.module))
+        name = changed(before, kept_by(frame.module, (frame.args, frame.kwargs)))
         if name:
-            frame.keeps = True
-            what = "draws from Python's own generator" if name == RANDOM else f"sets {name}"
+            what = "draws from a generator of Python or numpy" if name == RANDOM else f"sets {name}"
             return Difference(what, frame.site.line)
         if frame.site.has_odd_border():
             return Difference("has a border of the plan that changes its parameters for the call", frame.site.line)

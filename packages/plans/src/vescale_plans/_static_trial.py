@@ -206,10 +206,15 @@ def _storages(value: Any):
 # --- the trial -----------------------------------------------------------------------
 
 
+_HOOKING = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook})
+
+
 class _SeesDTensors(TorchFunctionMode):
     """In a trial every tensor is plain but those that the forward has from elsewhere."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function in _HOOKING:
+            raise _Left(f"calls {function.__name__} on a tensor, whose gradient is to be seen as the whole's")
         if any(issubclass(kind, DTensor) for kind in types):
             raise _Left("uses a sharded tensor that is neither an input nor a parameter")
         return function(*args, **(kwargs or {}))
@@ -231,7 +236,8 @@ class _Trial:
             inputs = refs_of((args, kwargs), self._taping.storages)
         self._taping.tapes[-1].append(Crossing(item.frame, inputs, item.line))
         self._next = next(self._given, None)
-        return item.frame.out
+        given = dict(zip(map(id, item.frame.inputs), tensors_of((args, kwargs))))
+        return map_tensors(item.frame.out, lambda tensor: given.get(id(tensor), tensor))  # it may hand back its input
 
     def at_border(self, converter: Any, tensor: Tensor) -> Tensor:
         item = self._next
@@ -273,7 +279,11 @@ def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
             if frame.state[1]:  # a checkpoint counts what is saved: not what a trial saves
                 stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
             out = frame.site.forward(*args, **kwargs)
-        return _compare(frame, tape, taping, done, out)
+        difference = _compare(frame, tape, taping, done, out)
+        del out
+        if difference is None and storages.any_alive(_made_on(taping.tapes.pop())):
+            return Difference("keeps a tensor that it made beyond its call", frame.site.line)
+        return difference
     except _Left as left:
         return _at_part(frame, tape, taping, left.why)
     except Exception as error:
@@ -292,6 +302,13 @@ def _check(op: Op, taping: Taping, made: set[int], frame: Frame) -> None:
     why = _why_not(op, made, frame)
     if why:
         raise _Left(why)
+
+
+def _made_on(tape: list) -> set[int]:
+    """The storages that operators on a tape made, all other tensors on it let go."""
+    ops = [item for item in tape if type(item) is Op]
+    tape.clear()
+    return {made for op in ops for made in set(_storages(op.out)) - set(_storages((op.args, op.kwargs)))}
 
 
 def _entering(frame: Frame) -> tuple[tuple, dict]:
