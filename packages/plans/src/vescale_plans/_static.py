@@ -40,7 +40,9 @@ class Site:
 
     def __init__(self, static: Static, module: nn.Module, name: str) -> None:
         self.static, self.module, self.name = static, module, name
+        self.forward, self.own = module.forward, None
         self.refresh()
+        self.front, self.size = self.own, len(module.__dict__)
         self.regions: dict[tuple, list[Region | Eager]] = {}
         self.recordings = 0
         self.again: set[tuple] = set()  # keys that are recorded anew to be verified: no misses
@@ -48,12 +50,23 @@ class Site:
         self.was_static = False
         self.verdict, self.reason = UNSEEN, None
 
-    def refresh(self) -> None:
-        """Somebody may have put another forward on the module, or on its class, since."""
-        held = self.module.__dict__.get("forward")
+    def refresh(self) -> bool:
+        """Whether somebody has put another forward on the module, or on its class, which is taken from now on."""
+        before, held = self.forward, self.module.__dict__.get("forward")
         if held is not self:
             self.own = held  # where somebody has put one on the object
         self.forward = self.own if self.own is not None else type(self.module).forward.__get__(self.module)
+        return self.forward != before
+
+    def stand(self, stands: bool) -> None:
+        """Puts the site before its module's forward, or takes it away."""
+        held = self.module.__dict__
+        self.front = self if stands else self.own
+        if self.front is not None:
+            held["forward"] = self.front
+        else:
+            held.pop("forward", None)
+        self.size = len(held)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -99,7 +112,7 @@ class Static:
         self.sites = {id(m): Site(self, m, name or type(m).__name__) for name, m in model.named_modules()}
         self.root = self.sites[id(model)]
         self._runtime = getattr(model._vescale, "runtime", None)  # of a pipeline, whose stages' units are called
-        self._steps = 0
+        self._steps = self.placed = 0
         self._place()
 
     # --- where sites stand -----------------------------------------------------------
@@ -115,17 +128,22 @@ class Static:
                 needed |= {inner for inner, nested in region.nested.items() if nested.border or nested.drawn}
         for site in self.sites.values():
             stands = site in needed or (self._runtime is not None and site.verdict is UNSEEN)
-            _stand(site, stands and not (site.retired and site is not self.root))
+            site.stand(stands and not (site.retired and site is not self.root))
+        self.placed += 1
 
     def _welcome(self) -> None:
-        """Modules that the model has since it became static."""
+        """Modules, and forwards, that the model has since it became static."""
         for name, module in self.model.named_modules():
             if id(module) not in self.sites:
                 self.sites[id(module)] = Site(self, module, name)
+        patched = [site for site in self.sites.values() if site.refresh()]
+        for site in self.sites.values() if patched else ():
+            site.regions.clear()
 
     def _arm(self, module: nn.Module) -> None:
         for inner in module.modules():
-            _stand(self.sites[id(inner)], True)
+            self.sites[id(inner)].stand(True)
+        self.placed += 1
 
     # --- calls -----------------------------------------------------------------------
 
@@ -280,18 +298,6 @@ def _note(verdicts: dict, site: Site, verdict: str, reason: Difference | None) -
 def _regions_of(site: Site) -> Iterator[Region]:
     for regions in site.regions.values():
         yield from (region for region in regions if type(region) is Region)
-
-
-def _stand(site: Site, stands: bool) -> None:
-    """Puts the site before its module's forward, or takes it away."""
-    site.refresh()
-    held = site.module.__dict__
-    if stands:
-        held["forward"] = site
-    elif site.own is not None:
-        held["forward"] = site.own
-    else:
-        held.pop("forward", None)
 
 
 # --- in use --------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import enum
 import inspect
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
@@ -199,7 +199,7 @@ def _fingerprint(value: Any, depth: int) -> Any:
         return id(value), tuple([_fingerprint(item, depth + 1) for item in value])
     if depth < _DEPTH and isinstance(value, dict) and len(value) <= _MANY:
         return id(value), tuple([(key, _fingerprint(item, depth + 1)) for key, item in value.items()])
-    return id(value), len(value) if hasattr(value, "__len__") else 0
+    return id(value), len(value) if isinstance(value, Sized) else 0
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> str:

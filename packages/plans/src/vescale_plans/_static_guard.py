@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import repeat
-from operator import attrgetter, getitem, is_
+from operator import attrgetter, getitem, is_, itemgetter
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -14,7 +14,7 @@ FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
 _FLAGS = (bool, str, type(None))
-_layout = attrgetter("_layout")
+_layout, _forward = attrgetter("_layout"), itemgetter("forward")
 
 
 class Guard:
@@ -23,41 +23,49 @@ class Guard:
     reads one does the same with another.
 
     Asked at every call, so the loops are C's, and modules without hooks are looked at only where somebody has
-    registered a hook since: every registration, of whatever hook, counts `RemovableHandle.next_id` up. Made while all
-    sites stand.
+    registered a hook since: every registration, of whatever hook, counts `RemovableHandle.next_id` up. What sites do
+    to a module's attributes is no change: they say how many there should be, and which forward. Made while all stand.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, static: Any) -> None:
         modules = list(module.modules())
         hooks = [one.__dict__[name] for one in modules if one is not module for name in _HOOKS]
         self._bare = [found for found in hooks if not found]
         self._registered = -1
         tables = [one.__dict__[name] for one in modules for name in _TABLES]
         self._empty = [found for found in tables if not found]
-        self._filled = [found for found in (*hooks, *tables) if found]
-        self._sizes = list(map(len, self._filled))
-        self._held = [one.__dict__ for one in modules]
-        fronts = [held.get("forward") for held in self._held]
-        self._fronts = {None, *fronts, *(getattr(front, "own", None) for front in fronts)}
-        places = [(held, name) for held in tables for name in held]
-        places += [(held, name) for held in self._held for name, value in held.items() if _is_flag(name, value)]
+        filled = [found for found in (*hooks, *tables) if found]
+        held = [one.__dict__ for one in modules]
+        self._sized, self._filled = [*filled, *held], list(map(len, filled))
+        places = [(table, name) for table in tables for name in table]
+        places += [(here, name) for here in held for name, value in here.items() if _is_flag(name, value)]
         self._places, self._names = [place for place, _ in places], [name for _, name in places]
         self._things = list(map(getitem, self._places, self._names))
         self._sharded = [thing for thing in self._things if type(thing) is DTensor]
         self._layouts = list(map(_layout, self._sharded))
+        self._static, self._sites = static, [static.sites[id(one)] for one in modules]
+        self._placed = -1
 
     def __call__(self) -> bool:
+        if self._static.placed != self._placed:
+            self._look_at_sites()
         try:
             return (
                 (RemovableHandle.next_id == self._registered or self._are_bare())
                 and not any(self._empty)
-                and list(map(len, self._filled)) == self._sizes
+                and list(map(len, self._sized)) == self._sizes
                 and all(map(is_, map(getitem, self._places, self._names), self._things))
                 and list(map(_layout, self._sharded)) == self._layouts  # a layout equals itself alone
-                and self._fronts.issuperset(map(dict.get, self._held, repeat("forward")))
+                and all(map(is_, map(_forward, self._fronted), self._fronts))
             )
         except KeyError:  # something was taken away
             return False
+
+    def _look_at_sites(self) -> None:
+        self._placed = self._static.placed
+        self._sizes = [*self._filled, *(site.size for site in self._sites)]
+        fronted = [site for site in self._sites if site.front is not None]
+        self._fronted, self._fronts = [site.module.__dict__ for site in fronted], [site.front for site in fronted]
 
     def _are_bare(self) -> bool:
         registered = RemovableHandle.next_id
@@ -68,5 +76,5 @@ class Guard:
 
 
 def _is_flag(name: str, value: object) -> bool:
-    """Of a module's attributes: what its code may branch on, or compute with. Not what a full backward hook sets."""
-    return (type(value) in _FLAGS or isinstance(value, Tensor)) and name != "_is_full_backward_hook"
+    """Of a module's attributes: what its code may branch on, or compute with."""
+    return (type(value) in _FLAGS or isinstance(value, Tensor)) and not name.startswith("_")

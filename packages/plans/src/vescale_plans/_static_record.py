@@ -54,7 +54,7 @@ class Recording:
         """Runs a module's forward as a frame of its own."""
         key, erased = take_key(args, kwargs)
         restore(erased)
-        frame = Frame(site, args, kwargs, key, Guard(site.module))
+        frame = Frame(site, args, kwargs, key, Guard(site.module, site.static))
         self.root = self.root or frame
         if self._stack:
             parent = self._stack[-1]
