@@ -306,7 +306,7 @@ def replace_a_module(model):
 
 
 def add_a_module(model):
-    model.middle.drop.append = nn.Linear(1, 1)  # in the table of a leaf that had none
+    model.middle.drop.another = nn.Identity()  # in the table of a leaf that had none
 
 
 def replace_a_buffer(model):
@@ -421,7 +421,7 @@ def test_autocast_and_inference_take_turns(where):
 
         def forward(self, x):
             with torch.autocast("cpu", torch.bfloat16, enabled=self.inside):
-                return F.gelu(F.linear(x * 2, torch.ones(4, x.shape[-1])).sum() + x)
+                return F.gelu(F.linear(x * 2, torch.ones(4, x.shape[-1], dtype=x.dtype)).sum() + x)
 
     def run():
         def turns(mode):

@@ -26,10 +26,6 @@ def build(name):
     return build(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
 
 
-def muon(parameters):
-    return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=1e-3)
-
-
 def llama(**more):
     return library.llama(mesh=MESH).override(**more)
 
@@ -39,7 +35,6 @@ BLOCK = "model.layers.?"
 adamw = partial(torch.optim.AdamW, lr=1e-3)
 CASES = {  # model, plan, optimizer, what runs static
     "fused": ("llama", llama(zero=1), partial(adamw, fused=True), "model.layers.0"),
-    "muon": ("llama", llama(zero=2), muon, "model.layers.0"),
     "two precisions": ("llama", llama(zero=2, precision=Precision()), adamw, "model.layers.0.mlp"),
     "gathered in part": ("llama", llama(zero=3, checkpointing={BLOCK: True}), adamw, "model.layers.0"),
     "gathered again": ("llama", llama(zero=3, regather={BLOCK: True}), adamw, "model.layers.0"),
@@ -52,7 +47,6 @@ CASES = {  # model, plan, optimizer, what runs static
 def start(case, mode):
     name, plan, optimizer_fn, _ = CASES[case]
     model, optimizer = vescale.parallelize(plan, build(name), optimizer_fn, mode=mode)
-    torch.manual_seed(1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     return {"plan": plan, "model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
 
@@ -63,6 +57,7 @@ def train(state, steps):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     data = torch.randint(VOCABULARY, (STEPS, 2, 2, BATCH, POSITIONS), generator=torch.Generator().manual_seed(5))
     seen, events = [], []
+    torch.manual_seed(state["step"])
     for halves in data[state["step"] : state["step"] + steps]:
         with vescale.comm_trace(model) as trace:
             with vescale.no_sync(model):
@@ -82,7 +77,7 @@ def train(state, steps):
         with torch.no_grad():
             other = model.eval()(input_ids=halves[0][0], labels=halves[0][1]).loss
         model.train()
-        seen += [loss.item(), float(norm), other.item(), scaler.get_scale()]
+        seen += [repr(loss.item()), repr(float(norm)), repr(other.item()), scaler.get_scale()]  # a NaN is as another
         events.append([(e.kind, e.axes, e.received, e.cause.direction) for e in trace.events])
     return seen, events
 
@@ -114,8 +109,6 @@ def compared(case, path):
 
 @pytest.mark.parametrize("case", slice_of(list(CASES), 4))
 def test_a_whole_loop_under_static_mode(case, tmp_path):
-    if case == "muon" and not hasattr(torch.optim, "Muon"):
-        pytest.skip("this torch has no Muon")
     for found, verdict in run_ranks(4, compared, case, str(tmp_path), timeout=300):
         assert found == {
             "as eager": True, "communicates as eager": True, "resumed": True, "names": True, "differ": [],
