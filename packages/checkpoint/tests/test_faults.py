@@ -297,6 +297,37 @@ def test_a_flipped_byte_of_one_rank_is_raised_by_all(tmp_path):
     loads_exactly(tmp_path, 1)
 
 
+def spoilt_at_the_end(path):
+    """A step of 40 tensors, large and small, whose file's last byte is flipped; and a state to load it into."""
+    names = {f"t{i:02d}": 400_000 if i % 4 == 0 else 10 for i in range(40)}
+    made = {name: torch.full((size,), 1.0) for name, size in names.items()}
+    (file,) = Path(save(path, {"model": made, "step": 1}).path).glob("*.safetensors")
+    flip(file, file.stat().st_size - 1)
+    return {"model": {name: torch.zeros(size) for name, size in names.items()}, "step": 0}
+
+
+def test_who_has_half_a_state_is_told_which_half(tmp_path):
+    state = spoilt_at_the_end(tmp_path)
+    with pytest.raises(CorruptError, match='verify="first"') as caught:
+        load(tmp_path, state)
+    changed = {f"model.{name}" for name, tensor in state["model"].items() if tensor.any()}
+    assert changed <= set(caught.value.touched) and 0 < len(changed) and state["step"] == 0
+    assert len(set(caught.value.touched) - changed) <= 1  # the one that was being read
+    (note,) = [note for note in caught.value.__notes__ if "partly overwritten" in note]
+    assert f"{len(caught.value.touched)} of its tensors on this rank (model.t00, " in note
+
+
+def test_verified_first_nothing_is_touched(tmp_path):
+    state = spoilt_at_the_end(tmp_path)
+    with pytest.raises(CorruptError, match="is not as it was written") as caught:
+        load(tmp_path, state, verify="first")
+    assert caught.value.touched == () and not any(tensor.any() for tensor in state["model"].values())
+    run_ranks(2, save_step, tmp_path / "good", 1)
+    raised = {"model": {"w": torch.zeros(ROWS, 3)}}
+    assert load(tmp_path / "good", raised, verify="first").bytes_read >= 2 * raised["model"]["w"].nbytes
+    assert torch.equal(raised["model"]["w"], value_of(1))
+
+
 def test_without_verification_a_flipped_byte_is_loaded(tmp_path):
     """What the checksums are worth: the same fault, not looked for."""
     path = Path(run_ranks(2, save_step, tmp_path, 1)[0])

@@ -12,7 +12,13 @@ from vescale_dtensor import VescaleError
 
 
 class CheckpointError(VescaleError):
-    """Base of every error of saving and loading."""
+    """Base of every error of saving and loading.
+
+    touched: where a load failed half-way, the names of the state's tensors that this rank has overwritten, wholly or
+        in part; the state is then a mixture.
+    """
+
+    touched: tuple[str, ...] = ()
 
 
 class StorageError(CheckpointError):

@@ -120,6 +120,7 @@ class SaveJob:
             else:
                 self._commit([report, *map(json.loads, self.session.to_first("written")[1:])])
             self.session.gather("committed")
+            self.session.part()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -233,8 +234,14 @@ def in_background(job: SaveJob) -> PendingSave:
             job.session.close()
 
     pending = PendingSave(job.path, threading.Thread(target=run, name="vescale-checkpoint-save"))
+    try:
+        pending._thread.start()
+    except RuntimeError as error:  # no thread to be had: the others are told, as theirs wait for this rank
+        try:
+            job._give_up(error)
+        finally:
+            job.session.close()
     _in_flight = pending
-    pending._thread.start()
     return pending
 
 

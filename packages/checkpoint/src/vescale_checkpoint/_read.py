@@ -92,12 +92,15 @@ class Files:
 
 def read_all(
     files: Files, plan: Mapping[str, Sequence[Part]], targets: Sequence[Target],
-    memories: Sequence[Tensor], block: int, verify: bool,
+    memories: Sequence[Tensor], block: int, verify: bool, touched: set[int] | None = None,
 ) -> None:  # fmt: skip
-    """Fills the targets' memories, tensors that are contiguous on this rank. Raises CorruptError that names the tensor
-    and the block; others may be filled by then."""
+    """Fills the targets' memories, tensors that are contiguous on this rank; without memories it verifies only.
+
+    Raises CorruptError that names the tensor and the block; `touched` then has the places of the targets that are
+    overwritten, wholly or in part.
+    """
     work = [(name, group) for name, parts in plan.items() for group in grouped(parts)]
-    run = _Run(files, targets, memories, block, verify)
+    run = _Run(files, targets, memories, block, verify, set() if touched is None else touched)
     if _THREADS == 1 or len(work) < 2 * _THREADS:
         for item in work:
             run.fetch(*item)
@@ -114,9 +117,10 @@ def read_all(
 
 class _Run:
     def __init__(
-        self, files: Files, targets: Sequence[Target], memories: Sequence[Tensor], block: int, verify: bool
-    ) -> None:
-        self.files, self.targets, self.memories = files, targets, memories
+        self, files: Files, targets: Sequence[Target], memories: Sequence[Tensor], block: int, verify: bool,
+        touched: set[int],
+    ) -> None:  # fmt: skip
+        self.files, self.targets, self.memories, self.touched = files, targets, memories, touched
         self.block, self.verify, self.stopped = block, verify, False
         self._destinations: dict[int, Destination] = {}
 
@@ -128,7 +132,9 @@ class _Run:
 
     def fetch(self, name: str, group: list[Part]) -> None:
         first = group[0]
-        if len(group) == 1 and first.is_direct and (memory := self._destination(first.target).memory) is not None:
+        memory = self._destination(first.target).memory if self.memories and len(group) == 1 else None
+        if memory is not None and first.is_direct:
+            self.touched.add(first.target)
             into = memory[first.run[2] : first.run[2] + first.stop - first.start]
             self.files.fill(name, into, first.start)
             self._check(first, into)
@@ -139,6 +145,9 @@ class _Run:
         view = memoryview(buffer)
         if self.verify:
             self._check_all(group, view, start)
+        if not self.memories:
+            return
+        self.touched.update([part.target for part in group])
         with local_only():
             runs = [(dtype, list(run)) for (dtype, *_), run in groupby(group, key=self._kind)]
         for dtype, run in runs:
@@ -197,7 +206,10 @@ class _Run:
                 "load",
                 f"block {low // block + bad} of {self.targets[part.target].name!r} is not as it was written",
                 [f"file  {section.file}, bytes from {section.start + (low // block + bad) * block}"],
-                [("load an earlier step", "what was loaded until here is of this one, and the rest is not")],
+                [
+                    ("load an earlier step", "tensors of the state may be overwritten by now: `touched` of this error"),
+                    ('load(..., verify="first")', "everything is verified before anything is touched: reads twice"),
+                ],
             )
 
     def _place(self, part: Part, buffer: np.ndarray, start: int) -> None:

@@ -51,8 +51,8 @@ class Session:
         self._ended = threading.Event()
         self._beat: threading.Thread | None = None
         if store is not None:
-            self._seen: dict[int, tuple[int, float]] = {}
-            self._opened = time.monotonic()
+            self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when it was new by `_watched`
+            self._watched, self._looked = 0.0, time.monotonic()
             self._pulse(0)
             self._beat = threading.Thread(target=self._keep_beating, name="vescale-checkpoint-beat", daemon=True)
             self._beat.start()
@@ -76,6 +76,11 @@ class Session:
         """The ranks whose value differs from rank 0's."""
         values = self.gather(name, value)
         return [rank for rank, other in enumerate(values) if other != values[0]]
+
+    def part(self) -> None:
+        """The last word of an operation that succeeded: rank 0, in whose process the store may live, leaves last."""
+        with contextlib.suppress(CheckpointError):  # of a rank that died when all was done
+            self.to_first("done")
 
     def fail(self, error: BaseException) -> CheckpointError:
         """Reports an error of this rank to all; returns the one that was first, to be raised."""
@@ -132,10 +137,12 @@ class Session:
             raised = _errors.from_json(data.encode())
             raised.add_note(f"raised first on rank {origin}")
             raise raised
-        now = time.monotonic()
-        if now - self._seen.get(-1, (0, 0.0))[1] < BEAT_S:
+        elapsed = time.monotonic() - self._looked
+        if elapsed < BEAT_S:
             return
-        self._seen[-1] = (0, now)
+        self._looked += elapsed
+        self._watched += min(elapsed, 2 * BEAT_S)  # while this process itself was stopped it saw nobody be silent
+        now = self._watched
         for rank in range(self.size):
             if rank == self.rank:
                 continue
@@ -144,7 +151,7 @@ class Session:
             last, since = self._seen.get(rank, (-2, now))
             if beat != last:
                 self._seen[rank] = (beat, now)
-            elif beat < 0 and now - self._opened > PATIENCE_S:
+            elif beat < 0 and now > PATIENCE_S:
                 raise self._peer(rank, f"did not call {self.operation} within {PATIENCE_S:g} s", name)
             elif beat >= 0 and now - since > SILENT_S:
                 raise self._peer(rank, f"fell silent during {self.operation}: no sign of life for {SILENT_S:g} s", name)
@@ -234,6 +241,7 @@ def session_of(operation: str) -> Iterator[Session]:
     try:
         with shared(session):
             yield session
+        session.part()
     finally:
         session.close()
 

@@ -11,6 +11,7 @@ import torch
 
 from ._choice import Choice, Report
 from ._commit import Retention
+from ._errors import CheckpointError, MismatchError
 from ._job import PendingSave, SaveJob, in_background, settle
 from ._load_plan import plan_reads
 from ._memory import without_collector
@@ -19,6 +20,8 @@ from ._restore import Restore
 from ._source import opened
 from ._state import contents_of
 from ._sync import Session, forget_finished, open_session, session_of, shared
+
+_SHOWN = 8
 
 
 def save(
@@ -82,7 +85,7 @@ def load(
     cast: Iterable[str] | str = (),
     missing: str = "error",
     extra: str = "error",
-    verify: bool = True,
+    verify: bool | str = True,
 ) -> Report:
     """Fills `state` from a checkpoint, whatever mesh and plan that was saved under. Call it on every rank.
 
@@ -101,24 +104,36 @@ def load(
             "float32->bfloat16". None by default.
         missing: "error", or "keep" the values of what the checkpoint lacks.
         extra: "error", or "ignore" what the state lacks.
-        verify: whether to check each block that is read (CRC-32C).
+        verify: whether to check each block that is read (CRC-32C); "first": all of them before any tensor is
+            touched, which reads everything twice.
 
     Returns: a Report of what was matched, missing, extra and converted.
 
     Raises, on all ranks alike: MismatchError, FormatError, StorageError, and CorruptError.
     Names, shapes, dtypes, files and their sizes are checked before any tensor is touched; an
-    altered block is found when it is read, and the state is then partly loaded.
+    altered block is found when it is read, and the state is then partly loaded: the error's `touched` has the names
+    of the tensors that this rank has overwritten. With verify="first" there are none.
     Communication: some hundred bytes per rank through the process group's store.
     """
+    if verify not in (True, False, "first"):
+        raise MismatchError("load", f"verify={verify!r} is none of True, False, 'first'")
     settle(raises=False)
     choice = Choice(only, rename, cast, missing, extra)
-    with session_of("load") as session, without_collector():
-        return _load(session, path, state, step, choice, verify)
+    touched: list[str] = []
+    try:
+        with session_of("load") as session, without_collector():
+            return _load(session, path, state, step, choice, verify, touched)
+    except CheckpointError as error:
+        error.touched = tuple(touched)
+        if touched:
+            shown = ", ".join(touched[:_SHOWN]) + (", ..." if len(touched) > _SHOWN else "")
+            error.add_note(f"the state is partly overwritten: {len(touched)} of its tensors on this rank ({shown})")
+        raise
 
 
 def _load(
     session: Session, path: str | os.PathLike[str], state: MutableMapping[str, Any], step: int | None, choice: Choice,
-    verify: bool,
+    verify: bool | str, touched: list[str],
 ) -> Report:  # fmt: skip
     """A function of its own, so that what it made is gone before the collector is back."""
     with opened(session, path, step, state) as source:
@@ -126,15 +141,22 @@ def _load(
         restore = Restore(manifest, state, choice)
         restore.check([json.loads(text) for text in session.gather("extra", json.dumps(restore.extra).encode())])
         plan = plan_reads(restore.targets, manifest.block_bytes)
-        files = Files(source.storage, source.folder, manifest.files, verify)
+        files = Files(source.storage, source.folder, manifest.files, bool(verify))
+        block, places = manifest.block_bytes, set()
         try:
             files.check(sorted(plan))
             session.gather("planned")
             forget_finished(session)
             with torch.no_grad():
-                read_all(files, plan, restore.targets, restore.memories, manifest.block_bytes, verify)
+                if verify == "first":
+                    read_all(files, plan, restore.targets, (), block, True)
+                    session.gather("verified")
+                read_all(files, plan, restore.targets, restore.memories, block, bool(verify), places)
                 session.gather("read")
                 restore.apply()
+        except BaseException:
+            touched += [restore.targets[place].name for place in sorted(places)]
+            raise
         finally:
             files.close()
         return Report(
