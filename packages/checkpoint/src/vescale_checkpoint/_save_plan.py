@@ -19,7 +19,8 @@ from ._catalogue import Entry, Holder
 from ._dtypes import SIZES, header_entry
 
 SPLIT_BYTES = 1 << 20  # the smallest part that a shard is cut into for its replicas
-_BLOCK_BYTES = 64 << 10
+_BLOCK_BYTES = (64 << 10, 256 << 10)
+_MANY_BLOCKS = 4 << 10
 _MOST_BLOCKS = 1 << 20
 _ALIGNMENT = 64
 _WIDEST_STEP = 18  # digits
@@ -120,9 +121,9 @@ def coordinate_of(sizes: Sequence[int], place: int) -> tuple[int, ...]:
 
 
 def block_bytes(total: int) -> int:
-    """Bytes under one checksum, for a checkpoint of `total` bytes: 64 KiB, more beyond 64 GiB."""
-    block = _BLOCK_BYTES
-    while total > block * _MOST_BLOCKS:
+    """Bytes under one checksum, for a checkpoint of `total` bytes: 64 KiB, 256 KiB from 1 GiB, more beyond 256 GiB."""
+    block, usual = _BLOCK_BYTES
+    while (total >= 2 * block * _MANY_BLOCKS and block < usual) or total > block * _MOST_BLOCKS:
         block *= 2
     return block
 

@@ -245,13 +245,18 @@ def _stored(name: str, entry: Mapping[str, Any], files: Mapping[str, FileInfo], 
 
 def _check_bytes(files: Mapping[str, FileInfo], tensors: Mapping[str, Stored]) -> None:
     """Per file, header and sections follow each other without overlap or hole: every byte is under a checksum."""
-    spans: dict[str, list[tuple[int, int]]] = {name: [(0, info.header_nbytes)] for name, info in files.items()}
+    spans: dict[str, tuple[list[int], list[int]]] = {name: ([], [info.header_nbytes]) for name, info in files.items()}
     for tensor in tensors.values():
-        for section in tensor.sections:
-            spans[section.file].append((section.start, section.stop))
-    for name, found in spans.items():
-        found.sort()
+        for _, file, start, stop, _ in tensor.sections:
+            starts, stops = spans[file]
+            starts.append(start)
+            stops.append(stop)
+    for name, (starts, stops) in spans.items():
+        # No section is empty; so they tile the file just where each starts at another's end.
+        if sorted(stops) == [*sorted(starts), files[name].nbytes]:
+            continue
         at = 0
+        found = sorted([(0, stops[0]), *zip(starts, stops[1:])])
         for start, stop in found:
             _require(start >= at, f"two sections of {name!r} overlap at byte {start}")
             _require(start == at, f"bytes [{at}, {start}) of {name!r} belong to no tensor")
