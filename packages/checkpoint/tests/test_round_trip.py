@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 from vescale_checkpoint import load, save
+from vescale_checkpoint._write import Pack
 from vescale_dtensor import InterleavedShard, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
 
@@ -59,6 +60,61 @@ def flat(rng, shape, size):
     for _ in range(size - 1):
         parts.append(rng.randint(0, count - sum(parts)))
     return RaggedShard(tuple(range(len(shape))), (*parts, count - sum(parts)))
+
+
+class Elsewhere(torch.Tensor):
+    device = torch.device("cuda", 0)
+
+
+def test_packed_tensors_of_two_devices_in_turn():
+    values = [torch.randn(2, 3), torch.tensor(1.0), torch.randn(4), torch.tensor(2.0)]
+    tensors = [value.as_subclass(Elsewhere) if value.dim() else value for value in values]
+    assert torch.equal(Pack(tensors, [24, 4, 16, 4]).joined(), torch.cat([value.view(-1) for value in values]))
+
+
+def test_small_tensors_of_several_kinds(tmp_path):
+    """Packed into one copy: strided ones, lazily conjugated ones, ones that need a gradient."""
+    made = {
+        "step": torch.tensor(3.0),
+        "weight": torch.nn.Parameter(torch.arange(6.0).view(2, 3)),
+        "strided": torch.arange(12.0).view(3, 4).t(),
+        "negated": torch.view_as_complex(torch.randn(5, 2)).conj().imag,
+        "conjugated": torch.view_as_complex(torch.randn(5, 2)).conj(),
+        "empty": torch.zeros(0, 3),
+        "half": torch.randn(3, dtype=torch.bfloat16),
+    }
+    assert made["negated"].is_neg() and made["conjugated"].is_conj()
+    for asynchronous in (False, True):
+        path = save(tmp_path / str(asynchronous), {"model": made}, asynchronous=asynchronous).wait()
+        there = {name: torch.zeros_like(tensor.detach().resolve_conj()) for name, tensor in made.items()}
+        there["strided"] = torch.zeros(8, 3)[::2]
+        there["weight"] = torch.nn.Parameter(torch.zeros(2, 3))
+        load(path, {"model": there})
+        assert all(torch.equal(there[name], made[name].detach()) for name in made), there
+        with safe_open(next(Path(path).glob("*.safetensors")), "pt") as file:
+            assert torch.equal(file.get_tensor("model.strided"), made["strided"])
+
+
+def test_what_is_kept_from_save_to_save(tmp_path):
+    """Another step, other values, other names, then the first structure again: each checkpoint says what it holds."""
+
+    def run(step, names):
+        mesh = mesh_of(2)
+        value = torch.arange(40.0).view(4, 10) + step
+        model = {name: distribute_tensor(value + i, mesh, [Shard(i % 2)]) for i, name in enumerate(names)}
+        path = save(tmp_path, {"model": model, "noise": torch.full((3,), step), "step": step}).path
+        return path
+
+    def check(step, names):
+        state = {"model": {name: torch.zeros(4, 10) for name in names}, "noise": torch.zeros(3, dtype=torch.int64)}
+        report = load(tmp_path, state, step=step, extra="ignore")
+        assert not report.missing and torch.equal(state["noise"], torch.full((3,), step))
+        for i, name in enumerate(names):
+            assert torch.equal(state["model"][name], torch.arange(40.0).view(4, 10) + step + i), name
+
+    for step, names in [(1, "ab"), (9, "ab"), (10, "ba"), (10**9, "ab"), (11, "abc"), (12, "d"), (13, "ab")]:
+        run_ranks(2, run, step, names)
+        check(step, names)
 
 
 def save_under(path, sizes, how):

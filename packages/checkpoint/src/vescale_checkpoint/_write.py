@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from crc32c import crc32c
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from vescale_dtensor import InternalError
 from vescale_dtensor.engine import local_only
@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Small sections that follow each other: whole local tensors of one dtype and device, and the bytes of each.
+    """Small sections that follow each other: whole local tensors of one dtype, and the bytes of each.
 
     Joined they are one tensor, which costs one copy, where views of each would cost several calls.
     """
@@ -54,7 +54,17 @@ class Pack(NamedTuple):
         if len(self.tensors) == 1:
             return flat_of(self.tensors[0])
         with local_only(), torch.no_grad():
-            return _flatten_dense_tensors(self.tensors)
+            tensors = self.tensors
+            places = [tensor.device for tensor in tensors]
+            if len(set(places)) > 1:  # an optimizer's step counts are on the CPU
+                parts = {place: _on_cpu([t for t, at in zip(tensors, places) if at == place]) for place in set(places)}
+                tensors = [next(parts[place]) for place in places]
+            return _flatten_dense_tensors(tensors)
+
+
+def _on_cpu(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Tensors of one device, copied at once."""
+    return iter(_unflatten_dense_tensors(_flatten_dense_tensors(tensors).cpu(), tensors))
 
 
 def flat_of(tensor: Tensor) -> Tensor:
