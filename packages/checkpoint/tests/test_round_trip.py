@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
 from vescale_checkpoint import load, save
 from vescale_checkpoint._write import Pack
-from vescale_dtensor import InterleavedShard, RaggedShard, Replicate, Shard, distribute_tensor
+from vescale_dtensor import DTensor, InterleavedShard, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
@@ -93,6 +94,31 @@ def test_small_tensors_of_several_kinds(tmp_path):
         assert all(torch.equal(there[name], made[name].detach()) for name in made), there
         with safe_open(next(Path(path).glob("*.safetensors")), "pt") as file:
             assert torch.equal(file.get_tensor("model.strided"), made["strided"])
+
+
+class Copying:
+    """Copies what it is given, at once."""
+
+    def __init__(self, local):
+        self.tensor = DTensor.from_local(local, mesh_of(2), [Shard(0)], shape=(16, 5))
+        self.given = None
+
+    def state_dict(self):
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state):
+        self.given = state["tensor"].to_local().clone()
+
+
+def test_objects_are_handed_strided_tensors_when_they_are_filled(tmp_path):
+    def run():
+        made = Copying(torch.arange(40.0).view(5, 8).t() + dist.get_rank())
+        save(tmp_path, {"object": made})
+        there = Copying(torch.zeros(5, 8).t())
+        load(tmp_path, {"object": there})
+        assert torch.equal(there.given, made.tensor.to_local())
+
+    run_ranks(2, run)
 
 
 def test_what_is_kept_from_save_to_save(tmp_path):

@@ -19,7 +19,7 @@ from vescale_dtensor import InternalError
 
 from ._box import Box, partition_fault
 from ._catalogue import Entry
-from ._save_plan import Header, block_bytes, plan_writes
+from ._save_plan import Header, Write, block_bytes, plan_writes
 from ._write import CHUNK_BYTES, Pack, Source, flat_of
 from .manifest import Section, Stored, tensor_parts
 
@@ -44,10 +44,9 @@ class Outline:
         self.block = block_bytes(sum(Stored(e.dtype, e.shape, ()).nbytes for e in entries))
         self.header = Header(self.writes)
         self.skeleton: Skeleton | None = None
-        self._runs = [
-            (packs, [(write.entry.name, write.nbytes) for write in writes] if packs else [*writes])
+        self._runs: list[tuple[bool, list[Write]]] = [
+            (packs, [write for _, write in writes])
             for (packs, *_), writes in groupby(zip(self._batches(), self.writes), key=lambda pair: pair[0])
-            for writes in [[write for _, write in writes]]
         ]
 
     def _batches(self) -> list[tuple]:
@@ -68,7 +67,7 @@ class Outline:
         flats: dict[str, Tensor] = {}
         for packs, run in self._runs:
             if packs:
-                found.append(Pack([tensors[name] for name, _ in run], [nbytes for _, nbytes in run]))
+                found.append(Pack([tensors[write.entry.name] for write in run], [write.nbytes for write in run]))
                 continue
             for write in run:
                 name = write.entry.name

@@ -254,6 +254,7 @@ class Restore:
         """Makes targets of what was noted: in one go, as there may be many."""
         choice, stored_, used, targets = self._choice, self._stored, self._used, self.targets
         takes_all = choice.only is None
+        copies: list[Callable[[], None]] = []
         with local_only():
             for full, name, tensor in self._wanted:
                 found = stored_.get(name)
@@ -285,9 +286,10 @@ class Restore:
                 if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
                     local = _detach(tensor)
                     memory = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-                    self._after.append(lambda local=local, memory=memory: local.copy_(memory))
+                    copies.append(lambda local=local, memory=memory: local.copy_(memory))
                 targets.append(Target(full, canonical, kept, pieces, dtype))
                 self.memories.append(memory)
+        self._after[:0] = copies  # before objects are handed their tensors
 
     # --- what does not fit ----------------------------------------------------------
 
