@@ -44,10 +44,10 @@ class Outline:
         self.block = block_bytes(sum(Stored(e.dtype, e.shape, ()).nbytes for e in entries))
         self.header = Header(self.writes)
         self.skeleton: Skeleton | None = None
-        self._runs: list[tuple[bool, list[Write]]] = [
-            (packs, [write for _, write in writes])
-            for (packs, *_), writes in groupby(zip(self._batches(), self.writes), key=lambda pair: pair[0])
-        ]
+        self._runs: list[tuple[list[Write], list[int] | None]] = []  # neighbours; of packed ones, the bytes of each
+        for (packs, *_), pairs in groupby(zip(self._batches(), self.writes), key=lambda pair: pair[0]):
+            run = [write for _, write in pairs]
+            self._runs.append((run, [write.nbytes for write in run] if packs else None))
 
     def _batches(self) -> list[tuple]:
         """Per write whether it is packed, and what is the same for all that are packed together."""
@@ -65,9 +65,9 @@ class Outline:
         """What is written, in the file's order, out of the tensors' memory."""
         found: list[Source | Pack] = []
         flats: dict[str, Tensor] = {}
-        for packs, run in self._runs:
-            if packs:
-                found.append(Pack([tensors[write.entry.name] for write in run], [write.nbytes for write in run]))
+        for run, sizes in self._runs:
+            if sizes is not None:
+                found.append(Pack([tensors[write.entry.name] for write in run], sizes))
                 continue
             for write in run:
                 name = write.entry.name
