@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from crc32c import crc32c
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 
 from vescale_dtensor.engine import local_only
 
@@ -26,6 +25,9 @@ from ._storage import Reader, Storage, guarded
 from .manifest import FileInfo
 
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # beside other ranks of the machine
+
+
+_dim, _size = Tensor.dim, Tensor.size  # a DTensor's own are Python
 
 
 class Destination(NamedTuple):
@@ -179,9 +181,11 @@ class _Run:
             return
         into = [self.memories[part.target] for part in run]
         data = _typed(buffer[run[0].start - start : run[-1].stop - start], DTYPES[dtype])
+        counts = [(part.stop - part.start) // data.itemsize for part in run]
         with local_only(), torch.no_grad():
-            data = data.to(into[0].device)
-            torch._foreach_copy_(into, _unflatten_dense_tensors(data, into))
+            split = torch.unsafe_split_with_sizes(data.to(into[0].device), counts)
+            values = [part if _dim(tensor) == 1 else part.view(_size(tensor)) for part, tensor in zip(split, into)]
+            torch._foreach_copy_(into, values)
 
     def _check_all(self, group: list[Part], view: memoryview, start: int) -> None:
         """Each part's checksums; of small whole sections, which are most of many, all at once."""
