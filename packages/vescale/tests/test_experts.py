@@ -7,6 +7,7 @@ import torch
 
 import vescale
 from vescale_dtensor import InterleavedShard, Replicate, Shard
+from vescale_dtensor.engine import watched
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Boundary, Plan, expert_load
 
@@ -215,3 +216,36 @@ def test_checkpoints_load_under_any_spread_bitwise(tmp_path):
     spread = run_ranks(4, loaded, str(tmp_path), PLANS["ep4"]())[0]
     (alone,) = run_ranks(1, loaded, str(tmp_path), Plan({"dp": 1}, {"*": {}}))
     assert same(spread, alone)
+
+
+def overlapped(name, plan, overlaps):
+    """Two steps after those in which the block is watched: every gradient's and parameter's bits, and what happened
+    in which order."""
+    model, optimizer = vescale.parallelize(plan(), build(name), partial(torch.optim.AdamW, lr=1e-3))
+    for border in model._vescale.experts:
+        border.beside.enabled = overlaps
+    happened = []
+    for module in model.modules():
+        if type(module).__name__ == "DeepseekV3MLP":
+            module.register_forward_hook(lambda module, args, output: happened.append("shared"))
+
+    def note(what, event):
+        if event.cause.function == "expert dispatch" and event.cause.direction == "forward":
+            happened.append(f"dispatch {what}")
+
+    losses = train(model, optimizer, batches(BATCH, POSITIONS, 3))
+    happened.clear()
+    with watched(partial(note, "starts"), partial(note, "ends")):
+        losses += train(model, optimizer, batches(BATCH, POSITIONS, 1))
+    return losses, {key: value.detach().full_tensor() for key, value in model.named_parameters()}, happened
+
+
+@pytest.mark.parametrize("plan", ["ep4", "dp2 ep2, zero 3"])
+def test_the_shared_expert_runs_while_tokens_travel(plan):
+    """And gives the same bits."""
+    for ours, without in zip(*(run_ranks(4, overlapped, "deepseek-v3", PLANS[plan], one) for one in (True, False))):
+        dense = ["shared"]  # the first layer has no experts
+        assert ours[2] == [*dense, "dispatch starts", "shared", "dispatch ends"]
+        assert without[2] == [*dense, "dispatch starts", "dispatch ends", "shared"]
+        assert ours[0] == without[0]
+        assert all(torch.equal(ours[1][key], value) for key, value in without[1].items())

@@ -176,22 +176,6 @@ def exchange(
     return [part.view(shape) for part, shape in zip(out.split(counts), shapes)]
 
 
-def exchange_rows(
-    rows: Tensor, sends: list[int], receives: list[int], mesh: Mesh, axis: int, kind: str = "all_to_all"
-) -> Tensor:
-    """Sends the next `sends[r]` rows to rank r of the axis; returns the `receives[r]` rows of each r, in order."""
-    group = mesh.group((axis,))
-    rows = rows.contiguous()
-    out = rows.new_empty((sum(receives), *rows.shape[1:]))
-    row = _product(rows.shape[1:])
-    received = (out.shape[0] - receives[mesh.coordinate[axis]]) * row * out.element_size()
-    width = _width(out) * row
-    splits_in, splits_out = [count * width for count in sends], [count * width for count in receives]
-    sent, taken = _wire(rows).view(-1), _wire(out).view(-1)
-    _run(kind, mesh, (axis,), received, group.alltoall_base, taken, sent, splits_out, splits_in)
-    return out
-
-
 def gather_objects(value: object, mesh: Mesh) -> list:
     """`value` of every rank of the mesh, in the mesh's order. For checks, not for a hot path."""
     values = [value]

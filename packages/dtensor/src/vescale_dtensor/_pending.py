@@ -1,4 +1,4 @@
-"""Collectives in flight over flat buffers: started at once, waited for later. What gradient sync and ZeRO run on.
+"""Collectives in flight: started at once, waited for later. What gradient sync, ZeRO and experts run on.
 
 A reduction sums over `inner` axes, flattened into one group, and then over `outer` ones:
 
@@ -19,10 +19,12 @@ the numbers travel to their sum in fewer bits, by the same all-to-all on every b
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
-from ._collectives import _engine, _ordered_sum, _start, _summable, _wait, _wire, all_reduce
+from ._collectives import _engine, _ordered_sum, _start, _summable, _wait, _width, _wire, all_reduce
 from ._compressed import compress, expand, sent_numel
 from ._mesh import Mesh
 
@@ -123,3 +125,25 @@ class PendingGather:
         if self._work is not None:
             _wait(self._work, "all_gather", self._mesh, self._axes)
             self._work = self._kept = None
+
+
+class PendingRows:
+    """An all-to-all of rows in flight: the next `sends[r]` of `rows` go to rank r of the axis."""
+
+    def __init__(self, rows: Tensor, sends: list[int], receives: list[int], mesh: Mesh, axis: int) -> None:
+        self._mesh, self._axes = mesh, (axis,)
+        rows = rows.contiguous()
+        self._out = out = rows.new_empty((sum(receives), *rows.shape[1:]))
+        width = _width(out) * prod(rows.shape[1:])
+        received = (out.shape[0] - receives[mesh.coordinate[axis]]) * prod(rows.shape[1:]) * out.element_size()
+        splits_in, splits_out = [count * width for count in sends], [count * width for count in receives]
+        self._kept = sent, taken = _wire(rows).view(-1), _wire(out).view(-1)
+        call = mesh.group(self._axes).alltoall_base
+        self._work = _start("all_to_all", mesh, self._axes, received, call, taken, sent, splits_out, splits_in)
+
+    def wait(self) -> Tensor:
+        """The `receives[r]` rows of each rank r, in rank order."""
+        if self._work is not None:
+            _wait(self._work, "all_to_all", self._mesh, self._axes)
+            self._work = self._kept = None
+        return self._out

@@ -6,7 +6,6 @@ numbers and checkpoints read regions. Nothing here is a promise to anybody else.
 
 from ._canonical.mode import check_order as check_order
 from ._canonical.mode import is_reproducible as is_reproducible
-from ._collectives import exchange_rows as exchange_rows
 from ._collectives import faking as faking
 from ._collectives import gather_objects as gather_objects
 from ._conversion import communicates as communicates
@@ -36,6 +35,7 @@ from ._mesh import Mesh as Mesh
 from ._mesh import mesh_of as mesh_of
 from ._pending import PendingGather as PendingGather
 from ._pending import PendingReduction as PendingReduction
+from ._pending import PendingRows as PendingRows
 from ._region import Box as Box
 from ._rules.attention import attention as attention
 from ._rules.body import body_of as body_of

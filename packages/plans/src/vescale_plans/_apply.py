@@ -17,7 +17,9 @@ from vescale_rng import distribute, is_deferred, materialize
 from ._agreement import check_same_plan, check_same_values, checksums
 from ._boundary import install_boundary, install_scopes
 from ._buffer import Sharing
-from ._experts import ExpertsBorder, find_experts, place_experts
+from ._expert_lists import ListBorder
+from ._expert_structure import Experts, find_experts, place_experts
+from ._experts import ExpertsBorder
 from ._inputs import RootBorder
 from ._join import join, keep_stage_mesh, make_mesh
 from ._loss import LossBorder, LossFn
@@ -125,15 +127,13 @@ def _parallelized(
         install_recompute(model, fitted)
         for name, boundary in fitted.boundaries.items():
             install_boundary(model.get_submodule(name), name, boundary)
-        borders = [
-            ExpertsBorder(model.get_submodule(name), name, mesh, plan.expert_axis, count)
-            for name, count in experts.items()
-        ]
+        borders = _borders(plan, model, experts, mesh)
         install_scopes(model)
         if loss_fn is not None:
             LossBorder(model, loss_fn)
         RootBorder(model, mesh, plan.data_axes)
-        sync = DataParallel(model, _sharing(plan, mesh), plan.blocks)
+        lists = [model.get_submodule(name) for name in experts.listed]
+        sync = DataParallel(model, _sharing(plan, mesh), plan.blocks, lists)
         object.__setattr__(model, "_vescale", Parallelized(plan, device_mesh, sync, loss_fn, borders))
         _register_foreign_functions()
     optimizer = None
@@ -152,7 +152,12 @@ class Parallelized:
     """What `parallelize` keeps with a model: the plan, the mesh, its buffers, the loss, the experts."""
 
     def __init__(
-        self, plan: Plan, device_mesh, sync: DataParallel, loss_fn: LossFn | None, experts: list[ExpertsBorder]
+        self,
+        plan: Plan,
+        device_mesh,
+        sync: DataParallel,
+        loss_fn: LossFn | None,
+        experts: list[ExpertsBorder | ListBorder],
     ) -> None:
         self.plan, self.device_mesh, self.sync, self.loss_fn = plan, device_mesh, sync, loss_fn
         self.experts = experts
@@ -167,12 +172,41 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def expert_load(model: nn.Module) -> dict[str, list[int]]:
-    """How many token copies every expert received in the last forward, by experts module.
+    """How many token copies every expert received in the last forward, by experts module or list.
 
-    Nothing is ever dropped: the numbers of a module sum to tokens x k. Cost: one small
-    all-gather per experts module.
+    With what `expert_drops` says they sum to tokens x k. Cost: one small all-gather per experts module.
     """
     return {border.name: border.total_load() for border in model._vescale.experts}
+
+
+def expert_drops(model: nn.Module) -> dict[str, list[int]]:
+    """How many token copies every expert had no room for in the last forward, by experts module or list.
+
+    All zeros unless the plan has a `capacity_factor`. Cost: one small all-gather per experts module.
+    """
+    return {border.name: border.total_dropped() for border in model._vescale.experts}
+
+
+def _borders(plan: Plan, model: nn.Module, experts: Experts, mesh: Mesh) -> list[ExpertsBorder | ListBorder]:
+    found: list[ExpertsBorder | ListBorder] = []
+    for name, count in experts.stacked.items():
+        block, module = _owner(model, name), model.get_submodule(name)
+        capacity = plan.capacity_factor
+        found.append(ExpertsBorder(module, name, mesh, plan.expert_axis, count, block=block, capacity=capacity))
+    for name, count in experts.listed.items():
+        if _is_spread(model.get_submodule(name), mesh.axis(plan.expert_axis)):
+            found.append(ListBorder(_owner(model, name), name, count, mesh, plan.expert_axis))
+    return found
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of which the one of that name is a child; None for the model."""
+    return model.get_submodule(name.rpartition(".")[0]) if name else None
+
+
+def _is_spread(experts: nn.ModuleList, axis: int) -> bool:
+    """A plan may keep the experts of a list whole: its block then computes as any module does."""
+    return all(parameter.mesh_layout.states[axis].is_sharded for parameter in experts.parameters())
 
 
 def _sharing(plan: Plan, mesh: Mesh) -> Sharing:

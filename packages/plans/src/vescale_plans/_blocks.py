@@ -8,24 +8,26 @@ either runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every block that has parameters, in the order of the model."""
-    found = list(_walk("", model, isinstance(model, _LISTS)))
+def blocks_of(model: nn.Module, closed: Collection[nn.Module] = ()) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every block that has parameters, in the order of the model. `closed` lists hold none."""
+    found = list(_walk("", model, isinstance(model, _LISTS), {id(each) for each in closed}))
     return [(name, module) for name, module in found if next(module.parameters(), None) is not None]
 
 
-def _walk(prefix: str, module: nn.Module, in_list: bool) -> Iterator[tuple[str, nn.Module]]:
+def _walk(prefix: str, module: nn.Module, in_list: bool, closed: set[int]) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
+        if id(child) in closed:
+            continue
         if isinstance(child, _LISTS) or not in_list:
-            yield from _walk(f"{path}.", child, isinstance(child, _LISTS))
+            yield from _walk(f"{path}.", child, isinstance(child, _LISTS), closed)
         else:
             yield path, child
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 import torch
@@ -130,6 +130,7 @@ class Buffer:
         self.lets_go = self.shards and sharing.zero >= 3
         self.separate = self.lets_go or self.compute is not dtype
         self.keep = "part" if self.shards and sharing.zero >= 2 else "whole"
+        self.holders = holders(first.mesh_layout)
         largest = [_largest_shard(parameter.mesh_layout) for _, parameter in parameters]
         self.packing = pack(
             largest,
@@ -146,6 +147,11 @@ class Buffer:
 
     # --- making -------------------------------------------------------------------------
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other ranks hold all of it: no rank that this one would sum or gather with has any of it."""
+        return bool(self.slots) and not any(slot.numel for slot in self.slots)
+
     def _slot(self, i: int, name: str, parameter: DTensor) -> Slot:
         slot, layout, lead = Slot(), parameter.mesh_layout, self.lead
         slot.parameter, slot.name, slot.start = parameter, name, self.packing.starts[i]
@@ -161,6 +167,8 @@ class Buffer:
     def _move_in(self, dtype: torch.dtype) -> None:
         """Allocates, and points the parameters, with their values, at the new memory."""
         packing, device = self.packing, self.device
+        if self.is_elsewhere:
+            self.packing = packing = replace(packing, part=0)
         rank = self.sharing.mesh.coordinate[self.lead] if self.shards else 0
         part = (rank * packing.part, (rank + 1) * packing.part) if self.shards else (0, packing.total)
         # What is let go is not touched here: it takes no memory.
@@ -217,7 +225,7 @@ class Buffer:
         if self.lets_go:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
         part = self.master if self.compute is self.dtype else self.master.to(self.compute)
-        if not self.shards:
+        if not self.shards or self.is_elsewhere:
             self._sink.copy_(part)
             self.ready = True
             return
@@ -243,7 +251,7 @@ class Buffer:
         if self.separate:
             self.let_go()
             self.ready = False
-        elif self.shards:
+        elif self.shards and not self.is_elsewhere:
             set_cause(GATHER)
             self._pending = PendingGather(self._sink, self.master.data, self.sharing.mesh, (self.lead,))
 
@@ -306,7 +314,7 @@ class Buffer:
 
     @property
     def is_full(self) -> bool:
-        return len(self.filled) == len(self.slots)
+        return len(self.filled) == len(self.slots) or self.is_elsewhere
 
     def start(self) -> InFlight:
         """Starts the sum over ranks, and leaves nothing pending. Ranks without a gradient take part all the same."""
@@ -323,10 +331,19 @@ class Buffer:
                     _fill_negative_zero(flat[slot.start : slot.start + slot.numel])
                 slot.gradient = None
         self.flat, self.filled = None, set()
+        if self.is_elsewhere:
+            return InFlight(self, None, missing)  # all it could sum with have none of it either
         set_cause(SYNC)
         sharing = self.sharing
         pending = PendingReduction(flat, sharing.mesh, self.inner, self.outer, self.keep, sharing.sent)
         return InFlight(self, pending, missing)
+
+    def used_elsewhere(self, used: Sequence[bool]) -> None:
+        """Parameters that other ranks hold get a gradient, of no elements, where they have one there."""
+        for slot, there in zip(self.slots, used):
+            if there and slot.parameter.grad is None:
+                layout = slot.gradient_layout if self.keep == "part" else settled(slot.full_layout)
+                settle(slot.parameter, stamp(slot.master.detach().new_empty(layout.local_shape), layout))
 
     def settle(self, summed: Tensor, missing: list[int], usage: Usage | None) -> None:
         """Adds the reduced gradients to what earlier backwards left. `missing`: what this rank did not use."""
@@ -351,6 +368,18 @@ class Buffer:
                 piece = convert(piece, before.mesh_layout, SYNC)
             with local_only():
                 before.add_(piece)
+
+
+def holders(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """(axis, rank) of the axes of which one rank alone holds anything: an expert's, say."""
+    found = []
+    for axis, state in enumerate(layout.states):
+        if state.is_sharded and layout.mesh.sizes[axis] > 1:
+            before, after = (0,) * axis, (0,) * (layout.mesh.ndim - axis - 1)
+            ranks = range(layout.mesh.sizes[axis])
+            full = [rank for rank in ranks if prod(layout.shape_at((*before, rank, *after)))]
+            found += [(axis, rank) for rank in full if len(full) == 1]
+    return tuple(found)
 
 
 def _largest_shard(layout: Layout) -> int:

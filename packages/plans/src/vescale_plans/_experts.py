@@ -11,8 +11,9 @@ The module's own forward computes, unmodified, on the experts that this rank hol
   experts. Forward then sees plain tensors, one expert per row with weight 1, and this rank's slices of the weights;
 - after, the rows travel back, are put in order, weighted and summed over k.
 
-Both exchanges are all-to-alls of exactly the rows that have to move, so nothing is dropped or padded; one small
-all-to-all of counts goes ahead, the only time the host waits for the device. Backward makes the same two the other
+Both exchanges are all-to-alls of exactly the rows that have to move, so nothing is padded, or dropped without a
+capacity (`_expert_capacity.py`); one small all-to-all of counts goes ahead, the only time the host waits for the
+device; a shared expert runs while the first is under way (`_expert_beside.py`). Backward makes the same two the other
 way. Gradients of the experts are complete over the expert axis, and pending over the others like any parameter's.
 
 Other mesh axes follow from the layouts: tokens sharded over a data axis leave expert gradients pending over it; expert
@@ -24,131 +25,62 @@ Forward sees the tokens as they are, and weights gathered over the expert axis, 
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor, Placement, Replicate, Shard
-from vescale_dtensor.debug import Cause
+from vescale_dtensor import DTensor
 from vescale_dtensor.engine import (
     INVARIANT,
     PENDING,
     VARYING,
     Mesh,
     State,
+    check_order,
     convert,
-    exchange_rows,
     from_plain,
     gather_objects,
     is_reproducible,
     layout_of,
-    set_cause,
     sharded,
 )
 
+from ._expert_beside import Beside
+from ._expert_capacity import positions, room
+from ._expert_route import Back, Out, Route, Spread
 from ._parts import PlanError
-from .plan import Plan
-
-Placed = dict[str, dict[str, Placement]]
-
-
-def stacked_experts(module: nn.Module) -> int:
-    """How many experts a module holds as slices of stacked weights; 0 when it is not an experts module."""
-    stacks = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3}
-    counted = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
-    takes = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    return stacks.pop() if len(stacks) == 1 and len(counted) >= 2 and len(takes) >= 3 else 0
-
-
-def find_experts(plan: Plan, model: nn.Module) -> dict[str, int]:
-    """module name -> how many experts, of every experts module, when the plan has an expert axis.
-
-    Raises PlanError when there is none.
-    """
-    if plan.expert_axis is None:
-        return {}
-    found = {name: count for name, module in model.named_modules() if (count := stacked_experts(module))}
-    if not found:
-        raise PlanError(
-            "parallelize",
-            f"the plan spreads experts over axis {plan.expert_axis!r}, and the model has none: no module with stacked "
-            "weights [experts, ...] and a forward of tokens, indices and weights",
-            (),
-            [
-                ("expert_axis=None", "for a dense model"),
-                ("nn.Parameter(torch.stack(...)) of the experts' weights", "when they are a ModuleList"),
-            ],
-        )
-    return found
-
-
-def place_experts(plan: Plan, model: nn.Module, experts: dict[str, int], placed: Placed) -> Placed:
-    """`placed` with the parameters of experts sharded over the expert axis.
-
-    What the plan itself says of that axis stands: experts that it keeps whole there compute the rows that are there.
-    """
-    added = {}
-    for module, count in experts.items():
-        own = {
-            name: {plan.expert_axis: Shard(0), **placed[name]}
-            for leaf, parameter in model.get_submodule(module).named_parameters(recurse=False)
-            if parameter.shape[:1] == (count,) and (name := f"{module}.{leaf}")
-        }
-        kinds = {placements[plan.expert_axis] for placements in own.values()}
-        if len(kinds) > 1 or not kinds <= {Shard(0), Replicate()}:
-            raise PlanError(
-                "parallelize",
-                f"the parameters of {module!r}, one slice per expert, lie differently on axis {plan.expert_axis!r}",
-                [f"{name}  {dict(placements)}" for name, placements in own.items()],
-                [(f"leave {plan.expert_axis!r} out of their placements", "each expert is on one rank, whole")],
-            )
-        if kinds == {Shard(0)}:
-            _check_enough(plan, module, count)
-        added.update(own)
-    return {**placed, **added}
-
-
-def _check_enough(plan: Plan, name: str, count: int) -> None:
-    """Every rank must hold an expert: a forward over none is nothing that a model is written for."""
-    ranks = plan.mesh[plan.expert_axis]
-    used = _ranks_used(count, ranks)
-    if used < ranks:
-        best = max(n for n in range(1, ranks) if _ranks_used(count, n) == n)
-        raise PlanError(
-            "parallelize",
-            f"{name!r} has {count} experts, and torch.chunk over the {ranks} ranks of axis {plan.expert_axis!r} "
-            f"leaves {ranks - used} without one",
-            [f"mesh  {plan.mesh}"],
-            [(f"{plan.expert_axis!r}: {best}", "every rank holds an expert")],
-        )
-
-
-def _ranks_used(count: int, ranks: int) -> int:
-    """How many of `ranks` get something when torch.chunk cuts `count`."""
-    return -(-count // -(-count // ranks))
 
 
 class ExpertsBorder:
     """The two hooks around an experts module, whose parameters are on the mesh already."""
 
-    def __init__(self, module: nn.Module, name: str, mesh: Mesh, axis: str, experts: int) -> None:
-        self.name, self.mesh, self.experts = name, mesh, experts
-        self.axis = mesh.names.index(axis)
-        self.spread = any(p.mesh_layout.states[self.axis].is_sharded for p in module.parameters(recurse=False))
-        self.ranks = mesh.sizes[self.axis] if self.spread else 1
-        chunk = -(-experts // self.ranks)
-        self.held = [min((rank + 1) * chunk, experts) - rank * chunk for rank in range(self.ranks)]
-        self.mine = mesh.coordinate[self.axis] if self.spread else 0
-        self.local = self.held[self.mine]
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        mesh: Mesh,
+        axis: str,
+        experts: int,
+        *,
+        block: nn.Module | None = None,
+        capacity: float | None = None,
+    ) -> None:
+        """`block`: the module that calls it, with what else it calls. `capacity`: see `Plan.capacity_factor`."""
+        at = mesh.names.index(axis)
+        spread = any(p.mesh_layout.states[at].is_sharded for p in module.parameters(recurse=False))
+        self.name, self.mesh, self.axis, self.spread = name, mesh, at, spread
+        self.experts = Spread(name, mesh, at, experts, spread)
         # A forward may count its experts by an attribute; inside it there are as many as this rank holds.
         self.counters = [
             key for key, value in vars(module).items() if type(value) is int and value == experts and "expert" in key
         ]
-        self.load = [0] * self.local
+        self.capacity = capacity
+        self.load, self.dropped = [0] * self.experts.local, torch.zeros(experts, dtype=torch.int64)
         self.replicas: tuple[int, ...] = ()
-        self.split = _split_axes(module, name, mesh, self.axis)
+        self.split = split_axes(module.named_parameters(recurse=False), name, mesh, at)
+        self.beside = Beside(block, module) if spread and block is not None else None
         self._running: list[_Call | _WholeCall] = []
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave, always_call=True, prepend=True)
@@ -167,18 +99,29 @@ class ExpertsBorder:
 
     def total_load(self) -> list[int]:
         """Rows that every expert received in the last forward. Cost: one small all-gather."""
-        totals = [0] * self.experts
-        for coordinate, counts in gather_objects((self.mesh.coordinate, self.load), self.mesh):
-            if not any(coordinate[axis] for axis in self.replicas):
-                first = sum(self.held[: coordinate[self.axis]]) if len(counts) < self.experts else 0
-                for i, count in enumerate(counts):
-                    totals[first + i] += count
-        return totals
+        return total_load(self.experts, self.load, self.replicas)
+
+    def total_dropped(self) -> list[int]:
+        """Rows that every expert had no room for in the last forward. Cost: one small all-gather."""
+        everyone = gather_objects((self.mesh.coordinate, self.dropped.tolist()), self.mesh)
+        counted = [drops for coordinate, drops in everyone if not any(coordinate[axis] for axis in self.replicas)]
+        return [sum(drops) for drops in zip(*counted)]
 
 
-def _split_axes(module: nn.Module, name: str, mesh: Mesh, experts: int) -> frozenset[int]:
+def total_load(experts: Spread, load: list[int], replicas: tuple[int, ...]) -> list[int]:
+    """The sum of what ranks counted for the experts they hold; along `replicas` they counted the same rows."""
+    totals = [0] * experts.experts
+    for coordinate, counts in gather_objects((experts.mesh.coordinate, load), experts.mesh):
+        if not any(coordinate[axis] for axis in replicas):
+            first = sum(experts.held[: coordinate[experts.axis]]) if len(counts) < experts.experts else 0
+            for i, count in enumerate(counts):
+                totals[first + i] += count
+    return totals
+
+
+def split_axes(parameters: Iterable[tuple[str, DTensor]], name: str, mesh: Mesh, experts: int) -> frozenset[int]:
     """The axes over which the weights of single experts are split: what forward returns is pending there."""
-    states = {key: parameter.mesh_layout.states for key, parameter in module.named_parameters(recurse=False)}
+    states = {key: parameter.mesh_layout.states for key, parameter in parameters}
     split = {axis for own in states.values() for axis, state in enumerate(own) if state.is_sharded and axis != experts}
     for axis in split:
         whole = [key for key, own in states.items() if not own[axis].is_sharded]
@@ -193,6 +136,34 @@ def _split_axes(module: nn.Module, name: str, mesh: Mesh, experts: int) -> froze
     return frozenset(split)
 
 
+def row_states(now: Sequence[State], experts: Spread, spread: bool, split: frozenset[int]) -> tuple[State, ...]:
+    """Of tokens, indices and weights alike: sharded over the expert axis, elsewhere as they are, or whole."""
+    states = []
+    for axis, state in enumerate(now):
+        if state.is_sharded and state.dim == 0:
+            states.append(state)
+        elif axis == experts.axis and spread:
+            states.append(sharded(0))
+        else:  # where the weights are split, ranks do different work with the same tokens
+            states.append(VARYING if axis in split or state is VARYING else INVARIANT)
+    return tuple(states)
+
+
+def swap_in(module: nn.Module, rows: tuple[State, ...], cause: str) -> dict[str, nn.Parameter | None]:
+    """The module holds this rank's weights as plain tensors; returns the parameters that it held itself."""
+    held = dict(module._parameters)
+    for name, parameter in held.items():
+        if parameter is None:
+            continue
+        layout = parameter.mesh_layout.base
+        states = [
+            state if state.is_sharded else INVARIANT if row is INVARIANT else VARYING
+            for state, row in zip(layout.states, rows)
+        ]
+        module._parameters[name] = convert(parameter, layout.with_states(states), cause).to_local()
+    return held
+
+
 class _Call:
     """One forward of an experts module: what was changed for it, and what puts the rows back."""
 
@@ -200,76 +171,70 @@ class _Call:
         self._border, self._module = border, module
         given = _tokens_indices_weights(border.name, args, kwargs)
         self._was = given[0].mesh_layout.base
-        rows = self._row_states()
+        rows = row_states(self._was.states, border.experts, border.spread, border.split)
+        cause = f"{border.name} (experts)"
         tokens, indices, self._weights = (
-            convert(one, layout_of(border.mesh, rows, tuple(one.shape)), f"{border.name} (experts)").to_local()
-            for one in given
+            convert(one, layout_of(border.mesh, rows, tuple(one.shape)), cause).to_local() for one in given
         )
         self._rows = rows
         border.replicas = tuple(a for a, state in enumerate(rows) if not state.is_sharded)
+        takes = None
+        if border.capacity is not None and not indices.is_meta:
+            layout = layout_of(border.mesh, rows, tuple(given[1].shape))
+            takes = room(indices, layout, border.experts.experts, border.capacity, border.name)
         if border.spread:
-            fresh = self._dispatch(tokens, indices)
+            fresh = self._dispatch(tokens, indices, takes)
         else:
-            border.load = _load(indices, border.experts)
-            fresh = (tokens, indices, self._weights)
+            fresh = (tokens, indices, self._counted(indices, takes))
         replaced = dict(zip(map(id, given), fresh))
         self.args = tuple(replaced.get(id(one), one) for one in args)
         self.kwargs = {key: replaced.get(id(one), one) for key, one in kwargs.items()}
-        self._swap_in()
+        self._parameters = swap_in(module, rows, cause)
+        for name in border.counters:
+            setattr(module, name, border.experts.local)
 
-    def _dispatch(self, tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _counted(self, indices: Tensor, takes: Tensor | None) -> Tensor:
+        """The weights of rows that stay where they are; zeros for those that no expert takes."""
+        border, flat = self._border, indices.reshape(-1)
+        if indices.is_meta:
+            border.load = []
+            return self._weights
+        counts = torch.bincount(flat, minlength=border.experts.experts)
+        kept = counts if takes is None else torch.minimum(counts, takes)
+        border.load, border.dropped = kept.tolist(), counts - kept
+        if takes is None:
+            return self._weights
+        order = torch.argsort(flat, stable=True)
+        taken = torch.empty_like(flat, dtype=torch.bool)
+        taken[order] = positions(flat[order]) < takes[flat[order]]
+        return self._weights.where(taken.view(indices.shape), self._weights.new_zeros(()))
+
+    def _dispatch(self, tokens: Tensor, indices: Tensor, takes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """What the module's forward gets: the rows that arrived, the local expert of each, ones."""
         self._shape = (*indices.shape, tokens.shape[1])
-        self._route = route = _Route(self._border, indices)
-        self._border.load = route.arrived.sum(0).tolist()
+        self._route = route = Route(self._border.experts, indices, room=takes)
+        self._border.load, self._border.dropped = route.load, route.dropped
         copies = tokens.unsqueeze(1).expand(self._shape).reshape(-1, self._shape[2])
-        moved, ids = _Out.apply(copies, route), route.arrived_ids()
+        if self._border.beside is not None:
+            route.begin(copies.detach())
+            self._border.beside.run()
+        moved, ids = Out.apply(copies, route), route.arrived_ids()
         self._none = moved.shape[0] == 0
         if self._none:  # one row of zeros, so that the graph and its exchanges are the same on every rank
             moved, ids = torch.cat([moved, moved.new_zeros(1, moved.shape[1])]), ids.new_zeros(1)
         return moved, ids[:, None], self._weights.new_ones(len(moved), 1)
 
-    def _row_states(self) -> tuple[State, ...]:
-        """Of tokens, indices and weights alike: sharded over the expert axis, elsewhere as they are, or whole."""
-        states = []
-        for axis, state in enumerate(self._was.states):
-            if state.is_sharded and state.dim == 0:
-                states.append(state)
-            elif axis == self._border.axis and self._border.spread:
-                states.append(sharded(0))
-            else:  # where the weights are split, ranks do different work with the same tokens
-                states.append(VARYING if axis in self._border.split or state is VARYING else INVARIANT)
-        return tuple(states)
-
-    def _swap_in(self) -> None:
-        """The module holds this rank's weights as plain tensors until `restore`."""
-        module = self._module
-        self._parameters = dict(module._parameters)
-        for name, parameter in self._parameters.items():
-            if parameter is None:
-                continue
-            layout = parameter.mesh_layout.base
-            states = [
-                state if state.is_sharded else INVARIANT if rows is INVARIANT else VARYING
-                for state, rows in zip(layout.states, self._rows)
-            ]
-            module._parameters[name] = convert(
-                parameter, layout.with_states(states), f"{self._border.name} (experts)"
-            ).to_local()
-        for name in self._border.counters:
-            setattr(module, name, self._border.local)
-
     def restore(self) -> None:
         self._module._parameters.update(self._parameters)
         for name in self._border.counters:
-            setattr(self._module, name, self._border.experts)
+            setattr(self._module, name, self._border.experts.experts)
 
     def combine(self, output: Tensor) -> DTensor:
         """The result as a DTensor; where rows travelled, they go back to their tokens, are weighted and summed."""
         border = self._border
         if border.spread:
             output = output[:0] if self._none else output
-            back = _Back.apply(output, self._route).view(self._shape)
+            back = Back.apply(output, self._route).view(self._shape)
             output = (back * self._weights.unsqueeze(-1).to(back.dtype)).sum(1)
         states = [
             PENDING if axis in border.split and not state.is_sharded else state for axis, state in enumerate(self._rows)
@@ -289,9 +254,13 @@ class _WholeCall:
     def __init__(self, border: ExpertsBorder, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self.args, self.kwargs, self._module = args, kwargs, module
         tokens, indices, _ = _tokens_indices_weights(border.name, args, kwargs)
+        if border.capacity is not None:
+            check_order("experts", f"{border.name}, whose experts have a capacity, drops rows")
         states = tokens.mesh_layout.states
         border.replicas = tuple(axis for axis, state in enumerate(states) if not state.is_sharded)
-        border.load = _load(indices, border.experts)
+        local = indices.to_local() if type(indices) is DTensor else indices
+        count = border.experts.experts
+        border.load = [] if local.is_meta else torch.bincount(local.reshape(-1), minlength=count).tolist()
         self._parameters = dict(module._parameters)
         for name, parameter in self._parameters.items():
             if parameter is not None:
@@ -304,75 +273,6 @@ class _WholeCall:
 
     def combine(self, output: Tensor) -> Tensor:
         return output
-
-
-class _Route:
-    """Which rows go where: a stable sort of the chosen experts, and the counts that ranks exchange."""
-
-    def __init__(self, border: ExpertsBorder, indices: Tensor) -> None:
-        self.border = border
-        dry = indices.is_meta
-        flat = torch.arange(indices.numel()) % border.experts if dry else indices.reshape(-1)  # dry: an even load
-        self.order = torch.argsort(flat, stable=True)
-        self.back = torch.empty_like(self.order)
-        self.back[self.order] = torch.arange(flat.numel(), device=flat.device)
-        counts = _counts(flat, border.experts)
-        set_cause(Cause("expert counts", border.name))
-        arrived = exchange_rows(counts, border.held, [border.local] * border.ranks, border.mesh, border.axis)
-        if dry:
-            arrived = counts.split(border.held)[border.mine].repeat(border.ranks)
-        self.arrived = arrived.view(border.ranks, border.local)
-        sent = torch.stack([part.sum() for part in counts.split(border.held)])
-        numbers = torch.cat([sent, self.arrived.sum(1)]).tolist()  # the one wait for the device
-        self.sends, self.receives = numbers[: border.ranks], numbers[border.ranks :]
-
-    def arrived_ids(self) -> Tensor:
-        """The local expert of every row that arrived: by rank of origin, then by expert."""
-        border = self.border
-        experts = torch.arange(border.local, device=self.arrived.device).repeat(border.ranks)
-        return torch.repeat_interleave(experts, self.arrived.view(-1))
-
-    def exchange(self, rows: Tensor, sends: list[int], receives: list[int], cause: Cause) -> Tensor:
-        set_cause(cause)
-        return exchange_rows(rows, sends, receives, self.border.mesh, self.border.axis)
-
-
-def _counts(indices: Tensor, experts: int) -> Tensor:
-    return torch.bincount(indices, minlength=experts)
-
-
-def _load(indices: Tensor, experts: int) -> list[int]:
-    """How many of this rank's rows go to each of all experts."""
-    local = indices.to_local() if type(indices) is DTensor else indices
-    return [] if local.is_meta else _counts(local.reshape(-1), experts).tolist()
-
-
-class _Out(torch.autograd.Function):
-    """Copies of tokens [t * k, hidden], sorted by expert, to the ranks that hold the experts. Backward is `_Back`."""
-
-    @staticmethod
-    def forward(ctx, copies: Tensor, route: _Route, direction: str = "forward") -> Tensor:
-        ctx.route = route
-        cause = Cause("expert dispatch", route.border.name, direction=direction)
-        return route.exchange(copies.index_select(0, route.order), route.sends, route.receives, cause)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _Back.apply(gradient, ctx.route, "backward"), None, None
-
-
-class _Back(torch.autograd.Function):
-    """Rows of the experts to where their tokens are, in the order of the tokens. Backward is `_Out`."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, route: _Route, direction: str = "forward") -> Tensor:
-        ctx.route = route
-        cause = Cause("expert combine", route.border.name, direction=direction)
-        return route.exchange(rows, route.receives, route.sends, cause).index_select(0, route.back)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return _Out.apply(gradient, ctx.route, "backward"), None, None
 
 
 def _tokens_indices_weights(name: str, args: tuple, kwargs: dict) -> tuple[DTensor, DTensor, DTensor]:

@@ -17,13 +17,18 @@ SYNC = Cause("gradient sync", direction="backward")
 
 
 class InFlight:
-    """The reduction of one buffer's gradients on its way."""
+    """The reduction of one buffer's gradients on its way; `pending` is None where other ranks hold the buffer."""
 
-    def __init__(self, buffer: Buffer, pending: PendingReduction, missing: list[int]) -> None:
+    def __init__(self, buffer: Buffer, pending: PendingReduction | None, missing: list[int]) -> None:
         self.buffer, self.pending, self.missing = buffer, pending, missing
 
+    def advance(self) -> None:
+        if self.pending is not None:
+            self.pending.advance()
+
     def finish(self, usage: Usage | None = None) -> None:
-        self.buffer.settle(self.pending.finish(), self.missing, usage)
+        summed = self.buffer.master[:0] if self.pending is None else self.pending.finish()
+        self.buffer.settle(summed, self.missing, usage)
 
 
 class Usage:
@@ -61,3 +66,29 @@ class Usage:
         """Waits, so that nothing stays under way."""
         if self._pending is not None:
             self._pending.wait()
+
+
+class Apart:
+    """Of parameters that some ranks hold alone, whether they have a gradient: all ranks must see the same ones.
+
+    What sums norms over `parameters()`, or counts steps, would otherwise meet other parameters on every rank.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], mesh: Mesh) -> None:
+        self._buffers, self._mesh = buffers, mesh
+        self._axes = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
+
+    def tell(self) -> None:
+        """Cost: an all-gather of a byte per parameter."""
+        mine = [slot.parameter.grad is not None for buffer in self._buffers for slot in buffer.slots]
+        if not mine:
+            return
+        part = torch.tensor(mine, dtype=torch.uint8, device=self._buffers[0].device)
+        out = part.new_empty(self._mesh.count(self._axes) * len(mine))
+        set_cause(SYNC)
+        PendingGather(out, part, self._mesh, self._axes).wait()
+        used = out.view(-1, len(mine)).amax(0).tolist()
+        for buffer in self._buffers:
+            if buffer.is_elsewhere:
+                buffer.used_elsewhere(used[: len(buffer.slots)])
+            used = used[len(buffer.slots) :]

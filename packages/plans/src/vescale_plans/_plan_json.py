@@ -193,6 +193,7 @@ _FIELDS: dict[str, _Codec] = {
     "offload": _Codec(_same, _same, '"offload": false'),
     "blocks": _Codec(_pairs(), _mapping(), '"blocks": [["*.weight", 128]]'),
     "expert_axis": _Codec(_same, _same, '"expert_axis": null'),
+    "capacity_factor": _Codec(_same, _same, '"capacity_factor": null'),
 }
 
 

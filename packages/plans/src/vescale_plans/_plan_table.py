@@ -43,7 +43,8 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "pipeline", _text(plan.pipeline) if plan.pipeline else ""
     yield "precision", _text(plan.precision) if plan.precision else ""
     yield "offload", "optimizer states in host memory" if plan.offload else ""
-    yield "experts", f"spread over {plan.expert_axis}" if plan.expert_axis else ""
+    capacity = f", capacity factor {plan.capacity_factor}" if plan.capacity_factor is not None else ""
+    yield "experts", f"spread over {plan.expert_axis}{capacity}" if plan.expert_axis else ""
     for name in ("checkpointing", "regather", "blocks"):
         yield name, ", ".join(f"{glob} {_text(value)}" for glob, value in getattr(plan, name).items())
 

@@ -194,6 +194,15 @@ def _offload(plan: Plan) -> None:
 def _expert_axis(plan: Plan) -> None:
     if plan.expert_axis is not None:
         _known_axis(plan, "expert_axis", plan.expert_axis)
+    factor = plan.capacity_factor
+    if factor is None:
+        return
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
+        remedies = [("capacity_factor=1.25", "a quarter more than an even load"), ("capacity_factor=None", "no limit")]
+        raise PlanError("Plan", f"capacity_factor is {factor!r}, not a positive number", (), remedies)
+    if plan.expert_axis is None:
+        remedies = [('expert_axis="ep"', "of one rank, be it"), ("capacity_factor=None", "no limit")]
+        raise PlanError("Plan", f"capacity_factor={factor} without an expert axis limits nothing", (), remedies)
 
 
 CHECKS: tuple[Callable[[Plan], None], ...] = (

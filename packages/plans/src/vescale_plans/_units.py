@@ -6,16 +6,17 @@ no block, is the last. When they are gathered and reduced is `_zero.py`'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
+from math import prod
 
 from torch import nn
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import PENDING, local_only
+from vescale_dtensor.engine import PENDING
 
 from ._blocks import blocks_of, owners
-from ._buffer import Buffer, Sharing
+from ._buffer import Buffer, Sharing, holders
 
 # Below ZeRO-3 blocks share buffers of a quarter of the model, within these bounds: fewer collectives than one per
 # block, and still some that start while backward runs.
@@ -81,9 +82,11 @@ class Unit:
         return all(buffer.is_full for buffer in self.reduced)
 
 
-def units_of(model: nn.Module, sharing: Sharing, rows: Mapping[str, int]) -> list[Unit]:
-    """The units of a model in its order, the root's last."""
-    blocks = blocks_of(model)
+def units_of(
+    model: nn.Module, sharing: Sharing, rows: Mapping[str, int], closed: Collection[nn.Module] = ()
+) -> list[Unit]:
+    """The units of a model in its order, the root's last. `closed`: lists whose members are no blocks."""
+    blocks = blocks_of(model, closed)
     owner = owners(model, blocks)
     named: dict[int, list[tuple[str, DTensor]]] = {}
     for name, parameter in model.named_parameters():
@@ -127,7 +130,7 @@ def _key(parameter: DTensor) -> tuple:
     layout = parameter.mesh_layout
     states = layout.gradient.states
     axes = tuple(a for a, state in enumerate(states) if state is PENDING and layout.mesh.sizes[a] > 1)
-    return axes, parameter.dtype, parameter.device, parameter.requires_grad
+    return axes, parameter.dtype, parameter.device, parameter.requires_grad, holders(layout)
 
 
 def _buffers(named: list[tuple[str, DTensor]], sharing: Sharing, rows: Mapping[str, int]) -> list[Buffer]:
@@ -147,5 +150,10 @@ def _rows(name: str, rows: Mapping[str, int]) -> int:
 
 
 def _bytes(named: list[tuple[str, DTensor]]) -> int:
-    with local_only():
-        return sum(parameter.nbytes for _, parameter in named)
+    """Of a rank's shards on average: ranks must cut alike, though they may hold different amounts."""
+    total = 0
+    for _, parameter in named:
+        layout = parameter.mesh_layout
+        cut = prod(size for size, state in zip(layout.mesh.sizes, layout.states) if state.is_sharded)
+        total += -(-layout.numel // cut) * parameter.itemsize
+    return total

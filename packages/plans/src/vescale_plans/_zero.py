@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from vescale_dtensor.engine import after_backward, forget_all, in_backward, loca
 
 from ._buffer import Buffer, Sharing
 from ._containers import map_tensors
-from ._in_flight import InFlight, Usage
+from ._in_flight import Apart, InFlight, Usage
 from ._units import Pass, Unit, units_of
 
 # Sums under way before the oldest is waited for: bounds the memory of gradients under ZeRO-2 and 3.
@@ -44,9 +44,16 @@ _IN_FLIGHT = 2
 class DataParallel:
     """A model's buffers, and the hooks that move them."""
 
-    def __init__(self, model: nn.Module, sharing: Sharing, rows: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sharing: Sharing,
+        rows: Mapping[str, int] | None = None,
+        closed: Collection[nn.Module] = (),
+    ) -> None:
+        """`closed`: lists whose members are no blocks, for not all ranks run them."""
         self.sharing = sharing
-        self.units = units_of(model, sharing, rows or {})
+        self.units = units_of(model, sharing, rows or {}, closed)
         self._home: dict[int, tuple[Unit, Buffer, int]] = {}
         for unit in self.units:
             for buffer in unit.buffers:
@@ -54,7 +61,10 @@ class DataParallel:
                     self._home[id(slot.parameter)] = (unit, buffer, i)
                     if buffer.reduces:
                         slot.parameter.register_post_accumulate_grad_hook(self._arrival(unit, buffer, i))
+        apart = [b for unit in self.units for b in unit.buffers if b.differentiable and b.holders]
+        self._apart = Apart(apart, sharing.mesh)
         self._order = [unit for unit in reversed(self.units) if unit.reduced]
+        self._needs_end = bool(apart) or bool(self._order)
         self._next_start = 0
         self._running: list[InFlight] = []
         self._touched = False
@@ -140,7 +150,7 @@ class DataParallel:
                 with_kwargs=True, prepend=True,
             )  # fmt: skip
         # That a gradient has reached the model is known from its output, so that all ranks take part in the sums.
-        if unit.fetched or (root and module is unit.modules[0] and any(each.reduced for each in self.units)):
+        if unit.fetched or (root and module is unit.modules[0] and self._needs_end):
             module.register_forward_hook(lambda _, args, output: self._leave(unit, output, root))
 
     def _cast(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -267,7 +277,7 @@ class DataParallel:
             for buffer in unit.reduced:
                 self._running.append(buffer.start())
             for flight in self._running[:-_IN_FLIGHT]:
-                flight.pending.advance()
+                flight.advance()
 
     def finish(self) -> None:
         """Starts what is left, waits for all, and hands out the reduced gradients."""
@@ -286,11 +296,12 @@ class DataParallel:
                 running, self._running = self._running, []
                 usage = Usage(running, self.sharing.mesh) if self.sharing.zero >= 2 else None
                 for flight in running:
-                    flight.pending.advance()
+                    flight.advance()
                 for flight in running:
                     flight.finish(usage)
                 if usage is not None:
                     usage.close()
+                self._apart.tell()
             else:
                 for unit in self._order:
                     for buffer in unit.reduced:

@@ -51,6 +51,8 @@ class Plan:
         offload: optimizer states live in host memory.
         blocks: glob over parameter names -> rows (dim 0) that ZeRO must not split.
         expert_axis: the axis over which experts are spread.
+        capacity_factor: each expert takes at most ceil(capacity_factor * tokens * k / experts) of the rows that
+            choose it, the first in the order of the batch's tokens; the others add nothing. None drops nothing.
 
     Example:
         >>> Plan(
@@ -75,6 +77,7 @@ class Plan:
     offload: bool = False
     blocks: Mapping[str, int] = field(default_factory=dict)
     expert_axis: str | None = None
+    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("mesh", *_plan_table.GLOBS):  # a caller's own mapping may change later

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from .._experts import stacked_experts
+from .._expert_structure import stacked_experts
 from .probe import probe
 from .probe_calls import Call, Findings, Influence, Key, Site
 from .probe_sample import Sample

@@ -1,0 +1,531 @@
+"""Experts in a ModuleList, which the block's own forward calls in a loop: spread over an axis, the block unmodified.
+
+The forward asks for experts one after the other, and each asks for rows of this rank's tokens; exchanged one by one,
+that would be two all-to-alls per expert. So it runs twice, on plain tensors with this rank's tokens:
+
+    first pass     whoever is called notes its rows and answers zeros
+    between        all rows noted travel in one all-to-all, each rank's own experts compute, and all travel back
+    second pass    the same calls are answered with what came back
+
+What the forward calls besides (router, shared experts) computes once, on DTensors, and answers the second pass from
+the first, unless it was given something else; random numbers are those of one device, drawn at the tokens' places.
+Gradients flow through the first pass to the tokens, and through the second to the router: each path once.
+
+That is right for a block that treats every token by itself, and calls experts with what does not depend on other
+experts. The first calls are checked for it: the same forward over the tokens of all ranks, with a cheap function in
+the place of the experts, must give what it gives over this rank's. Writes of a block to its own input are not seen
+outside of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vescale_dtensor import DTensor, Layout
+from vescale_dtensor.engine import (
+    INVARIANT,
+    PENDING,
+    VARYING,
+    Mesh,
+    State,
+    check_order,
+    convert,
+    from_plain,
+    gather_objects,
+    layout_of,
+)
+
+from ._containers import map_tensors
+from ._expert_route import Back, Out, Route, Spread
+from ._experts import row_states, split_axes, swap_in, total_load
+from ._generators import random_states, same_states, set_random_states
+from ._parts import PlanError
+from ._validate import CONTAINERS
+
+# The first calls of a block, in training and in evaluation each, are held against its forward over all tokens.
+CHECKED_CALLS = 2
+# Rows that may differ there: a router's near tie may fall either way when a product has other sizes.
+FEW = 0.01
+DRAWS = frozenset(
+    "uniform_ normal_ bernoulli_ exponential_ random_ cauchy_ geometric_ log_normal_ rand_like randn_like randint_like "
+    "bernoulli dropout dropout_ alpha_dropout feature_dropout multinomial".split()
+)
+Answer = Callable[[int, Tensor], Tensor]
+
+
+class ListBorder:
+    """The two hooks around a block that calls the members of a list of experts."""
+
+    def __init__(self, block: nn.Module, name: str, count: int, mesh: Mesh, axis: str) -> None:
+        self.name, _, self.key = name.rpartition(".")
+        self.name = self.name or type(block).__name__
+        self.members: nn.ModuleList = getattr(block, self.key)
+        self.mesh, at = mesh, mesh.names.index(axis)
+        self.spread = Spread(name, mesh, at, count)
+        self.split = split_axes(self.members.named_parameters(), name, mesh, at)
+        self.load = [0] * self.spread.local
+        self.replicas: tuple[int, ...] = ()
+        self._checks = {True: CHECKED_CALLS, False: CHECKED_CALLS}
+        self._running: list[_Call] = []
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        block.register_forward_hook(self._leave, always_call=True, prepend=True)
+
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        check_order("experts", f"{self.name}, whose experts are spread over an axis, computes")
+        call = _Call(self, block, args, kwargs)
+        if self._checks[block.training] > 0:
+            self._checks[block.training] -= 1
+            call.check()
+        entered = call.begin()
+        self._running.append(call)
+        return entered
+
+    def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        if not self._running:  # the pre-hook itself raised
+            return output
+        call = self._running.pop()
+        call.close()
+        return output if output is None else call.finish(output)
+
+    def total_load(self) -> list[int]:
+        """Rows that every expert received in the last forward. Cost: one small all-gather."""
+        return total_load(self.spread, self.load, self.replicas)
+
+    def total_dropped(self) -> list[int]:
+        """None: a list's rows have no order that all meshes share, and so no capacity."""
+        return [0] * self.spread.experts
+
+
+class _Rows:
+    """How plain tensors of a block, whose dim 0 is the batch or the tokens, lie on the mesh."""
+
+    def __init__(self, mesh: Mesh, states: tuple[State, ...], shape: Sequence[int]) -> None:
+        self.mesh, self.states, self.shape = mesh, states, tuple(shape)
+        self.batch = layout_of(mesh, states, self.shape)
+        self.local = tuple(self.batch.local_shape)
+        self.tokens, self.local_tokens = prod(self.shape[:-1]), prod(self.local[:-1])
+        flat, each = layout_of(mesh, states, (self.tokens,)), prod(self.shape[1:-1])
+        self._flattens = all(
+            flat.shape_at(where)[0] == self.batch.shape_at(where)[0] * each
+            for where in itertools.product(*map(range, mesh.sizes))
+        )
+
+    def layout(self, tensor: Tensor) -> Layout | None:
+        """Of a plain tensor with rows in dim 0; None where no layout says which rows this rank holds."""
+        batch, tokens = (self.shape[0], self.local[0], True), (self.tokens, self.local_tokens, self._flattens)
+        for whole, here, known in (batch, tokens) if tensor.ndim == len(self.shape) else (tokens, batch):
+            if tensor.ndim and tensor.shape[0] == here:
+                return layout_of(self.mesh, self.states, (whole, *tensor.shape[1:])) if known else None
+        return None
+
+    def untold(self, shape: Sequence[int]) -> Layout:
+        """Of rows whose places no layout tells: every rank works on its own, as if they were whole."""
+        states = tuple(VARYING if state.is_sharded else state for state in self.states)
+        return layout_of(self.mesh, states, tuple(shape))
+
+    def wrap(self, tensor: Tensor, where: str) -> DTensor:
+        """A plain tensor that leaves the block. Raises PlanError for one without rows."""
+        layout = self.layout(tensor)
+        if layout is not None:
+            return from_plain(tensor, layout)
+        if not tensor.ndim or tensor.shape[0] != self.local_tokens:
+            raise PlanError(
+                where,
+                "its experts are a list that is spread over ranks, and it returns something without a row per token",
+                [f"{list(tensor.shape)}, of input {list(self.local)} on this rank"],
+                [("experts as stacked weights [experts, ...]", ""), ("expert_axis=None", "computes on every rank")],
+            )
+        rest = tuple(tensor.shape[1:])
+        apart = layout_of(self.mesh, self.states, (*self.shape[:-1], *rest))
+        return from_plain(tensor.reshape(*self.local[:-1], *rest), apart).flatten(0, len(self.shape) - 2)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a plain tensor that all ranks hold."""
+        rest = tuple(whole.shape[1:])
+        rest = rest if whole.shape[0] == self.shape[0] else (*self.shape[1:-1], *whole.shape[1:])
+        whole = whole.reshape(self.shape[0], *rest)
+        target = layout_of(self.mesh, self.states, tuple(whole.shape))
+        return convert(from_plain(whole, target.invariant), target, "experts").to_local()
+
+
+class _Draws(TorchFunctionMode):
+    """The block's own random numbers: those of one device, at the places of this rank's rows."""
+
+    def __init__(self, rows: _Rows) -> None:
+        super().__init__()
+        self.rows, self.active = rows, True
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.active and getattr(function, "__name__", "") in DRAWS and args and type(args[0]) is Tensor:
+            layout = self.rows.layout(args[0])
+            if layout is not None:
+                placed = from_plain(args[0], layout)
+                drawn = function(placed, *args[1:], **kwargs)
+                return args[0] if drawn is placed else drawn.to_local()
+        return function(*args, **kwargs)
+
+
+class _Stub:
+    """Stands for an expert while the block's forward runs."""
+
+    def __init__(self, call: _Call, index: int) -> None:
+        self._call, self._index = call, index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not isinstance(given[0], Tensor):
+            raise self._error(f"is called with {len(given)} arguments: its rows alone can travel")
+        return self._call.answer(self._index, given[0])
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._call.border.members[self._index], name)
+        if isinstance(value, (nn.Module, Tensor)):
+            raise self._error(f"is asked for {name!r}, which is on one rank only: it can be called as a whole")
+        return value
+
+    def _error(self, what: str) -> PlanError:
+        border = self._call.border
+        remedies = [("expert_axis=None", "computes on every rank")]
+        return PlanError(border.name, f"expert {self._index} of {border.spread.name!r} {what}", (), remedies)
+
+
+class _Child:
+    """Stands for a module that the block calls besides its experts."""
+
+    def __init__(self, call: _Call, module: nn.Module) -> None:
+        self._call, self._module = call, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call.child(self._module, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Call:
+    """One call of the block: its two passes, and what happens between them."""
+
+    def __init__(self, border: ListBorder, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.border, self._block = border, block
+        self._given = args, kwargs
+        first = next((one for one in (*args, *kwargs.values()) if type(one) is DTensor and one.ndim > 1), None)
+        if first is None:
+            raise PlanError(
+                border.name,
+                "its experts are spread over ranks, and it is called without tokens [..., hidden] among its arguments",
+                [f"{type(one).__name__}" for one in (*args, *kwargs.values())],
+                [("expert_axis=None", "computes on every rank")],
+            )
+        self._was = first.mesh_layout.base
+        states = row_states(self._was.states, border.spread, True, frozenset())
+        self._rows = _Rows(border.mesh, states, self._was.shape)
+        border.replicas = tuple(a for a, state in enumerate(states) if not state.is_sharded)
+        self._open = contextlib.ExitStack()
+        self._children: list[tuple[Any, Any, list[Tensor] | None]] = []
+        self._experts: list[tuple[int, Tensor]] = []
+        self._replay = False
+        self.answer: Answer = self._note
+
+    # --- the passes -------------------------------------------------------------------------
+
+    def begin(self) -> tuple[tuple, dict]:
+        """The first pass, the experts, and the arguments of the second, which `close` and `finish` end."""
+        args, kwargs = self._local(self._rows)
+        tokens = _first((args, kwargs))
+        kept = random_states()
+        with self._inside(self._rows, self._note):
+            self._block.forward(*self._copied(args), **self._copied(kwargs))
+        set_random_states(kept)
+        self._results = self._through_experts(tokens)
+        self._replay, self._at, self._children_at = True, 0, 0
+        self._open.enter_context(self._inside(self._rows, self._give))
+        return self._copied(args), self._copied(kwargs)
+
+    def close(self) -> None:
+        """The block is as it was."""
+        self._open.close()
+
+    def finish(self, output: Any) -> Any:
+        """What the block returned, as DTensors."""
+        if self._at != len(self._experts):
+            raise self._strays()
+        back, tied = self._back, False
+
+        def leave(tensor: Tensor) -> DTensor:
+            nonlocal tied
+            if not tied and back.requires_grad and tensor.is_floating_point():
+                tensor, tied = _Tied.apply(tensor, back), True
+            whole = self._rows.wrap(tensor, self.border.name)
+            now, was = whole.mesh_layout.base, self._was.states[self.border.spread.axis]
+            if was.is_sharded and was.dim == 0:
+                return whole
+            states = list(now.states)
+            states[self.border.spread.axis] = VARYING if was is VARYING else INVARIANT
+            return convert(whole, now.with_states(states), f"{self.border.name} (experts)")
+
+        return map_tensors(output, leave)
+
+    def _local(self, rows: _Rows) -> tuple[tuple, dict]:
+        """The arguments as plain tensors: of those with the batch in front, the rows of `rows`."""
+
+        def local(one: Tensor) -> Tensor:
+            if type(one) is not DTensor:
+                return one
+            layout = one.mesh_layout.base
+            with_rows = layout.ndim and layout.shape[0] == self._was.shape[0]
+            target = layout_of(rows.mesh, rows.states, layout.shape) if with_rows else layout.invariant
+            return convert(one, target, f"{self.border.name} (experts)").to_local()
+
+        return map_tensors(self._given, local)
+
+    def _copied(self, given: Any) -> Any:
+        """A pass may write to what it is given, and there are two."""
+        return map_tensors(given, lambda one: one.clone() if one.is_floating_point() else one)
+
+    @contextlib.contextmanager
+    def _inside(self, rows: _Rows, answer: Answer) -> Iterator[None]:
+        """The block's forward sees stand-ins for its modules, and its own parameters as plain tensors."""
+        block, self.answer, before = self._block, answer, self.answer
+        modules = dict(block._modules)
+        self._computing = rows
+        parameters = swap_in(block, rows.states, f"{self.border.name} (experts)")
+        for name, module in modules.items():
+            if module is not None and not isinstance(module, CONTAINERS):
+                block._modules[name] = _Child(self, module)
+        block._modules[self.border.key] = _Stubs(_Stub(self, i) for i in range(self.border.spread.experts))
+        self._draws = _Draws(rows)
+        try:
+            with self._draws:
+                yield
+        finally:
+            block._modules.update(modules)
+            block._parameters.update(parameters)
+            self.answer = before
+
+    # --- experts ----------------------------------------------------------------------------
+
+    def _note(self, index: int, rows: Tensor) -> Tensor:
+        self._experts.append((index, rows))
+        return torch.zeros_like(rows)
+
+    def _give(self, index: int, rows: Tensor) -> Tensor:
+        if self._at >= len(self._experts):
+            raise self._strays()
+        noted, before = self._experts[self._at]
+        if noted != index or before.shape != rows.shape:
+            raise self._strays()
+        self._at += 1
+        return self._results[self._at - 1].view(rows.shape)
+
+    def _strays(self) -> PlanError:
+        return PlanError(
+            self.border.name,
+            f"which experts of {self.border.spread.name!r} it calls, or with how many rows, depends on what other "
+            "experts gave: their rows cannot travel together",
+            (),
+            [("expert_axis=None", "computes on every rank")],
+        )
+
+    def _through_experts(self, tokens: Tensor) -> list[Tensor]:
+        """What the experts give for the rows of every call, in the order of the calls. `tokens`: this rank's."""
+        border, width = self.border, self._rows.shape[-1]
+        spread = border.spread
+        parts = [rows.reshape(-1, width) for _, rows in self._experts]
+        rows = torch.cat(parts) if parts else tokens.reshape(-1, width)[:0]
+        device = rows.device
+        indices = torch.tensor([index for index, _ in self._experts], dtype=torch.int64, device=device)
+        sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64, device=device)
+        called = torch.zeros(spread.experts, dtype=torch.int64, device=device)
+        called[indices] = 1
+        route = Route(spread, torch.repeat_interleave(indices, sizes), called)
+        border.load = route.load
+        moved = Out.apply(rows, route)
+        if torch.is_grad_enabled() and not moved.requires_grad:  # a backward goes the same way on all ranks
+            moved.requires_grad_(any(parameter.requires_grad for parameter in border.members.parameters()))
+        self._back = Back.apply(self._computed(moved, route), route)
+        return list(self._back.split([len(part) for part in parts]))
+
+    def _computed(self, moved: Tensor, route: Route) -> Tensor:
+        """What this rank's experts give for the rows that arrived, in their order."""
+        border = self.border
+        order = torch.argsort(route.arrived_ids(), stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        moved = self._over_splits(moved, VARYING)
+        given = []
+        for i, part in enumerate(moved.index_select(0, order).split(route.load)):
+            given.append(self._run(border.spread.first + i, part) if route.asked[i] else part)
+        return self._over_splits(torch.cat(given).index_select(0, back), PENDING)
+
+    def _over_splits(self, rows: Tensor, inside: State) -> Tensor:
+        """Into or out of experts that are split inside: alike outside, different work or parts of a sum within."""
+        if not self.border.split:
+            return rows
+        outside = self._rows.untold(rows.shape)
+        states = [inside if axis in self.border.split else state for axis, state in enumerate(outside.states)]
+        within = outside.with_states(states)
+        source, target = (outside, within) if inside is VARYING else (within, outside)
+        return convert(from_plain(rows, source), target, f"{self.border.name} (experts)").to_local()
+
+    def _run(self, index: int, rows: Tensor) -> Tensor:
+        """One expert, on plain tensors."""
+        split = self.border.split
+        states = tuple(VARYING if axis in split else state for axis, state in enumerate(self._rows.states))
+        member = self.border.members[index]
+        kept = []
+        try:
+            for module in member.modules():
+                kept.append((module, swap_in(module, states, f"{self.border.spread.name}.{index}")))
+            return member(rows)
+        finally:
+            for module, parameters in kept:
+                module._parameters.update(parameters)
+
+    # --- all else that the block calls -----------------------------------------------------------
+
+    def child(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Computes on DTensors; in the second pass the answer of the first, where it was given the same."""
+        given = _tensors((args, kwargs))
+        if self._replay and self._children_at < len(self._children):
+            who, before, answer, drawn = self._children[self._children_at]
+            self._children_at += 1
+            if who is module and len(before) == len(given) and all(map(torch.equal, before, given)):
+                if drawn is not None:
+                    set_random_states(drawn)
+                return answer
+        states = random_states()
+        self._draws.active = False
+        try:
+            answer = self._on_mesh(module, args, kwargs)
+        finally:
+            self._draws.active = True
+        after = random_states()
+        drew = not same_states(states, after)
+        if not self._replay and self._computing is self._rows:
+            kept = [one.detach().clone() if one.is_floating_point() else one for one in given]
+            self._children.append((module, kept, answer, after if drew else None))
+        return answer
+
+    def _on_mesh(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        rows, where = self._computing, f"{self.border.name} (experts)"
+
+        def enter(one: Tensor) -> Tensor:
+            return one if type(one) is DTensor else from_plain(one, rows.layout(one) or rows.untold(one.shape))
+
+        def leave(one: Tensor) -> Tensor:
+            layout = one.mesh_layout.base
+            first = any(state.is_sharded and state.dim == 0 for state in layout.states)
+            told = first or all(not state.is_sharded for state in rows.states)
+            target = layout_of(rows.mesh, rows.states, layout.shape) if told else rows.untold(layout.shape)
+            return convert(one, target, where).to_local()
+
+        args, kwargs = map_tensors((args, kwargs), enter)
+        return map_tensors(module(*args, **kwargs), leave)
+
+    # --- the check ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises PlanError, on all ranks alike, unless the block treats every token by itself.
+
+        Cost: an all-gather of the block's input, and two forwards without experts.
+        """
+        border, problem = self.border, None
+        whole = _Rows(border.mesh, tuple(_whole(state) for state in self._rows.states), self._rows.shape)
+        kept = random_states()
+        found, ends = [], []
+        with torch.no_grad():
+            given = [self._local(rows) for rows in (whole, self._rows)]  # communicates: outside of what may raise
+            try:
+                for rows, (args, kwargs) in zip((whole, self._rows), given):
+                    set_random_states(kept)
+                    with self._inside(rows, self._stand_in):
+                        output = self._block.forward(*self._copied(args), **self._copied(kwargs))
+                    found.append(_tensors(output))
+                    ends.append(random_states())
+                problem = self._difference(*found, *ends) or self._drawing_or_reshaping(_first(given[1]))
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        self._children.clear()
+        set_random_states(kept)
+        verdicts = gather_objects(problem, border.mesh)
+        problem = next((verdict for verdict in verdicts if verdict is not None), None)
+        if problem is not None:
+            raise PlanError(
+                border.name,
+                f"the experts of its list {border.key!r} cannot be spread over ranks: {problem}",
+                [f"input  {self._was}"],
+                [
+                    ("experts as stacked weights [experts, ...]", "one module that takes tokens, indices and weights"),
+                    (f'"{border.spread.name}.*": {{"{border.mesh.names[border.spread.axis]}": Replicate()}}', "whole"),
+                ],
+            )
+
+    def _stand_in(self, index: int, rows: Tensor) -> Tensor:
+        return rows * (1 + index / self.border.spread.experts)
+
+    def _difference(self, whole: list[Tensor], local: list[Tensor], first: list, second: list) -> str | None:
+        if len(whole) != len(local):
+            return "over this rank's tokens it returns other tensors than over all"
+        if not same_states(first, second):
+            return "it draws random numbers at places that are not rows of its input"
+        for i, (theirs, ours) in enumerate(zip(whole, local)):
+            if not ours.ndim or ours.shape[0] not in (self._rows.local[0], self._rows.local_tokens):
+                return f"tensor {i} of what it returns, {list(ours.shape)}, has no row per token"
+            expected = self._rows.part(theirs).reshape(len(ours), -1).double()
+            differs = (expected - ours.reshape(len(ours), -1).double()).abs() > 1e-4 * (1 + expected.abs())
+            if differs.any(1).sum() > max(1, FEW * len(ours)):
+                return f"what it computes for a token depends on other tokens (tensor {i} of what it returns)"
+        return None
+
+    def _drawing_or_reshaping(self, tokens: Tensor) -> str | None:
+        """Of one expert of this rank's, on a row of zeros."""
+        before = random_states()
+        row = tokens.new_zeros(1, self._rows.shape[-1])
+        given = self._run(self.border.spread.first, row)
+        if not same_states(before, random_states()):
+            return "its experts draw random numbers"
+        return None if given.shape == row.shape else f"its experts make {list(given.shape)} of {list(row.shape)}"
+
+
+class _Stubs(list):
+    """A ModuleList's stand-in: a forward may index it by a tensor of one number, too."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index if isinstance(index, slice) else int(index))
+
+
+class _Tied(torch.autograd.Function):
+    """A block's output; its backward reaches the experts' exchange also where no token of this rank's called one."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, back: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient, None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(value, lambda one: found.append(one) or one)
+    return found
+
+
+def _first(given: tuple[tuple, dict]) -> Tensor:
+    """The tokens among a block's arguments."""
+    args, kwargs = given
+    return next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.ndim > 1)
+
+
+def _whole(state: State) -> State:
+    return INVARIANT if state.is_sharded else state

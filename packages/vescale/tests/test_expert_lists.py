@@ -1,0 +1,368 @@
+"""Experts in a ModuleList, looped over by the block's own forward, against one device."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vescale
+from vescale_dtensor import Replicate, Shard
+from vescale_dtensor.testing import raises_on_all, run_ranks, slice_of, warm_up
+from vescale_plans import Plan, PlanError, expert_load
+
+warm_up("torch._dynamo", "vescale")
+
+VOCABULARY, HIDDEN, INNER, LAYERS, EXPERTS, CHOSEN = 64, 32, 24, 2, 8, 2
+BATCH, POSITIONS, STEPS = 8, 6, 10
+LOSS, PARAMETER = 1e-5, 1e-4  # the standard tolerances of docs/design.md, section 11
+
+
+class Expert(nn.Module):
+    def __init__(self, width=INNER):
+        super().__init__()
+        self.w1 = nn.Linear(HIDDEN, width, bias=False)
+        self.w2 = nn.Linear(width, HIDDEN, bias=False)
+        self.w3 = nn.Linear(HIDDEN, width, bias=False)
+
+    def forward(self, rows):
+        return self.w2(F.silu(self.w1(rows)) * self.w3(rows))
+
+
+class Jittered(nn.Module):
+    """As transformers wrote Mixtral's block before experts were stacked: a mask, the experts hit, jitter in place."""
+
+    def __init__(self, skewed=False):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        if skewed:
+            nn.init.zeros_(self.gate.weight)
+
+    def forward(self, hidden):
+        batch, length, width = hidden.shape
+        if self.training:
+            hidden *= torch.empty_like(hidden).uniform_(0.9, 1.1)
+        hidden = hidden.view(-1, width)
+        logits = self.gate(hidden)
+        weights, chosen = torch.topk(F.softmax(logits, dim=1, dtype=torch.float), CHOSEN, dim=-1)
+        weights /= weights.sum(dim=-1, keepdim=True)
+        final = torch.zeros((batch * length, width), dtype=hidden.dtype, device=hidden.device)
+        mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+        for index in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            expert = self.experts[index]
+            slot, token = torch.where(mask[index].squeeze(0))
+            rows = expert(hidden[None, token].reshape(-1, width)) * weights[token, slot, None]
+            final.index_add_(0, token, rows.to(hidden.dtype))
+        return final.reshape(batch, length, width), logits
+
+
+class Shared(nn.Module):
+    """As DeepSeek's: sigmoid scores with a correction, experts one by one, a shared expert with dropout beside them."""
+
+    def __init__(self, skewed=False):
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(EXPERTS, HIDDEN) * (0.0 if skewed else 0.3))
+        self.register_buffer("correction", torch.linspace(0, 0.1, EXPERTS))
+        self.routed = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.shared = Expert(2 * INNER)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        scores = F.linear(x.flatten(0, 1), self.router).sigmoid()
+        _, chosen = torch.topk(scores + self.correction, CHOSEN, dim=-1)
+        weights = scores.gather(1, chosen)
+        rows, final = x.flatten(0, 1), torch.zeros_like(x.flatten(0, 1))
+        mask = F.one_hot(chosen, num_classes=len(self.routed)).permute(2, 0, 1)
+        for i in range(len(self.routed)):
+            token, slot = torch.where(mask[i])
+            if token.numel() > 0:
+                final.index_add_(0, token, self.routed[i](rows[token]) * weights[token, slot].unsqueeze(-1))
+        return final.view(x.shape) + self.drop(self.shared(x)), scores
+
+
+class Everyone(nn.Module):
+    """A user's: every expert is called, with rows or without; slot by slot, so that each is called twice."""
+
+    def __init__(self, skewed=False):
+        super().__init__()
+        self.choose = nn.Linear(HIDDEN, EXPERTS)
+        self.members = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN))
+                                     for _ in range(EXPERTS))  # fmt: skip
+        if skewed:
+            nn.init.zeros_(self.choose.weight)
+
+    def forward(self, x):
+        scores = self.choose(x)
+        weights, chosen = scores.softmax(-1).topk(CHOSEN, dim=-1)
+        out = torch.zeros_like(x)
+        for slot in range(CHOSEN):
+            for i, member in enumerate(self.members):
+                here = chosen[..., slot] == i
+                out[here] = out[here] + weights[..., slot][here][:, None] * member(x[here])
+        return out, scores
+
+
+BLOCKS = {"jittered": Jittered, "shared": Shared, "everyone": Everyone}
+
+
+class Layer(nn.Module):
+    def __init__(self, block, skewed):
+        super().__init__()
+        self.norm, self.mixer, self.after = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN)
+        self.mlp = block(skewed)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = x + self.drop(self.mixer(self.norm(x)))
+        out, logits = self.mlp(self.after(x))
+        return x + out, logits
+
+
+class Model(nn.Module):
+    def __init__(self, block, skewed):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Layer(block, skewed) for _ in range(LAYERS))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, tokens):
+        x, extra = self.embed(tokens), 0.0
+        for layer in self.layers:
+            x, logits = layer(x)
+            shares = logits.reshape(-1, EXPERTS).softmax(-1).mean(0)
+            extra = extra + (shares * shares).sum()
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten()) + 0.02 * extra
+
+
+SPLIT = {
+    "*.w1.weight": {"tp": Shard(0)}, "*.w3.weight": {"tp": Shard(0)}, "*.w2.weight": {"tp": Shard(1)}, "*": {}
+}  # fmt: skip
+PLANS = {
+    "ep4": partial(Plan, {"ep": 4}, {"*": {}}, data_axis="ep", expert_axis="ep"),
+    "ep4, the batch whole": partial(Plan, {"ep": 4}, {"*": {}}, data_axis=None, expert_axis="ep"),
+    "ep2 tp2": partial(Plan, {"ep": 2, "tp": 2}, SPLIT, data_axis="ep", expert_axis="ep"),
+    "dp2 ep2, zero 1": partial(Plan, {"dp": 2, "ep": 2}, {"*": {}}, data_axis=("dp", "ep"), expert_axis="ep", zero=1),
+    "dp2 ep2, zero 3": partial(Plan, {"dp": 2, "ep": 2}, {"*": {}}, data_axis=("dp", "ep"), expert_axis="ep", zero=3),
+    "ep2 dp2, zero 3": partial(Plan, {"ep": 2, "dp": 2}, {"*": {}}, data_axis=("ep", "dp"), expert_axis="ep", zero=3),
+}
+adamw = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def build(block, skewed=False):
+    torch.manual_seed(0)
+    return Model(BLOCKS[block], skewed).train()
+
+
+def batches(batch=BATCH, positions=POSITIONS, steps=STEPS):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCABULARY, (batch, positions), generator=generator) for _ in range(steps)]
+
+
+def train(model, optimizer, data, clipped=False):
+    losses = []
+    torch.manual_seed(11)
+    for tokens in data:
+        loss = model(tokens)
+        loss.backward()
+        if clipped:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def compared(block, plan, skewed=False, clipped=False, **sizes):
+    """Relative errors of losses and of parameters. Runs on every rank."""
+    alone, data = build(block, skewed), batches(**sizes)
+    names = list(alone.state_dict())
+    expected = train(alone, adamw(alone.parameters()), data, clipped)
+    model, optimizer = vescale.parallelize(plan(), build(block, skewed), adamw)
+    assert list(model.state_dict()) == names
+    losses = train(model, optimizer, data, clipped)
+    whole = {key: value.detach().full_tensor() for key, value in model.named_parameters()}
+    errors = {
+        key: ((whole[key] - value).norm() / value.norm().clamp_min(1e-12)).item()
+        for key, value in alone.named_parameters()
+    }
+    held = sum(p.to_local().numel() for key, p in model.named_parameters() if "mlp" in key and p.ndim == 2)
+    return [abs(a - b) / abs(b) for a, b in zip(losses, expected)], errors, held
+
+
+def check(found):
+    for losses, errors, _ in found:
+        assert max(losses) < LOSS, losses
+        assert {key: error for key, error in errors.items() if error > PARAMETER} == {}
+
+
+GRID = [(block, plan) for plan in PLANS for block in BLOCKS if block != "everyone" or "tp" not in plan]
+
+
+@pytest.mark.parametrize("block, plan", slice_of(GRID, 6))
+def test_training_equals_one_device(block, plan):
+    check(run_ranks(4, compared, block, PLANS[plan]))
+
+
+@pytest.mark.parametrize("block", slice_of(BLOCKS, 3))
+def test_all_tokens_to_the_same_experts(block):
+    """Three of four ranks compute no row, and take part in every exchange all the same."""
+    check(run_ranks(4, compared, block, PLANS["ep4"], skewed=True, steps=3))
+
+
+@pytest.mark.parametrize("block", slice_of(["jittered", "shared"], 2))
+@pytest.mark.parametrize("plan", slice_of(["ep4", "dp2 ep2, zero 3"], 2))
+def test_fewer_tokens_than_ranks(block, plan):
+    check(run_ranks(4, compared, block, PLANS[plan], batch=3, positions=1, steps=3))
+
+
+def test_norms_are_those_of_one_device():
+    """Ranks hold gradients of different experts, some experts have none: `clip_grad_norm_` must not notice."""
+    check(run_ranks(4, compared, "jittered", PLANS["dp2 ep2, zero 1"], clipped=True, batch=4, positions=1, steps=4))
+
+
+def test_a_rank_holds_its_experts_alone():
+    found = run_ranks(4, compared, "jittered", PLANS["ep4"], steps=1)
+    gates = LAYERS * EXPERTS * HIDDEN
+    assert [held - gates for *_, held in found] == [LAYERS * EXPERTS // 4 * 3 * HIDDEN * INNER] * 4
+
+
+def traced():
+    model, _ = vescale.parallelize(PLANS["ep4"](), build("jittered"))
+    tokens = batches()[0]
+    for _ in range(2):  # the first calls of a block are checked
+        model(tokens)
+    with vescale.comm_trace(model) as trace:
+        model(tokens).backward()
+    moved = {}
+    for event in trace.events:
+        if event.cause.function.startswith("expert"):
+            count, received = moved.get((event.cause.function, event.cause.direction), (0, 0))
+            moved[event.cause.function, event.cause.direction] = (count + event.count, received + event.received)
+    inside = {e.kind for e in trace.events if ".mlp" in e.cause.module and not e.cause.function.startswith("expert")}
+    return moved, inside, expert_load(model)
+
+
+def test_two_exchanges_each_way_of_the_rows_and_no_more():
+    found = run_ranks(4, traced)
+    total = {}
+    for moved, inside, load in found:
+        assert inside == set()
+        assert load == found[0][2] and all(sum(rows) == BATCH * POSITIONS * CHOSEN for rows in load.values())
+        assert {key: count for key, (count, _) in moved.items()} == {
+            ("expert counts", "forward"): LAYERS,
+            ("expert dispatch", "forward"): LAYERS,
+            ("expert combine", "forward"): LAYERS,
+            ("expert dispatch", "backward"): LAYERS,
+            ("expert combine", "backward"): LAYERS,
+        }
+        for key, (_, received) in moved.items():
+            total[key] = total.get(key, 0) + received
+    rows = BATCH * POSITIONS * CHOSEN * LAYERS * HIDDEN * 4
+    exchanged = {received for key, received in total.items() if key[0] != "expert counts"}
+    assert len(exchanged) == 1 and exchanged.pop() < rows  # all of them, less those that stay on their rank
+
+
+def saved(path):
+    model, optimizer = vescale.parallelize(PLANS["ep4"](), build("jittered"), adamw)
+    train(model, optimizer, batches(batch=4, positions=1, steps=2))
+    vescale.save(path, {"model": model, "optimizer": optimizer}, step=1)
+
+
+def loaded(path, plan):
+    torch.manual_seed(99)
+    model, optimizer = vescale.parallelize(plan, build("jittered"), adamw)
+    vescale.load(path, {"model": model, "optimizer": optimizer})
+    return whole_state(model, optimizer)
+
+
+def whole_state(model, optimizer):
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items() if hasattr(value, "full_tensor")}
+    for name, states in optimizer.sharded_state_dict()["state"].items():
+        for key, value in states.items():
+            whole[name, key] = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
+    return whole
+
+
+def test_checkpoints_load_under_any_spread_bitwise(tmp_path):
+    """Some experts were never chosen: what the file says of their state is what one device would."""
+    run_ranks(4, saved, str(tmp_path))
+    (alone,) = run_ranks(1, loaded, str(tmp_path), Plan({"dp": 1}, {"*": {}}))
+    assert len(alone) > 100
+    for plan in slice_of(["ep4", "ep2 tp2", "dp2 ep2, zero 3"], 3):
+        for one in run_ranks(4, loaded, str(tmp_path), PLANS[plan]()):
+            assert one.keys() == alone.keys()
+            assert all(torch.equal(one[key], alone[key]) for key in alone)
+
+
+class Mixing(Jittered):
+    """Tokens compete for places: what one gets depends on the others."""
+
+    def forward(self, hidden):
+        out, logits = super().forward(hidden)
+        return out * logits.mean(), logits
+
+
+class Drawing(Expert):
+    def forward(self, rows):
+        return F.dropout(super().forward(rows), 0.5, self.training)
+
+
+class DrawingBlock(Jittered):
+    def __init__(self, skewed=False):
+        super().__init__(skewed)
+        self.experts = nn.ModuleList(Drawing() for _ in range(EXPERTS))
+
+
+class Chained(Jittered):
+    """What the second expert is given is what the first made."""
+
+    def forward(self, hidden):
+        rows = hidden.flatten(0, 1)
+        for expert in self.experts:
+            rows = expert(rows[rows[:, 0] != 0.0])
+        return hidden + rows[:1].sum(), self.gate(hidden)
+
+
+class Apart(Jittered):
+    def forward(self, hidden):
+        return self.experts[0].w1(hidden), self.gate(hidden)
+
+
+def refused(block):
+    torch.manual_seed(0)
+    model, _ = vescale.parallelize(PLANS["ep4"](), Model(block, False))
+    model(batches()[0])
+
+
+REFUSED = {
+    Mixing: "what it computes for a token depends on other tokens",
+    DrawingBlock: "its experts draw random numbers",
+    Chained: "the experts of its list 'experts' cannot be spread over ranks",
+    Apart: "expert 0 of 'layers.0.mlp.experts' is asked for 'w1', which is on one rank only",
+}
+
+
+@pytest.mark.parametrize("block", REFUSED)
+def test_what_cannot_be_spread_says_why(block):
+    raises_on_all(4, PlanError, refused, block, match=REFUSED[block])
+
+
+def with_capacity():
+    vescale.parallelize(PLANS["ep4"]().override(capacity_factor=1.0), build("jittered"))
+
+
+def test_a_list_has_no_capacity():
+    raises_on_all(4, PlanError, with_capacity, match="capacity_factor=1.0 counts rows in the order of tokens")
+
+
+def kept_whole():
+    plan = Plan({"dp": 2, "ep": 2}, {"*.experts.*": {"ep": Replicate()}, "*": {}}, expert_axis="ep")
+    model, _ = vescale.parallelize(plan, build("jittered"))
+    model(batches()[0]).backward()
+    return expert_load(model)
+
+
+def test_experts_that_a_plan_keeps_whole_are_any_modules():
+    assert run_ranks(4, kept_whole) == [{}] * 4
