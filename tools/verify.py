@@ -168,6 +168,8 @@ CHECKS: tuple[Check, ...] = (
     Check(9, 4, "published configurations", (PYTHON, "benchmarks/published.py"), 30 * MINUTES),
     Check(10, 1, "mixtures of experts as on one device", tests("packages/vescale/tests/test_experts.py")),
     Check(10, 1, "experts of a user's own making", tests("packages/plans/tests/test_experts.py")),
+    Check(10, 1, "experts in lists", tests("packages/vescale/tests/test_expert_lists.py")),
+    Check(10, 1, "a capacity, the same on every mesh", tests("packages/plans/tests/test_expert_capacity.py")),
     Check(10, 3, "what spreading experts is worth", (PYTHON, "benchmarks/experts.py")),
     Check(6, 3, "object stores by fsspec, on several ranks", tests("packages/checkpoint/tests/test_remote.py")),
     Check(6, 1, "resumed under other plans, and resharded online", tests("packages/vescale/tests/test_checkpoint.py")),

@@ -26,6 +26,7 @@ FULL = Plan(
     offload=True,
     blocks={"*.up.weight": 128},
     expert_axis="tp",
+    capacity_factor=1.25,
 )
 
 

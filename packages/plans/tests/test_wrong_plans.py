@@ -66,6 +66,8 @@ WRONG = {
     "ZeRO as a flag": lambda: plan(zero=True),
     "ZeRO without a data axis": lambda: plan(mesh={"tp": 4}, zero=1),
     "an unknown expert axis": lambda: plan(expert_axis="ep"),
+    "a capacity of nothing": lambda: plan(expert_axis="tp", capacity_factor=0),
+    "a capacity without experts": lambda: plan(capacity_factor=1.25),
     "checkpointing as a flag": lambda: plan(checkpointing=True),
     "checkpointing by number": lambda: plan(checkpointing={"layers.*": 2}),
     "regather as a list": lambda: plan(regather=["layers.*"]),
@@ -188,6 +190,16 @@ TEXTS = {
         "Plan: expert_axis names axis 'ep', which the mesh does not have\n"
         "  mesh  {'dp': 2, 'tp': 2}\n"
         "fix: use one of 'dp', 'tp'"
+    ),
+    "a capacity of nothing": (
+        "Plan: capacity_factor is 0, not a positive number\n"
+        "fix one of: capacity_factor=1.25  # a quarter more than an even load\n"
+        "            capacity_factor=None  # no limit"
+    ),
+    "a capacity without experts": (
+        "Plan: capacity_factor=1.25 without an expert axis limits nothing\n"
+        'fix one of: expert_axis="ep"      # of one rank, be it\n'
+        "            capacity_factor=None  # no limit"
     ),
     "checkpointing as a flag": ('Plan: checkpointing is True, not a mapping from globs\nfix: checkpointing={"*": ...}'),
     "checkpointing by number": (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_dtensor import register_function
+from vescale_dtensor import RaggedShard, Shard, register_function
 from vescale_dtensor import reproducible as Reproducible
 from vescale_dtensor.engine import Mesh, check_order, mesh_of
 from vescale_rng import distribute, is_deferred, materialize
@@ -222,7 +222,10 @@ def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = shards.get(id(parameter))
         if first is None:
-            placements = plan.placements(placed[name])
+            placements = [
+                Shard(one.dims[0]) if isinstance(one, RaggedShard) and size == 1 else one  # outside torchrun all are 1
+                for one, size in zip(plan.placements(placed[name]), device_mesh.mesh.shape)
+            ]
             if plan.zero == 3 and is_deferred(parameter):
                 shard = promise(parameter, device_mesh, placements)
             else:

@@ -13,23 +13,22 @@ Gradients flow through the first pass to the tokens, and through the second to t
 
 That is right for a block that treats every token by itself, and calls experts with what does not depend on other
 experts. The first calls are checked for it: the same forward over the tokens of all ranks, with a cheap function in
-the place of the experts, must give what it gives over this rank's. Writes of a block to its own input are not seen
+the place of the experts, must give what it gives over this rank's, and another function must not change what experts
+are given. Writes of a block to its own input are not seen
 outside of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from vescale_dtensor import DTensor, Layout
+from vescale_dtensor import DTensor
 from vescale_dtensor.engine import (
     INVARIANT,
     PENDING,
@@ -45,6 +44,7 @@ from vescale_dtensor.engine import (
 
 from ._containers import map_tensors
 from ._expert_route import Back, Out, Route, Spread
+from ._expert_rows import Draws, Rows
 from ._experts import row_states, split_axes, swap_in, total_load
 from ._generators import random_states, same_states, set_random_states
 from ._parts import PlanError
@@ -54,10 +54,6 @@ from ._validate import CONTAINERS
 CHECKED_CALLS = 2
 # Rows that may differ there: a router's near tie may fall either way when a product has other sizes.
 FEW = 0.01
-DRAWS = frozenset(
-    "uniform_ normal_ bernoulli_ exponential_ random_ cauchy_ geometric_ log_normal_ rand_like randn_like randint_like "
-    "bernoulli dropout dropout_ alpha_dropout feature_dropout multinomial".split()
-)
 Answer = Callable[[int, Tensor], Tensor]
 
 
@@ -102,76 +98,6 @@ class ListBorder:
     def total_dropped(self) -> list[int]:
         """None: a list's rows have no order that all meshes share, and so no capacity."""
         return [0] * self.spread.experts
-
-
-class _Rows:
-    """How plain tensors of a block, whose dim 0 is the batch or the tokens, lie on the mesh."""
-
-    def __init__(self, mesh: Mesh, states: tuple[State, ...], shape: Sequence[int]) -> None:
-        self.mesh, self.states, self.shape = mesh, states, tuple(shape)
-        self.batch = layout_of(mesh, states, self.shape)
-        self.local = tuple(self.batch.local_shape)
-        self.tokens, self.local_tokens = prod(self.shape[:-1]), prod(self.local[:-1])
-        flat, each = layout_of(mesh, states, (self.tokens,)), prod(self.shape[1:-1])
-        self._flattens = all(
-            flat.shape_at(where)[0] == self.batch.shape_at(where)[0] * each
-            for where in itertools.product(*map(range, mesh.sizes))
-        )
-
-    def layout(self, tensor: Tensor) -> Layout | None:
-        """Of a plain tensor with rows in dim 0; None where no layout says which rows this rank holds."""
-        batch, tokens = (self.shape[0], self.local[0], True), (self.tokens, self.local_tokens, self._flattens)
-        for whole, here, known in (batch, tokens) if tensor.ndim == len(self.shape) else (tokens, batch):
-            if tensor.ndim and tensor.shape[0] == here:
-                return layout_of(self.mesh, self.states, (whole, *tensor.shape[1:])) if known else None
-        return None
-
-    def untold(self, shape: Sequence[int]) -> Layout:
-        """Of rows whose places no layout tells: every rank works on its own, as if they were whole."""
-        states = tuple(VARYING if state.is_sharded else state for state in self.states)
-        return layout_of(self.mesh, states, tuple(shape))
-
-    def wrap(self, tensor: Tensor, where: str) -> DTensor:
-        """A plain tensor that leaves the block. Raises PlanError for one without rows."""
-        layout = self.layout(tensor)
-        if layout is not None:
-            return from_plain(tensor, layout)
-        if not tensor.ndim or tensor.shape[0] != self.local_tokens:
-            raise PlanError(
-                where,
-                "its experts are a list that is spread over ranks, and it returns something without a row per token",
-                [f"{list(tensor.shape)}, of input {list(self.local)} on this rank"],
-                [("experts as stacked weights [experts, ...]", ""), ("expert_axis=None", "computes on every rank")],
-            )
-        rest = tuple(tensor.shape[1:])
-        apart = layout_of(self.mesh, self.states, (*self.shape[:-1], *rest))
-        return from_plain(tensor.reshape(*self.local[:-1], *rest), apart).flatten(0, len(self.shape) - 2)
-
-    def part(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a plain tensor that all ranks hold."""
-        rest = tuple(whole.shape[1:])
-        rest = rest if whole.shape[0] == self.shape[0] else (*self.shape[1:-1], *whole.shape[1:])
-        whole = whole.reshape(self.shape[0], *rest)
-        target = layout_of(self.mesh, self.states, tuple(whole.shape))
-        return convert(from_plain(whole, target.invariant), target, "experts").to_local()
-
-
-class _Draws(TorchFunctionMode):
-    """The block's own random numbers: those of one device, at the places of this rank's rows."""
-
-    def __init__(self, rows: _Rows) -> None:
-        super().__init__()
-        self.rows, self.active = rows, True
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if self.active and getattr(function, "__name__", "") in DRAWS and args and type(args[0]) is Tensor:
-            layout = self.rows.layout(args[0])
-            if layout is not None:
-                placed = from_plain(args[0], layout)
-                drawn = function(placed, *args[1:], **kwargs)
-                return args[0] if drawn is placed else drawn.to_local()
-        return function(*args, **kwargs)
 
 
 class _Stub:
@@ -227,7 +153,7 @@ class _Call:
             )
         self._was = first.mesh_layout.base
         states = row_states(self._was.states, border.spread, True, frozenset())
-        self._rows = _Rows(border.mesh, states, self._was.shape)
+        self._rows = Rows(border.mesh, states, self._was.shape)
         border.replicas = tuple(a for a, state in enumerate(states) if not state.is_sharded)
         self._open = contextlib.ExitStack()
         self._children: list[tuple[Any, Any, list[Tensor] | None]] = []
@@ -274,7 +200,7 @@ class _Call:
 
         return map_tensors(output, leave)
 
-    def _local(self, rows: _Rows) -> tuple[tuple, dict]:
+    def _local(self, rows: Rows) -> tuple[tuple, dict]:
         """The arguments as plain tensors: of those with the batch in front, the rows of `rows`."""
 
         def local(one: Tensor) -> Tensor:
@@ -292,7 +218,7 @@ class _Call:
         return map_tensors(given, lambda one: one.clone() if one.is_floating_point() else one)
 
     @contextlib.contextmanager
-    def _inside(self, rows: _Rows, answer: Answer) -> Iterator[None]:
+    def _inside(self, rows: Rows, answer: Answer) -> Iterator[None]:
         """The block's forward sees stand-ins for its modules, and its own parameters as plain tensors."""
         block, self.answer, before = self._block, answer, self.answer
         modules = dict(block._modules)
@@ -302,7 +228,7 @@ class _Call:
             if module is not None and not isinstance(module, CONTAINERS):
                 block._modules[name] = _Child(self, module)
         block._modules[self.border.key] = _Stubs(_Stub(self, i) for i in range(self.border.spread.experts))
-        self._draws = _Draws(rows)
+        self._draws = Draws(rows)
         try:
             with self._draws:
                 yield
@@ -436,24 +362,29 @@ class _Call:
     def check(self) -> None:
         """Raises PlanError, on all ranks alike, unless the block treats every token by itself.
 
-        Cost: an all-gather of the block's input, and two forwards without experts.
+        Cost: an all-gather of the block's input, and three forwards without experts.
         """
         border, problem = self.border, None
-        whole = _Rows(border.mesh, tuple(_whole(state) for state in self._rows.states), self._rows.shape)
+        whole = Rows(border.mesh, tuple(_whole(state) for state in self._rows.states), self._rows.shape)
         kept = random_states()
-        found, ends = [], []
+        found, ends, asked = [], [], []
         with torch.no_grad():
-            given = [self._local(rows) for rows in (whole, self._rows)]  # communicates: outside of what may raise
+            here, everywhere = self._local(self._rows), self._local(whole)  # communicates: outside of what may raise
             try:
-                for rows, (args, kwargs) in zip((whole, self._rows), given):
+                for rows, given, factor in ((whole, everywhere, 1.0), (self._rows, here, 1.0), (self._rows, here, 0.0)):
                     set_random_states(kept)
-                    with self._inside(rows, self._stand_in):
-                        output = self._block.forward(*self._copied(args), **self._copied(kwargs))
+                    asked.append([])
+                    with self._inside(rows, partial(self._stand_in, asked[-1], factor)):
+                        output = self._block.forward(*self._copied(given[0]), **self._copied(given[1]))
                     found.append(_tensors(output))
                     ends.append(random_states())
-                problem = self._difference(*found, *ends) or self._drawing_or_reshaping(_first(given[1]))
+                problem = self._difference(*found[:2], *ends[:2]) or self._drawing_or_reshaping(_first(here))
+                if [who for who, _ in asked[1]] != [who for who, _ in asked[2]] or not all(
+                    torch.equal(one, other) for (_, one), (_, other) in zip(*asked[1:])
+                ):
+                    problem = "what it hands to an expert depends on what others gave"
             except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
+                problem = error.rule if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
         self._children.clear()
         set_random_states(kept)
         verdicts = gather_objects(problem, border.mesh)
@@ -469,8 +400,9 @@ class _Call:
                 ],
             )
 
-    def _stand_in(self, index: int, rows: Tensor) -> Tensor:
-        return rows * (1 + index / self.border.spread.experts)
+    def _stand_in(self, asked: list[tuple[int, Tensor]], factor: float, index: int, rows: Tensor) -> Tensor:
+        asked.append((index, rows))
+        return rows * factor * (1 + index / self.border.spread.experts)
 
     def _difference(self, whole: list[Tensor], local: list[Tensor], first: list, second: list) -> str | None:
         if len(whole) != len(local):
