@@ -61,8 +61,7 @@ class ListBorder:
     """The two hooks around a block that calls the members of a list of experts."""
 
     def __init__(self, block: nn.Module, name: str, count: int, mesh: Mesh, axis: str) -> None:
-        self.name, _, self.key = name.rpartition(".")
-        self.name = self.name or type(block).__name__
+        self.name, self.key = name, name.rpartition(".")[2]
         self.members: nn.ModuleList = getattr(block, self.key)
         self.mesh, at = mesh, mesh.names.index(axis)
         self.spread = Spread(name, mesh, at, count)
@@ -392,7 +391,7 @@ class _Call:
         if problem is not None:
             raise PlanError(
                 border.name,
-                f"the experts of its list {border.key!r} cannot be spread over ranks: {problem}",
+                f"the experts of this list cannot be spread over ranks: {problem}",
                 [f"input  {self._was}"],
                 [
                     ("experts as stacked weights [experts, ...]", "one module that takes tokens, indices and weights"),
