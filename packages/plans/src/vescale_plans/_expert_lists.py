@@ -45,7 +45,7 @@ from vescale_dtensor.engine import (
 from ._containers import map_tensors
 from ._expert_route import Back, Out, Route, Spread
 from ._expert_rows import Draws, Rows
-from ._experts import row_states, split_axes, swap_in, total_load
+from ._experts import refuse_whole, row_states, split_axes, swap_in, total_load
 from ._generators import random_states, same_states, set_random_states
 from ._parts import PlanError
 from ._validate import CONTAINERS
@@ -65,7 +65,8 @@ class ListBorder:
         self.members: nn.ModuleList = getattr(block, self.key)
         self.mesh, at = mesh, mesh.names.index(axis)
         self.spread = Spread(name, mesh, at, count)
-        self.split = split_axes(self.members.named_parameters(), name, mesh, at)
+        self.split, whole = split_axes(self.members.named_parameters(), at)
+        refuse_whole(name, mesh, self.members.named_parameters(), whole)
         self.load = [0] * self.spread.local
         self.replicas: tuple[int, ...] = ()
         self._checks = {True: CHECKED_CALLS, False: CHECKED_CALLS}
@@ -183,12 +184,11 @@ class _Call:
         """What the block returned, as DTensors."""
         if self._at != len(self._experts):
             raise self._strays()
-        back, tied = self._back, False
+        back = self._back
 
         def leave(tensor: Tensor) -> DTensor:
-            nonlocal tied
-            if not tied and back.requires_grad and tensor.is_floating_point():
-                tensor, tied = _Tied.apply(tensor, back), True
+            if back.requires_grad and tensor.is_floating_point():
+                tensor = _Tied.apply(tensor, back)
             whole = self._rows.wrap(tensor, self.border.name)
             now, was = whole.mesh_layout.base, self._was.states[self.border.spread.axis]
             if was.is_sharded and was.dim == 0:
@@ -439,7 +439,7 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, output: Tensor, back: Tensor) -> Tensor:
-        return output.view_as(output)
+        return output.detach()
 
     @staticmethod
     def backward(ctx, gradient: Tensor):

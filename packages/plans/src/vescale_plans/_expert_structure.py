@@ -51,15 +51,17 @@ def listed_experts(block: nn.Module) -> tuple[str, int] | None:
 
 def _alike(members: nn.ModuleList) -> bool:
     """Modules of one kind with parameters of their own, of the same names and shapes, that take one tensor each."""
-    if len(members) < 2 or len({type(member) for member in members}) > 1 or stacked_experts(members[0]):
+    if len(members) < 2 or len({type(member) for member in members}) > 1:
         return False
+    if any(isinstance(inner, nn.ModuleList) or stacked_experts(inner) for inner in members[0].modules()):
+        return False  # layers, which hold experts themselves
     shapes = [[(key, p.shape) for key, p in member.named_parameters()] for member in members]
     every = [id(parameter) for member in members for parameter in member.parameters()]
     if not shapes[0] or any(one != shapes[0] for one in shapes) or len({*every}) < len(every):
         return False
     takes = inspect.signature(members[0].forward).parameters.values()
     needs = [p for p in takes if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(needs) == 1 and not any(isinstance(inner, nn.ModuleList) for inner in members[0].modules())
+    return len(needs) == 1
 
 
 def find_experts(plan: Plan, model: nn.Module) -> Experts:

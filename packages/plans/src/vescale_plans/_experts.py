@@ -25,7 +25,8 @@ Forward sees the tokens as they are, and weights gathered over the expert axis, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from vescale_dtensor.engine import (
 )
 
 from ._expert_beside import Beside
+from ._expert_bias import added_last
 from ._expert_capacity import positions, room
 from ._expert_route import Back, Out, Route, Spread
 from ._parts import PlanError
@@ -79,16 +81,49 @@ class ExpertsBorder:
         self.capacity = capacity
         self.load, self.dropped = [0] * self.experts.local, torch.zeros(experts, dtype=torch.int64)
         self.replicas: tuple[int, ...] = ()
-        self.split = split_axes(module.named_parameters(recurse=False), name, mesh, at)
+        self.split, self.whole = split_axes(module.named_parameters(recurse=False), at)
+        self._tried = not self.whole
         self.beside = Beside(block, module) if spread and block is not None else None
         self._running: list[_Call | _WholeCall] = []
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave, always_call=True, prepend=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if not self._tried:
+            self._try_whole(module, args, kwargs)
         call = (_WholeCall if is_reproducible() else _Call)(self, module, args, kwargs)
         self._running.append(call)
         return call.args, call.kwargs
+
+    def _try_whole(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Raises PlanError, on all ranks alike, for what is whole where the rest is split, and is no bias added last.
+
+        Cost: once, some forwards on two rows per expert, and a small all-gather.
+        """
+        given = _tokens_indices_weights(self.name, args, kwargs)
+        held = dict(module._parameters)
+
+        def forward(parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor) -> Tensor:
+            replaced = dict(zip(map(id, given), (rows, experts[:, None], rows.new_ones(len(rows), 1))))
+            module._parameters.update(parameters)
+            for name in self.counters:
+                setattr(module, name, self.experts.local)
+            try:
+                return module.forward(
+                    *(replaced.get(id(one), one) for one in args),
+                    **{key: replaced.get(id(one), one) for key, one in kwargs.items()},
+                )
+            finally:
+                module._parameters.update(held)
+                for name in self.counters:
+                    setattr(module, name, self.experts.experts)
+
+        like, width = given[0].to_local().detach(), given[0].shape[-1]
+        shapes = {key: one.mesh_layout.local_shape for key, one in held.items() if one is not None}
+        wrong = {key: self.whole[key] for key in self.whole if not added_last(forward, shapes, key, width, like)}
+        everyone = gather_objects(wrong, self.mesh)
+        refuse_whole(self.name, self.mesh, module.named_parameters(recurse=False), next(filter(None, everyone), {}))
+        self._tried = True
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if not self._running:  # the pre-hook itself raised
@@ -119,21 +154,29 @@ def total_load(experts: Spread, load: list[int], replicas: tuple[int, ...]) -> l
     return totals
 
 
-def split_axes(parameters: Iterable[tuple[str, DTensor]], name: str, mesh: Mesh, experts: int) -> frozenset[int]:
-    """The axes over which the weights of single experts are split: what forward returns is pending there."""
+def split_axes(
+    parameters: Iterable[tuple[str, DTensor]], experts: int
+) -> tuple[frozenset[int], dict[str, tuple[int, ...]]]:
+    """The axes over which the weights of single experts are split: what forward returns is pending there; and the
+    parameters that are whole on some of these axes."""
     states = {key: parameter.mesh_layout.states for key, parameter in parameters}
     split = {axis for own in states.values() for axis, state in enumerate(own) if state.is_sharded and axis != experts}
-    for axis in split:
-        whole = [key for key, own in states.items() if not own[axis].is_sharded]
-        if whole:  # added by every rank of the axis, it would count that many times
-            raise PlanError(
-                name,
-                f"over axis {mesh.names[axis]!r} its experts are split inside, and {', '.join(whole)} is not: what "
-                "each rank adds to its part of the sum cannot be known",
-                [f"{key}  {list(own)}" for key, own in states.items()],
-                [(f"leave {mesh.names[axis]!r} out of the placements of its parameters", "experts are whole there")],
-            )
-    return frozenset(split)
+    whole = {key: tuple(axis for axis in sorted(split) if not own[axis].is_sharded) for key, own in states.items()}
+    return frozenset(split), {key: axes for key, axes in whole.items() if axes}
+
+
+def refuse_whole(name: str, mesh: Mesh, parameters: Iterable[tuple[str, DTensor]], whole: dict[str, tuple[int, ...]]):
+    """Raises PlanError for parameters that are whole on an axis that splits the others, if there are any."""
+    if not whole:
+        return
+    axis = mesh.names[next(iter(whole.values()))[0]]
+    raise PlanError(
+        name,
+        f"over axis {axis!r} its experts are split inside, and {', '.join(whole)} is not: it does more than to be "
+        "added to what they give, so that what each rank adds to its part of the sum cannot be known",
+        [f"{key}  {list(parameter.mesh_layout.states)}" for key, parameter in parameters],
+        [(f"leave {axis!r} out of the placements of its parameters", "experts are whole there")],
+    )
 
 
 def row_states(now: Sequence[State], experts: Spread, spread: bool, split: frozenset[int]) -> tuple[State, ...]:
@@ -149,8 +192,13 @@ def row_states(now: Sequence[State], experts: Spread, spread: bool, split: froze
     return tuple(states)
 
 
-def swap_in(module: nn.Module, rows: tuple[State, ...], cause: str) -> dict[str, nn.Parameter | None]:
-    """The module holds this rank's weights as plain tensors; returns the parameters that it held itself."""
+def swap_in(
+    module: nn.Module, rows: tuple[State, ...], cause: str, whole: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> dict[str, nn.Parameter | None]:
+    """The module holds this rank's weights as plain tensors; returns the parameters that it held itself.
+
+    `whole`: what counts once over some axes: all their ranks but the first hold zeros.
+    """
     held = dict(module._parameters)
     for name, parameter in held.items():
         if parameter is None:
@@ -160,7 +208,9 @@ def swap_in(module: nn.Module, rows: tuple[State, ...], cause: str) -> dict[str,
             state if state.is_sharded else INVARIANT if row is INVARIANT else VARYING
             for state, row in zip(layout.states, rows)
         ]
-        module._parameters[name] = convert(parameter, layout.with_states(states), cause).to_local()
+        local = convert(parameter, layout.with_states(states), cause).to_local()
+        counts = not any(layout.mesh.coordinate[axis] for axis in whole.get(name, ()))
+        module._parameters[name] = local if counts else local * 0
     return held
 
 
@@ -189,7 +239,7 @@ class _Call:
         replaced = dict(zip(map(id, given), fresh))
         self.args = tuple(replaced.get(id(one), one) for one in args)
         self.kwargs = {key: replaced.get(id(one), one) for key, one in kwargs.items()}
-        self._parameters = swap_in(module, rows, cause)
+        self._parameters = swap_in(module, rows, cause, border.whole)
         for name in border.counters:
             setattr(module, name, border.experts.local)
 
