@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -69,6 +69,8 @@ class ListBorder:
         refuse_whole(name, mesh, self.members.named_parameters(), whole)
         self.load = [0] * self.spread.local
         self.replicas: tuple[int, ...] = ()
+        self.gives: torch.dtype | None = None  # of an expert's answer
+        self.rows = lru_cache(16)(partial(Rows, mesh))
         self._checks = {True: CHECKED_CALLS, False: CHECKED_CALLS}
         self._running: list[_Call] = []
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -153,7 +155,7 @@ class _Call:
             )
         self._was = first.mesh_layout.base
         states = row_states(self._was.states, border.spread, True, frozenset())
-        self._rows = Rows(border.mesh, states, self._was.shape)
+        self._rows = border.rows(states, self._was.shape)
         border.replicas = tuple(a for a, state in enumerate(states) if not state.is_sharded)
         self._open = contextlib.ExitStack()
         self._children: list[tuple[Any, Any, list[Tensor] | None]] = []
@@ -277,7 +279,8 @@ class _Call:
         if torch.is_grad_enabled() and not moved.requires_grad:  # a backward goes the same way on all ranks
             moved.requires_grad_(any(parameter.requires_grad for parameter in border.members.parameters()))
         self._back = Back.apply(self._computed(moved, route), route)
-        return list(self._back.split([len(part) for part in parts]))
+        given = self._back if border.gives is None else self._back.to(border.gives)
+        return [part.clone() for part in given.split([len(part) for part in parts])]  # the block may write to its own
 
     def _computed(self, moved: Tensor, route: Route) -> Tensor:
         """What this rank's experts give for the rows that arrived, in their order."""
@@ -288,7 +291,8 @@ class _Call:
         moved = self._over_splits(moved, VARYING)
         given = []
         for i, part in enumerate(moved.index_select(0, order).split(route.load)):
-            given.append(self._run(border.spread.first + i, part) if route.asked[i] else part)
+            # What travels has one dtype on all ranks, those too whose experts computed nothing.
+            given.append(self._run(border.spread.first + i, part).to(part.dtype) if route.asked[i] else part)
         return self._over_splits(torch.cat(given).index_select(0, back), PENDING)
 
     def _over_splits(self, rows: Tensor, inside: State) -> Tensor:
@@ -364,7 +368,7 @@ class _Call:
         Cost: an all-gather of the block's input, and three forwards without experts.
         """
         border, problem = self.border, None
-        whole = Rows(border.mesh, tuple(_whole(state) for state in self._rows.states), self._rows.shape)
+        whole = border.rows(tuple(_whole(state) for state in self._rows.states), self._was.shape)
         kept = random_states()
         found, ends, asked = [], [], []
         with torch.no_grad():
@@ -424,6 +428,7 @@ class _Call:
         given = self._run(self.border.spread.first, row)
         if not same_states(before, random_states()):
             return "its experts draw random numbers"
+        self.border.gives = given.dtype
         return None if given.shape == row.shape else f"its experts make {list(given.shape)} of {list(row.shape)}"
 
 
