@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -415,8 +416,9 @@ class _Call:
         for i, (theirs, ours) in enumerate(zip(whole, local)):
             if not ours.ndim or ours.shape[0] not in (self._rows.local[0], self._rows.local_tokens):
                 return f"tensor {i} of what it returns, {list(ours.shape)}, has no row per token"
-            expected = self._rows.part(theirs).reshape(len(ours), -1).double()
-            differs = (expected - ours.reshape(len(ours), -1).double()).abs() > 1e-4 * (1 + expected.abs())
+            flat = (len(ours), prod(ours.shape[1:]))
+            expected = self._rows.part(theirs).reshape(flat).double()
+            differs = (expected - ours.reshape(flat).double()).abs() > 1e-4 * (1 + expected.abs())
             if differs.any(1).sum() > max(1, FEW * len(ours)):
                 return f"what it computes for a token depends on other tokens (tensor {i} of what it returns)"
         return None
