@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -266,8 +267,9 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, vescale.DTensor) else tensor.clone()
 
 
-def compared(name, world, pin):
-    """The largest relative errors of losses, gradients and parameters, and the plan's axes. Runs on every rank."""
+def compared(name, world, pin, loss=None):
+    """The largest relative errors of losses, gradients and parameters, and the plan's axes; `loss` is the pipeline's.
+    Runs on every rank."""
     torch.set_num_threads(1)
     model = model_of(name)
     batches = [batch_of(name, model, step) for step in range(STEPS)]
@@ -276,6 +278,8 @@ def compared(name, world, pin):
         sample = batches[0]
     other = copy.deepcopy(model)
     plan = generate_plan(other, world_size=world, batch=BATCH, sample=sample, hardware="cpu", pin=pin)
+    if loss is not None:
+        plan = plan.override(pipeline=replace(plan.pipeline, loss=loss))
     make = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
     parallel, optimizer = vescale.parallelize(plan, other, make)
     losses, gradients = train(name, parallel, batches, optimizer)
@@ -323,7 +327,18 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "world", "pin"), slice_of(CASES, 12), ids=lambda value: str(value))
 def test_three_steps_equal_one_device(name, world, pin):
-    ranks = run_ranks(world, compared, name, world, pin, timeout=300)
+    held_to_one_device(run_ranks(world, compared, name, world, pin, timeout=300))
+
+
+@pytest.mark.parametrize("name", slice_of(SPREAD, 1))
+def test_experts_are_spread_under_a_pipeline(name):
+    """Rows sorted by expert do not show what the batch's loss is, so the plan is told."""
+    found = run_ranks(4, compared, name, 4, {"pp": 2, "dp": 2, "ep": 2}, "mean", timeout=300)
+    held_to_one_device(found)
+    assert found[0]["mesh"] == {"pp": 2, "ep": 2}
+
+
+def held_to_one_device(ranks):
     assert not set.intersection(*(set(found["lacking"]) for found in ranks))  # some rank has it
     for found in ranks:
         assert found["split"], found

@@ -102,7 +102,7 @@ def _all(structure: Structure, world_size: int, batch: int, seq: int | None) -> 
             dp = world_size // tp // pp
             if pp > stages or dp > batch or (dp > 1 and structure.coupled):
                 continue
-            spread = [1, *(d for d in structure.expert_degrees if dp % d == 0 and pp == 1)]  # see the README
+            spread = [1, *(d for d in structure.expert_degrees if dp % d == 0)]
             sequence = (False, True)[: 1 + (tp > 1 and structure.position_dim is not None and (seq or tp) >= tp)]
             stage = (0,) if dp == 1 else (0, 1, 2, 3)
             again = (False, True)[: 1 + bool(structure.blocks)]
