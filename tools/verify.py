@@ -193,7 +193,7 @@ CHECKS: tuple[Check, ...] = (
     Check(12, 1, "five commits of this repository", ("make", "-s", "bench-history", "N=5"), 60 * MINUTES),
     Check(12, 1, "its dashboard, and no headline red", ("make", "-s", "dashboard")),
     Check(12, 2, "the comparison's own tests", tests("tools/tests/test_torchtitan_comparison.py")),
-    Check(12, 2, "beside TorchTitan", (PYTHON, "benchmarks/torchtitan/side_by_side.py", "all"), 30 * MINUTES),
+    Check(12, 2, "beside TorchTitan", (PYTHON, "benchmarks/torchtitan/side_by_side.py", "all"), 60 * MINUTES),
     Check(12, 3, "a newcomer's path", (PYTHON, "tools/clean_clone.py", "--newcomer"), 120 * MINUTES),
     Check(12, 3, "READMEs, guides, pictures", tests("packages/vescale/tests/test_readme.py")),
     Check(12, 3, "examples: every flag, resume, curve", tests("packages/vescale/tests/test_examples.py"), 30 * MINUTES),
