@@ -59,17 +59,18 @@ def loss_of(model, x, y):
 
 
 class Hearing(torch.nn.Module):
-    """Two convolutions over the sequence, as speech models begin."""
+    """Two convolutions over the sequence, as speech models begin; norms of channels between."""
 
     def __init__(self):
         super().__init__()
         self.embed = torch.nn.Embedding(256, 16)
         self.first = torch.nn.Conv1d(16, 32, 3, padding=1)
+        self.norms = torch.nn.Sequential(torch.nn.BatchNorm1d(32), torch.nn.GroupNorm(4, 32))
         self.second = torch.nn.Conv1d(32, 16, 3, padding=1, bias=False)
         self.head = torch.nn.Linear(16, 256)
 
     def forward(self, x, y):
-        x = torch.nn.functional.gelu(self.first(self.embed(x).transpose(1, 2)))
+        x = torch.nn.functional.gelu(self.norms(self.first(self.embed(x).transpose(1, 2))))
         x = torch.nn.functional.gelu(self.second(x)).transpose(1, 2)
         return torch.nn.functional.cross_entropy(self.head(x).transpose(1, 2), y)
 
@@ -154,7 +155,8 @@ def train(
             optimizer.zero_grad()
             losses.append(total.item())
     whole = (lambda p: p.detach()) if mesh is None else (lambda p: p.detach().full_tensor())
-    return losses, {name: whole(parameter) for name, parameter in model.named_parameters()}
+    held = [*model.named_parameters(), *[(name, b) for name, b in model.named_buffers() if "running" in name]]
+    return losses, {name: whole(tensor) for name, tensor in held}
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -343,6 +345,8 @@ def forms():
         "conv2d": (
             lambda x, w: functional.conv2d(x, w, padding="same", dilation=(1, 2)),
             (drawn(4, 2, 6, 7), drawn(6, 2, 3, 4))),
+        "batch_norm": (lambda x, w, b: functional.batch_norm(x, None, None, w, b, True), (x, drawn(6), drawn(6))),
+        "group_norm": (lambda x, w, b: functional.group_norm(x, 3, w, b), (x, drawn(6), drawn(6))),
         "vector_norm": (torch.linalg.vector_norm, (x,)),
         "add with a weight": (lambda x, y: x.add(y, alpha=0.3).sub(y, alpha=2), (x, drawn(4, 6, 12))),
     }  # fmt: skip

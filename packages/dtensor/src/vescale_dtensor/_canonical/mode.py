@@ -16,7 +16,7 @@ from .._rules import attention as attention_rules
 from .._rules import optim
 from .._rules.body import body_of
 from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
-from . import convolution, lookup, norms, rows  # noqa: F401 - their forms are registered
+from . import channels, convolution, lookup, norms, rows  # noqa: F401 - their forms are registered
 from .attention import attend, kernel_for
 from .call import ALONE
 from .forms import FORMS
