@@ -291,6 +291,17 @@ def test_what_runs_whole_is_told_once_with_its_line():
         assert "test_reproducible.py:" in text
 
 
+def test_zeros_have_the_sign_of_one_device():
+    def negated(sharded):
+        x = torch.zeros(4, 2)
+        x = vescale.distribute_tensor(x, mesh_of(2), [Shard(0)]) if sharded else x
+        with vescale.reproducible():
+            total = -x.sum(0)
+            return (total.full_tensor() if sharded else total).signbit().tolist()
+
+    assert run_ranks(2, negated, True) == [negated(False)] * 2 == [[True, True]] * 2
+
+
 def test_the_mode_leaves_nothing():
     x, w = torch.randn(6, 10), torch.randn(7, 10)
     before, threads = torch.nn.functional.linear(x, w), torch.get_num_threads()

@@ -276,14 +276,33 @@ def _recut(step: Step, dim: int, old_cuts: tuple[Ranges, ...], new_cuts: tuple[R
     return recut
 
 
+def _adding_nothing(compile_step: Callable[[Step], Recipe | None]) -> Callable[[Step], Recipe | None]:
+    """A sum over ranks, to which the others than the first add -0.0 in the reproducible mode: what they hold may have
+    been negated."""
+
+    def compile_signed(step: Step) -> Recipe | None:
+        recipe = compile_step(step)
+        if recipe is None or step.before.mesh.coordinate[step.axis] == 0:
+            return recipe
+
+        def run(local: Tensor) -> Tensor:
+            if whole_on_first and local.is_floating_point():
+                local = local.masked_fill(local == 0, -0.0)
+            return recipe(local)
+
+        return run
+
+    return compile_signed
+
+
 _COMPILE: dict[str, Callable[[Step], Recipe | None]] = {
     "nothing": _nothing,
     "keep_on_first": _keep_on_first,
     "slice": _slice,
     "pad": _pad,
     "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
+    "reduce_scatter": _adding_nothing(_reduce_scatter),
+    "all_reduce": _adding_nothing(_all_reduce),
     "all_to_all": _all_to_all,
 }
 
