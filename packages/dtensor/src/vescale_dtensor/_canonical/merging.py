@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-ENTRIES = 4
+ENTRIES = 2  # and as many alignments: what is held at a time stays below what a product itself takes
 
 
 def merges(like: Tensor, rows: int, columns: int, shape: tuple[int, int, int]) -> bool:
