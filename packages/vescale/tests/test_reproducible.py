@@ -154,9 +154,12 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(total.item())
-    whole = (lambda p: p.detach()) if mesh is None else (lambda p: p.detach().full_tensor())
     held = [*model.named_parameters(), *[(name, b) for name, b in model.named_buffers() if "running" in name]]
-    return losses, {name: whole(tensor) for name, tensor in held}
+    return losses, {name: whole(tensor.detach()) for name, tensor in held}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, vescale.DTensor) else tensor
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._rules.registry import Call, Decision, composite
+from .._tensor import DTensor
 from .forms import form
 from .grid import Splits
 from .tree import wide
@@ -37,6 +38,7 @@ def _batch_norm(
         with torch.no_grad():
             for running, new in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
                 if running is not None:
+                    new = new.full_tensor() if type(new) is DTensor and type(running) is not DTensor else new
                     running.mul_(1 - momentum).add_((new * momentum).to(running.dtype))
     else:
         x, variance = x - running_mean.view(each), running_var

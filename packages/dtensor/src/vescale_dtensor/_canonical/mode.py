@@ -21,6 +21,7 @@ from .attention import attend, kernel_for
 from .call import ALONE
 from .forms import FORMS
 from .grid import ReproducibleError, Splits
+from .steady import steady_form
 from .table import canonical_entries, compact
 
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -57,6 +58,7 @@ class reproducible(TorchFunctionMode):
         self._entries: dict[Callable, Entry] = {}
         self._plain: dict[Callable, Entry] = {}
         self._kept: dict[Callable, Entry] = {}
+        self._steady: frozenset[Callable] = frozenset()
 
     def __enter__(self) -> reproducible:
         global _current
@@ -82,6 +84,11 @@ class reproducible(TorchFunctionMode):
         for function, entry in self._entries.items():
             self._plain[function] = plain = Entry(function, rule=entry.rule)
             plain.exact = entry.exact
+        self._steady = frozenset(
+            function
+            for function, entry in self._kept.items()
+            if _item_by_item(entry) and not _is_of_lists(entry) and steady_form(_bare(function)) is None
+        )
 
     def __exit__(self, *exception) -> None:
         global _current
@@ -97,6 +104,8 @@ class reproducible(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if function in self._steady and not torch.is_grad_enabled() and "alpha" not in kwargs:
+            return function(*args, **kwargs)  # in an optimizer: only gradients of what is stretched have a form
         if function in _BACKWARDS:  # a checkpoint recomputes in there
             with self:
                 return body_of(function)(*args, **kwargs)
@@ -109,10 +118,12 @@ class reproducible(TorchFunctionMode):
         collect(args, tensors)
         collect(kwargs, tensors)
         if not tensors or any(type(t) not in _PLAIN for t in tensors) or kwargs.get("out") is not None:
+            if function is not torch._foreach_norm:
+                return function(*args, **kwargs)
             own = next((type(t) for t in tensors if getattr(type(t), "before_dtensor", False)), None)
             if own is None:
                 return function(*args, **kwargs)
-            with self:  # what it makes of the plain tensors beside it is a matter of the mode
+            with self:  # a pipeline's gradients elsewhere: those here are plain, and a matter of the mode
                 return own.__torch_function__(function, types, args, kwargs)
         key: Any = (keyed(args, entry.exact), keyed(kwargs, entry.exact))
         try:
@@ -182,5 +193,13 @@ _AS_IT_IS = object()
 
 def _item_by_item(entry: Entry) -> bool:
     """Whether a function computes every element by itself: of tensors, or of lists of them."""
-    lists = entry.rule in (optim.foreach, optim.fused)
-    return entry.rule is not None and (lists or entry.rule.__module__ == "vescale_dtensor._rules.pointwise")
+    pointwise = entry.rule is not None and entry.rule.__module__ == "vescale_dtensor._rules.pointwise"
+    return pointwise or _is_of_lists(entry)
+
+
+def _is_of_lists(entry: Entry) -> bool:
+    return entry.rule in (optim.foreach, optim.fused)
+
+
+def _bare(function: Callable) -> Call:
+    return Call(function, (), {}, [], ALONE)

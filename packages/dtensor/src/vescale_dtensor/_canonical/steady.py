@@ -23,7 +23,7 @@ WIDTH = 64  # two vectors of the widest instruction set, in elements of the narr
 
 _NAMES = """acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh atan2 arctan2 cos cosh
     digamma erf erfc erfinv exp exp2 expm1 float_power hypot i0 lgamma log log10 log1p log2 logaddexp logaddexp2 logit
-    igamma igammac ldexp pow reciprocal rsqrt sigmoid sin sinc sinh sqrt square tan tanh xlogy celu selu""".split()
+    igamma igammac ldexp pow rsqrt sigmoid sin sinc sinh tan tanh xlogy celu selu""".split()
 _FUNCTIONAL = """gelu silu mish elu selu celu sigmoid logsigmoid hardswish hardsigmoid softplus softsign tanh
     tanhshrink""".split()
 _OPERATORS = [Tensor.__pow__, Tensor.__rpow__, Tensor.__rtruediv__]
@@ -34,8 +34,6 @@ STEADY = dict.fromkeys(
     if not is_inplace(function)
 )
 _WEIGHTED = {name: getattr(torch, name) for name in ("add", "sub", "subtract", "rsub")}
-# Roots and reciprocals are rounded exactly by every kernel: optimizers take them in every step.
-_EXACT = ("sqrt", "reciprocal", "square")
 
 
 def steady_form(call: Call) -> Callable | None:
@@ -66,7 +64,7 @@ def is_unsteady_list(call: Call) -> bool:
     base = call.name.removeprefix("_foreach_").rstrip("_")
     if base in _WEIGHTED:
         return "alpha" in call.kwargs
-    return base not in _EXACT and getattr(torch, base, None) in STEADY
+    return getattr(torch, base, None) in STEADY
 
 
 def padded(function: Callable, inplace: bool) -> Callable:
@@ -115,7 +113,11 @@ class Contiguous(Function):
 def steadied(function: Callable, args: Sequence, kwargs: dict) -> Tensor:
     """`function` of tensors of one shape."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    shape = torch.broadcast_shapes(*[x.shape for x in tensors])
+    shape = (
+        tensors[0].shape
+        if len({x.shape for x in tensors}) == 1
+        else torch.broadcast_shapes(*[x.shape for x in tensors])
+    )
     count = shape.numel()
     more = -count % WIDTH
 

@@ -86,8 +86,7 @@ def tree_sum(x: Tensor, dim: int, cut: Cut, *, in_place: bool = False) -> Tensor
 
 def _paired(x: Tensor, dim: int, in_place: bool) -> Tensor:
     """Neighbours along `dim` added up."""
-    pairs = x.unflatten(dim, (x.shape[dim] // 2, 2))
-    first, second = pairs.select(dim + 1, 0), pairs.select(dim + 1, 1)
+    first, second = x.unfold(dim, 2, 2).unbind(-1)
     return first.add_(second) if in_place else first + second
 
 
