@@ -43,14 +43,15 @@ def build_mixtral(**changes):
 def dropped(model):
     """Dropout where GPT has it and these have none: on the embedding, and on what every block adds to the residual."""
 
-    def hook(module, args, out):
+    def forward(inner, module, *args, **kwargs):
+        out = inner(*args, **kwargs)
         out, *rest = out if isinstance(out, tuple) else (out,)
         out = torch.nn.functional.dropout(out, 0.1, module.training)
         return (out, *rest) if rest else out
 
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("embed_tokens", "self_attn", "mlp"):
-            module.register_forward_hook(hook)
+            module.forward = partial(forward, module.forward, module)
     return model
 
 
