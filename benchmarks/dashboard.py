@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 from figures import Figure, read_config, read_figures, read_machines
-from gate import verdict
+from gate import unmeasured, verdict
 from history import CONFIG, asv, subject
 
 STYLE = """
@@ -61,12 +61,12 @@ def main() -> int:
         print(published.stdout + published.stderr, file=sys.stderr)
         return 1
     page = Path(settings.html_dir).parent / "index.html"
-    page.write_text(front_page(figures, settings.repo, read_verdicts(arguments.results), read_machines(config)))
+    page.write_text(front_page(config, figures, read_verdicts(arguments.results)))
     print(f"dashboard: {page}")
     return 0
 
 
-def front_page(figures: list[Figure], repository: str, verdicts: list[dict], machines: list[str]) -> str:
+def front_page(config: Path, figures: list[Figure], verdicts: list[dict]) -> str:
     headlines = [each for each in figures if each.headline]
     others = [each for each in figures if not each.headline]
     commits = {point.commit for each in figures for point in each.points}
@@ -77,13 +77,14 @@ def front_page(figures: list[Figure], repository: str, verdicts: list[dict], mac
         else f'<span class="goodtext">all {len(headlines)} headlines hold</span>'
     )
     sections = [
-        f"<h1>veScale benchmarks</h1><p>{state}. {len(commits)} commits, lower is better everywhere. "
+        f"<h1>veScale benchmarks</h1><p>{state}{unmeasured(config, figures)}. "
+        f"{len(commits)} commits, lower is better everywhere. "
         f'<a href="asv/index.html">All graphs (ASV)</a> '
         f'<span class="dim">written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</span></p>'
-        f'<p class="dim">{escape("; ".join(machines))}; Python {platform.python_version()}, '
+        f'<p class="dim">{escape("; ".join(read_machines(config)))}; Python {platform.python_version()}, '
         f"torch {metadata.version('torch')}</p>",
         '<h2>Headlines</h2><div class="cards">' + "".join(card(each) for each in headlines) + "</div>",
-        steps(figures, repository),
+        steps(figures, read_config(config).repo),
         table("Every other figure", ("figure", "newest", "over commits", "machine"), map(row, others)),
         table("What was shown", ("point", "check", "holds", "figures", "commit", "with"), map(verdict_row, verdicts)),
     ]

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from figures import Figure, read_figures
+from figures import Figure, read_figures, read_headlines
 from history import CONFIG
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", type=Path, default=CONFIG, help="another suite's asv.conf.json")
-    figures = [each for each in read_figures(parser.parse_args().config.absolute()) if each.headline]
+    config = parser.parse_args().config.absolute()
+    figures = [each for each in read_figures(config) if each.headline]
     if not figures:
         print("gate: no headline was measured; run make bench-history first", file=sys.stderr)
         return 2
@@ -27,8 +29,15 @@ def main() -> int:
         words = verdict(figure)
         bad += bool(words)
         print(f"{'FAIL' if words else 'ok':<5}{figure.latest.value:>8.3f}  {figure.title}{words and ': ' + words}")
-    print(f"gate: {bad} of {len(figures)} headlines fail" if bad else f"gate: {len(figures)} headlines hold")
+    closing = f"{bad} of {len(figures)} headlines fail" if bad else f"{len(figures)} headlines hold"
+    print(f"gate: {closing}{unmeasured(config, figures)}")
     return int(bad > 0)
+
+
+def unmeasured(config: Path, figures: Sequence[Figure]) -> str:
+    """How many of the promised figures no commit has; empty when all are there."""
+    count = len({*read_headlines(config)[0]} - {each.headline for each in figures})
+    return f"; {count} were not measured" if count else ""
 
 
 def verdict(figure: Figure) -> str:

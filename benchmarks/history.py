@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also commits that have results")
     parser.add_argument("--config", type=Path, default=CONFIG, help="another suite's asv.conf.json")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the worktree goes too
     config = arguments.config.absolute()
     settings = read_config(config)
     headlines = sorted({row.benchmark for row in read_headlines(config)[0]})

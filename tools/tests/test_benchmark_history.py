@@ -117,6 +117,17 @@ def test_the_gate_is_red_for_the_slowed_commit_and_those_after_it(measured):
     assert "FAIL" in said and "steps, large: regressed at" in said and "from 14.000 to 14.100" in said
     assert "ok      1.200  steps <small>" in said
     assert "gate: 1 of 2 headlines fail" in said
+    assert "not measured" not in said
+
+
+def test_a_headline_that_was_not_measured_is_told(measured):
+    top, home = measured
+    (top / "benchmarks/more").mkdir()
+    (top / "benchmarks/more/asv.conf.json").write_text(CONFIG.replace('".asv/results', '"../.asv/results'))
+    extra = '[[headline]]\nbenchmark = "bench_toy.track_other"\nparameters = []\ntitle = "other"\n'
+    (top / "benchmarks/more/headlines.toml").write_text(HEADLINES + extra)
+    command = [sys.executable, str(SCRIPTS / "gate.py"), "--config", str(top / "benchmarks/more/asv.conf.json")]
+    assert "1 of 2 headlines fail; 1 were not measured" in run(command, top, home, 1)
 
 
 def test_a_measured_commit_is_not_measured_again(measured):
