@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import vescale
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import raises_on_all, run_ranks, slice_of, warm_up
 from vescale_plans import Plan, PlanError, expert_load
 
 warm_up("torch._dynamo", "vescale")
@@ -200,15 +200,21 @@ def check(found):
 GRID = [(block, plan) for plan in PLANS for block in BLOCKS if block != "everyone" or "tp" not in plan]
 
 
-@pytest.mark.parametrize("block, plan", GRID[1::6])
+@pytest.mark.parametrize("block, plan", slice_of(GRID, 6))
 def test_training_equals_one_device(block, plan):
     check(run_ranks(4, compared, block, PLANS[plan]))
 
 
-@pytest.mark.parametrize("block", ["shared"])
+@pytest.mark.parametrize("block", slice_of(BLOCKS, 3))
 def test_all_tokens_to_the_same_experts(block):
     """Three of four ranks compute no row, and take part in every exchange all the same."""
     check(run_ranks(4, compared, block, PLANS["ep4"], skewed=True, steps=3))
+
+
+@pytest.mark.parametrize("block", slice_of(["jittered", "shared"], 2))
+@pytest.mark.parametrize("plan", slice_of(["ep4", "dp2 ep2, zero 3"], 2))
+def test_fewer_tokens_than_ranks(block, plan):
+    check(run_ranks(4, compared, block, PLANS[plan], batch=3, positions=1, steps=3))
 
 
 def test_norms_are_those_of_one_device():
@@ -284,7 +290,7 @@ def test_checkpoints_load_under_any_spread_bitwise(tmp_path):
     run_ranks(4, saved, str(tmp_path))
     (alone,) = run_ranks(1, loaded, str(tmp_path), Plan({"dp": 1}, {"*": {}}))
     assert len(alone) > 100
-    for plan in ["ep2 tp2"]:
+    for plan in slice_of(["ep4", "ep2 tp2", "dp2 ep2, zero 3"], 3):
         for one in run_ranks(4, loaded, str(tmp_path), PLANS[plan]()):
             assert one.keys() == alone.keys()
             assert all(torch.equal(one[key], alone[key]) for key in alone)

@@ -28,34 +28,38 @@ class Beside:
     """The hooks around the block of an experts module."""
 
     def __init__(self, block: nn.Module, experts: nn.Module) -> None:
-        self._block = block
-        self._candidates = {
-            name: child
-            for name, child in block.named_children()
-            if child is not experts and not isinstance(child, CONTAINERS) and next(child.parameters(), None) is not None
-        }
+        self._block, self._experts = block, experts
+        self._held: dict[str, nn.Module] = {}  # during a call: what stands where it may run early
         self._watching = {True: WATCHED_CALLS, False: WATCHED_CALLS}  # by whether it trains
         self._found: dict[bool, list[str]] = {True: [], False: []}
         self._tokens: Tensor | None = None
         self._passed = False
         self.enabled = True
-        if self._candidates:
+        if self._candidates():
             block.register_forward_pre_hook(self._enter, with_kwargs=True)
             block.register_forward_hook(self._leave, always_call=True, prepend=True)
+
+    def _candidates(self) -> dict[str, nn.Module]:
+        """Modules of the block that compute with parameters of their own; all but the experts."""
+        children = self._block.named_children()
+        others = {n: each for n, each in children if each is not self._experts and not isinstance(each, CONTAINERS)}
+        return {name: each for name, each in others.items() if next(each.parameters(), None) is not None}
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         self._tokens = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
         self._passed = False
         if not self.enabled or self._tokens is None or _is_recomputed():
             self._tokens = None
-        elif self._watching[block.training] > 0:
+            return
+        self._held = self._candidates()
+        if self._watching[block.training] > 0:
             self._watching[block.training] -= 1
             self._found[block.training] = []
-            block._modules.update({name: _Watch(self, name, child) for name, child in self._candidates.items()})
+            block._modules.update({name: _Watch(self, name, child) for name, child in self._held.items()})
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> None:
-        block._modules.update(self._candidates)
-        self._tokens = None
+        block._modules.update(self._held)
+        self._held, self._tokens = {}, None
 
     def run(self) -> None:
         """The experts' tokens are under way: what can run meanwhile does."""
@@ -63,7 +67,9 @@ class Beside:
         if tokens is None or self._watching[block.training] > 0:
             return
         for name in list(self._found[block.training]):
-            child, states = self._candidates[name], random_states()
+            child, states = self._held.get(name), random_states()
+            if child is None:
+                continue
             answer = child(tokens)
             if same_states(states, random_states()):
                 block._modules[name] = _Done(child, tokens, answer)
@@ -73,7 +79,7 @@ class Beside:
 
     def called(self, name: str, args: tuple, kwargs: dict) -> Any:
         """A call that is watched."""
-        states, child = random_states(), self._candidates[name]
+        states, child = random_states(), self._held[name]
         answer = child(*args, **kwargs)
         draws = not same_states(states, random_states())
         if self._passed and not draws and not kwargs and len(args) == 1 and args[0] is self._tokens:
