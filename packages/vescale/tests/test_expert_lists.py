@@ -205,9 +205,13 @@ def test_training_equals_one_device(block, plan):
     check(run_ranks(4, compared, block, PLANS[plan]))
 
 
-@pytest.mark.parametrize("block", slice_of(BLOCKS, 3))
+@pytest.mark.parametrize("block", slice_of(["shared", "everyone"], 2))
 def test_all_tokens_to_the_same_experts(block):
-    """Three of four ranks compute no row, and take part in every exchange all the same."""
+    """Three of four ranks compute no row, and take part in every exchange all the same.
+
+    Not the block that normalises its weights: of experts that nobody chose the gradient of its router comes from the
+    load's square alone, which an even load makes zero, and AdamW makes steps of rounding errors.
+    """
     check(run_ranks(4, compared, block, PLANS["ep4"], skewed=True, steps=3))
 
 

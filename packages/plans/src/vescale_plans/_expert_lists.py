@@ -229,7 +229,7 @@ class _Call:
         for name, module in modules.items():
             if module is not None and not isinstance(module, CONTAINERS):
                 block._modules[name] = _Child(self, module)
-        block._modules[self.border.key] = _Stubs(_Stub(self, i) for i in range(self.border.spread.experts))
+        block._modules[self.border.key] = _Stubs(self, self.border.members)
         self._draws = Draws(rows)
         try:
             with self._draws:
@@ -435,10 +435,17 @@ class _Call:
 
 
 class _Stubs(list):
-    """A ModuleList's stand-in: a forward may index it by a tensor of one number, too."""
+    """A ModuleList's stand-in: a forward may index it by a tensor of one number, and others walk over its modules."""
+
+    def __init__(self, call: _Call, members: nn.ModuleList) -> None:
+        super().__init__(_Stub(call, i) for i in range(len(members)))
+        self._members = members
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(index if isinstance(index, slice) else int(index))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._members, name)
 
 
 class _Tied(torch.autograd.Function):
