@@ -8,7 +8,7 @@ import torch
 import vescale
 from vescale_dtensor import DTensor
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
-from vescale_plans import library
+from vescale_plans import Plan, Precision, library
 
 warm_up("torch._dynamo", "vescale", "transformers")
 
@@ -17,6 +17,10 @@ POSITIONS, STEPS, SAVED, BATCH, VOCABULARY, MESH = 16, 6, 3, 8, 64, {"dp": 2, "t
 
 def build(name):
     torch.manual_seed(0)
+    if name == "mixtral":
+        from mixtral.model import build
+
+        return build(vocab_size=VOCABULARY, attention_dropout=0.1)
     from llama.model import build
 
     return build(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
@@ -26,13 +30,17 @@ def llama(**more):
     return library.llama(mesh=MESH).override(**more)
 
 
+EXPERTS = {"mesh": {"dp": 2, "ep": 2}, "parameters": {"*": {}}, "data_axis": ("dp", "ep"), "expert_axis": "ep"}
 BLOCK = "model.layers.?"
 adamw = partial(torch.optim.AdamW, lr=1e-3)
 CASES = {  # model, plan, optimizer, what runs static
     "fused": ("llama", llama(zero=1), partial(adamw, fused=True), "model.layers.0"),
+    "two precisions": ("llama", llama(zero=2, precision=Precision()), adamw, "model.layers.0.mlp"),
     "gathered in part": ("llama", llama(zero=3, checkpointing={BLOCK: True}), adamw, "model.layers.0"),
     "gathered again": ("llama", llama(zero=3, regather={BLOCK: True}), adamw, "model.layers.0"),
     "offload": ("llama", llama(zero=1, offload=True), adamw, "model.layers.0"),
+    "experts": ("mixtral", Plan(**EXPERTS), adamw, "model.layers.0.input_layernorm"),
+    "experts, zero 3": ("mixtral", Plan(**EXPERTS, zero=3), adamw, "model.layers.0.input_layernorm"),
 }
 
 

@@ -153,15 +153,10 @@ PIPELINES = [  # mesh, schedule, more of the plan
     ({"pp": 2, "dp": 2}, "interleaved", {"zero": 2}),
     ({"pp": 2, "dp": 2, "tp": 2}, "1f1b", {"zero": 1}),
 ]
-PIPELINED = [
-    (name, case)
-    for name in ("gpt", "llama", "llama without dropout")
-    for case in PIPELINES
-    if name == "gpt" or case[2].get("zero") != 3
-]
+PIPELINED = ("gpt", "llama", "llama without dropout")
 
 
-@pytest.mark.parametrize("name, case", slice_of(PIPELINED, 6))
+@pytest.mark.parametrize("name, case", slice_of(itertools.product(PIPELINED, PIPELINES), 6))
 def test_static_stages_of_a_pipeline_are_bitwise_the_eager_ones(name, case):
     ranks, static = math.prod(case[0].values()), set()
     for same_losses, differ, recorded, calls in run_ranks(ranks, pipelined, name, *case, timeout=300):
