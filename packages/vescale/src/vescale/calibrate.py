@@ -211,11 +211,10 @@ def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) ->
     count = torch.tensor([max(1, round(timed(alone) / max(1e-6, timed(compute, 1))))], device=here)
     dist.broadcast(count, 0)
     count = int(count.item())
-    shares = []
-    for _ in range(rounds):
-        communication, computation, together = timed(alone), timed(compute, count), timed(both, count)
-        shares.append((communication + computation - together) / min(communication, computation))
-    return min(1.0, max(-1.0, median(shares)))
+    taken = [(timed(alone), timed(compute, count), timed(both, count)) for _ in range(MORE * rounds)]
+    communication, computation, together = (median(times) for times in zip(*taken))
+    share = (communication + computation - together) / min(communication, computation)
+    return min(1.0, max(-1.0, share))
 
 
 def profile_of(times: dict[str, list[float]], overlap: float, ranks: int, device: Device) -> Hardware:
