@@ -215,7 +215,7 @@ class Sharded:
                 mine = own.get(key)
                 if isinstance(value, Tensor) and isinstance(mine, Tensor):
                     with torch.no_grad(), local_only():
-                        if mine.data_ptr() != value.data_ptr() or not mine.numel():
+                        if mine.numel() + value.numel() and mine.data_ptr() != value.data_ptr():
                             mine.copy_(value)
                 elif type(value) is DTensor and not self._whole:
                     with torch.no_grad(), local_only():
