@@ -482,6 +482,8 @@ def test_names_and_nesting_change_nothing(kind):
     assert len(other.modules) > len(plain.modules)
     assert list(plain.shapes.values()) == list(other.shapes.values())
     assert other.fingerprint == plain.fingerprint
+    assert [len(one.names) for one in other.blocks] == [len(one.names) for one in plain.blocks]
+    assert len(other.cut_points) == len(plain.cut_points)
     for degree in (2, 4):
         one, two = split_parameters(plain, degree), split_parameters(other, degree)
         assert [one.get(name) for name in plain.shapes] == [two.get(name) for name in other.shapes]

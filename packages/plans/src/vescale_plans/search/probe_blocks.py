@@ -38,7 +38,11 @@ class Chain:
 
 
 def chains(model: nn.Module) -> tuple[Chain, ...]:
-    """Containers with at least two children of equal structure, outermost first; none inside another's block."""
+    """Containers with at least two children of equal structure, outermost first; none inside another's block.
+
+    Where modules around modules, or settings, are all that tells the children of a container apart, they are a chain of
+    different kinds: none stands for another, but a pipeline may be cut between them.
+    """
     found: list[Chain] = []
     seen: set[int] = set()
 
@@ -47,14 +51,17 @@ def chains(model: nn.Module) -> tuple[Chain, ...]:
             return
         seen.add(id(module))
         children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        kinds, names = [], tuple(one for one, _ in children)
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and any(True for _ in module.parameters()):
             kinds = _kinds([child for _, child in children])
-            heavy = any(True for _, child in children for _ in child.parameters())
-            if heavy and len(children) > max(1, len(set(kinds))):
-                found.append(Chain(tuple(one for one, _ in children), tuple(kinds)))
-                return
+        if len(kinds) > max(1, len(set(kinds))):
+            found.append(Chain(names, tuple(kinds)))
+            return
+        before = len(found)
         for one, child in children:
             walk(one, child)
+        if len(kinds) > max(1, len({_bare(child) for _, child in children})) and len(found) == before:
+            found.append(Chain(names, tuple(kinds)))
 
     walk("", model)
     return tuple(found)
@@ -94,6 +101,11 @@ def _form(block: nn.Module) -> Hashable:
         )
         for module in block.modules()
     )
+
+
+def _bare(block: nn.Module) -> Hashable:
+    """The form without modules that hold one other and nothing else."""
+    return tuple(one for one, module in zip(_form(block), block.modules()) if any(one[1:]) or len(module._modules) != 1)
 
 
 def _settings(block: nn.Module) -> list[Hashable]:
