@@ -62,3 +62,54 @@ def test_results_without_gradient(reentrant):
         torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
 
     run_ranks(4, run)
+
+
+def _slices(a, b):
+    made = a.new_empty(8, 6, 4)
+    made[..., :3].copy_(a)
+    made[..., 3:].copy_(b.expand(-1, 6, -1))
+    return made
+
+
+def _turned(a, b):
+    made = torch.zeros_like(a).contiguous()
+    made.transpose(1, 2).narrow(1, 0, 2).copy_(a.transpose(1, 2)[:, :2])
+    made += b
+    return made
+
+
+def _assigned(a, b):
+    made = a.new_zeros(8, 6, 4)
+    made[..., :3] = a
+    made.view(8, 24)[:, 3:5].mul_(2).add_(b[:, 0])
+    return made
+
+
+def _whole(a, b):
+    with torch.no_grad():
+        made = torch.ones_like(a)
+    made.mul_(a).sub_(b)
+    return made
+
+
+@pytest.mark.parametrize("fill", [_slices, _turned, _assigned, _whole])
+@pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Replicate(), Replicate())])
+def test_what_is_written_into_a_tensor_without_gradient_reaches_it(fill, placements):
+    """Inside a checkpoint the slice is cut from what stands for the operand, and is to be its view all the same."""
+
+    def used(a, b):
+        made = fill(a, b)
+        return (made * made).sum()
+
+    def run():
+        mesh = mesh_of(2, 2)
+        whole = [torch.randn(8, 6, 3), torch.randn(8, 1, 1)]
+        expected = [one.clone().requires_grad_() for one in whole]
+        used(*[one * 1 for one in expected]).backward()
+        for around in (lambda *given: used(*given), lambda *given: checkpoint(used, *given, use_reentrant=False)):
+            given = [distribute_tensor(one, mesh, placements).requires_grad_() for one in whole]
+            around(*[one * 1 for one in given]).backward()
+            for one, other in zip(given, expected):
+                torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+    run_ranks(4, run)

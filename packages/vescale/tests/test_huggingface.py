@@ -228,3 +228,39 @@ def test_loss_and_gradients_equal_one_device(name, plan):
         assert loss <= 1e-6
         assert by_scale <= 1e-6
         assert by_norm <= 1e-4
+
+
+DEEPSEEK = GROUPED | {
+    "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2,
+    "num_experts_per_tok": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, config", [("LlamaForCausalLM", GROUPED), ("DeepseekV3ForCausalLM", DEEPSEEK)])
+def test_a_checkpointed_block_fills_no_cache(kind, config):
+    """A recomputation that appends to the keys of the first would attend to both."""
+
+    def train(checkpointing):
+        import transformers
+
+        torch.manual_seed(0)
+        built = getattr(transformers, kind)
+        model = built(built.config_class(**config))
+        assert model.config.use_cache
+        plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, data_axis="dp", checkpointing=checkpointing)
+        model, _ = vescale.parallelize(plan, model, torch.optim.AdamW)
+        out = model(input_ids=tokens(), labels=tokens())
+        out.loss.backward()
+        cached = out.past_key_values.get_seq_length()
+        with torch.no_grad():
+            assert model(input_ids=tokens()).past_key_values.get_seq_length() == POSITIONS
+        return out.loss.item(), [p.grad.full_tensor() for p in model.parameters() if p.grad is not None], cached
+
+    def run():
+        with pytest.warns(UserWarning, match="fills no cache"):
+            loss, gradients, cached = train({"model.layers.*": True})
+        other, others, _ = train({})
+        assert loss == other and all(map(torch.equal, gradients, others)) and cached == 0
+
+    run_ranks(2, run)

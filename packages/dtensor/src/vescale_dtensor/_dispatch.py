@@ -235,6 +235,9 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
                 converted[index] = convert_operand(tensor, source, target, function, decision.explanation)
         if hooked:
             written = decision.mutated
+            with local_only():
+                for index in written:
+                    _ = tensors[index].grad_fn  # a view's is brought up to date by being asked for, not by a write
             converted = [t if index in written else _as_saved(t) for index, t in enumerate(converted)]
         queue = iter(converted)
         args = substitute(args, lambda _: next(queue))
@@ -293,18 +296,21 @@ def _as_saved(tensor: Tensor) -> Tensor:
 
     Autograd hands a hook the very object that an operator saves. A hook that keeps a
     DTensor would read the global shape later, where at saving it saw the shard's.
+    It goes as a view, for what is written with gradient into a slice of it is to reach it.
     """
     if type(tensor) is not DTensor:
         return tensor
     with local_only():
-        return tensor if tensor.requires_grad else tensor.detach()
+        return tensor if tensor.requires_grad else tensor.as_subclass(Tensor)
 
 
 def apart(out: Any) -> Any:
     """Results without gradient as other objects: under saved-tensor hooks autograd has handed a hook the very result
     (indices of a maximum), which must stay plain there while the caller's becomes a DTensor."""
     if type(out) is Tensor:
-        return out if out.requires_grad else out.detach()
+        if out.requires_grad:
+            return out
+        return out.as_subclass(Tensor) if out._is_view() else out.detach()
     if isinstance(out, (tuple, list)) and not hasattr(out, "_fields"):
         return type(out)([apart(one) for one in out])
     return out

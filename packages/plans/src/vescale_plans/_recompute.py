@@ -4,7 +4,9 @@ gathered again.
 A checkpointed module is torch's own non-reentrant checkpoint, put around the module's
 call by its hooks (`torch.distributed._composable`), so that its forward, its names and
 its type stay. What enters it is kept as it is sharded outside: a conversion at its
-border is inside, and made again.
+border is inside, and made again. A HuggingFace cache of keys and values does not enter
+it while gradients are recorded: the second computation would append to it again, and
+attend to what the first one left there.
 
 Regathering keeps, in place of an activation that a conversion gathered, the shard that
 it was gathered from (Korthikanti et al., arXiv 2205.05198, section 4.2.2: the
@@ -18,6 +20,8 @@ Cost: forward one look-up per saved tensor; backward one all-gather per gathered
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -41,11 +45,32 @@ CAUSE = Cause("regather", direction="backward")
 def install_recompute(model: nn.Module, fitted: Fit) -> None:
     """Install before boundaries: what a border converts on the way in lies inside."""
     for name in fitted.checkpointed:
-        checkpoint(model.get_submodule(name))
+        module = model.get_submodule(name)
+        checkpoint(module)
+        module.register_forward_pre_hook(_without_cache, with_kwargs=True)
     for module, regathers in _turns(model, fitted.regathered, fitted.checkpointed):
         region = Regathering() if regathers else Keeping()
         module.register_forward_pre_hook(region.enter, prepend=True)
         module.register_forward_hook(region.leave, always_call=True)
+
+
+def _without_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """The arguments with None for a cache, as transformers' own checkpointing has them; runs both times."""
+    known = sys.modules.get("transformers.cache_utils")
+    if known is None or not torch.is_grad_enabled():
+        return None
+    if not any(isinstance(value, known.Cache) for value in (*args, *kwargs.values())):
+        return None
+    warnings.warn(
+        "vescale_plans: a checkpointed module fills no cache of keys and values while gradients are recorded; "
+        "config.use_cache=False says so to the model",
+        stacklevel=2,
+    )
+
+    def kept(value: Any) -> Any:
+        return None if isinstance(value, known.Cache) else value
+
+    return tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
 
 
 def _turns(
