@@ -122,6 +122,7 @@ COMPOSED: dict[Callable, Callable] = {
     torch.kron: kron,
     Tensor.kron: kron,
     torch.meshgrid: meshgrid,
+    torch._VF.meshgrid: meshgrid,  # where it was given a list
     torch.cartesian_prod: cartesian_prod,
     torch.diagflat: diagflat,
     Tensor.diagflat: diagflat,

@@ -229,20 +229,6 @@ def broadcast_tensors(call: Call):
     return composite(run)
 
 
-@rule(torch.meshgrid, torch.functional.meshgrid)
-def meshgrid(call: Call):
-    def run(*tensors, indexing: str | None = None):
-        tensors = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
-        shape = [tensor.numel() for tensor in tensors]
-        grids = tuple(
-            lifted(tensor, call.mesh).reshape([-1 if at == own else 1 for at in range(len(tensors))]).expand(shape)
-            for own, tensor in enumerate(tensors)
-        )
-        return tuple(grid.swapaxes(0, 1) for grid in grids) if indexing == "xy" and len(grids) > 1 else grids
-
-    return composite(run)
-
-
 def repeated(tensor: Tensor, repeats: Sequence[int]) -> Tensor:
     """`tensor.repeat(repeats)`, as a stretched dim before each repeated one: a plain shard of it becomes an
     interleaved one, without communication. A copy, as `repeat` is: a reshape alone may be a view."""
