@@ -222,8 +222,10 @@ class SaveJob:
 def in_background(job: SaveJob) -> PendingSave:
     """Finishes a staged save in a thread of its own."""
     global _in_flight
+    returning = threading.Event()
 
     def run() -> None:
+        returning.wait()
         try:
             job.finish()
         except Exception as error:
@@ -236,12 +238,14 @@ def in_background(job: SaveJob) -> PendingSave:
     pending = PendingSave(job.path, threading.Thread(target=run, name="vescale-checkpoint-save"))
     try:
         pending._thread.start()
+        _in_flight = pending
     except RuntimeError as error:  # no thread to be had: the others are told, as theirs wait for this rank
         try:
             job._give_up(error)
         finally:
             job.session.close()
-    _in_flight = pending
+    finally:
+        returning.set()  # not before: a thread at work keeps the interpreter for itself for milliseconds
     return pending
 
 
