@@ -51,3 +51,10 @@ def map_first(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(tensor)
 
     return map_tensors(value, once)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor of `value`, in order."""
+    found: list[Tensor] = []
+    map_tensors(value, lambda one: found.append(one) or one)
+    return found

@@ -14,8 +14,7 @@ Gradients flow through the first pass to the tokens, and through the second to t
 That is right for a block that treats every token by itself, and calls experts with what does not depend on other
 experts. The first calls are checked for it: the same forward over the tokens of all ranks, with a cheap function in
 the place of the experts, must give what it gives over this rank's, and another function must not change what experts
-are given. Writes of a block to its own input are not seen
-outside of it.
+are given (`_expert_check`). Writes of a block to its own input are not seen outside of it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from math import prod
 from typing import Any
 
 import torch
@@ -39,13 +37,14 @@ from vescale_dtensor.engine import (
     check_order,
     convert,
     from_plain,
-    gather_objects,
     layout_of,
 )
 
-from ._containers import map_tensors
+from ._containers import map_tensors, tensors_in
+from ._expert_check import check_token_wise
 from ._expert_route import Back, Out, Route, Spread
 from ._expert_rows import Draws, Rows
+from ._expert_stand_ins import Child, Stubs
 from ._experts import refuse_whole, row_states, split_axes, swap_in, total_load
 from ._generators import random_states, same_states, set_random_states
 from ._parts import PlanError
@@ -53,8 +52,6 @@ from ._validate import CONTAINERS
 
 # The first calls of a block, in training and in evaluation each, are held against its forward over all tokens.
 CHECKED_CALLS = 2
-# Rows that may differ there: a router's near tie may fall either way when a product has other sizes.
-FEW = 0.01
 Answer = Callable[[int, Tensor], Tensor]
 
 
@@ -73,16 +70,16 @@ class ListBorder:
         self.gives: torch.dtype | None = None  # of an expert's answer
         self.rows = lru_cache(16)(partial(Rows, mesh))
         self._checks = {True: CHECKED_CALLS, False: CHECKED_CALLS}
-        self._running: list[_Call] = []
+        self._running: list[Call] = []
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
         block.register_forward_hook(self._leave, always_call=True, prepend=True)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         check_order("experts", f"{self.name}, whose experts are spread over an axis, computes")
-        call = _Call(self, block, args, kwargs)
+        call = Call(self, block, args, kwargs)
         if self._checks[block.training] > 0:
             self._checks[block.training] -= 1
-            call.check()
+            check_token_wise(call)
         entered = call.begin()
         self._running.append(call)
         return entered
@@ -103,44 +100,7 @@ class ListBorder:
         return [0] * self.spread.experts
 
 
-class _Stub:
-    """Stands for an expert while the block's forward runs."""
-
-    def __init__(self, call: _Call, index: int) -> None:
-        self._call, self._index = call, index
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = (*args, *kwargs.values())
-        if len(given) != 1 or not isinstance(given[0], Tensor):
-            raise self._error(f"is called with {len(given)} arguments: its rows alone can travel")
-        return self._call.answer(self._index, given[0])
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._call.border.members[self._index], name)
-        if isinstance(value, (nn.Module, Tensor)):
-            raise self._error(f"is asked for {name!r}, which is on one rank only: it can be called as a whole")
-        return value
-
-    def _error(self, what: str) -> PlanError:
-        border = self._call.border
-        remedies = [("expert_axis=None", "computes on every rank")]
-        return PlanError(border.name, f"expert {self._index} of {border.spread.name!r} {what}", (), remedies)
-
-
-class _Child:
-    """Stands for a module that the block calls besides its experts."""
-
-    def __init__(self, call: _Call, module: nn.Module) -> None:
-        self._call, self._module = call, module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call.child(self._module, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-class _Call:
+class Call:
     """One call of the block: its two passes, and what happens between them."""
 
     def __init__(self, border: ListBorder, block: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -154,30 +114,35 @@ class _Call:
                 [f"{type(one).__name__}" for one in (*args, *kwargs.values())],
                 [("expert_axis=None", "computes on every rank")],
             )
-        self._was = first.mesh_layout.base
-        states = row_states(self._was.states, border.spread, True, frozenset())
-        self._rows = border.rows(states, self._was.shape)
+        self.was = first.mesh_layout.base
+        states = row_states(self.was.states, border.spread, True, frozenset())
+        self.rows = border.rows(states, self.was.shape)
         border.replicas = tuple(a for a, state in enumerate(states) if not state.is_sharded)
         self._open = contextlib.ExitStack()
-        self._children: list[tuple[Any, Any, list[Tensor] | None]] = []
+        self._children: list[tuple[nn.Module, list[Tensor], Any, list[Tensor] | None]] = []
         self._experts: list[tuple[int, Tensor]] = []
-        self._replay = False
+        self._keep = self._replay = False
         self.answer: Answer = self._note
 
     # --- the passes -------------------------------------------------------------------------
 
     def begin(self) -> tuple[tuple, dict]:
         """The first pass, the experts, and the arguments of the second, which `close` and `finish` end."""
-        args, kwargs = self._local(self._rows)
-        tokens = _first((args, kwargs))
-        kept = random_states()
-        with self._inside(self._rows, self._note):
-            self._block.forward(*self._copied(args), **self._copied(kwargs))
+        given, kept = self.local(self.rows), random_states()
+        self._keep = True
+        self.forward(self.rows, given, self._note)
+        self._keep = False
         set_random_states(kept)
-        self._results = self._through_experts(tokens)
+        self._results = self._through_experts(self.tokens(given))
         self._replay, self._at, self._children_at = True, 0, 0
-        self._open.enter_context(self._inside(self._rows, self._give))
-        return self._copied(args), self._copied(kwargs)
+        self._open.enter_context(self._inside(self.rows, self._give))
+        return self._copied(given)
+
+    def forward(self, rows: Rows, given: tuple[tuple, dict], answer: Answer) -> Any:
+        """What the block returns for `rows`, its experts answering by `answer`."""
+        args, kwargs = self._copied(given)
+        with self._inside(rows, answer):
+            return self._block.forward(*args, **kwargs)
 
     def close(self) -> None:
         """The block is as it was."""
@@ -192,8 +157,8 @@ class _Call:
         def leave(tensor: Tensor) -> DTensor:
             if back.requires_grad and tensor.is_floating_point():
                 tensor = _Tied.apply(tensor, back)
-            whole = self._rows.wrap(tensor, self.border.name)
-            now, was = whole.mesh_layout.base, self._was.states[self.border.spread.axis]
+            whole = self.rows.wrap(tensor, self.border.name)
+            now, was = whole.mesh_layout.base, self.was.states[self.border.spread.axis]
             if was.is_sharded and was.dim == 0:
                 return whole
             states = list(now.states)
@@ -202,18 +167,23 @@ class _Call:
 
         return map_tensors(output, leave)
 
-    def _local(self, rows: Rows) -> tuple[tuple, dict]:
+    def local(self, rows: Rows) -> tuple[tuple, dict]:
         """The arguments as plain tensors: of those with the batch in front, the rows of `rows`."""
 
         def local(one: Tensor) -> Tensor:
             if type(one) is not DTensor:
                 return one
             layout = one.mesh_layout.base
-            with_rows = layout.ndim and layout.shape[0] == self._was.shape[0]
+            with_rows = layout.ndim and layout.shape[0] == self.was.shape[0]
             target = layout_of(rows.mesh, rows.states, layout.shape) if with_rows else layout.invariant
             return convert(one, target, f"{self.border.name} (experts)").to_local()
 
         return map_tensors(self._given, local)
+
+    def tokens(self, given: tuple[tuple, dict]) -> Tensor:
+        """Of the plain arguments."""
+        args, kwargs = given
+        return next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.ndim > 1)
 
     def _copied(self, given: Any) -> Any:
         """A pass may write to what it is given, and there are two."""
@@ -228,8 +198,8 @@ class _Call:
         parameters = swap_in(block, rows.states, f"{self.border.name} (experts)")
         for name, module in modules.items():
             if module is not None and not isinstance(module, CONTAINERS):
-                block._modules[name] = _Child(self, module)
-        block._modules[self.border.key] = _Stubs(self, self.border.members)
+                block._modules[name] = Child(self, module)
+        block._modules[self.border.key] = Stubs(self, self.border.members)
         self._draws = Draws(rows)
         try:
             with self._draws:
@@ -265,7 +235,7 @@ class _Call:
 
     def _through_experts(self, tokens: Tensor) -> list[Tensor]:
         """What the experts give for the rows of every call, in the order of the calls. `tokens`: this rank's."""
-        border, width = self.border, self._rows.shape[-1]
+        border, width = self.border, self.rows.shape[-1]
         spread = border.spread
         parts = [rows.reshape(-1, width) for _, rows in self._experts]
         rows = torch.cat(parts) if parts else tokens.reshape(-1, width)[:0]
@@ -293,23 +263,23 @@ class _Call:
         given = []
         for i, part in enumerate(moved.index_select(0, order).split(route.load)):
             # What travels has one dtype on all ranks, those too whose experts computed nothing.
-            given.append(self._run(border.spread.first + i, part).to(part.dtype) if route.asked[i] else part)
+            given.append(self.compute(border.spread.first + i, part).to(part.dtype) if route.asked[i] else part)
         return self._over_splits(torch.cat(given).index_select(0, back), PENDING)
 
     def _over_splits(self, rows: Tensor, inside: State) -> Tensor:
         """Into or out of experts that are split inside: alike outside, different work or parts of a sum within."""
         if not self.border.split:
             return rows
-        outside = self._rows.untold(rows.shape)
+        outside = self.rows.untold(rows.shape)
         states = [inside if axis in self.border.split else state for axis, state in enumerate(outside.states)]
         within = outside.with_states(states)
         source, target = (outside, within) if inside is VARYING else (within, outside)
         return convert(from_plain(rows, source), target, f"{self.border.name} (experts)").to_local()
 
-    def _run(self, index: int, rows: Tensor) -> Tensor:
+    def compute(self, index: int, rows: Tensor) -> Tensor:
         """One expert, on plain tensors."""
         split = self.border.split
-        states = tuple(VARYING if axis in split else state for axis, state in enumerate(self._rows.states))
+        states = tuple(VARYING if axis in split else state for axis, state in enumerate(self.rows.states))
         member = self.border.members[index]
         kept = []
         try:
@@ -324,7 +294,7 @@ class _Call:
 
     def child(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Computes on DTensors; in the second pass the answer of the first, where it was given the same."""
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         if self._replay and self._children_at < len(self._children):
             who, before, answer, drawn = self._children[self._children_at]
             self._children_at += 1
@@ -340,7 +310,7 @@ class _Call:
             self._draws.active = True
         after = random_states()
         drew = not same_states(states, after)
-        if not self._replay and self._computing is self._rows:
+        if self._keep:
             kept = [one.detach().clone() if one.is_floating_point() else one for one in given]
             self._children.append((module, kept, answer, after if drew else None))
         return answer
@@ -361,92 +331,6 @@ class _Call:
         args, kwargs = map_tensors((args, kwargs), enter)
         return map_tensors(module(*args, **kwargs), leave)
 
-    # --- the check ---------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raises PlanError, on all ranks alike, unless the block treats every token by itself.
-
-        Cost: an all-gather of the block's input, and three forwards without experts.
-        """
-        border, problem = self.border, None
-        whole = border.rows(tuple(_whole(state) for state in self._rows.states), self._was.shape)
-        kept = random_states()
-        found, ends, asked = [], [], []
-        with torch.no_grad():
-            here, everywhere = self._local(self._rows), self._local(whole)  # communicates: outside of what may raise
-            try:
-                for rows, given, factor in ((whole, everywhere, 1.0), (self._rows, here, 1.0), (self._rows, here, 0.0)):
-                    set_random_states(kept)
-                    asked.append([])
-                    with self._inside(rows, partial(self._stand_in, asked[-1], factor)):
-                        output = self._block.forward(*self._copied(given[0]), **self._copied(given[1]))
-                    found.append(_tensors(output))
-                    ends.append(random_states())
-                problem = self._difference(*found[:2], *ends[:2]) or self._drawing_or_reshaping(_first(here))
-                if [who for who, _ in asked[1]] != [who for who, _ in asked[2]] or not all(
-                    torch.equal(one, other) for (_, one), (_, other) in zip(*asked[1:])
-                ):
-                    problem = "what it hands to an expert depends on what others gave"
-            except Exception as error:
-                problem = error.rule if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
-        self._children.clear()
-        set_random_states(kept)
-        verdicts = gather_objects(problem, border.mesh)
-        problem = next((verdict for verdict in verdicts if verdict is not None), None)
-        if problem is not None:
-            raise PlanError(
-                border.name,
-                f"the experts of this list cannot be spread over ranks: {problem}",
-                [f"input  {self._was}"],
-                [
-                    ("experts as stacked weights [experts, ...]", "one module that takes tokens, indices and weights"),
-                    (f'"{border.spread.name}.*": {{"{border.mesh.names[border.spread.axis]}": Replicate()}}', "whole"),
-                ],
-            )
-
-    def _stand_in(self, asked: list[tuple[int, Tensor]], factor: float, index: int, rows: Tensor) -> Tensor:
-        asked.append((index, rows))
-        return rows * factor * (1 + index / self.border.spread.experts)
-
-    def _difference(self, whole: list[Tensor], local: list[Tensor], first: list, second: list) -> str | None:
-        if len(whole) != len(local):
-            return "over this rank's tokens it returns other tensors than over all"
-        if not same_states(first, second):
-            return "it draws random numbers at places that are not rows of its input"
-        for i, (theirs, ours) in enumerate(zip(whole, local)):
-            if not ours.ndim or ours.shape[0] not in (self._rows.local[0], self._rows.local_tokens):
-                return f"tensor {i} of what it returns, {list(ours.shape)}, has no row per token"
-            flat = (len(ours), prod(ours.shape[1:]))
-            expected = self._rows.part(theirs).reshape(flat).double()
-            differs = (expected - ours.reshape(flat).double()).abs() > 1e-4 * (1 + expected.abs())
-            if differs.any(1).sum() > max(1, FEW * len(ours)):
-                return f"what it computes for a token depends on other tokens (tensor {i} of what it returns)"
-        return None
-
-    def _drawing_or_reshaping(self, tokens: Tensor) -> str | None:
-        """Of one expert of this rank's, on a row of zeros."""
-        before = random_states()
-        row = tokens.new_zeros(1, self._rows.shape[-1])
-        given = self._run(self.border.spread.first, row)
-        if not same_states(before, random_states()):
-            return "its experts draw random numbers"
-        self.border.gives = given.dtype
-        return None if given.shape == row.shape else f"its experts make {list(given.shape)} of {list(row.shape)}"
-
-
-class _Stubs(list):
-    """A ModuleList's stand-in: a forward may index it by a tensor of one number, and others walk over its modules."""
-
-    def __init__(self, call: _Call, members: nn.ModuleList) -> None:
-        super().__init__(_Stub(call, i) for i in range(len(members)))
-        self._members = members
-
-    def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(index if isinstance(index, slice) else int(index))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._members, name)
-
 
 class _Tied(torch.autograd.Function):
     """A block's output; its backward reaches the experts' exchange also where no token of this rank's called one."""
@@ -458,19 +342,3 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         return gradient, None
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(value, lambda one: found.append(one) or one)
-    return found
-
-
-def _first(given: tuple[tuple, dict]) -> Tensor:
-    """The tokens among a block's arguments."""
-    args, kwargs = given
-    return next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.ndim > 1)
-
-
-def _whole(state: State) -> State:
-    return INVARIANT if state.is_sharded else state
