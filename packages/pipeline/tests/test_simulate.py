@@ -61,6 +61,24 @@ def test_bubble_equals_the_published_formula(kind):
                     assert simulated.window_bubble == pytest.approx(idle / (3 * m * v + idle), abs=1e-12)
 
 
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_ranks_that_share_cores_are_slower_while_others_compute(kind):
+    ranks, microbatches, virtual = 4, 8, PUBLISHED[kind].virtual[-1]
+    found = simulate(generate(kind, ranks, microbatches, virtual), Costs(1.0, 1.25, 0.75))
+    times = [found.makespan_at(lambda n, cores=cores: max(1.0, n / cores)) for cores in (1, 1.5, 2, 3, 4)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] == pytest.approx(sum(found.work))  # somebody always computes
+    assert times[2] > max(found.makespan, sum(found.work) / 2)  # a core idles at both ends
+    assert times[-1] == pytest.approx(found.makespan)
+
+
+def test_sharing_counts_who_computes():
+    """Two stages, two microbatches: alone, together for three actions, alone."""
+    found = simulate(generate("1f1b", 2, 2))
+    alone = found.makespan - (together := sum(found.work) - found.makespan)
+    assert found.makespan_at(lambda n: n) == pytest.approx(alone + 2 * together)
+
+
 def test_dualpipe_v_of_pairs_idles_as_published():
     """(p - 1)(F&B + B - 3W) with F&B = F + B: 2(p - 1)."""
     for p, m in SIZES:

@@ -14,7 +14,7 @@ own first start to its own last end: `window_bubble`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -97,6 +97,18 @@ class Simulation:
     def makespan(self) -> float:
         """From the start to the end of the last action."""
         return max((event.end for event in self.events), default=0.0)
+
+    def makespan_at(self, pace: Callable[[int], float]) -> float:
+        """`makespan` where all ranks take `pace(n)` times as long while n of them compute, as on cores that they
+        share."""
+        changes = [(event.start, 1) for events in self._computed for event in events]
+        changes += [(event.end, -1) for events in self._computed for event in events]
+        total = before = 0.0
+        computing = 0
+        for at, change in sorted(changes):
+            total += (at - before) * (pace(computing) if computing else 1.0)
+            computing, before = computing + change, at
+        return total + self.makespan - before
 
     @cached_property
     def work(self) -> tuple[float, ...]:
