@@ -5,8 +5,8 @@
     python benchmarks/predicted.py all --ranks 2 --folder FOLDER         # both
     python benchmarks/predicted.py memory --folder FOLDER [--count 100] [--seconds N]
 
-What is in the folder is kept, sample by sample, so that any of them can be cut and run again: profileN.json is what
-`vescale calibrate` measured, samplesN.jsonl the steps, predictedN.json and .png the report. Three models at two shapes,
+What is in the folder is kept, round by round, so that any of them can be cut and run again: profileN.json is what
+`vescale calibrate` measured, roundsN.jsonl the steps, predictedN.json and .png the report. Three models at two shapes,
 each on every mesh, steps with AdamW, one thread a rank. `report` prints every point and closes with a line of JSON:
 rank correlation over all points, the median error, and what the plan that is predicted fastest loses to the measured
 best. Nothing is fitted to what was measured.
@@ -26,7 +26,7 @@ from pathlib import Path
 import predicted_memory
 from predicted_cases import CASES, MESHES
 from predicted_points import add_measured, draw, judged, predicted
-from predicted_steps import measure, samples_in, undisturbed
+from predicted_steps import measure, rounds_in
 from vescale_dtensor.testing import warm_up
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
@@ -37,19 +37,19 @@ BUDGETS = {
 }
 
 
+ROUNDS = 9
+"""Of the calibration: a case is visited over minutes, in which a machine changes its speed."""
+
+
 def measured(arguments) -> int:
     from vescale.calibrate import calibrate
 
     folder, ranks = arguments.folder, arguments.ranks
     profile = folder / f"profile{ranks}.json"
     if not profile.exists():
-        write(profile, calibrate(ranks).to_json())
+        write(profile, calibrate(ranks, rounds=ROUNDS).to_json())
     warm_up("vescale", "transformers")
-    for case in CASES:
-        samples = measure(case, ranks, folder / f"samples{ranks}.jsonl", arguments.clean, arguments.seconds)
-        for (_, mesh), found in samples.items():
-            times = " ".join(f"{seconds:.3f}({foreign:.1f})" for seconds, foreign in found)
-            print(f"{case:<12} {mesh:<14} {undisturbed(found)} undisturbed: {times}", flush=True)
+    measure(CASES, ranks, folder / f"rounds{ranks}.jsonl", arguments.clean, arguments.visits, arguments.seconds)
     return 0
 
 
@@ -62,9 +62,9 @@ def write(path: Path, text: str) -> None:
 
 def report(arguments) -> int:
     folder, ranks = arguments.folder, arguments.ranks
-    samples = samples_in(folder / f"samples{ranks}.jsonl")
-    cases = [case for case in CASES if any(case == one for one, _ in samples)]
-    points = add_measured(predicted(ranks, folder / f"profile{ranks}.json", cases), samples)
+    rounds = rounds_in(folder / f"rounds{ranks}.jsonl")
+    cases = [case for case in CASES if case in rounds]
+    points = add_measured(predicted(ranks, folder / f"profile{ranks}.json", cases), rounds)
     record: dict = {"ranks": ranks}
     for way in ("predicted", "closed form"):
         record[way] = judged(points, cases, way)
@@ -106,8 +106,9 @@ def main() -> int:
     parser.add_argument("command", choices=list(COMMANDS))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=2, choices=list(MESHES))
-    parser.add_argument("--clean", type=int, default=5, help="undisturbed steps of each mesh")
-    parser.add_argument("--seconds", type=float, help="of one case, or of `memory`, after which it is left as it is")
+    parser.add_argument("--clean", type=int, default=15, help="undisturbed rounds of each case, a step of each mesh")
+    parser.add_argument("--visits", type=int, default=3, help="processes that share the rounds of a case")
+    parser.add_argument("--seconds", type=float, help="of one visit to a case, or of `memory`, at most")
     parser.add_argument("--count", type=int, default=100, help="of random plans")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)

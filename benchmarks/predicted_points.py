@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from predicted_cases import MESHES, adamw, case_of, shape_of, structure_for
-from predicted_steps import Samples, calm, settled
+from predicted_steps import Round, calm, settled, spread
 
 
 def ranks_of(values: list[float]) -> list[float]:
@@ -45,13 +45,15 @@ def predicted(ranks: int, profile: Path, cases) -> dict:
     return found
 
 
-def add_measured(points: dict, samples: Samples) -> dict:
-    """The points that were measured."""
-    for key, point in points.items():
-        if key in samples:
-            point.update(measured=settled(samples[key]), samples=len(samples[key]))
-            point["foreign"] = round(median(foreign for _, foreign in calm(samples[key])), 2)
-    return {key: point for key, point in points.items() if key in samples}
+def add_measured(points: dict, measured: dict[str, list[Round]]) -> dict:
+    """The points of the cases that were measured."""
+    for case, rounds in measured.items():
+        seconds, undisturbed, off = settled(rounds), calm(rounds), round(spread(rounds), 4)
+        for mesh in seconds:
+            foreign = median(one[mesh][1] for one in undisturbed)
+            point = {"measured": seconds[mesh], "rounds": len(undisturbed), "foreign": round(foreign, 2), "spread": off}
+            points[case, mesh].update(point)
+    return {key: point for key, point in points.items() if "measured" in point}
 
 
 def judged(points: dict, cases, way: str) -> dict:

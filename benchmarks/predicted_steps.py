@@ -1,16 +1,19 @@
 """Measured training steps: the slowest rank's wall time between two barriers, and what the machine did beside it.
 
-Samples are lines of a file, each written as soon as it is taken, so that a measurement can be cut anywhere and goes on
-from there. Steps beside which others did anything do not count.
+The meshes of a case take turns, and a round of them is compared with itself: how fast a machine's neighbours let it be
+drifts from round to round. Cases take turns, too, and each is visited several times, by processes of their own, since
+where memory came to lie stays with a process. Rounds are lines of a file, each written as soon as it is whole, so that
+a measurement can be cut anywhere and goes on from there. Rounds beside which others did anything do not count.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import time
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -24,50 +27,68 @@ QUIET = 0.15
 GLANCE = 0.08
 """Seconds that the machine is watched before a step."""
 
-Samples = dict[tuple[str, str], list[tuple[float, float]]]
-"""(case, mesh) -> (seconds of the slowest rank, cores that others kept busy) of each step."""
+Round = dict[str, tuple[float, float]]
+"""mesh -> (seconds of the slowest rank, cores that others kept busy)."""
 
 
-def samples_in(path: Path) -> Samples:
-    """What a file holds; a last line that was cut is none."""
-    found: Samples = {}
+def rounds_in(path: Path) -> dict[str, list[Round]]:
+    """The rounds of each case in a file; a last line that was cut is none."""
+    found: dict[str, list[Round]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            case, mesh, seconds, foreign = json.loads(line)
+            case, one = json.loads(line)
         except ValueError:
             continue
-        found.setdefault((case, mesh), []).append((seconds, foreign))
+        found.setdefault(case, []).append({mesh: tuple(sample) for mesh, sample in one.items()})
     return found
 
 
-def undisturbed(samples: list[tuple[float, float]]) -> int:
-    return sum(foreign <= QUIET for _, foreign in samples)
+def undisturbed(rounds: list[Round]) -> int:
+    return sum(disturbance(one) <= QUIET for one in rounds)
 
 
-def calm(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The undisturbed samples; the three that were least disturbed where there are no three."""
-    found = [one for one in samples if one[1] <= QUIET]
-    return found if len(found) >= 3 else sorted(samples, key=lambda one: one[1])[:3]
+def disturbance(one: Round) -> float:
+    return max(foreign for _, foreign in one.values())
 
 
-def settled(samples: list[tuple[float, float]]) -> float:
-    return median(seconds for seconds, _ in calm(samples))
+def calm(rounds: list[Round]) -> list[Round]:
+    """The undisturbed rounds; the three that were least disturbed where there are no three."""
+    found = [one for one in rounds if disturbance(one) <= QUIET]
+    return found if len(found) >= 3 else sorted(rounds, key=disturbance)[:3]
 
 
-def measure(case: str, ranks: int, path: Path, clean: int, limit: float) -> Samples:
-    """Adds to `path` until each mesh of a case has `clean` undisturbed steps, for `limit` seconds at most."""
-    known = samples_in(path)
-    missing = {mesh: clean - undisturbed(known.get((case, mesh), [])) for mesh in MESHES[ranks]}
-    missing = {mesh: count for mesh, count in missing.items() if count > 0}
-    if missing:
-        model, batch = case_of(case, ranks)
-        texts = plans_for(model, batch, {mesh: MESHES[ranks][mesh] for mesh in missing})
-        run_ranks(ranks, steps, case, texts, missing, str(path), limit, timeout=limit + 150)
-    return {key: found for key, found in samples_in(path).items() if key[0] == case}
+def settled(rounds: list[Round]) -> dict[str, float]:
+    """mesh -> seconds: the median over rounds of its part of the round, times the median round."""
+    rounds = calm(rounds)
+    means = [math.exp(fmean(math.log(seconds) for seconds, _ in one.values())) for one in rounds]
+    typical = median(means)
+    return {mesh: typical * median(one[mesh][0] / mean for one, mean in zip(rounds, means)) for mesh in rounds[0]}
 
 
-def steps(case: str, texts: dict[str, str], missing: dict[str, int], path: str, limit: float) -> None:
-    """Runs on every rank, meshes in turn, each step when the machine is calm, until none misses an undisturbed step or
+def spread(rounds: list[Round]) -> float:
+    """How far a mesh's part of a round is from its median, in half of the cases: what one sample cannot tell apart."""
+    typical, off = settled(rounds), []
+    for one in calm(rounds):
+        ratios = [seconds / typical[mesh] for mesh, (seconds, _) in one.items()]
+        off += [abs(ratio / fmean(ratios) - 1) for ratio in ratios]
+    return median(off)
+
+
+def measure(cases: list[str], ranks: int, path: Path, clean: int, visits: int, limit: float) -> None:
+    """Adds to `path` until each case has `clean` undisturbed rounds, by visits of `limit` seconds at most."""
+    for visit in range(visits):
+        for case in cases:
+            missing = math.ceil(clean * (visit + 1) / visits) - undisturbed(rounds_in(path).get(case, []))
+            if missing > 0:
+                model, batch = case_of(case, ranks)
+                texts = plans_for(model, batch, MESHES[ranks])
+                run_ranks(ranks, steps, case, texts, missing, str(path), limit, timeout=limit + 150)
+            found = rounds_in(path)[case]
+            print(f"{case:<12} {undisturbed(found)} of {len(found)} undisturbed, {spread(found):.1%} apart", flush=True)
+
+
+def steps(case: str, texts: dict[str, str], missing: int, path: str, limit: float) -> None:
+    """Runs on every rank, meshes in turn, each step when the machine is calm, until no undisturbed round is missing or
     `limit` seconds are over."""
     import vescale
 
@@ -81,19 +102,16 @@ def steps(case: str, texts: dict[str, str], missing: dict[str, int], path: str, 
             train(model, optimizer, batch)
     gc.collect()
     gc.disable()
-    until, missing = time.perf_counter() + limit, dict(missing)
-    while any(count > 0 for count in missing.values()):
+    until = time.perf_counter() + limit
+    while missing > 0 and not sum_over_ranks(time.perf_counter() > until):
+        one: Round = {}
         for mesh, (model, optimizer) in built.items():
-            if missing[mesh] <= 0:
-                continue
             rest(until)
-            seconds, foreign = timed(model, optimizer, batch)
-            missing[mesh] -= foreign <= QUIET
-            if torch.distributed.get_rank() == 0:
-                with open(path, "a") as lines:
-                    lines.write(json.dumps([case, mesh, seconds, foreign]) + "\n")
-        if sum_over_ranks(time.perf_counter() > until):
-            break
+            one[mesh] = timed(model, optimizer, batch)
+        missing -= disturbance(one) <= QUIET
+        if torch.distributed.get_rank() == 0:
+            with open(path, "a") as lines:
+                lines.write(json.dumps([case, one]) + "\n")
     gc.enable()
 
 

@@ -1,5 +1,6 @@
 """Dry runs against real ones: the same collectives, the same memory, the same operations."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -152,6 +153,13 @@ def joined_already():
 
 def test_only_outside_a_world():
     run_ranks(2, joined_already)
+
+
+def test_tracebacks_are_told_as_before():
+    """torch puts a rank before their lines once a world was joined, and again with every other."""
+    told = sys.excepthook
+    dry_run(Plan({"dp": 2}, {"*": {}}), torch.nn.Linear(4, 4), torch.zeros(2, 4), step=lambda model, x: model(x).sum())
+    assert sys.excepthook is told
 
 
 def test_a_loss_that_is_not_found():

@@ -1,6 +1,7 @@
 """Profiles, what prices a step by them, and the calibration that writes them."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,7 @@ def test_a_profile_goes_through_json():
         product=Product(1e-6, 1e-11, 0.0, 1e-10, 0.0),
         operators={"aten.add": Curve(((1.0, 1e-6), (1e6, 1e-3)))},
         collectives={"all_gather": {2: Curve(((1.0, 1e-4), (1e6, 1e-2)))}},
+        waits=Curve(((0.0, 0.0), (1.0, 0.1))),
     )
     assert Hardware.from_json(measured.to_json()) == measured
 
@@ -136,6 +138,42 @@ def test_generated_tensor_parallelism_computes_nothing_twice(sp):
     assert two.flops * 2 == one.flops
 
 
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sp": True}, {"dp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_ranks_wait_for_each_other_after_what_they_computed(degrees):
+    """Whatever they meet at, and however often: a tenth of the computation, where they wait for a tenth of it."""
+    from llama.model import build
+
+    model = build(vocab_size=128, hidden_size=64, intermediate_size=176, num_hidden_layers=2)
+    ids = torch.arange(128).view(4, 32)
+    batch = {"input_ids": ids, "labels": ids}
+    plan = plan_of(structure_of(model, sample_of(model, batch)), Candidate(**degrees))
+    timeline = dry_run(plan, model, batch).timeline
+    total = sum(timeline.between, start=Counter())
+    assert total.total() == sum(timeline.operations.values()) and len(timeline.between) == len(timeline.collectives) + 1
+    alone = replace(CPU, at_once=2, host=1e-5, hidden=0.0)
+    without = timeline.seconds(alone)
+    waiting = timeline.seconds(replace(alone, waits=Curve(((0.0, 0.0), (1.0, 0.1)))))
+    computed = without.total - without.communication
+    assert waiting.communication - without.communication == pytest.approx(computed / 10, rel=1e-6)
+    met = [seconds for event, seconds, _ in timeline.communication(alone) if event is not None and seconds]
+    assert len(met) == sum(event.count > 0 for event in timeline.collectives)
+
+
+def test_an_all_reduce_in_two_halves_is_priced_whole():
+    from llama.model import build
+
+    model = build(vocab_size=128, hidden_size=64, intermediate_size=176, num_hidden_layers=2)
+    ids, plan = torch.arange(1024).view(8, 128) % 128, library.llama({"tp": 2}, sequence_parallel=False)
+    found = {
+        backend: dry_run(plan, model, {"input_ids": ids, "labels": ids}, backend=backend)
+        for backend in ("nccl", "gloo")
+    }
+    assert any(not event.count and event.received for event in found["gloo"].collectives)
+    assert found["nccl"].received == found["gloo"].received
+    nccl, gloo = (one.timeline.seconds(replace(CPU, hidden=0.0)).communication for one in found.values())
+    assert gloo == pytest.approx(nccl)
+
+
 # --- predictions --------------------------------------------------------------------------
 
 
@@ -148,14 +186,14 @@ def test_a_pipeline_is_priced_by_its_simulator():
     structure = structure_of(model, sample_of(model, batch))
     seen = []
 
-    def simulator(pipeline, ranks, forward, backward, transfer):
-        seen.append((ranks, forward, backward, transfer))
+    def simulator(pipeline, ranks, forward, backward, transfer, pace):
+        seen.append((ranks, forward, backward, transfer, pace))
         return 7.0
 
     plan = plan_of(structure, Candidate(pp=2, microbatches=4))
     found = vescale.predict(plan, model, batch, replace(CPU, at_once=None), simulator=simulator)
-    ranks, forward, backward, transfer = seen[0]
-    assert ranks == 2 and len(forward) == len(backward) == 2 and min(forward + backward) > 0
+    ranks, forward, backward, transfer, pace = seen[0]
+    assert pace(1) == pace(2) == 1 and ranks == 2 and len(forward) == len(backward) == 2 and min(forward + backward) > 0
     assert transfer == pytest.approx(CPU.collective_seconds("send", 2, 2 * 32 * 64 * 4))
     assert 7.0 < found.seconds < 7.1
     assert 0 < found.peak < found.dry.peak * 4
@@ -173,10 +211,11 @@ def test_calibrate_on_one_rank(tmp_path, monkeypatch):
     path = tmp_path / "hardware.json"
     result = CliRunner().invoke(app, ["calibrate", "--rounds", "1", "--out", str(path)])
     assert result.exit_code == 0, result.output
+    assert "matrix products" in result.stderr and "a small training step" in result.stderr
     profile = hardware_of(path)
     assert profile.product.flop > 0 and profile.bandwidth > 1e8
     assert {"aten.add", "aten.gelu", "attention.causal"} <= set(profile.operators)
-    assert not profile.collectives
+    assert not profile.collectives and profile.waits is None
     assert json.loads(path.read_text())["vescale hardware"] == 1
 
 
@@ -187,6 +226,14 @@ def test_calibrate_measures_collectives_of_two_ranks():
         times = [seconds for _, seconds in curves[2].points]
         assert times == sorted(times) and times[0] > 0
     assert profile.at_once and -1 <= profile.hidden <= 1
+    (nothing, none), *_, (computed, waited) = profile.waits.points
+    assert nothing == none == 0 < computed and waited >= 0
+
+
+def test_a_calibration_that_takes_too_long_is_given_up(monkeypatch):
+    monkeypatch.setattr("vescale.calibrate.LONGEST", 1)
+    with pytest.raises(PlanError, match="a rank failed: not done after 1 s, at"):
+        calibrate(1)
 
 
 def calibrate_in_a_world():

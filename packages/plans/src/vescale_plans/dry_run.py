@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -130,7 +131,7 @@ def dry_run(
             meter.label(_state(model), "parameters")
             for _ in range(2):
                 trace.events.clear()
-                recorder = Recorder()
+                recorder = Recorder(trace.events)
                 meter.listener = recorder.note
                 meter.mark()
                 meter.kind = "activations"
@@ -142,9 +143,8 @@ def dry_run(
                     meter.kind = "optimizer"
                     optimizer.step()
                     optimizer.zero_grad()
-            events = tuple(trace.events)
-            timeline = Timeline(recorder.operations, events, plan.mesh)
-            return DryRun(plan, events, meter.flops, _kinds(meter.peak), _kinds(meter.live), timeline)
+            timeline = recorder.timeline(plan.mesh)
+            return DryRun(plan, timeline.collectives, meter.flops, _kinds(meter.peak), _kinds(meter.live), timeline)
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
@@ -170,12 +170,14 @@ def _world(size: int) -> Iterator[None]:
     """Rank 0 of a world whose collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
+    told = sys.excepthook  # joining a world puts "[rank0]:" before every line of a traceback, for good
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         yield
     finally:
         forget_meshes()
         dist.destroy_process_group()
+        sys.excepthook = told
 
 
 def _without_values(model: nn.Module) -> nn.Module:

@@ -2,15 +2,18 @@
 
 What is recorded are sizes: the same record is priced on any profile. Each operator costs what its curve, or the
 profile's rates, say for the bytes that it touches; products and attention cost by their shapes; a collective by the
-bytes it receives over its axis. What computes and what communicates takes turns, but for what ZeRO and data
-parallelism reduce and gather beside the passes: of that the profile's share is hidden.
+bytes it receives over its axis, and by what ranks wait for each other there, after so much computation. What computes
+and what communicates takes turns, but for what ZeRO and data parallelism reduce and gather beside the passes: of that
+the profile's share is hidden, as far as anything is computed before the next, and ranks wait for each other once, at
+the end.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -83,11 +86,13 @@ class Timeline:
     Arguments:
         operations: (phase, module, operation) -> how often; phases are forward, backward, optimizer, and backward
             and optimizer have no module.
+        between: operation -> how often, before each of the collectives and after the last.
         collectives: as in `DryRun`.
         mesh: axis -> ranks, outermost first.
     """
 
     operations: Mapping[tuple[str, str, Operation], int] = field(repr=False)
+    between: tuple[Mapping[Operation, int], ...] = field(repr=False)
     collectives: tuple[Event, ...] = field(repr=False)
     mesh: Mapping[str, int]
 
@@ -98,10 +103,10 @@ class Timeline:
             spent[_sort(operation)] += count * operation.seconds(hardware)
         crowded = max(1.0, prod(self.mesh.values()) / hardware.at_once) if hardware.at_once else 1.0
         shown = hidden = 0.0
-        for event in self.collectives:
-            seconds = self.collective_seconds(event, hardware)
-            part = hardware.hidden if event.cause.function in BESIDE else 0.0
-            shown, hidden = shown + seconds * (1 - part), hidden + seconds * part
+        for event, seconds, beside in self.communication(hardware):
+            apart = event is None or event.cause.function not in BESIDE
+            free = 0.0 if apart else min(seconds * hardware.hidden, beside)
+            shown, hidden = shown + seconds - free, hidden + free
         spent["host"] = host_seconds(hardware, sum(self.operations.values()), sum(spent.values()))
         computed = {name: seconds * crowded for name, seconds in spent.items()}
         return Seconds(
@@ -113,28 +118,62 @@ class Timeline:
             hidden,
         )
 
-    def collective_seconds(self, event: Event, hardware: Hardware) -> float:
-        """Of one collective. Those that were not counted (`count` 0) are part of the one before."""
+    def communication(self, hardware: Hardware) -> Iterator[tuple[Event | None, float, float]]:
+        """Each collective, its seconds, what ranks wait for each other before it included, and the seconds that they
+        compute from there to the next; None for the end of the step, where they wait once more."""
+        host = hardware.host if hardware.at_once else 0.0
+        computed = [
+            sum(count * (operation.seconds(hardware) + host) for operation, count in operations.items())
+            for operations in self.between
+        ]
+        since, beside = 0.0, [*computed[1:-1], 0.0]  # the last is waited for before the optimizer's step
+        for event, received, before, after in zip_longest(self.collectives, self._received(), computed, beside):
+            since += before
+            seconds = 0.0 if event is None else self._collective_seconds(event, received, hardware)
+            if event is None or seconds and event.cause.function not in BESIDE:
+                seconds, since = seconds + hardware.wait_seconds(since), 0.0
+            yield event, seconds, after or 0.0
+
+    def _received(self) -> list[int]:
+        """Bytes of each collective; those that are not counted are the second half of the one before."""
+        received = [event.received for event in self.collectives]
+        for i in reversed(range(1, len(received))):
+            if not self.collectives[i].count:
+                received[i - 1], received[i] = received[i - 1] + received[i], 0
+        return received
+
+    def _collective_seconds(self, event: Event, received: int, hardware: Hardware) -> float:
         if not event.count:
             return 0.0
         names = list(self.mesh)
         ranks = prod(self.mesh[axis] for axis in event.axes)
         stride = prod(self.mesh[axis] for axis in names[names.index(event.axes[-1]) + 1 :]) if event.axes else 1
-        received = event.received
         return hardware.collective_seconds(event.kind, ranks, received, stride)
 
 
 class Recorder:
-    """Notes operators; a listener of `Meter`."""
+    """Notes operators, and which of `events` were there by then; a listener of `Meter`."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Sequence[Event] = ()) -> None:
         self.operations: Counter[tuple[str, str, Operation]] = Counter()
+        self._events, self._between = events, [Counter[Operation]()]
 
     def note(self, kind: str, function, args: tuple, kwargs: dict, out) -> None:
         operation = operation_of(function, args, kwargs, out)
         if operation is not None:
             phase = PHASES.get(kind, kind)
             self.operations[phase, current_module() if phase == "forward" else "", operation] += 1
+            self._up_to_now()[operation] += 1
+
+    def _up_to_now(self) -> Counter[Operation]:
+        while len(self._between) <= len(self._events):
+            self._between.append(Counter())
+        return self._between[-1]
+
+    def timeline(self, mesh: Mapping[str, int]) -> Timeline:
+        """Of what was noted."""
+        self._up_to_now()
+        return Timeline(self.operations, tuple(self._between), tuple(self._events), mesh)
 
 
 def operation_of(function, args: tuple, kwargs: dict, out) -> Operation | None:

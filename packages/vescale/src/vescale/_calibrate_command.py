@@ -36,6 +36,9 @@ def _report(profile: Hardware) -> list[str]:
         ("host", f"{profile.host * 1e6:,.1f} us per operator"),
         ("hidden", f"{profile.hidden:.0%} of a collective beside products"),
     ]
+    if profile.waits is not None:
+        computed, waited = profile.waits.points[-1]
+        rows.append(("waits", f"{waited / computed:.1%} of {computed:.2f} s of computation, for the slowest rank"))
     for kind, curves in profile.collectives.items():
         for ranks, curve in curves.items():
             size, seconds = curve.points[-1]

@@ -8,10 +8,11 @@ from functools import partial, wraps
 from vescale_pipeline import Costs, Schedule, generate, simulate
 from vescale_plans import Pipeline
 from vescale_plans.search import predict as _predict
+from vescale_plans.search.predict import Pace
 
 
 def makespan(
-    pipeline: Pipeline, ranks: int, forward: Sequence[float], backward: Sequence[float], transfer: float
+    pipeline: Pipeline, ranks: int, forward: Sequence[float], backward: Sequence[float], transfer: float, pace: Pace
 ) -> float:
     """Seconds of the plan's schedule, of whose backwards half is for inputs where it tells them apart."""
     if isinstance(pipeline.schedule, str):
@@ -19,7 +20,7 @@ def makespan(
     else:
         schedule = Schedule.from_json(pipeline.schedule)
     half = [seconds / 2 for seconds in backward]
-    return simulate(schedule, Costs(forward, half, half, transfer)).makespan
+    return simulate(schedule, Costs(forward, half, half, transfer)).makespan_at(pace)
 
 
 predict = wraps(_predict)(partial(_predict, simulator=makespan))

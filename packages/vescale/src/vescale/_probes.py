@@ -2,7 +2,7 @@
 
 A probe is a function that does one of them on tensors that are there already; results are allocated anew, as in a
 model. Sizes are bytes read and written, as `vescale_plans.timeline` counts them, operations for attention, and bytes
-received for collectives.
+received for collectives, products for waiting.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ MESSAGES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
 """Bytes that each rank receives in a collective."""
 PRODUCTS = ((1, 1, 1), (1, 2, 2), (2, 2, 2), (4, 2, 2), (4, 4, 2), (4, 2, 4), (4, 8, 2), (8, 2, 8), (2, 4, 4))
 """(m, n, k) in units of the base size."""
+WAITS = (0, 1, 4, 16, 48)
+"""Products before ranks meet."""
 ATTENTION = ((1, 4, 128, 64), (1, 8, 256, 64), (4, 8, 256, 64), (2, 8, 512, 64))
 """Batch, heads, positions, features of a head."""
 aten = torch.ops.aten
@@ -39,13 +41,13 @@ class Probe:
     """One thing to time.
 
     Arguments:
-        kind: "product", "operator", or "collective".
+        kind: "product", "operator", "collective" or "wait".
         name: operator or kind of collective.
         size: see above; (m, n, k) of a product.
         run: does it.
         ranks: of a collective.
         before: what a rank computes before each run, whose result `run` is given: a collective in a training step finds
-            caches full of other things, and ranks that do not come at the same time.
+            caches full of other things.
     """
 
     kind: str
@@ -238,6 +240,18 @@ def collectives(mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> I
 
             run = lambda tensor, p=(*outer, after): tensor.redistribute(placements=p)
             yield Probe("collective", kind, size, run, ranks, compute)
+
+
+def waits(dtype: torch.dtype, device: torch.device, base: int) -> Iterator[Probe]:
+    """Products, as many as there may be between two collectives of a step; all ranks have the same."""
+    x, w = (torch.randn(*shape, dtype=dtype, device=device) for shape in ((4 * base, 2 * base), (2 * base, 2 * base)))
+    for count in WAITS:
+
+        def run(count: int = count) -> None:
+            for _ in range(count):
+                x @ w
+
+        yield Probe("wait", "products", (count, 4 * base, 2 * base, 2 * base), run)
 
 
 def sends(dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:

@@ -2,8 +2,9 @@
 
 All ranks measure at once, in step, since that is how they will train: memory and links are shared then as now. Probes
 take turns over several rounds, so that what else runs on the machine meets them alike, and the lower quartile of the
-rounds is kept, of collectives the median: they are taken amid computation, so that ranks wait for each other as in a
-step. What one thread computes on a CPU is timed in its own CPU seconds, which no neighbour lengthens; ranks
+rounds is kept, of collectives the median. A collective is timed from when all are there, with caches full of other
+things; how long ranks wait for the slowest grows with what they computed since they last met, and is a curve of its
+own, of means. What one thread computes on a CPU is timed in its own CPU seconds, which no neighbour lengthens; ranks
 that outnumber the cores share them, which the profile says by `at_once`. A matrix product's time is fitted by its terms
 (operations, and elements of operands and result), everything else is a curve. What a training step of a small block
 takes beyond its operators is the host's.
@@ -12,7 +13,6 @@ takes beyond its operators is the host's.
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import tempfile
@@ -20,8 +20,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,14 @@ from ._devices import Device, busy_seconds, device_of, own_seconds
 LEAST = 1e-3
 """Seconds that a probe is repeated for within a round."""
 AMID = 2e-2
-"""The same of a collective after a computation."""
+"""The same of a collective, each after a computation."""
+BESIDE = 5
+"""Times as many rounds tell what of a collective is hidden."""
 QUIET = 0.1
 """Cores that others may keep busy in a round that counts, if there are enough such rounds."""
 MORE = 3
 """Times as many rounds are taken, at most, to find quiet ones."""
-LONGEST = 600
+LONGEST = 1800
 """Seconds after which the ranks are given up."""
 
 
@@ -52,9 +55,9 @@ def calibrate(ranks: int = 1, *, rounds: int = 7, progress: Callable[[str], None
     Arguments:
         ranks: processes that measure at once, one thread each on a CPU; collectives are measured over every divisor.
         rounds: times that each probe is taken.
-        progress: is told what is done.
+        progress: is told what is measured next.
 
-    Returns a profile; `Hardware.to_json` writes it. Takes about half a minute.
+    Returns a profile; `Hardware.to_json` writes it. Takes about a minute.
 
     Raises PlanError in a process that has joined a world, and when a rank fails.
     """
@@ -67,15 +70,33 @@ def calibrate(ranks: int = 1, *, rounds: int = 7, progress: Callable[[str], None
     with tempfile.TemporaryDirectory() as folder:
         if progress is not None:
             progress(f"{ranks} ranks on {device.words}, {rounds} rounds")
+        told = multiprocessing.get_context("spawn").SimpleQueue()
+        arguments = (ranks, folder, device, rounds, told)
         try:
-            multiprocessing.start_processes(_measure, (ranks, folder, device, rounds), ranks, start_method="spawn")
+            started = multiprocessing.start_processes(_measure, arguments, ranks, join=False, start_method="spawn")
+            _followed(started, told, progress)
         except Exception as error:
             last = str(error).strip().splitlines()[-1]
             raise PlanError("calibrate", f"a rank failed: {last}", (), [("ranks=1", "")]) from error
         return Hardware.from_json((Path(folder) / "profile").read_text())
 
 
-def _measure(rank: int, ranks: int, folder: str, device: Device, rounds: int) -> None:
+def _followed(ranks: multiprocessing.ProcessContext, told, progress: Callable[[str], None] | None) -> None:
+    """Until all ranks are done; one that fails ends the others."""
+    until, doing = time.monotonic() + LONGEST, "starting"
+    while not ranks.join(0.2):
+        while not told.empty():
+            doing = told.get()
+            if progress is not None:
+                progress(doing)
+        if time.monotonic() > until:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+            raise TimeoutError(f"not done after {LONGEST} s, at {doing}")
+
+
+def _measure(rank: int, ranks: int, folder: str, device: Device, rounds: int, told) -> None:
     """One rank; the first writes the times."""
     torch.set_num_threads(1)
     here = torch.device(device.kind, rank) if device.kind == "cuda" else torch.device("cpu")
@@ -86,21 +107,32 @@ def _measure(rank: int, ranks: int, folder: str, device: Device, rounds: int) ->
         store=dist.FileStore(str(Path(folder) / "store"), ranks),
         rank=rank,
         world_size=ranks,
+        timeout=timedelta(seconds=LONGEST),
     )
+    tell = told.put if rank == 0 else (lambda text: None)
     try:
         stop = torch.cuda.synchronize if device.kind == "cuda" else (lambda: None)
         times: dict[str, list[float]] = defaultdict(list)
         with torch.no_grad():
-            families = [_probes.products(device.dtype, here, device.base), _probes.operators(device.dtype, here)]
-            sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
-            meshes = [init_device_mesh(device.kind, (ranks // size, size)) for size in sizes]
-            families += [_probes.collectives(mesh, device.dtype, here) for mesh in meshes]
+            families = {"matrix products": _probes.products(device.dtype, here, device.base)}
+            families["operators"] = _probes.operators(device.dtype, here)
+            for size in range(2, ranks + 1):
+                if ranks % size == 0:
+                    mesh = init_device_mesh(device.kind, (ranks // size, size))
+                    families[f"collectives of {size} ranks"] = _probes.collectives(mesh, device.dtype, here)
             if ranks > 1:
-                families.append(_probes.sends(device.dtype, here))
-            for family in families:
+                families["transfers"] = _probes.sends(device.dtype, here)
+                families["waiting"] = _probes.waits(device.dtype, here, device.base)
+            for name, family in families.items():
+                tell(name)
                 _rounds(list(family), rounds, here, stop, times)
+        tell("attention")
         _rounds(list(_probes.attention(device.dtype, here)), rounds, here, stop, times)
-        overlap = _overlap(here, device, rounds, stop) if ranks > 1 else 0.0
+        overlap = 0.0
+        if ranks > 1:
+            tell("what of a collective products hide")
+            overlap = _overlap(here, device, rounds, stop)
+        tell("a small training step")
         run, operations = _probes.step(init_device_mesh(device.kind, (1, ranks)), here)
         whole = _probes.Probe("step", "step", None, run)
         took = _quartile([_timed(whole, 1, stop, time.thread_time) for _ in range(rounds + 1)])
@@ -125,7 +157,7 @@ def _rounds(
         took = torch.tensor([_timed(probe, 1, stop)])
         took = took.to(here)
         dist.all_reduce(took, dist.ReduceOp.MAX)  # ranks must repeat a collective equally often
-        least, most = (AMID, 4) if probe.before else (LEAST, 50)
+        least, most = (0.0, 1) if probe.kind == "wait" else (LEAST, 50) if probe.before is None else (AMID, 4)
         repeats.append(max(1, min(most, int(least / max(took.item(), 1e-6)))))
     taken: list[tuple[float, list[float]]] = []
     for _ in range(MORE * rounds):
@@ -148,7 +180,9 @@ def _timed(probe: _probes.Probe, repeat: int, stop: Callable, clock: Callable | 
     dist.barrier()
     stop()
     if probe.before is not None:
-        return _amid(probe, repeat, stop)
+        return _after(probe, repeat, stop)
+    if probe.kind == "wait":
+        return _waited(probe, stop)
     alone = probe.kind != "collective" and dist.get_backend() == "gloo"
     clock = clock or (time.thread_time if alone else time.perf_counter)
     began = clock()
@@ -158,23 +192,32 @@ def _timed(probe: _probes.Probe, repeat: int, stop: Callable, clock: Callable | 
     return (clock() - began) / repeat
 
 
-def _amid(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
-    """Seconds that a collective adds to what its ranks compute before it: waiting for the others included, less the
-    computation as it is priced (CPU seconds, times the ranks that share a core); no less than the shortest."""
+def _after(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
+    """Of a collective that all ranks come to at once, each after it computed."""
+    seconds = 0.0
+    for _ in range(repeat):
+        given = probe.before()
+        stop()
+        dist.barrier()
+        began = time.perf_counter()
+        probe.run(given)
+        stop()
+        seconds += time.perf_counter() - began
+    return seconds / repeat
+
+
+def _waited(probe: _probes.Probe, stop: Callable) -> float:
+    """Seconds that this rank waits for the others after a computation: what passes until they meet, less the
+    computation as it is priced (CPU seconds, times the ranks that share a core)."""
     shared = dist.get_backend() == "gloo"
     clock = time.thread_time if shared else time.perf_counter
     crowded = max(1.0, dist.get_world_size() / os.cpu_count()) if shared else 1.0
-    computed, shortest, began = 0.0, math.inf, time.perf_counter()
-    for _ in range(repeat):
-        started = clock()
-        given = probe.before()
-        stop()
-        computed += clock() - started
-        met = time.perf_counter()
-        probe.run(given)
-        stop()
-        shortest = min(shortest, time.perf_counter() - met)
-    return max(shortest, (time.perf_counter() - began - crowded * computed) / repeat)
+    began, computed = time.perf_counter(), clock()
+    probe.run()
+    stop()
+    computed = clock() - computed
+    dist.barrier()
+    return time.perf_counter() - began - crowded * computed
 
 
 def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) -> float:
@@ -211,7 +254,7 @@ def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) ->
     count = torch.tensor([max(1, round(timed(alone) / max(1e-6, timed(compute, 1))))], device=here)
     dist.broadcast(count, 0)
     count = int(count.item())
-    taken = [(timed(alone), timed(compute, count), timed(both, count)) for _ in range(MORE * rounds)]
+    taken = [(timed(alone), timed(compute, count), timed(both, count)) for _ in range(BESIDE * rounds)]
     communication, computation, together = (median(times) for times in zip(*taken))
     share = (communication + computation - together) / min(communication, computation)
     return min(1.0, max(-1.0, share))
@@ -220,12 +263,14 @@ def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) ->
 def profile_of(times: dict[str, list[float]], overlap: float, ranks: int, device: Device) -> Hardware:
     """The profile that measured times give; `times` by JSON of (kind, name, ranks, size)."""
     curves: dict[tuple[str, str, int], list[tuple[float, float]]] = defaultdict(list)
-    multiplied = []
+    multiplied, waited = [], []
     for key, rounds in times.items():
         kind, name, over, size = json.loads(key)
         seconds = median(rounds) if kind == "collective" else _quartile(rounds)
         if kind == "product":
             multiplied.append((tuple(size), seconds))
+        elif kind == "wait":
+            waited.append((size, fmean(rounds)))
         else:
             curves[kind, name, over].append((size, seconds))
     operators = {name: _rising(points) for (kind, name, _), points in curves.items() if kind == "operator"}
@@ -254,10 +299,18 @@ def profile_of(times: dict[str, list[float]], overlap: float, ranks: int, device
         wide=start.wide,
         backend="nccl" if device.kind == "cuda" else "gloo",
         product=product,
+        waits=_waits(waited, product) if waited else None,
         operators=operators,
         collectives=dict(collectives),
         device=f"{device.words}; {ranks} ranks; torch {torch.__version__}, {platform.system()}",
     )
+
+
+def _waits(measured: list[tuple[list[int], float]], product: Product) -> Curve:
+    """By the computation, less what meeting takes without any."""
+    meeting = next(seconds for (count, *_), seconds in measured if not count)
+    points = [(count * product.seconds(*size), max(0.0, seconds - meeting)) for (count, *size), seconds in measured]
+    return _rising(points)
 
 
 def fitted(measured: Iterable[tuple[tuple[int, int, int], float]]) -> Product:

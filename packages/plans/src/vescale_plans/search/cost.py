@@ -54,8 +54,8 @@ def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, 
     forward = _matrices(sizes, candidate, hardware, positions) + _attention(sizes, hardware, positions, seq)
     passes = 4 if candidate.checkpointing else 3
     compute = forward * passes
-    tensor = _tensor(sizes, candidate, hardware, positions) * (passes - 1)
     elementwise = _elementwise(sizes, candidate, hardware, positions) * passes
+    tensor = _tensor(sizes, candidate, hardware, positions, (compute + elementwise) / passes) * (passes - 1)
     experts = _exchanges(sizes, candidate, hardware, positions) * (passes - 1)
     stage = (compute + tensor + experts + elementwise) / candidate.pp
     share = candidate.microbatches / candidate.pp
@@ -101,16 +101,18 @@ def _elementwise(sizes: Sizes, candidate: Candidate, hardware: Hardware, positio
     return positions * moved * hardware.itemsize / hardware.bandwidth + operators * each
 
 
-def _tensor(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
-    """One direction: an all-reduce per split group, or an all-gather and a reduce-scatter, which move the same."""
-    if candidate.tp == 1:
+def _tensor(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int, computed: float) -> float:
+    """One direction, which takes so many seconds of computation: an all-reduce per split group, or an all-gather and
+    a reduce-scatter, which move the same; ranks wait for each other at one of the two."""
+    split = {branch: times for branch, times in sizes.branches.items() if branch.split}
+    if candidate.tp == 1 or not split:
         return 0.0
     calls, kind = (2, "reduce_scatter") if candidate.sp else (1, "all_reduce")
     moved = 2 / calls * (candidate.tp - 1) / candidate.tp * positions * hardware.itemsize
+    wait = hardware.wait_seconds(computed / sum(split.values()))
     return sum(
-        times * calls * hardware.collective_seconds(kind, candidate.tp, moved * branch.stream)
-        for branch, times in sizes.branches.items()
-        if branch.split
+        times * (wait + calls * hardware.collective_seconds(kind, candidate.tp, moved * branch.stream))
+        for branch, times in split.items()
     )
 
 

@@ -104,6 +104,8 @@ class Hardware:
         device: what was measured, in words.
         backend: of the collectives, as `dry_run` takes it.
         wide: `flops` in float32, where `itemsize` is less; None for the same.
+        waits: seconds that a rank waits, on average, at a collective that all come to after so many seconds of
+            computation, since none computes as fast as it did before; None for nothing.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Hardware:
     device: str = ""
     backend: str = "nccl"
     wide: float | None = None
+    waits: Curve | None = field(default=None, repr=False)
 
     def computing(self, itemsize: int) -> Hardware:
         """The same device at work in numbers of so many bytes: float32 beyond the profile's; nothing that was measured
@@ -168,14 +171,20 @@ class Hardware:
         link = self.link(stride, size)
         return link.latency * (size - 1) ** 0.5 + received / link.bandwidth
 
+    def wait_seconds(self, computed: float) -> float:
+        """Of a rank for the others, after so many seconds of computation."""
+        return self.waits.at(computed) if self.waits is not None else 0.0
+
     def to_json(self) -> str:
         """JSON text that `from_json` and `hardware="PATH"` read."""
-        values = {name: value for name, value in asdict(self).items() if name not in ("operators", "collectives")}
+        curves = ("operators", "collectives", "waits")
+        values = {name: value for name, value in asdict(self).items() if name not in curves}
         values["operators"] = {name: curve.points for name, curve in self.operators.items()}
         values["collectives"] = {
             kind: {str(ranks): curve.points for ranks, curve in curves.items()}
             for kind, curves in self.collectives.items()
         }
+        values["waits"] = self.waits and self.waits.points
         return json.dumps({"vescale hardware": VERSION, **values}, indent=1) + "\n"
 
     @classmethod
@@ -197,6 +206,7 @@ class Hardware:
                 kind: {int(ranks): _curve(points) for ranks, points in curves.items()}
                 for kind, curves in values.get("collectives", {}).items()
             }
+            values["waits"] = _curve(values["waits"]) if values.get("waits") else None
             return cls(**values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             remedies = [("vescale calibrate --out FILE", "writes one")]

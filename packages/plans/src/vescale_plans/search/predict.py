@@ -10,7 +10,7 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from .._containers import map_tensors
 from .._parts import Pipeline
 from ..dry_run import DryRun, dry_run
 from ..plan import Plan
+from ..timeline import BESIDE
 from .hardware import Hardware, hardware_of
 
-Simulator = Callable[[Pipeline, int, Sequence[float], Sequence[float], float], float]
-"""(pipeline, ranks, forward seconds per stage, backward seconds per stage, seconds of a transfer) -> seconds from the
-first action to the last. `vescale` brings the one of vescale_pipeline."""
+Pace = Callable[[int], float]
+"""How many times as long all ranks take while so many of them compute; those that share cores slow each other down."""
+Simulator = Callable[[Pipeline, int, Sequence[float], Sequence[float], float, Pace], float]
+"""(pipeline, ranks, forward seconds per stage, backward seconds per stage, seconds of a transfer, pace) -> seconds from
+the first action to the last. `vescale` brings the one of vescale_pipeline."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,13 @@ class Prediction:
 
 
 def one_forward_one_backward(
-    pipeline: Pipeline, ranks: int, forward: Sequence[float], backward: Sequence[float], transfer: float
+    pipeline: Pipeline, ranks: int, forward: Sequence[float], backward: Sequence[float], transfer: float, pace: Pace
 ) -> float:
     """The closed form of 1F1B (arXiv 2104.04473, section 2.2): the fullest stage, once more for every other stage."""
-    each = max(f + b for f, b in zip(forward, backward))
-    return (pipeline.microbatches + ranks - 1) * (each + 2 * transfer)
+    each = max(f + b for f, b in zip(forward, backward)) + 2 * transfer
+    turns = pipeline.microbatches + ranks - 1
+    working = (min(turn + 1, turns - turn, ranks, pipeline.microbatches) for turn in range(turns))
+    return each * sum(map(pace, working))
 
 
 def predict(
@@ -102,14 +107,15 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
             forward[stage_of(module)] += seconds
         else:
             after[phase] = after.get(phase, 0.0) + seconds
-    whole = sum(forward)
+    whole, computed = sum(forward), sum(forward) + after["backward"]
     work = [sum(forward[rank::ranks]) / whole for rank in range(ranks)]
     backward = [after["backward"] * one / whole for one in forward]
     per_step = 0.0
-    for event in timeline.collectives:
-        seconds = timeline.collective_seconds(event, hardware)
+    for event, seconds, _ in timeline.communication(hardware):
+        if event is None:
+            continue
         at = stage_of(event.cause.module)
-        if event.cause.function in ("gradient sync", "parameter gather"):
+        if event.cause.function in BESIDE:
             per_step += seconds * (1 - hardware.hidden) / ranks
         elif event.cause.direction == "forward":
             forward[at] += seconds
@@ -118,12 +124,17 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
     summed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / ranks
     summed /= prod(size for name, size in others.items() if name not in plan.data_axes)
     adding = hardware.operator_seconds("aten.add_", 2 * summed)
-    backward = [seconds + adding for seconds in backward]
+    backward, computed = [seconds + adding for seconds in backward], computed + adding * len(backward)
     transfer = hardware.collective_seconds("send", 2, max(crossing, default=0), prod(others.values()))
-    makespan = simulator(pipeline, ranks, forward, backward, transfer)
+    transfer += hardware.wait_seconds((sum(forward) + sum(backward)) / ranks / 2)
     busy = sum(forward) + sum(backward)
-    # Ranks that share cores wait for each other; while one idles, the others run faster.
-    passes = max(makespan, pipeline.microbatches * busy / ranks * crowded)
+    cores = hardware.at_once / prod(others.values()) if hardware.at_once else inf
+
+    def pace(working: int) -> float:
+        """Of what they compute; collectives were measured with all ranks at work."""
+        return 1.0 + computed / busy * (max(1.0, working / cores) - 1.0)
+
+    passes = simulator(pipeline, ranks, forward, backward, transfer, pace)
     optimizer = after["optimizer"] / ranks * crowded
     spent = {
         "stages": busy / ranks * pipeline.microbatches,
