@@ -33,7 +33,7 @@ _MOVES = frozenset(
     f"vescale_dtensor._rules.{name}"
     for name in "shape view join index metadata python comparison empty fresh random pad regroup carry search".split()
 )
-_SUMS_BACKWARD = ("trace", "broadcast_tensors", "meshgrid", "tile")
+_SUMS_BACKWARD = ("trace", "broadcast_tensors", "tile")
 _DRAWS = "vescale_rng."
 # Functions that have no rule, and would run whole on the strides that gathering happens to give.
 _WITHOUT_RULE = [f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None]
