@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, distribute_tensor
+from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, comm_trace, distribute_tensor
 from vescale_dtensor._oracle import compare, spread
 from vescale_dtensor.testing import mesh_of, run_ranks
 
@@ -153,6 +153,26 @@ def test_clip_grad_norm(foreach, norm):
         _both(lambda ps: torch.optim.SGD(ps, lr=0.1), mesh, after_backward=clip)
         half = len(norms) // 2
         torch.testing.assert_close(norms[:half], norms[half:], rtol=1e-5, atol=0)
+
+    run_ranks(4, on_ranks)
+
+
+def test_a_gradient_norm_is_one_reduction_and_the_same_however_gradients_are_cut():
+    def on_ranks():
+        mesh, generator = mesh_of(4), torch.Generator().manual_seed(0)
+        whole = [torch.randn(16, 24, generator=generator) for _ in range(40)]
+        norms = []
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            parameters = [distribute_tensor(torch.zeros(16, 24), mesh, [placement]).requires_grad_() for _ in whole]
+            for parameter, gradient in zip(parameters, whole):
+                parameter.grad = distribute_tensor(gradient, mesh, [placement])
+            each = [nn.utils.get_total_norm([parameter.grad]).full_tensor() for parameter in parameters]
+            with comm_trace() as trace:
+                total = nn.utils.clip_grad_norm_(parameters, 1.0)
+            assert len(trace) == 1 or placement == Replicate(), trace
+            norms.append([*each, total.full_tensor(), *(parameter.grad.full_tensor() for parameter in parameters)])
+        for others in norms[1:]:
+            assert all(map(torch.equal, norms[0], others))
 
     run_ranks(4, on_ranks)
 

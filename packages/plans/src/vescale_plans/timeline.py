@@ -240,8 +240,8 @@ _PRODUCTS = {
 }
 _MAKES_NOTHING = {
     aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten._unsafe_view.default,
-    aten.set_.source_Storage, aten.resize_.default, aten.lift_fresh.default, aten.empty_strided.default,
-    aten.new_empty_strided.default,
+    aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.resize_.default, aten.lift_fresh.default,
+    aten.empty_strided.default, aten.new_empty_strided.default,
 }  # fmt: skip
 
 

@@ -6,6 +6,9 @@
 
 A list whose items do not fit (a nonlinear step in place on a pending tensor) is
 walked through with the functions of single tensors, each under its own rule.
+
+torch.nn.utils takes lists for types that it knows only (`_foreach_supported_types`); ours is one: one reduction for all
+gradients of a norm, and the same bits however they are cut.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.utils import _foreach_utils
 
 from .._conversion import is_alias
 from .._convert import convert, convert_plain
@@ -25,6 +29,9 @@ from .._state import INVARIANT, PENDING
 from .._tensor import DTensor, local_only, stamp
 from .pointwise import broadcast
 from .registry import Call, Decision, Operand, composite, handler, rule
+
+if DTensor not in _foreach_utils._foreach_supported_types:
+    _foreach_utils._foreach_supported_types.append(DTensor)
 
 # Which tensors of an item may be pending together, per function; an entry that names a tensor not given is dropped.
 _LINEAR = {
