@@ -30,6 +30,7 @@ PYTHON_FOLDERS = ("packages", "tools", "examples", "benchmarks")
 COMMUNICATES = {
     "dtensor": {
         "_collectives",  # executes conversions
+        "_endings",  # tells why a rank ended
         "_mesh",  # looks up the process groups of a mesh
         "_worker",  # a rank of the test pool
         "testing",
@@ -41,6 +42,8 @@ COMMUNICATES = {
     "pipeline": {
         "_faults",  # tells the first cause of a failure
         "_p2p",  # sends and receives
+        "_watch",  # shows the other ranks that this one lives
+        "_words",  # tells small values through the store
     },
     "plans": {
         "_data_parallel",  # reduces gradients

@@ -79,6 +79,48 @@ def test_an_exception_in_a_forward_ends_all_ranks_with_its_place(microbatch):
     assert [cause is ValueError for _, _, cause, _ in outcomes] == [False, False, True, False]
 
 
+class Mute(ValueError):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+# What a stage raises, and what is told of it.
+ERRORS = {
+    "a long text": (ValueError("x" * 20_000_000), "ValueError: xxx", "(20,000,000 characters)"),
+    "no text": (Mute(), "Mute: (its text cannot be told: __str__ raised RuntimeError)", ""),
+    "an interrupt": (KeyboardInterrupt("ctrl-c"), "KeyboardInterrupt: ctrl-c", ""),
+    "an exit": (SystemExit(3), "SystemExit: 3", ""),
+}
+
+
+def raising(name):
+    torch.manual_seed(0)
+    model, _ = parallel(Net(), ranks=2)
+
+    def hook(module, args):
+        raise ERRORS[name][0]
+
+    model.blocks[4].register_forward_pre_hook(hook)
+    began = time.monotonic()
+    try:
+        model(*batch())
+    except BaseException as error:
+        text = "" if type(error) is Mute else str(error)
+        return type(error).__name__, text[:10_000], type(error.__cause__).__name__, time.monotonic() - began
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_whatever_is_raised_is_the_first_cause(name):
+    first, second = run_ranks(2, raising, name)
+    error, *told = ERRORS[name]
+    assert first[0] == "PipelineFailure" and first[3] < PROMPT_S
+    assert "rank 1 raised in stage 1, F of microbatch 0: " in first[1] and all(part in first[1] for part in told)
+    if isinstance(error, Exception):
+        assert second[:3] == ("PipelineFailure", first[1], type(error).__name__)
+    else:
+        assert second[0] == type(error).__name__ and second[1] == str(error)
+
+
 def nan_in_a_backward():
     torch.manual_seed(0)
     model, _ = parallel(Net(), kind="zb-h1")

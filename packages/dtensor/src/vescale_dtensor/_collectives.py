@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from . import _events
+from ._endings import first_ending
 from ._errors import CommunicationError
 from ._mesh import Mesh
 
@@ -183,7 +184,10 @@ def gather_objects(value: object, mesh: Mesh) -> list:
         group = mesh.group((axis,))
         parts: list = [values] * group.size()
         if group.name() != "fake":  # in a world without processes everybody would say the same
-            torch.distributed.all_gather_object(parts, values, group=group)
+            try:
+                torch.distributed.all_gather_object(parts, values, group=group)
+            except RuntimeError as error:
+                raise _failure(error, "gather_objects", mesh, (axis,)) from error
         values = [one for part in parts for one in part]
     return values
 
@@ -229,12 +233,19 @@ _under_way: dict[int, _events.Event] = {}  # started while somebody listened: by
 
 def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> CommunicationError:
     names = ", ".join(repr(mesh.names[axis]) for axis in axes)
-    return CommunicationError(
-        kind,
-        f"the collective over axis {names} of {mesh} failed, asked for by {_events.cause()}",
-        [str(error).splitlines()[0]],
-        [("look for the rank that failed first: the others see only a broken connection", "")],
-    )
+    rule = f"the collective over axis {names} of {mesh} failed, asked for by {_events.cause()}"
+    return connection_lost(kind, rule, error)
+
+
+def connection_lost(operation: str, rule: str, error: RuntimeError) -> CommunicationError:
+    """The error for ranks that survive another, or wait for it in vain; names what ended that one, if it is known."""
+    said, ending = str(error).splitlines()[0], first_ending()
+    if ending is not None:
+        return CommunicationError(
+            operation, rule, [f"first cause: {ending}", said], [("mend the first cause and start again", "")]
+        )
+    remedy = "look for the rank that failed first: the others see only a broken connection"
+    return CommunicationError(operation, rule, [said], [(remedy, "")])
 
 
 def _engine(group) -> _Engine:

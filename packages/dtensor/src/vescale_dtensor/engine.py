@@ -6,6 +6,7 @@ numbers and checkpoints read regions. Nothing here is a promise to anybody else.
 
 from ._canonical.mode import check_order as check_order
 from ._canonical.mode import is_reproducible as is_reproducible
+from ._collectives import connection_lost as connection_lost
 from ._collectives import faking as faking
 from ._collectives import gather_objects as gather_objects
 from ._conversion import communicates as communicates
@@ -13,6 +14,9 @@ from ._convert import convert as convert
 from ._convert import convert_plain as convert_plain
 from ._convert import from_plain as from_plain
 from ._copies import check_writable as check_writable
+from ._endings import first_ending as first_ending
+from ._endings import raised_here as raised_here
+from ._endings import tell_endings as tell_endings
 from ._events import current_cause as current_cause
 from ._events import current_module as current_module
 from ._events import is_strict as is_strict

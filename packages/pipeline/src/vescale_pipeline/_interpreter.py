@@ -40,6 +40,7 @@ class Interpreter:
         self._call, self._parts = call, parts
         self._weights, self._scale, self._trains = weights, scale, trains
         self._posted: dict[tuple[str, int, int], Arrival] = {}
+        self._unannounced: dict[tuple[str, int, int], int] = {}  # to be received from a peer
         self._made: dict[tuple[str, int, int], tuple[list[Tensor | None], Header]] = {}
         self._seeds: dict[float, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
@@ -138,9 +139,11 @@ class Interpreter:
     def _take(self, kind: str, stage: int, microbatch: int) -> tuple[list[Tensor | None], Header]:
         """What arrived for a stage: from another rank, or from a neighbouring stage on this one."""
         key = (kind, stage, microbatch)
-        arrival = self._posted.pop(key, None)
-        if arrival is None:
+        if key in self._made:
             return self._made.pop(key)
+        if key in self._unannounced:
+            self._posted[key] = self._post_announced(*key, self._unannounced.pop(key))
+        arrival = self._posted.pop(key)
         tensors = arrival.wait()
         self._began = perf_counter()
         return tensors, arrival.header
@@ -178,12 +181,21 @@ class Interpreter:
         self._link.send(peer, tag, tensors)
 
     def _post(self, kind: str, stage: int, microbatch: int, peer: int) -> None:
+        """A receive whose header is not told yet is posted when it is needed, where messages have tags; else it must
+        take its turn, for which the sender is waited for: schedules are proved for a transport that lets every rank do
+        one transfer at a time."""
+        key = (kind, stage, microbatch)
+        if self._link.has_tags and (kind, stage, self._trains) not in self._call.headers:
+            self._unannounced[key] = peer
+        else:
+            self._posted[key] = self._post_announced(*key, peer)
+
+    def _post_announced(self, kind: str, stage: int, microbatch: int, peer: int) -> Arrival:
         header = self._call.headers.get((kind, stage, self._trains))
         if header is None:
             header = self._link.receive_object(peer, self._tags(f"header {kind}", stage))
             self._call.headers[kind, stage, self._trains] = header
-        tag = self._tags(kind, stage, microbatch)
-        self._posted[kind, stage, microbatch] = self._link.post(peer, tag, header)
+        return self._link.post(peer, self._tags(kind, stage, microbatch), header)
 
 
 def _like(known: Header, header: Header, tensors: list, kind: str, stage: int, device: torch.device) -> list:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
@@ -65,12 +65,13 @@ class Gradients:
 
     They were computed for a loss scaled by `scale`, a guess of what the backward will
     scale it by: the last call's. Where the guess is right nothing is multiplied, and
-    a loss scaler's factor was in the backward, where half precision needs it.
+    a loss scaler's factor was in the backward, where half precision needs it. `check`
+    raises if the pipeline has failed since the call: a device may run behind the host.
     """
 
-    def __init__(self, sums: list[Tensor | None], scale: float) -> None:
+    def __init__(self, sums: list[Tensor | None], scale: float, check: Callable[[], None]) -> None:
         self._sums: list[Tensor | None] | None = sums
-        self._scale = scale
+        self._scale, self._check = scale, check
         self.used = scale
 
     def take(self, incoming: Tensor) -> list[Tensor | None]:
@@ -83,6 +84,7 @@ class Gradients:
                 [("loss = model(batch)", "once per backward; retain_graph has no meaning here")],
             )
         scale = incoming.item()
+        self._check()
         factor = scale / self._scale
         if scale and isfinite(scale):
             self.used = scale
@@ -106,8 +108,8 @@ class Release(torch.autograd.Function):
 
 
 def released(
-    gradients: list[Tensor | None], scale: float, loss: Tensor, parameters: list[Tensor]
+    gradients: list[Tensor | None], scale: float, loss: Tensor, parameters: list[Tensor], check: Callable[[], None]
 ) -> tuple[Tensor, Gradients]:
     """`loss`, connected to the parameters."""
-    held = Gradients(gradients, scale)
+    held = Gradients(gradients, scale, check)
     return Release.apply(held, loss, torch.zeros((), requires_grad=True), *parameters), held

@@ -3,7 +3,9 @@
 A message is a few tensors. Both ends know from the schedule that it comes; what its
 tensors look like is told once per kind of message (the header), and then remembered.
 Transfers are posted and run beside the computation. On gloo a message is found by its
-tag, so that receives may be posted ahead of their turn; other backends match in order.
+tag, so that receives may be posted ahead of their turn. Elsewhere (NCCL) messages of a
+pair of ranks match in the order in which both post them, in both directions, and a wait
+is the stream's, never the host's: Python values then travel through the store (`_words`).
 
 When anything fails on a rank, it closes its connections: every rank that waits for it
 wakes at once, and finds the first cause in the store.
@@ -11,6 +13,7 @@ wakes at once, and finds the first cause in the store.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ._words import LinkError, Words
 
 
 class Part(NamedTuple):
@@ -62,6 +67,8 @@ Header = tuple[Part | None, ...]
 
 PARTS = 64
 """Tensors in one message, at most."""
+UNUSED_TAG = (1 << 31) - 1
+"""Of no message."""
 _KINDS = ("F", "B", "header F", "header B", "greet", "loss", "norm", "tied")
 
 
@@ -76,10 +83,6 @@ class Tags:
 
     def __call__(self, kind: str, stage: int = 0, microbatch: int = 0) -> int:
         return ((_KINDS.index(kind) * self._stages + stage) * self._microbatches + microbatch) * PARTS
-
-
-class LinkError(RuntimeError):
-    """A transfer that failed or took too long."""
 
 
 class Arrival:
@@ -102,12 +105,24 @@ class Link:
 
     Arguments:
         ranks: the pipeline's global ranks, in order; `peer` below is a place among them.
-        timeout: of every wait.
+        timeout: of every wait of the host.
+        name: of the pipeline, in the store.
+        failed: whether the pipeline is known to have failed.
     """
 
-    def __init__(self, ranks: list[int], device: torch.device, timeout: timedelta, group: Any) -> None:
+    def __init__(
+        self,
+        ranks: list[int],
+        device: torch.device,
+        timeout: timedelta,
+        group: Any,
+        name: str,
+        failed: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.ranks, self.device, self.timeout = ranks, device, timeout
         self.rank = ranks.index(dist.get_rank())
+        has_tags = device.type == "cpu" or len(ranks) == 1
+        self._words = None if has_tags else Words(name, ranks, self.rank, timeout, failed)
         self._group = group
         self._wire = group._get_backend(device)  # without the dispatcher's share of the cost
         self._sent: list[tuple[Any, int, Tensor]] = []
@@ -134,24 +149,43 @@ class Link:
             tag += 1
         return Arrival(header, tensors, works, self, peer)
 
+    @property
+    def has_tags(self) -> bool:
+        """Whether messages are found by their tags, and not by the order in which a pair of ranks posts them."""
+        return self._words is None
+
+    def swap(self, peer: int, tag: int, tensors: list[Tensor | None], header: Header) -> Arrival:
+        """A message each way. The lower rank sends first: the two post in one order, whatever the transport buffers."""
+        if self.rank < peer:
+            self.send(peer, tag, tensors)
+            return self.post(peer, tag, header)
+        arrival = self.post(peer, tag, header)
+        self.send(peer, tag, tensors)
+        return arrival
+
     def send_object(self, peer: int, tag: int, value: Any) -> None:
-        """A small Python value, in two messages."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
-        size = torch.tensor([len(data)], device=self.device)
-        self.send(peer, tag, [size, data])
+        """A small Python value: two messages where there are tags, else an entry in the store."""
+        data = pickle.dumps(value)
+        if self._words is not None:
+            self._words.send(peer, tag, data)
+            return
+        self.send(peer, tag, [torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)])
 
     def receive_object(self, peer: int, tag: int) -> Any:
         """What `send_object` sent; waits."""
-        size = self._receive(peer, tag, torch.empty(1, dtype=torch.int64, device=self.device))
-        data = self._receive(peer, tag + 1, torch.empty(int(size), dtype=torch.uint8, device=self.device))
-        return pickle.loads(bytes(data.cpu().numpy()))
+        if self._words is not None:
+            return pickle.loads(self._words.receive(peer, tag))
+        size = self._receive(peer, tag, torch.empty(1, dtype=torch.int64))
+        return pickle.loads(bytes(self._receive(peer, tag + 1, torch.empty(int(size), dtype=torch.uint8)).numpy()))
 
     def exchange(self, peers: list[int], tag: int, value: list[int]) -> list[list[int]]:
         """Sends the same few numbers to each peer, and gives theirs."""
-        mine = torch.tensor(value, device=self.device)
-        arrivals = [self.post(peer, tag, (part_of(mine),)) for peer in peers]
-        for peer in peers:
-            self.send(peer, tag, [mine])
+        if self._words is not None:
+            for peer in peers:
+                self.send_object(peer, tag, value)
+            return [self.receive_object(peer, tag) for peer in peers]
+        mine = torch.tensor(value)
+        arrivals = [self.swap(peer, tag, [mine], (part_of(mine),)) for peer in peers]
         return [arrival.wait()[0].tolist() for arrival in arrivals]
 
     def flush(self) -> None:
@@ -161,9 +195,12 @@ class Link:
             self.wait(*sent.pop()[:2])
 
     def wait(self, work: Any, peer: int) -> None:
-        """Waits for one transfer with `peer`. Raises LinkError."""
+        """Waits for one transfer with `peer`; without tags, lets the stream wait. Raises LinkError."""
         try:
-            work.wait(self.timeout)
+            if self._words is None:
+                work.wait(self.timeout)
+            else:
+                work.wait()  # with a timeout the host would block
             return
         except RuntimeError as error:
             text = _text(error)
@@ -180,8 +217,25 @@ class Link:
         self._sent.clear()
         self._free.clear()
         group, self._group, self._wire = self._group, None, None
-        if group is not None and dist.is_initialized():
+        if group is None or not dist.is_initialized():
+            return
+        if self._words is None:
             dist.destroy_process_group(group)
+        else:
+            dist.distributed_c10d._abort_process_group(group)  # to destroy it waits for what is pending
+
+    def wake(self) -> None:
+        """From another thread: whoever waits here for a transfer gets an error. The connections are closed later."""
+        group, wire = self._group, self._wire
+        if group is None or not dist.is_initialized():
+            return
+        if self._words is not None:
+            group.abort()
+            return
+        # Gloo has no abort; a wait that takes too long closes all pairs of its context.
+        peer = (self.rank + 1) % len(self.ranks)
+        with contextlib.suppress(RuntimeError):
+            wire.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def _receive(self, peer: int, tag: int, into: Tensor) -> Tensor:
         self.wait(self._started(self._wire.recv, into, peer, tag), peer)

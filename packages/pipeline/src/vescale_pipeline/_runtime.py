@@ -29,12 +29,14 @@ from ._interpreter import Interpreter
 from ._loss import Gradients, loss_in, no_loss, released, weighted, with_loss
 from ._microbatches import loss_weights, split
 from ._ownership import Ownership, disown_buffers, let_go
-from ._p2p import PARTS, Link, LinkError, Part, Tags, part_of
+from ._p2p import PARTS, Link, Part, Tags, part_of
 from ._placeholder import current
 from ._record import dry_run
 from ._reduction import MEAN, Notes, reduction
 from ._skeleton import Run, Station
 from ._stage import Codec, Stage, check_uses
+from ._watch import watch
+from ._words import LinkError
 from .action import Action, Schedule
 
 TIMEOUT = timedelta(minutes=10)
@@ -55,6 +57,7 @@ class Runtime:
             every microbatch's gradient of theirs is kept; else stage by stage.
         during: a context for a call's actions, in which reductions of gradients wait: a call's gradients are reduced
             once, when the user's backward releases them.
+        ended: what is known of why a rank of the world ended, if anything is: the first cause of a lost connection.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Runtime:
         loss: str | None = None,
         in_order: Callable[[], bool] = lambda: False,
         during: Callable[[], AbstractContextManager] = nullcontext,
+        ended: Callable[[], str | None] = lambda: None,
         timeout: timedelta = TIMEOUT,
         device: torch.device | None = None,
     ) -> None:
@@ -78,8 +82,9 @@ class Runtime:
         self._loss = frozenset((loss,)) if loss is not None else None
         self.tags = Tags(schedule.stages, schedule.microbatches)
         self._owned = owned
-        self.link = Link(ranks, device or torch.device("cpu"), timeout, group)
-        self._faults = Faults(f"{'-'.join(map(str, ranks))}/{_number_of(ranks)}")
+        name = f"vescale_pipeline/{'-'.join(map(str, ranks))}/{_number_of(ranks)}"
+        self.ranks, self.faults = ranks, Faults(name, ended)
+        self.link = Link(ranks, device or torch.device("cpu"), timeout, group, name, lambda: self.faults.is_known)
         self.rank = self.link.rank
         mine = schedule.stages_of(self.rank)
         let_go(model, {name for stage in mine for name in self._owned.names_of(stage)})
@@ -100,10 +105,12 @@ class Runtime:
         self._gradients: Gradients | None = None
         self._state: Interpreter | None = None
         self._broken: str | None = None
+        self._in_call = False
         self._elsewhere = Elsewhere(self._norm_elsewhere, self.link.device)
         self._reveals = False
         model.__dict__["_call_impl"] = self
         model.__dict__["parameters"] = self._all_parameters
+        watch(self)
 
     @property
     def is_above_units(self) -> bool:
@@ -115,21 +122,41 @@ class Runtime:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current.reader is not None:  # the model calls itself
             return self._root(*args, **kwargs)
-        if self._broken is not None:
-            raise failure(self._broken)
+        self._check()
         parts = split((args, kwargs), self.schedule.microbatches, self.codec.parts)
         doing = _Doing()
+        self._in_call = True
         try:
             return self._run(self._call_of(parts, (args, kwargs)), parts, doing)
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:
             if isinstance(error, PipelineError) and doing.action is None:
                 raise  # nothing has started: the same on every rank
-            self._broken = self._faults.cause_of(error, self.link.ranks[self.rank], str(doing))
+            self._broken = self.faults.cause_of(error, self.link.ranks[self.rank], str(doing))
             self._close()
+            if not isinstance(error, Exception):
+                raise  # an interrupt, or an exit, stays what it is
             if isinstance(error, LinkError):
                 error.__traceback__ = None  # its frames hold transfers, and these the connections
                 raise failure(self._broken) from None
             raise failure(self._broken) from error
+        finally:
+            self._in_call = False
+
+    def _check(self) -> None:
+        """Raises what this rank knows of a failure."""
+        if self._broken is None and self.faults.is_known:
+            self._broken = self.faults.known
+            self._close()
+        if self._broken is not None:
+            raise failure(self._broken)
+
+    def waits(self) -> bool:
+        """Whether a failure of other ranks matters now; see `_watch`."""
+        return self._broken is None and (self._in_call or not self.link.has_tags)
+
+    def wake(self) -> None:
+        """Ends the waits of this rank, from another thread."""
+        self.link.wake()
 
     def _call_of(self, parts: list[Any], whole: Any) -> Call:
         """What is known of calls with inputs of these shapes; a dry run for new ones, and one of the whole batch to
@@ -185,7 +212,7 @@ class Runtime:
         trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
         self._elsewhere.exists = True
         parameters = [self._parameters[name] for name in trained]
-        loss, self._gradients = released([sums.get(name) for name in trained], scale, loss, parameters)
+        loss, self._gradients = released([sums.get(name) for name in trained], scale, loss, parameters, self._check)
         return with_loss(call.record.result, loss)
 
     # --- the norm of all gradients --------------------------------------------------------
@@ -249,15 +276,13 @@ class Runtime:
             others = [rank for rank in ranks if rank != self.rank]
             tag = self.tags("tied") + number * PARTS * self.schedule.stages
             uses = dict(mine)
-            if others:
-                headers = {stage: None if g is None else part_of(g) for stage, g in mine.items()}
-                for rank in others:
-                    self.link.send_object(rank, tag, headers)
-                    self.link.send(rank, tag + 2, list(mine.values()))
-                for rank in others:
-                    theirs = self.link.receive_object(rank, tag)
-                    arrived = self.link.post(rank, tag + 2, tuple(theirs.values())).wait()
-                    uses.update(zip(theirs, arrived))
+            headers = {stage: None if g is None else part_of(g) for stage, g in mine.items()}
+            for rank in others:
+                self.link.send_object(rank, tag, headers)
+            for rank in others:
+                theirs = self.link.receive_object(rank, tag)
+                arrival = self.link.swap(rank, tag + 2, list(mine.values()), tuple(theirs.values()))
+                uses.update(zip(theirs, arrival.wait()))
             total = None
             for stage in users:
                 gradient = uses[stage]

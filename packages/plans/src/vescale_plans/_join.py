@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import MeshError
+from vescale_dtensor.engine import raised_here, tell_endings
 
 from .plan import Plan, PlanError
 
@@ -22,9 +23,11 @@ def join() -> None:
     """Joins the process group that torchrun's environment names, or makes a world of one.
 
     Does nothing when somebody joined already; they then also leave. A group that is
-    not destroyed may abort the process at exit, so whoever joins leaves.
+    not destroyed may abort the process at exit, so whoever joins leaves. From then on
+    ranks tell each other what ended them.
     """
     if dist.is_initialized():
+        tell_endings()
         return
     device = accelerator()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -34,11 +37,17 @@ def join() -> None:
     else:
         dist.init_process_group(_BACKENDS.get(device, "gloo"), store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(leave)
+    tell_endings()
 
 
 def leave() -> None:
-    """Destroys all process groups; safe to call twice."""
-    if dist.is_initialized():
+    """Ends all process groups; safe to call twice. After an error nobody answers what is pending, for which NCCL would
+    wait: it is aborted."""
+    if not dist.is_initialized():
+        return
+    if raised_here() and dist.get_backend() != "gloo":
+        dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_dtensor import CommunicationError, VescaleError
+from vescale_dtensor import VescaleError
+from vescale_dtensor.engine import connection_lost
 
 from ._parts import PlanError
 
@@ -66,10 +67,6 @@ def gather(value: Any, what: str) -> list:
     try:
         dist.all_gather_object(everyone, value)
     except RuntimeError as error:
-        raise CommunicationError(
-            "parallelize",
-            f"a rank went away, or did not answer in time, while {what}",
-            [str(error).splitlines()[0]],
-            [("look for the rank that failed first: the others see only a broken connection", "")],
-        ) from error
+        rule = f"a rank went away, or did not answer in time, while {what}"
+        raise connection_lost("parallelize", rule, error) from error
     return everyone

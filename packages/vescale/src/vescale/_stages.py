@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import vescale_dtensor
 import vescale_plans
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import Mesh, from_plain, is_reproducible, layout_of, mesh_of
+from vescale_dtensor.engine import Mesh, first_ending, from_plain, is_reproducible, layout_of, mesh_of
 from vescale_pipeline import Schedule, generate, verify
 from vescale_pipeline.engine import Codec, Runtime, let_go, ownership
 from vescale_plans import Plan, PlanError
@@ -75,6 +75,7 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
             device=device,
             in_order=is_reproducible,
             during=model._vescale.sync.in_parts,
+            ended=first_ending,
         )
 
     return stage_plan, stage_mesh, finish
@@ -102,8 +103,9 @@ def schedule_of(plan: Plan, device_type: str) -> Schedule:
                 ("regather={...} in place of checkpointing", "what was gathered is gathered again, as often as needed"),
             ],
         )
-    # gloo matches messages by their tags, whatever their order; NCCL has one stream per pair of ranks.
-    verify(schedule, transport="buffered" if device_type == "cpu" else "pair")
+    # gloo matches messages by their tags, whatever their order. NCCL has one stream per pair of ranks, and a pair's
+    # first transfer, and every first header, holds the host: so there a rank may have to do one transfer at a time.
+    verify(schedule, transport="buffered" if device_type == "cpu" else "rank")
     return schedule
 
 

@@ -1,0 +1,82 @@
+"""Why a rank ended, for the ranks that find it gone.
+
+A rank whose user code raises between two collectives ends its process, and the others
+see a broken connection. So an exception that nobody caught is written into the store
+before the process's connections close, and an error about a lost connection names it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import traceback
+from types import TracebackType
+
+import torch.distributed as dist
+
+MOST_TEXT = 2000
+"""Characters of an exception's text that are told."""
+_RAISED, _LEFT = "vescale/raised", "vescale/left"
+
+
+def tell_endings() -> None:
+    """From now on the other ranks can know why this process ended. Call it once the ranks have joined; again does
+    nothing."""
+    global _before
+    if _before is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        _before, sys.excepthook = sys.excepthook, _tell
+        atexit.register(_leave)
+
+
+def raised_here() -> bool:
+    """Whether this process ends by an exception."""
+    return _raised
+
+
+def first_ending() -> str | None:
+    """The first exception that ended a rank, or else the first rank that left; None if nothing is known."""
+    with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, too
+        store = dist.distributed_c10d._get_default_store()
+        for key in (_RAISED, _LEFT):
+            if store.check([key]):
+                return store.get(key).decode()
+    return None
+
+
+def described(error: BaseException) -> str:
+    """Type, text and place of an exception, of a length that can travel, whatever its `__str__` does."""
+    try:
+        text = str(error)
+    except BaseException as second:  # the user's code; the first error is what counts
+        text = f"(its text cannot be told: __str__ raised {type(second).__name__})"
+    if len(text) > MOST_TEXT:
+        text = f"{text[:MOST_TEXT]}... ({len(text):,} characters)"
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{said}, at {frames[-1].filename}:{frames[-1].lineno}" if frames else said
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    global _raised
+    _raised = True
+    _write(_RAISED, f"rank {_rank()} raised {described(error)}")
+    _before(kind, error, trace)
+
+
+def _leave() -> None:
+    if not _raised:
+        _write(_LEFT, f"rank {_rank()} came to the end of its script, or called sys.exit")
+
+
+def _write(key: str, what: str) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):
+        dist.distributed_c10d._get_default_store().compare_set(key, "", what)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else -1
+
+
+_before = None
+_raised = False
