@@ -27,6 +27,7 @@ from ._errors import VescaleError as VescaleError
 from ._errors import ViewError as ViewError
 from ._fallback import FallbackWarning as FallbackWarning
 from ._layout import Layout as Layout
+from ._recomputation import keep_layouts as _keep_layouts
 from ._rules import families as _families
 from ._tensor import DTensor as DTensor
 from ._version import __version__ as __version__
@@ -47,4 +48,5 @@ from .placement import RaggedShard as RaggedShard
 from .placement import Replicate as Replicate
 from .placement import Shard as Shard
 
-del _families
+_keep_layouts()
+del _families, _keep_layouts

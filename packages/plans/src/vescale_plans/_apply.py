@@ -217,11 +217,12 @@ def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
 
 
 def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> None:
-    """Replaces every parameter by its shard; tied parameters stay tied."""
-    shards: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = shards.get(id(parameter))
-        if first is None:
+    """Replaces every parameter by its shard; tied parameters, and modules under several names, stay one."""
+    held = list(model.named_parameters(remove_duplicate=False))  # a module under two names would show its shard next
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in held:
+        shard = shards.get(parameter)
+        if shard is None:
             placements = [
                 Shard(one.dims[0]) if isinstance(one, RaggedShard) and size == 1 else one  # outside torchrun all are 1
                 for one, size in zip(plan.placements(placed[name]), device_mesh.mesh.shape)
@@ -233,9 +234,9 @@ def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -
                 shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             for key, value in parameter.__dict__.items():
                 setattr(shard, key, value)
-            first = shards[id(parameter)] = (name, shard)
+            shards[parameter] = shard
         owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = first[1]
+        model.get_submodule(owner)._parameters[leaf] = shard
 
 
 def _register_foreign_functions() -> None:

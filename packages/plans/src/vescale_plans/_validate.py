@@ -49,9 +49,9 @@ def fit(plan: Plan, model: nn.Module, *, even: bool = False) -> Fit:
     for where in ("boundaries", "checkpointing", "regather"):
         for pattern in getattr(plan, where):
             _check_not_a_container(where, pattern, modules)
-    bounded = match(plan.boundaries, called, "module", complete=False)
+    bounded = _bounded(plan, model)
     for name, boundary in bounded.items():
-        _check_arguments(name, modules[name], boundary)
+        _check_arguments(name, model.get_submodule(name), boundary)
     checkpointed = tuple(_outermost(match_inside(plan.checkpointing, modules, "module"), called))
     _check_cuts(plan, modules, checkpointed)
     return Fit(
@@ -61,6 +61,24 @@ def fit(plan: Plan, model: nn.Module, *, even: bool = False) -> Fit:
         match_inside(plan.regather, modules, "module"),
         match(plan.blocks, parameters, "parameter", complete=False),
     )
+
+
+def _bounded(plan: Plan, model: nn.Module) -> dict[str, Boundary]:
+    """The boundary of each module, by its first name; any of its names may decide it."""
+    every = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    called = [name for name, module in every.items() if not isinstance(module, CONTAINERS)]
+    first: dict[nn.Module, str] = {}
+    found: dict[str, Boundary] = {}
+    for name, boundary in match(plan.boundaries, called, "module", complete=False).items():
+        before = first.setdefault(every[name], name)
+        if found.setdefault(before, boundary) != boundary:
+            raise PlanError(
+                "Plan",
+                f"{before!r} and {name!r} are one module, and the plan gives them different boundaries",
+                [f"{one}  {each}" for one, each in ((before, found[before]), (name, boundary))],
+                [("give both the same boundary", "")],
+            )
+    return found
 
 
 def _check_parameter(plan: Plan, name: str, parameter: nn.Parameter, placed: Placements, even: bool) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,6 +167,7 @@ class DataParallel:
             # checkpoint's: the others are those of the first pass.)
             entry = Pass()
             unit.entered.append(entry)
+            passed = partial(self._passed, unit, entry)
 
             def watch(tensor: Tensor) -> Tensor:
                 # What several blocks take (an encoder's output) is watched for the first: the others would wait too.
@@ -173,7 +175,9 @@ class DataParallel:
                     if tensor.requires_grad and (tensor.is_leaf or not backward) and not hasattr(tensor, "_watched"):
                         tensor._watched = True
                         entry.inputs += 1
-                        tensor.register_hook(lambda _: self._passed(unit, entry))
+                        # Of a leaf's gradient and those of the parameters either may come first.
+                        late = tensor.is_leaf
+                        tensor.register_hook(lambda _: _at_the_end(passed) if late else passed())
                 return tensor
 
             map_tensors(inputs, watch)
@@ -265,7 +269,7 @@ class DataParallel:
             self._touched = True
             if not in_backward():
                 # The loss was a plain tensor: this backward was not started by us, so we ask to be called at its end.
-                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+                _at_the_end(self.finish)
 
     def _start_in_order(self) -> None:
         while self._next_start < len(self._order) and self._order[self._next_start].started:
@@ -314,3 +318,8 @@ class DataParallel:
             unit.passes.clear()
             if not self.holds:
                 unit.close()
+
+
+def _at_the_end(call: Callable[[], None]) -> None:
+    """Calls it when the backward that runs is done; of nested ones, the innermost."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
