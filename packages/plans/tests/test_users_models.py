@@ -1,6 +1,7 @@
 """What users do to their models, one thing at a time, on DP, ZeRO 2 and 3 and TP: one device's results."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -133,9 +134,8 @@ def test_nested_checkpoints(kind, ranks):
     ZeRO-3 met flat parameters."""
 
     def work():
-        for outer in (False, True):
-            for inner in (False, True):
-                equals_one_device(kind, ranks, partial(Net, (outer, inner)))
+        for reentrant in itertools.product((False, True), repeat=2):
+            equals_one_device(kind, ranks, partial(Net, reentrant))
 
     run_ranks(ranks, work)
 
@@ -144,21 +144,18 @@ def test_user_code_in_a_recomputation_never_sees_a_shard():
     def work():
         shapes = []
 
-        class Seen(Net):
-            def body(self, x):
+        class Seen(Block):
+            def forward(self, x):
                 shapes.append((type(x).__name__, tuple(x.shape)))
-                return super().body(x)
+                return super().forward(x)
 
-        def twice(model, x):
-            return checkpoint(lambda y: checkpoint(model.body, y, use_reentrant=inner), x, use_reentrant=outer)
-
-        for outer in (False, True):
-            for inner in (False, True):
-                torch.manual_seed(0)
-                model, _ = parallelize(plan_of("dp", 2), Seen())
-                model.forward = partial(lambda model, x: twice(model, x).square().mean(), model)
-                model(batch(0)[0]).backward()
-        assert len(shapes) >= 8
+        for reentrant in itertools.product((False, True), repeat=2):
+            torch.manual_seed(0)
+            alone = Net(reentrant)
+            alone.blocks = nn.ModuleList(Seen() for _ in range(3))
+            model, _ = parallelize(plan_of("dp", 2), alone)
+            model(*batch(0)).backward()
+        assert len(shapes) >= 24
         assert set(shapes) == {("DTensor", (8, WIDTH))}
 
     run_ranks(2, work)
