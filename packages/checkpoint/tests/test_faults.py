@@ -247,9 +247,20 @@ def test_a_step_without_manifest_is_none(tmp_path):
     assert "step 2 is not committed" in raises_on_all(2, StorageError, load_untouched, tmp_path, 2)
     with pytest.raises(CorruptError, match="the manifest is missing"):
         load(tmp_path / "step-00000002", {"step": 0})
+    with pytest.raises(CorruptError, match="step 2 is the latest, and its manifest is missing"):
+        load(tmp_path, {"step": 0}, only="step")
     state = {"step": 0}
-    load(tmp_path, state, only="step")
+    load(tmp_path, state, only="step", step=1)
     assert state["step"] == 1
+    text = raises_on_all(2, ConflictError, save_step, tmp_path, 2)
+    assert "step 2 is not committed, and something else has its name" in text
+    state["step"] = None
+    assert save(tmp_path, state).path.endswith("step-00000003")  # a number that nothing has
+    run_ranks(2, lambda: save(tmp_path, state_of(2), overwrite=True))
+    assert sorted(os.listdir(tmp_path)) == [f"step-{n:08d}" for n in (1, 2, 3)]
+    state = {"step": 0}
+    load(tmp_path, state, only="step", step=2)
+    assert state["step"] == 2
 
 
 def test_an_extra_file_harms_nothing(tmp_path):

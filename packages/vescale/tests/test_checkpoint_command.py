@@ -87,3 +87,24 @@ def test_reshard(run, tmp_path):
 def test_what_is_wrong_is_said_without_a_traceback(tmp_path):
     result = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "none")])
     assert result.exit_code == 1 and type(result.exception).__name__ == "StorageError"
+
+
+@pytest.mark.parametrize("name", ["[/b] [bold red]", "[link=file:///x]y[/link]", "\x1b]0;title\x07\x1b[2J", "\ud800"])
+def test_names_reach_no_terminal(tmp_path, name):
+    """Neither as rich's markup nor as escape sequences; they are shown as they are, where they can be printed."""
+    for folder, value in (("a", 1.0), ("b", 2.0)):
+        state = {"model": {name: torch.full((3,), value)}, "x": {name: value}, "plan": f"{name} plan", "step": 1}
+        step = Path(vescale.save(tmp_path / folder, state, metrics={name: value}).path)
+    (step / "left [b] \x1b[2J").touch()
+    said = [call("inspect", step), call("verify", step, status=1), call("diff", tmp_path / "a", step, status=1)]
+    (file,) = step.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    said.append(call("verify", step, status=1))
+    for text in said:
+        assert all(line.isprintable() for line in text.split("\n"))
+    assert "[/b]" not in name or all("[/b]" in text for text in (said[0], said[2], said[3]))
+    result = CliRunner().invoke(app, ["checkpoint", "export", str(step), str(tmp_path / "out"), "--key", name])
+    assert result.exit_code == 1 and str(result.exception).isprintable() is False  # lines
+    assert all(line.isprintable() for line in str(result.exception).split("\n"))

@@ -17,54 +17,17 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from . import manifest
-from ._errors import ConflictError, StorageError
+from ._errors import ConflictError, CorruptError, StorageError
+from ._retention import Retention, stored_metrics
+from ._step import folder_of, step_left, step_of, step_replaced
 from ._storage import LocalStorage, Storage, guarded, storage_of
 
-_STEP = re.compile(r"step-(\d{1,18})")
-_OLD = re.compile(r"step-(\d{1,18})\.old-[0-9a-f]+")
-_LEFT = re.compile(r"step-(\d{1,18})\.(tmp|old|gone)-([0-9a-f]+)")
 _LISTINGS = 100  # in each of which others must have changed something, for another to follow
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which committed steps stay; a step that any rule names stays, and so does the newest.
-
-    Arguments:
-        last: the newest so many.
-        every: every step that is a multiple of this.
-        best: a metric's name (`save(..., metrics={"loss": 0.3})`); the `count` best steps by it.
-        count: see `best`.
-        largest: whether the best is the largest value, not the smallest.
-    """
-
-    last: int = 1
-    every: int | None = None
-    best: str | None = None
-    count: int = 1
-    largest: bool = False
-
-    def __post_init__(self) -> None:
-        if self.last < 1 or self.count < 1 or (self.every is not None and self.every < 1):
-            raise ValueError(f"{self}: last, every and count are at least 1")
-
-    def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Of the steps, each with its metrics, those that stay."""
-        steps = sorted(metrics)
-        kept = set(steps[-self.last :])
-        if self.every is not None:
-            kept |= {step for step in steps if step % self.every == 0}
-        if self.best is not None:
-            valued = [step for step in steps if isinstance(metrics[step].get(self.best), int | float)]
-            valued.sort(key=lambda step: (metrics[step][self.best], -step), reverse=self.largest)
-            kept |= set(valued[: self.count])
-        return kept
 
 
 class Root:
@@ -93,14 +56,44 @@ class Root:
 
     def _listed(self) -> dict[str, int]:
         """The names that may be committed steps -> their steps."""
-        matches = ((name, _STEP.fullmatch(name) or _OLD.fullmatch(name)) for name in self.storage.names(self.path))
-        return {name: int(match[1]) for name, match in matches if match}
+        found = {}
+        for name in self.storage.names(self.path):
+            step = step_of(name)
+            step = step_replaced(name) if step is None else step
+            if step is not None:
+                found[name] = step
+        return found
+
+    def headless(self) -> list[int]:
+        """Steps whose directory is there, and lost its manifest: a step gets its name when it has one.
+
+        Not in an object store, where a save that was killed leaves such.
+        """
+        if not isinstance(self.storage, LocalStorage):
+            return []
+        with guarded(self.operation, self.path, "cannot list the checkpoints"):
+            names = [name for name in self.storage.names(self.path) if step_of(name) is not None]
+            return [step_of(name) for name in names if self.storage.lacks(f"{self.path}/{name}", manifest.NAME)]
 
     def resolve(self, step: int | None) -> str:
-        """The name of the directory of `step`, or of the latest. Raises StorageError that lists those there are."""
+        """The name of the directory of `step`, or of the latest.
+
+        Raises StorageError that lists those there are, CorruptError where a later step than these lost its manifest.
+        """
         steps = self.committed()
         if step is None and steps:
-            return steps[max(steps)]
+            newest = max(steps)
+            lost = [number for number in self.headless() if number > newest]
+            if lost and max(self.committed(), default=-1) < max(lost):
+                raise CorruptError(
+                    self.operation, f"step {max(lost)} is the latest, and its manifest is missing",
+                    [f"path  {self.path}/{folder_of(max(lost))}"],
+                    [
+                        (f"load(..., step={newest})", "the latest step that is whole"),
+                        ("remove or rename that directory", "then it is no step"),
+                    ],
+                )  # fmt: skip
+            return steps[newest]
         if step in steps:
             return steps[step]
         with guarded(self.operation, self.path, "cannot read the checkpoints"):
@@ -110,22 +103,24 @@ class Root:
             raise StorageError(self.operation, f"there is no checkpoint: {what}", [f"path  {self.path}"])
         there = ", ".join(map(str, [*steps][-8:])) or "none"
         wanted = "no step is committed" if step is None else f"step {step} is not committed"
+        if step in self.headless():
+            wanted += ": its directory has no manifest"
         raise StorageError(self.operation, wanted, [f"path  {self.path}", f"committed steps  {there}"])
 
     def begin(self, step: int, overwrite: bool) -> Draft:
         """A directory to write `step` into. Sweeps what killed saves left. Raises ConflictError, StorageError."""
         with guarded(self.operation, self.path, "cannot make the directory"):
             self.storage.make_dirs(self.path)
-        if not overwrite and step in self.committed():
-            raise self.conflict(step)
+        if not overwrite:
+            self._check_free(step)
         identity = secrets.token_hex(8)
         if not isinstance(self.storage, LocalStorage):
             with guarded(self.operation, self.path, "cannot make the directory"):
-                self.storage.make_dirs(f"{self.path}/step-{step:08d}")
-            return Draft(self, step, identity, f"step-{step:08d}", overwrite, None)
+                self.storage.make_dirs(f"{self.path}/{folder_of(step)}")
+            return Draft(self, step, identity, folder_of(step), overwrite, None)
         self.sweep()
         while True:
-            name = f"step-{step:08d}.tmp-{identity}"
+            name = f"{folder_of(step)}.tmp-{identity}"
             path = f"{self.path}/{name}"
             with guarded(self.operation, path, "cannot make the directory"):
                 self.storage.make_dir(path)
@@ -134,10 +129,22 @@ class Root:
                 return Draft(self, step, identity, name, overwrite, lock)
             identity = secrets.token_hex(8)
 
-    def conflict(self, step: int) -> ConflictError:
+    def next_step(self) -> int:
+        """One more than the last, whole or not."""
+        return max([*self.committed(), *self.headless()], default=-1) + 1
+
+    def _check_free(self, step: int) -> None:
+        """Raises ConflictError where a step of this number, or something else of its name, is there."""
+        if step in self.committed():
+            raise self.conflict(step)
+        path = f"{self.path}/{folder_of(step)}"
+        if isinstance(self.storage, LocalStorage) and self.storage.exists(path) and self.storage.names_in(path) != []:
+            raise self.conflict(step, f"step {step} is not committed, and something else has its name")
+
+    def conflict(self, step: int, what: str | None = None) -> ConflictError:
         return ConflictError(
             self.operation,
-            f"step {step} is committed already",
+            f"step {step} is committed already" if what is None else what,
             [f"path  {self.path}"],
             [
                 ("save(..., overwrite=True)", "the old one stays until the new one is committed"),
@@ -151,15 +158,16 @@ class Root:
             return []
         removed = []
         for name in self.storage.names(self.path):
-            left = _LEFT.fullmatch(name)
+            left = step_left(name)
             if left is None:
                 continue
+            step, kind = left
             path = f"{self.path}/{name}"
             with contextlib.suppress(OSError), _held(path) as held:
                 if not held:
                     continue
-                final = f"step-{int(left[1]):08d}"
-                if left[2] == "old" and self._is_whole(name) and not self._is_whole(final):
+                final = folder_of(step)
+                if kind == "old" and self._is_whole(name) and not self._is_whole(final):
                     self.storage.rename(path, f"{self.path}/{final}")
                     continue
                 self.storage.remove_tree(path)
@@ -187,19 +195,36 @@ class Root:
     def take_away(self, path: str, step: int) -> None:
         """Removes a directory of a local file system, renamed first: from then on it is no committed step, whole or
         not, and who still writes into it by its path can leave nothing behind."""
-        gone = f"{self.path}/step-{step:08d}.gone-{secrets.token_hex(8)}"
+        gone = f"{self.path}/{folder_of(step)}.gone-{secrets.token_hex(8)}"
         self.storage.rename(path, gone)
         self.storage.remove_tree(gone)
 
     def _metrics(self, name: str) -> Mapping[str, float]:
         try:
             path = f"{self.path}/{name}/{manifest.NAME}"
-            return manifest.parse(self.storage.read(path, manifest.MOST_BYTES), path).about.get("metrics", {})
-        except (OSError, RuntimeError):  # an unreadable step has no metrics; it stays or goes by the other rules
+            found = manifest.parse(self.storage.read(path, manifest.MOST_BYTES), path).about.get("metrics", {})
+            return stored_metrics(found)
+        except (OSError, EOFError, RuntimeError):  # an unreadable step has none; it stays or goes by the other rules
             return {}
 
     def _is_whole(self, name: str) -> bool:
         return self.storage.exists(f"{self.path}/{name}/{manifest.NAME}")
+
+
+def check_folder(kept: manifest.Manifest, folder: str) -> None:
+    """Raises CorruptError where a step's directory has the name of another step than its manifest."""
+    name = os.path.basename(folder)
+    named = step_of(name)
+    named = step_replaced(name) if named is None else named
+    if named is not None and named != kept.step:
+        raise CorruptError(
+            "load", f"the directory of step {named} holds step {kept.step}: it was renamed, or copied over",
+            [f"path  {folder}"],
+            [
+                (f"rename it to {folder_of(kept.step)}", "what it is"),
+                ("give it a name that is no step's, and load that path", "if it is to stand by itself"),
+            ],
+        )  # fmt: skip
 
 
 @dataclass
@@ -220,7 +245,7 @@ class Draft:
     @property
     def final(self) -> str:
         """The directory's path once it is committed."""
-        return f"{self.root.path}/step-{self.step:08d}"
+        return f"{self.root.path}/{folder_of(self.step)}"
 
     def commit(self, text: bytes) -> None:
         """Writes the manifest, and makes the step visible by one rename. Raises ConflictError, StorageError."""

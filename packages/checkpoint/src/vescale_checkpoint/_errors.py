@@ -7,18 +7,35 @@ that every rank raises the first cause and none waits for what will not come.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from vescale_dtensor import VescaleError
 
+from ._text import printable, reason_of
+
 
 class CheckpointError(VescaleError):
-    """Base of every error of saving and loading.
+    """Base of every error of saving and loading. Its text has no control characters, and bounded length.
 
     touched: where a load failed half-way, the names of the state's tensors that this rank has overwritten, wholly or
         in part; the state is then a mixture.
     """
 
     touched: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        operation: str,
+        rule: str,
+        operands: Iterable[str] = (),
+        remedies: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        super().__init__(
+            printable(operation),
+            printable(rule, lines=True),
+            [printable(operand) for operand in operands],
+            [(printable(code), printable(cost)) for code, cost in remedies],
+        )
 
 
 class StorageError(CheckpointError):
@@ -60,7 +77,7 @@ _TYPES = {
 def to_json(error: BaseException, operation: str) -> bytes:
     """The error as bytes for other ranks; what is not ours is described by type and text."""
     ours = isinstance(error, VescaleError)
-    rule = error.rule if ours else f"{type(error).__name__}: {error}"
+    rule = error.rule if ours else reason_of(error)
     fields = {
         "type": type(error).__name__ if type(error).__name__ in _TYPES else "CheckpointError",
         "operation": error.operation if ours else operation,

@@ -4,6 +4,10 @@ torch's distributed checkpoints keep their metadata as a pickle. The pickle modu
 would import and call what the bytes name; here a name is only a name, and what it
 is "called" with becomes a `Record` of that name and its arguments. An opcode or a
 size that such records do not need is refused.
+
+A few kilobytes can make a value that is larger than any memory, as parts may be shared,
+and shared again. Inside the machine nothing walks over a value: keys are of kinds whose hash
+takes no time. Who walks over what was read has `check_plain` count it first.
 """
 
 from __future__ import annotations
@@ -13,7 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-MOST_OPCODES = 20_000_000
+from ._text import reason_of, shown
+
+MOST_OPCODES = 8_000_000
+MOST_STACK = 1_000_000
+MOST_KEY_ITEMS = 64
+MOST_LEVELS = 64
 _MARK = object()
 
 
@@ -31,39 +40,80 @@ class Record:
     __slots__ = ("kind", "arguments", "state")
 
     def __init__(self, kind: Global, arguments: tuple) -> None:
-        self.kind, self.arguments, self.state = kind, arguments, {}
+        self.kind, self.arguments, self.state = kind, arguments, None
 
 
 class InertError(ValueError):
     """Not a pickle of plain records."""
 
 
-def read(data: bytes) -> Any:
+class Budget:
+    """How many opcodes, and how many items of plain values, all pickles of one checkpoint may have together."""
+
+    def __init__(self, opcodes: int = MOST_OPCODES, items: int = MOST_OPCODES) -> None:
+        self.opcodes, self.items = opcodes, items
+
+
+def read(data: bytes, budget: Budget | None = None) -> Any:
     """The value: numbers, texts, lists, dicts, tuples, `Global`s and `Record`s. Raises InertError."""
     try:
-        return _Machine(data).run()
+        return _Machine(data, budget or Budget()).run()
     except InertError:
         raise
-    except (LookupError, ValueError, struct.error, TypeError, AttributeError) as error:
-        raise InertError(f"it ends or goes wrong in the middle: {error!r}") from error
+    except (LookupError, ValueError, struct.error, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        raise InertError(f"it ends or goes wrong in the middle: {reason_of(error)}") from error
+
+
+def check_plain(value: Any, budget: Budget) -> None:
+    """Raises InertError unless the value is a tree of lists, tuples, dicts, numbers and texts, within the budget.
+
+    What is shared counts each time that it is met; characters count as items.
+    """
+    waiting = [(value, 0)]
+    while waiting:
+        item, level = waiting.pop()
+        kind = type(item)
+        weight = 1
+        if kind in (list, tuple, dict):
+            weight += len(item)
+            if level == MOST_LEVELS:
+                raise InertError(f"a value is nested more than {MOST_LEVELS} deep")
+        elif kind in (str, bytes):
+            weight += len(item)
+        elif not (item is None or kind in (bool, int, float)):
+            raise InertError(f"{shown(item)} where a plain value was expected")
+        budget.items -= weight
+        if budget.items < 0:
+            raise InertError("values that are larger than a checkpoint's may be")
+        if kind is dict:
+            waiting += [(part, level + 1) for pair in item.items() for part in pair]
+        elif kind in (list, tuple):
+            waiting += [(part, level + 1) for part in item]
 
 
 class _Machine:
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+    def __init__(self, data: bytes, budget: Budget) -> None:
+        self.data, self.at, self.budget = data, 0, budget
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        for _ in range(MOST_OPCODES):
-            code = self.take(1)
-            if code == b".":
-                return self.stack.pop()
-            step = _OPCODES.get(code)
+        steps, data, stack, most = _STEPS, self.data, self.stack, self.budget.opcodes
+        for count in range(most):
+            code = data[self.at] if self.at < len(data) else -1
+            self.at += 1
+            step = steps.get(code)
             if step is None:
-                raise InertError(f"opcode {code!r} at byte {self.at - 1} is none that plain records need")
+                if code == _STOP:
+                    self.budget.opcodes -= count + 1
+                    return stack.pop()
+                what = "nothing" if code < 0 else f"opcode {bytes([code])!r}"
+                raise InertError(f"{what} at byte {self.at - 1} is none that plain records need")
             step(self)
-        raise InertError(f"more than {MOST_OPCODES} opcodes")
+            if len(stack) > MOST_STACK:
+                raise InertError(f"more than {MOST_STACK} values that belong to nothing yet")
+        self.budget.opcodes = 0
+        raise InertError(f"more than {MOST_OPCODES} opcodes, in all of the checkpoint's pickles")
 
     def take(self, count: int) -> bytes:
         if count < 0 or self.at + count > len(self.data):
@@ -96,10 +146,16 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        target = target.state if type(target) is Record else target
+        if type(target) is Record:
+            if target.state is None:
+                target.state = {}
+            target = target.state
         if type(target) is not dict:
             raise InertError("items are set in something that is not a dict")
-        target.update(zip(items[::2], items[1::2], strict=True))
+        keys = items[::2]
+        for key in keys:
+            _check_key(key)
+        target.update(zip(keys, items[1::2], strict=True))
 
     def extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
@@ -114,6 +170,8 @@ class _Machine:
 
     def name_of_two(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise InertError("a name is no text")
         self.push(Global(module, name))
 
     def line(self) -> str:
@@ -123,6 +181,8 @@ class _Machine:
         return text
 
     def tuple_of(self, count: int) -> None:
+        if len(self.stack) < count:
+            raise InertError("a tuple of more than there is")
         items = tuple(self.stack[-count:])
         del self.stack[-count:]
         self.push(items)
@@ -131,10 +191,23 @@ class _Machine:
         self.push(int.from_bytes(self.take(self.number(form)), "little", signed=True))
 
 
+_SCALARS = frozenset((str, bytes, int, float, bool, type(None), Global, Record))
+
+
+def _check_key(key: Any) -> None:
+    """A key whose hash takes no time: a hash of tuples in tuples visits what is shared again and again."""
+    if type(key) in _SCALARS:
+        return
+    if type(key) is tuple and len(key) <= MOST_KEY_ITEMS and all(type(item) in _SCALARS for item in key):
+        return
+    raise InertError(f"the key {shown(key)} is none that plain records need")
+
+
 def _texts(form: str) -> Callable[[_Machine], None]:
     return lambda m: m.push(m.take(m.number(form)).decode("utf-8", "surrogatepass"))
 
 
+_STOP = b"."[0]
 _OPCODES: dict[bytes, Callable[[_Machine], Any]] = {
     b"\x80": lambda m: m.take(1),
     b"\x95": lambda m: m.take(8),
@@ -174,3 +247,4 @@ _OPCODES: dict[bytes, Callable[[_Machine], Any]] = {
     b"b": _Machine.build,
     b"Q": lambda m: m.push(Record(Global("", "persistent"), m.stack.pop())),
 }
+_STEPS = {code[0]: step for code, step in _OPCODES.items()}

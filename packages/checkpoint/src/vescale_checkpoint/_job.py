@@ -26,10 +26,12 @@ from crc32c import crc32c
 from torch import Tensor
 
 from ._catalogue import Catalogue, catalogue_of, unite
-from ._commit import Draft, Retention, Root
+from ._commit import Draft, Root
 from ._errors import CheckpointError, MismatchError, StorageError
 from ._outline import Skeleton, known_keys, outline_of
+from ._retention import Retention, metrics_json
 from ._state import Contents
+from ._step import folder_of
 from ._storage import LocalStorage
 from ._sync import Session, forget_finished, mesh_ranks
 from ._version import __version__
@@ -75,16 +77,16 @@ class SaveJob:
         contents: Contents,
         step: int | None,
         retention: Retention | None,
-        metrics: Mapping[str, float] | None,
+        metrics: Mapping[str, float],
         overwrite: bool,
     ) -> None:
         self.session, self.root = session, Root(path, "save")
-        self._retention, self._metrics = retention, {key: float(value) for key, value in (metrics or {}).items()}
+        self._retention, self._metrics = retention, metrics
         self._draft: Draft | None = None
         try:
             own = catalogue_of(contents, session.size, mesh_ranks)
             if session.rank == 0:
-                number = max(self.root.committed(), default=-1) + 1 if step is None else step
+                number = self.root.next_step() if step is None else step
                 self._draft = self.root.begin(number, overwrite)
             self._where, self.catalogue = self._agreed(own, step)
             self._check_folder()
@@ -97,7 +99,7 @@ class SaveJob:
     @property
     def path(self) -> str:
         """Of the step, once it is committed."""
-        return f"{self.root.path}/step-{self._where['step']:08d}"
+        return f"{self.root.path}/{folder_of(self._where['step'])}"
 
     def stage(self) -> None:
         """Copies what this rank writes. Raises StorageError where there is no memory for it.
@@ -212,7 +214,7 @@ class SaveJob:
             "plan": self.catalogue.plan,
             "meshes": list(meshes),
             "world_size": self.session.size,
-            "metrics": self._metrics,
+            "metrics": metrics_json(self._metrics),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "vescale_checkpoint": __version__,
             "torch": str(torch.__version__),

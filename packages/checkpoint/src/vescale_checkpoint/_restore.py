@@ -103,8 +103,9 @@ class Restore:
             self.missing.append(path)
         else:
             tensors = {name: self._fresh(name) for name in tensors_in(saved)}
+            loaded = decode(saved, tensors.__getitem__)  # now, so that what is none fails before anything is touched
             self.matched.append(path)
-            self._after.append(lambda: container.__setitem__(key, decode(saved, tensors.__getitem__)))
+            self._after.append(lambda: container.__setitem__(key, loaded))
 
     def _module(self, path: str, module: nn.Module, saved: Any) -> None:
         index = self._index(f"{path}.")
@@ -154,7 +155,7 @@ class Restore:
                     entries[key] = decode(values[name][key], self._fresh)
                     self.matched.append(full)
         for options, group in self._groups(path, [group["params"] for group in parts["param_groups"]], groups):
-            self._after.append(lambda group=parts["param_groups"][group], options=options: group.update(options()))
+            self._after.append(lambda group=parts["param_groups"][group], options=options: group.update(options))
         self._after.append(lambda: optimizer.load_sharded_state_dict(parts))
 
     def _plain_optimizer(self, path: str, optimizer: Any, index: Mapping, values: Mapping, groups: list) -> None:
@@ -174,7 +175,7 @@ class Restore:
         by_id = {id(parameter): name for name, parameter in named}
         names = [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         for options, group in self._groups(path, names, groups):
-            self._after.append(lambda group=optimizer.param_groups[group], options=options: group.update(options()))
+            self._after.append(lambda group=optimizer.param_groups[group], options=options: group.update(options))
 
     def _state_tensor(self, parameter: Tensor, there: Any, name: str) -> Tensor:
         """The memory for one tensor of a parameter's state: what is there, or fresh and laid out like the parameter."""
@@ -186,7 +187,7 @@ class Restore:
             return torch.empty_like(parameter.detach(), dtype=dtype)
         return torch.empty(tensor.shape, dtype=dtype)
 
-    def _groups(self, path: str, names: list[list[str]], saved: list) -> list[tuple[Callable[[], dict], int]]:
+    def _groups(self, path: str, names: list[list[str]], saved: list) -> list[tuple[dict, int]]:
         """For each of the optimizer's groups the saved options of the group that its parameters were in."""
         of = {
             self._choice.renamed(name): i
@@ -201,7 +202,7 @@ class Restore:
             elif sources:
                 options = saved[sources.pop()]["options"]
                 tensors = {name: self._fresh(name) for name in tensors_in(options)}
-                found.append((lambda o=options, t=tensors: decode(o, t.__getitem__), i))
+                found.append((decode(options, tensors.__getitem__), i))
                 self.matched.append(f"{path}.groups.{i}")
             elif group:
                 self.missing.append(f"{path}.groups.{i}")
@@ -219,8 +220,9 @@ class Restore:
         own: dict[str, Tensor] = {}
         encode(value.state_dict(), path, lambda name, tensor: own.setdefault(name, tensor) is None or name)
         tensors = {name: self._fresh(name, own.get(name)) for name in tensors_in(tree)}
+        loaded = decode(tree, tensors.__getitem__)
         self.matched.append(path)
-        self._after.append(lambda: value.load_state_dict(decode(tree, tensors.__getitem__)))
+        self._after.append(lambda: value.load_state_dict(loaded))
 
     # --- tensors --------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from hashlib import blake2b
 from typing import Any
 
 from . import dcp, huggingface, manifest
-from ._commit import Root, leased
+from ._commit import Root, check_folder, leased
 from ._errors import CorruptError, MismatchError, StorageError
+from ._step import step_number, step_of
 from ._storage import LocalStorage, Storage, guarded, storage_of
 from ._sync import Session
 from .manifest import Manifest
@@ -39,9 +39,10 @@ def opened(
     """
     storage, given = storage_of(path)
     if step is None and (found := _foreign(storage, given, state)) is not None:
-        _check_same(session, repr(found).encode(), given)
-        yield Source(storage, given, found)
+        _check_same(session, found.manifest.to_text(), given)
+        yield found
         return
+    step = None if step is None else step_number("load", step)
     for attempt in range(_TRIES):
         folder = locate(path, step) if session.rank == 0 else ""
         folder = session.gather(f"folder {attempt}", folder.encode())[0].decode()
@@ -51,18 +52,22 @@ def opened(
                 continue
             data = read_manifest(storage, folder)
             _check_same(session, data, folder)
-            yield Source(storage, folder, manifest.parse(data, f"{folder}/{manifest.NAME}"))
+            kept = manifest.parse(data, f"{folder}/{manifest.NAME}")
+            check_folder(kept, folder)
+            yield Source(storage, folder, kept)
             return
     raise StorageError("load", f"the checkpoint vanished {_TRIES} times while it was opened", [f"path  {path}"])
 
 
-def _foreign(storage: Storage, folder: str, state: Mapping[str, Any]) -> Manifest | None:
-    """The manifest of a checkpoint of another kind; None where the directory is none."""
+def _foreign(storage: Storage, folder: str, state: Mapping[str, Any]) -> Source | None:
+    """A checkpoint of another kind; None where the directory is none."""
     with guarded("load", folder, "cannot read the directory"):
         if dcp.is_folder(storage, folder):
-            return dcp.read_folder(storage, folder)
+            return Source(storage, folder, dcp.read_folder(storage, folder))
+        folder = huggingface.snapshot_of(storage, folder)
         if huggingface.is_folder(storage, folder):
-            return huggingface.read_folder(storage, folder, huggingface.prefix_of(state))
+            linked = LocalStorage(follows_links=True) if isinstance(storage, LocalStorage) else storage
+            return Source(linked, folder, huggingface.read_folder(linked, folder, huggingface.prefix_of(state)))
     return None
 
 
@@ -82,7 +87,7 @@ def locate(path: str | os.PathLike[str], step: int | None) -> str:
         with guarded("load", root.path, "cannot read the directory"):
             if root.storage.exists(f"{root.path}/{manifest.NAME}"):
                 return os.path.realpath(root.path) if isinstance(root.storage, LocalStorage) else root.path
-        if re.fullmatch(r"step-\d+", os.path.basename(root.path)) and root.storage.is_dir(root.path):
+        if step_of(os.path.basename(root.path)) is not None and root.storage.is_dir(root.path):
             raise CorruptError("load", "the manifest is missing", [f"path  {root.path}/{manifest.NAME}"])
     return f"{root.path}/{root.resolve(step)}"
 

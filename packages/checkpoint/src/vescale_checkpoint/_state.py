@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ._errors import UnsafeError
-from ._values import NAMES_KEY, encode
+from ._text import shown
+from ._values import MOST_LEVELS, NAMES_KEY, encode
 
 PLAN_KEY = "plan"  # of the state: stored for information, never loaded
 
@@ -42,15 +43,20 @@ def contents_of(state: Mapping[str, Any]) -> Contents:
 
     Raises UnsafeError for what cannot be stored. No communication.
     """
-    contents, names = Contents(), parameter_names(state)
-    contents.plan = plan_text(state.get(PLAN_KEY))
-    contents.values = {
-        key: _item(key, value, contents, names) for key, value in state.items() if key != PLAN_KEY
-    }  # fmt: skip
-    return contents
+    if odd := [key for key in state if type(key) is not str]:
+        raise UnsafeError("save", f"the key {shown(odd[0])} of the state is no text")
+    try:
+        contents, names = Contents(), parameter_names(state)
+        contents.plan = plan_text(state.get(PLAN_KEY))
+        contents.values = {
+            key: _item(key, value, contents, names) for key, value in state.items() if key != PLAN_KEY
+        }  # fmt: skip
+        return contents
+    except RecursionError as error:
+        raise UnsafeError("save", "the state is nested too deep, or holds itself") from error
 
 
-def _item(path: str, value: Any, contents: Contents, names: Mapping[int, str]) -> Any:
+def _item(path: str, value: Any, contents: Contents, names: Mapping[int, str], level: int = 0) -> Any:
     """The JSON of one entry; containers are entered, so that models may stand anywhere in them."""
     if isinstance(value, Tensor):
         return encode(value, path, contents.add)
@@ -60,11 +66,13 @@ def _item(path: str, value: Any, contents: Contents, names: Mapping[int, str]) -
         return {"$optimizer": _optimizer(path, value, contents, names)}
     if hasattr(value, "state_dict"):
         return {"$state": encode(value.state_dict(), path, contents.add)}
+    if level > MOST_LEVELS:
+        return encode(value, path, contents.add, level)  # raises, where it is a container
     if type(value) is dict and all(type(key) is str and key[:1] != "$" for key in value):
-        return {key: _item(f"{path}.{key}", item, contents, names) for key, item in value.items()}
+        return {key: _item(f"{path}.{key}", item, contents, names, level + 1) for key, item in value.items()}
     if type(value) is list:
-        return [_item(f"{path}.{i}", item, contents, names) for i, item in enumerate(value)]
-    return encode(value, path, contents.add)
+        return [_item(f"{path}.{i}", item, contents, names, level + 1) for i, item in enumerate(value)]
+    return encode(value, path, contents.add, level)
 
 
 def _module(path: str, module: nn.Module, contents: Contents) -> dict[str, Any]:
@@ -161,4 +169,5 @@ def plan_text(plan: Any) -> Any:
     if plan is None or isinstance(plan, str):
         return plan
     to_json = getattr(plan, "to_json", None)
-    return repr(plan) if to_json is None else to_json()
+    found = None if to_json is None else to_json()
+    return found if isinstance(found, str) else repr(plan)

@@ -44,9 +44,16 @@ class Reader(Protocol):
 
 
 class LocalStorage:
-    """Paths of this machine's file system."""
+    """Paths of this machine's file system.
+
+    Arguments: whether files may be symbolic links, as they are in the cache of HuggingFace's hub. What a link leads to
+    is a regular file, or an error, as any file is.
+    """
 
     can_rename = True
+
+    def __init__(self, *, follows_links: bool = False) -> None:
+        self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
 
     def make_dirs(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)
@@ -62,6 +69,27 @@ class LocalStorage:
         except FileNotFoundError:
             return []
 
+    def names_in(self, path: str) -> list[str] | None:
+        """Of a directory's entries; None of what is none."""
+        try:
+            return os.listdir(path)
+        except OSError:
+            return None
+
+    def lacks(self, folder: str, name: str) -> bool:
+        """Whether, at one moment, `folder` is a directory with entries and without this one."""
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            entries = os.listdir(descriptor)
+            return bool(entries) and name not in entries and os.path.samestat(os.fstat(descriptor), os.stat(folder))
+        except FileNotFoundError:
+            return False
+        finally:
+            os.close(descriptor)
+
     def is_dir(self, path: str) -> bool:
         return os.path.isdir(path)
 
@@ -72,7 +100,7 @@ class LocalStorage:
         return _LocalWriter(path)
 
     def open(self, path: str) -> _LocalReader:
-        return _LocalReader(path)
+        return _LocalReader(path, self._flags)
 
     def read(self, path: str, most: int) -> bytes:
         """A whole file. Raises OSError(EFBIG) where it has more than `most` bytes."""
@@ -147,8 +175,13 @@ class _LocalWriter:
 
 
 class _LocalReader:
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """A regular file: what else has a name there may block whoever opens or reads it."""
+
+    def __init__(self, path: str, flags: int) -> None:
+        mode = os.stat(path, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):  # a link: to be refused by the system, as it says best
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        self._fd = os.open(path, flags)
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
             os.close(self._fd)

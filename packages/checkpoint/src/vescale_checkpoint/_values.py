@@ -18,19 +18,31 @@ import torch
 from torch import Tensor
 
 from ._dtypes import DTYPES, NAMES
-from ._errors import FormatError, MismatchError, UnsafeError
+from ._errors import CheckpointError, FormatError, MismatchError, UnsafeError
+from ._text import reason_of, shown
 
+MOST_LEVELS = 64  # of containers in each other, which as JSON are at most three times as many
+MOST_BITS = 8192  # of an int: Python reads and writes the digits of no more than about 14,000
 NAMES_KEY = "$names"  # a list of names that different ranks hold parts of
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
-def encode(value: Any, path: str, tensor: Callable[[str, Tensor], str]) -> Any:
+def encode(value: Any, path: str, tensor: Callable[[str, Tensor], str], level: int = 0) -> Any:
     """JSON for `value`; `tensor` is told of each tensor found, by its path, and gives the name it is stored under.
 
-    Raises UnsafeError that names the path of what cannot be stored.
+    Raises UnsafeError that names the path of what cannot be stored. `level`: in how many containers the value stands.
     """
     kind = type(value)
-    if value is None or kind is bool or kind is int or kind is str:
+    if value is None or kind is bool or kind is str:
+        return value
+    if level > MOST_LEVELS and kind in (*_DICTS, list, tuple, torch.Size, Counter):
+        raise UnsafeError("save", f"{path[:200]!r} is nested more than {MOST_LEVELS} deep")
+    if kind is int:
+        if value.bit_length() > MOST_BITS:
+            raise UnsafeError(
+                "save", f"{path!r} is an int of {value.bit_length()} bits, and the format holds {MOST_BITS}",
+                (), [("store its bytes", "value.to_bytes(...)")],
+            )  # fmt: skip
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
@@ -38,14 +50,16 @@ def encode(value: Any, path: str, tensor: Callable[[str, Tensor], str]) -> Any:
         return {"$tensor": tensor(path, value)}
     if kind in _DICTS:
         if all(type(key) is str and key[:1] != "$" for key in value):
-            return {key: encode(item, f"{path}.{key}" if path else key, tensor) for key, item in value.items()}
-        return {"$dict": _pairs(value, path, tensor)}
+            return {
+                key: encode(item, f"{path}.{key}" if path else key, tensor, level + 1) for key, item in value.items()
+            }
+        return {"$dict": _pairs(value, path, tensor, level + 1)}
     if kind is list:
-        return [encode(item, f"{path}.{i}", tensor) for i, item in enumerate(value)]
+        return [encode(item, f"{path}.{i}", tensor, level + 1) for i, item in enumerate(value)]
     if kind is tuple or kind is torch.Size:
-        return {"$tuple": [encode(item, f"{path}.{i}", tensor) for i, item in enumerate(value)]}
+        return {"$tuple": [encode(item, f"{path}.{i}", tensor, level + 1) for i, item in enumerate(value)]}
     if kind is Counter:
-        return {"$counter": _pairs(value, path, tensor)}
+        return {"$counter": _pairs(value, path, tensor, level + 1)}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if kind is torch.dtype and value in NAMES:
@@ -63,10 +77,10 @@ def encode(value: Any, path: str, tensor: Callable[[str, Tensor], str]) -> Any:
     )
 
 
-def _pairs(value: Mapping, path: str, tensor: Callable[[str, Tensor], str]) -> list:
+def _pairs(value: Mapping, path: str, tensor: Callable[[str, Tensor], str], level: int) -> list:
     def one(i: int, key: Any, item: Any) -> list:
         place = f"{path}.{key}" if type(key) in (int, str) else f"{path}.item{i}"
-        return [encode(key, f"{place}.key", tensor), encode(item, place, tensor)]
+        return [encode(key, f"{place}.key", tensor, level), encode(item, place, tensor, level)]
 
     return [one(i, key, item) for i, (key, item) in enumerate(value.items())]
 
@@ -84,9 +98,11 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     try:
         if read is not None and len(value) == 1:
             return read(value[kind], tensor)
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise FormatError("load", f"{value!r:.200} is no value of this format: {error}") from error
-    raise FormatError("load", f"{kind!r} is no kind of value that this version reads")
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
+        raise FormatError("load", f"{shown(value)} is no value of this format: {reason_of(error)}") from error
+    raise FormatError("load", f"{shown(kind)} is no kind of value that this version reads")
 
 
 def _read_pairs(pairs: Any, tensor: Callable[[str], Any]) -> dict:
@@ -113,7 +129,10 @@ def tensors_in(value: Any) -> list[str]:
     if not isinstance(value, dict):
         return []
     if set(value) == {"$tensor"}:
-        return [value["$tensor"]]
+        name = value["$tensor"]
+        if type(name) is not str:
+            raise FormatError("load", f"{shown(name)} is no tensor's name")
+        return [name]
     return [name for item in value.values() for name in tensors_in(item)]
 
 
@@ -140,7 +159,7 @@ def merge(values: list[Any], path: str = "") -> Any:
     raise MismatchError(
         "save",
         f"the value of {path!r} is not the same on all ranks",
-        [f"rank 0  {first!r:.200}", f"rank {odd}  {values[odd]!r:.200}"],
+        [f"rank 0  {shown(first)}", f"rank {odd}  {shown(values[odd])}"],
         [
             ("make it the same on every rank", "it is stored once"),
             (f'{{f"rank{{rank}}": {path.rpartition(".")[2] or "value"}}}', "a key of its own for each rank"),

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 from ._choice import Choice, Report
-from ._commit import Retention
 from ._errors import CheckpointError, MismatchError
 from ._job import PendingSave, SaveJob, in_background, settle
 from ._load_plan import plan_reads
 from ._memory import without_collector
 from ._read import Files, read_all
 from ._restore import Restore
+from ._retention import Retention, check_metrics
 from ._source import opened
 from ._state import contents_of
+from ._step import step_number
 from ._sync import Session, forget_finished, open_session, session_of, shared
+from ._text import printable
 
 _SHOWN = 8
 
@@ -44,7 +46,7 @@ def save(
             lists. Values that are not sharded must be the same on all ranks.
         asynchronous: return when the values are copied; the rest is done by a thread.
             At most one save is in flight: the next one waits for it.
-        step: its number; by default `state["step"]`, else one more than the last.
+        step: its number, 0 to 10**18 - 1; by default `state["step"]`, else one more than the last.
         retention: what to delete once this step is committed; by default nothing.
         metrics: numbers that belong to this step, for `Retention(best=...)`.
         overwrite: replace a committed step of this number once the new one is whole.
@@ -52,8 +54,8 @@ def save(
     Returns: a `PendingSave`; for a synchronous save it is done already.
 
     Raises, on all ranks alike, the first cause: UnsafeError for what cannot be stored
-    without pickle, MismatchError where ranks disagree, StorageError, ConflictError,
-    PeerError when a rank dies. A background failure is raised by the next save, `wait` or
+    without pickle, MismatchError for a step or metric that is none and where ranks disagree,
+    StorageError, ConflictError, PeerError when a rank dies. A background failure is raised by the next save, `wait` or
     `close`. Communication: some hundred bytes per rank through the process group's store
     (catalogues as well, where ranks hold different tensors), and each rank's checksums to rank 0.
     """
@@ -61,7 +63,8 @@ def save(
     session = open_session("save")
     try:
         with shared(session), without_collector():
-            job = SaveJob(session, path, contents_of(state), _step_of(state, step), retention, metrics, overwrite)
+            number, measured = _step_of(state, step), check_metrics(metrics)
+            job = SaveJob(session, path, contents_of(state), number, retention, measured, overwrite)
             if asynchronous:
                 job.stage()
             else:
@@ -127,7 +130,9 @@ def load(
         error.touched = tuple(touched)
         if touched:
             shown = ", ".join(touched[:_SHOWN]) + (", ..." if len(touched) > _SHOWN else "")
-            error.add_note(f"the state is partly overwritten: {len(touched)} of its tensors on this rank ({shown})")
+            error.add_note(
+                printable(f"the state is partly overwritten: {len(touched)} of its tensors on this rank ({shown})")
+            )
         raise
 
 
@@ -172,5 +177,7 @@ def _load(
 
 
 def _step_of(state: Mapping[str, Any], step: int | None) -> int | None:
-    found = state.get("step") if step is None else step
-    return found if type(found) is int else None
+    if step is not None:
+        return step_number("save", step)
+    found = state.get("step")
+    return None if found is None else step_number("save", found, 'state["step"]')

@@ -3,6 +3,9 @@
 Their `.metadata` is a pickle, and so is what stands before every tensor's bytes. Both
 are read as inert data; from them follow the box of every chunk and the byte range
 where its values lie, and then a load is like any other. There are no checksums.
+
+What is read to know that is bounded for the directory as a whole: opcodes, items of plain
+values, and bytes of the archives' directories.
 """
 
 from __future__ import annotations
@@ -10,21 +13,24 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from math import prod
 from typing import Any
 
 from . import _inert_pickle as inert
-from ._box import row_major
+from ._box import partition_fault, row_major
 from ._dtypes import DTYPES, SIZES
-from ._errors import FormatError
-from ._inert_pickle import Global, InertError, Record
+from ._errors import CheckpointError, FormatError
+from ._inert_pickle import Budget, Global, InertError, Record, check_plain
 from ._storage import Reader, Storage, guarded
+from ._text import reason_of, shown
 from ._values import encode
-from .manifest import FileInfo, Manifest, Section, Stored, plain_name
+from .manifest import MOST_DIMS, FileInfo, Manifest, Section, Stored, plain_name
 
 NAME = ".metadata"
 MOST_BYTES = 256 << 20
 _MOST_HEAD_BYTES = 1 << 20
+_MOST_KEYS = 32  # from a state's top to a value
 _MODULE = "torch.distributed.checkpoint."
 
 
@@ -42,20 +48,24 @@ def read_folder(storage: Storage, folder: str) -> Manifest:
     with guarded("load", path, "cannot read the metadata"):
         data = storage.read(path, MOST_BYTES)
     try:
-        return _Folder(storage, folder, inert.read(data)).manifest()
-    except (InertError, KeyError, TypeError, ValueError, AttributeError, IndexError, zipfile.BadZipFile) as error:
-        raise FormatError(
-            "load",
-            f"the metadata of a torch checkpoint are not as this reader knows them: {error!r}",
-            [f"path  {path}"],
-        ) from error
+        budget = Budget()
+        return _Folder(storage, folder, inert.read(data, budget), budget).manifest()
+    except CheckpointError:
+        raise
     except EOFError as error:
         raise FormatError("load", "a file of a torch checkpoint ends too early", [f"path  {folder}"]) from error
+    except (Exception, RecursionError) as error:  # zipfile raises six kinds, and what is not as it says any of Python's
+        raise FormatError(
+            "load",
+            f"the metadata of a torch checkpoint are not as this reader knows them: {reason_of(error)}",
+            [f"path  {path}"],
+        ) from error
 
 
 class _Folder:
-    def __init__(self, storage: Storage, folder: str, metadata: Any) -> None:
-        self._storage, self._folder = storage, folder
+    def __init__(self, storage: Storage, folder: str, metadata: Any, budget: Budget) -> None:
+        self._storage, self._folder, self._budget = storage, folder, budget
+        self._archive_bytes = MOST_BYTES
         self._fields = _state(metadata, "metadata", "Metadata")
         self._readers: dict[str, Reader] = {}
 
@@ -66,11 +76,12 @@ class _Folder:
             if found.get("transform_descriptors"):
                 raise ValueError("its bytes are transformed (compressed)")
             offset = None if key.get("offset") is None else _sizes(key["offset"])
-            places[key["fqn"], offset] = (plain_name(found["relative_path"]), found["offset"], found["length"])
+            place = (plain_name(_text(found["relative_path"])), _natural(found["offset"]), _natural(found["length"]))
+            places[_text(key["fqn"]), offset] = place
         tensors, values = {}, {}
         try:
             for name, kept in self._fields["state_dict_metadata"].items():
-                if kept.kind.name == "TensorStorageMetadata":
+                if _text(name) and kept.kind.name == "TensorStorageMetadata":
                     tensors[name] = self._tensor(name, _state(kept, "metadata", "TensorStorageMetadata"), places)
                 else:
                     self._value(name, places, values)
@@ -82,15 +93,19 @@ class _Folder:
 
     def _tensor(self, name: str, kept: Mapping[str, Any], places: Mapping) -> Stored:
         dtype, shape = _dtype(_properties(kept["properties"])), _sizes(kept["size"])
-        sections = []
+        sections, boxes = [], {}
+        self._budget.items -= len(kept["chunks"])  # lists of chunks may be shared by many names
+        if self._budget.items < 0:
+            raise InertError("more chunks than a checkpoint may have")
         for chunk in kept["chunks"]:
             fields = _state(chunk, "metadata", "ChunkStorageMetadata")
             offsets, sizes = _sizes(fields["offsets"]), _sizes(fields["sizes"])
-            if not prod(sizes):
-                continue
-            box = tuple((low, low + size) for low, size in zip(offsets, sizes, strict=True))
-            if any(high > size for (_, high), size in zip(box, shape, strict=True)):
-                raise ValueError(f"a chunk of {name!r} lies outside it")
+            if prod(sizes):
+                boxes[tuple((low, low + size) for low, size in zip(offsets, sizes, strict=True))] = offsets, sizes
+        fault = partition_fault(shape, list(boxes)) if boxes or prod(shape) else None
+        if fault is not None:
+            raise ValueError(f"the chunks of {shown(name)}: {fault}")
+        for box, (offsets, sizes) in boxes.items():
             file, start = self._values_of(places[name, offsets], dtype, sizes)
             sections.append(Section(box, file, start, start + prod(sizes) * SIZES[dtype], ""))
         return Stored(dtype, shape, tuple(sections))
@@ -98,13 +113,13 @@ class _Folder:
     def _values_of(self, place: tuple[str, int, int], dtype: str, sizes: tuple[int, ...]) -> tuple[str, int]:
         """The file and the byte where the values of a chunk begin: inside a zip archive inside the file."""
         file, offset, length = place
-        archive = zipfile.ZipFile(_Window(self._reader(file), offset, length))
+        archive = self._archive(file, offset, length)
         head, storage = _member(archive, "data.pkl"), _member(archive, "data/0")
-        if head.file_size > _MOST_HEAD_BYTES or storage.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("its values are compressed, or what stands before them is too long")
-        made = inert.read(archive.read(head))
+        if head.file_size > _MOST_HEAD_BYTES:
+            raise ValueError("what stands before its values is too long")
+        made = inert.read(archive.read(head), self._budget)
         if type(made) is not Record or made.kind != Global("torch._utils", "_rebuild_tensor_v2"):
-            raise ValueError(f"a chunk is made by {getattr(made, 'kind', made)}")
+            raise ValueError(f"a chunk is made by {_described(made)}")
         held, first, size, stride = made.arguments[:4]
         if _sizes(size) != sizes or first != 0 or tuple(stride) != row_major(sizes):
             raise ValueError("a chunk does not lie row-major in its storage")
@@ -117,18 +132,30 @@ class _Folder:
 
     def _value(self, name: str, places: Mapping, values: dict[str, Any]) -> None:
         file, offset, length = places[name, None]
-        archive = zipfile.ZipFile(_Window(self._reader(file), offset, length))
+        archive = self._archive(file, offset, length)
         head = _member(archive, "data.pkl")
         path = (self._fields.get("planner_data") or {}).get(name, (name,))
-        if head.file_size > _MOST_HEAD_BYTES or not all(type(key) is str for key in path):
+        if type(path) is not tuple or not 0 < len(path) <= _MOST_KEYS or not all(type(key) is str for key in path):
             return
-        try:
-            value = encode(inert.read(archive.read(head)), name, lambda *_: "")
-        except (InertError, RuntimeError):  # not a plain value: it stays where it is
+        if head.file_size > _MOST_HEAD_BYTES:
             return
-        for key in path[:-1]:
-            values = values.setdefault(key, {})
-        values[path[-1]] = value
+        with suppress(InertError, CheckpointError):  # not a plain value: it stays where it is
+            value = inert.read(archive.read(head), self._budget)
+            check_plain(value, self._budget)
+            encoded = encode(value, name, lambda *_: "")
+            for key in path[:-1]:
+                values = values.setdefault(key, {})
+                if type(values) is not dict:
+                    raise ValueError(f"{shown(name)} stands in a value that is no dict")
+            values[path[-1]] = encoded
+
+    def _archive(self, file: str, offset: int, length: int) -> zipfile.ZipFile:
+        window = _Window(self._reader(file), offset, length)
+        archive = zipfile.ZipFile(window)
+        self._archive_bytes -= window.bytes_read
+        if self._archive_bytes < 0:
+            raise ValueError(f"the directories of its archives have more than {MOST_BYTES} bytes")
+        return archive
 
     def _reader(self, file: str) -> Reader:
         if file not in self._readers:
@@ -141,9 +168,10 @@ class _Window(io.RawIOBase):
     """A range of a file, as a file."""
 
     def __init__(self, reader: Reader, start: int, length: int) -> None:
-        if start < 0 or length < 0 or start + length > reader.nbytes:
+        if start + length > reader.nbytes:
             raise ValueError(f"bytes [{start}, {start + length}) of a file of {reader.nbytes}")
         self._reader, self._start, self._length, self._at = reader, start, length, 0
+        self.bytes_read = 0
 
     def readable(self) -> bool:
         return True
@@ -158,6 +186,13 @@ class _Window(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
+    def read(self, size: int = -1) -> bytes:
+        wanted = self._length - self._at if size < 0 else size
+        if wanted > _MOST_HEAD_BYTES:
+            raise ValueError(f"an archive wants {wanted} bytes at once")
+        self.bytes_read += max(0, wanted)
+        return super().read(size)
+
     def readinto(self, buffer: Any) -> int:
         count = max(0, min(len(buffer), self._length - self._at))
         self._reader.read_into(memoryview(buffer)[:count], self._start + self._at)
@@ -167,15 +202,33 @@ class _Window(io.RawIOBase):
 
 def _member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
-    if len(found) != 1:
-        raise ValueError(f"an archive has {len(found)} members {name!r}")
+    if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"an archive has {len(found)} members {name!r}, or it is compressed")
     return found[0]
 
 
 def _state(record: Any, module: str, name: str) -> Mapping[str, Any]:
     if type(record) is not Record or record.kind != Global(_MODULE + module, name):
-        raise ValueError(f"{getattr(record, 'kind', record)!r} where a {name} was expected")
+        raise ValueError(f"{_described(record)} where a {name} was expected")
+    if type(record.state) is not dict:
+        raise ValueError(f"a {name} without fields")
     return record.state
+
+
+def _described(value: Any) -> str:
+    return f"{shown(value.kind.module)}.{shown(value.kind.name)}" if type(value) is Record else shown(value)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{shown(value)} is no text")
+    return value
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{shown(value)} is not a size")
+    return value
 
 
 def _properties(record: Any) -> Any:
@@ -187,7 +240,7 @@ def _properties(record: Any) -> Any:
 
 def _dtype(name: Any) -> str:
     if type(name) is not Global or name.module != "torch" or name.name not in DTYPES:
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{shown(name)} is no dtype")
     return name.name
 
 
@@ -209,6 +262,6 @@ def _storage_dtype(held: Any) -> str | None:
 def _sizes(value: Any) -> tuple[int, ...]:
     """A torch.Size, or a tuple."""
     value = value.arguments[0] if type(value) is Record and value.kind == Global("torch", "Size") else value
-    if type(value) is not tuple or not all(type(size) is int and size >= 0 for size in value):
-        raise ValueError(f"{value!r} are no sizes")
-    return value
+    if type(value) is not tuple or len(value) > MOST_DIMS:
+        raise ValueError(f"{shown(value)} are no sizes")
+    return tuple(map(_natural, value))

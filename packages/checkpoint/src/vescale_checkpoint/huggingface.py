@@ -3,6 +3,8 @@
 Reading needs only the files' headers: every tensor is one section, so that each
 rank reads the byte ranges of its own shards. The files have no checksums; their
 sizes and ranges are checked, and a header is at most 100 MB, as safetensors says.
+In the cache of HuggingFace's hub the files are symbolic links, which are followed here,
+as everybody who reads such folders does; what is not a regular file is refused.
 """
 
 from __future__ import annotations
@@ -21,21 +23,51 @@ from vescale_dtensor import DTensor
 from ._box import stored, whole
 from ._dtypes import FROM_SAFETENSORS, NAMES, SIZES, header_entry
 from ._errors import ConflictError, FormatError, UnsafeError
+from ._json import parse_json
 from ._state import first_names
 from ._storage import LocalStorage, Storage, guarded, storage_of
 from ._sync import session_of
+from ._text import reason_of, shown
 from ._write import Source, chunks_of, flat_of
-from .manifest import FileInfo, Manifest, Section, Stored, plain_name
+from .manifest import MOST_DIMS, FileInfo, Manifest, Section, Stored, plain_name
 
+STEMS = ("model", "adapter_model", "diffusion_pytorch_model")  # how models, PEFT's adapters, and diffusers' are called
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MOST_HEADER_BYTES = 100_000_000
+_MOST_REF_BYTES = 256
 SHARD_BYTES = 5 << 30
 
 
 def is_folder(storage: Storage, folder: str) -> bool:
     """Whether a directory holds HuggingFace weights."""
-    return any(storage.exists(f"{folder}/{name}") for name in (INDEX, SINGLE))
+    return _weights(storage, folder) is not None
+
+
+def _weights(storage: Storage, folder: str) -> str | None:
+    """The name of the folder's index, or else of its only file of weights."""
+    names = [f"{stem}.safetensors{end}" for stem in STEMS for end in (".index.json", "")]
+    return next((name for name in names if storage.exists(f"{folder}/{name}")), None)
+
+
+def snapshot_of(storage: Storage, folder: str) -> str:
+    """The folder of the main snapshot, where `folder` is a model (`models--...`) in the hub's cache; else itself.
+
+    Raises FormatError where the cache does not say which snapshot is meant.
+    """
+    if not os.path.basename(folder).startswith("models--") or is_folder(storage, folder):
+        return folder
+    there = storage.names(f"{folder}/snapshots")
+    name = there[0] if len(there) == 1 else ""
+    if storage.exists(f"{folder}/refs/main"):
+        name = storage.read(f"{folder}/refs/main", _MOST_REF_BYTES).decode("utf-8", "replace").strip()
+    if name not in there:
+        raise FormatError(
+            "load", f"the hub's cache does not say which of its {len(there)} snapshots is meant",
+            [f"path  {folder}", f"refs/main  {name!r}", *(f"snapshot  {name}" for name in there[:8])],
+            [("load(f'{folder}/snapshots/...', ...)", "one of them")],
+        )  # fmt: skip
+    return f"{folder}/snapshots/{name}"
 
 
 def read_folder(storage: Storage, folder: str, prefix: str) -> Manifest:
@@ -43,10 +75,8 @@ def read_folder(storage: Storage, folder: str, prefix: str) -> Manifest:
 
     Raises StorageError, and FormatError for what is no such folder.
     """
-    if storage.exists(f"{folder}/{INDEX}"):
-        files = _indexed(storage, folder)
-    else:
-        files = {SINGLE: None}
+    index = _weights(storage, folder)
+    files = _indexed(storage, folder, index) if index.endswith(".json") else {index: None}
     infos, tensors = {}, {}
     for file, wanted in files.items():
         path = f"{folder}/{file}"
@@ -58,27 +88,30 @@ def read_folder(storage: Storage, folder: str, prefix: str) -> Manifest:
                 reader.close()
         infos[file] = FileInfo(reader.nbytes, start, "")
         found = {name: _stored(entry, file, start, reader.nbytes, path) for name, entry in header.items()}
+        _check_tiled(found, start, reader.nbytes, path)
         for name in found if wanted is None else wanted:
             if name not in found:
                 raise FormatError(
-                    "load", f"{INDEX} says that {name!r} is in {file!r}, and it is not", [f"path  {path}"]
+                    "load", f"{index} says that {name!r} is in {file!r}, and it is not", [f"path  {path}"]
                 )
             tensors[prefix + name] = found[name]
     return Manifest(step=0, identity="", block_bytes=1, files=infos, tensors=tensors, values={})
 
 
-def _indexed(storage: Storage, folder: str) -> dict[str, list[str]]:
+def _indexed(storage: Storage, folder: str, index: str) -> dict[str, list[str]]:
     """File -> the names in it."""
-    path = f"{folder}/{INDEX}"
+    path = f"{folder}/{index}"
     with guarded("load", path, "cannot read the index"):
         data = storage.read(path, MOST_HEADER_BYTES)
     try:
         files: dict[str, list[str]] = {}
-        for name, file in json.loads(data)["weight_map"].items():
+        for name, file in parse_json(data, unique=True)["weight_map"].items():
             files.setdefault(plain_name(file), []).append(name)
         return files
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError("load", f"the index is not one of safetensors files: {error}", [f"path  {path}"]) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise FormatError(
+            "load", f"the index is not one of safetensors files: {reason_of(error)}", [f"path  {path}"]
+        ) from error
 
 
 def _header(reader: Any, path: str) -> tuple[dict[str, Any], int]:
@@ -93,24 +126,41 @@ def _header(reader: Any, path: str) -> tuple[dict[str, Any], int]:
     text = bytearray(count)
     reader.read_into(text, 8)
     try:
-        fields = json.loads(bytes(text))
+        fields = parse_json(bytes(text), unique=True)
         fields.pop("__metadata__", None)
         return fields, 8 + count
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError("load", f"the header is not one of safetensors: {error}", [f"path  {path}"]) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise FormatError(
+            "load", f"the header is not one of safetensors: {reason_of(error)}", [f"path  {path}"]
+        ) from error
 
 
 def _stored(entry: Any, file: str, start: int, nbytes: int, path: str) -> Stored:
     try:
         dtype, shape = FROM_SAFETENSORS[entry["dtype"]], tuple(entry["shape"])
         low, high = entry["data_offsets"]
-        whole_sizes = all(type(size) is int and size >= 0 for size in (*shape, low, high))
-        if not whole_sizes or high - low != prod(shape) * SIZES[dtype] or start + high > nbytes:
-            raise ValueError(f"bytes [{low}, {high}) for {dtype}{list(shape)} in a file of {nbytes}")
+        sizes = (*shape, low, high)
+        fits = len(shape) <= MOST_DIMS and all(type(size) is int and 0 <= size < 1 << 63 for size in sizes)
+        if not fits or high - low != prod(shape) * SIZES[dtype] or start + high > nbytes:
+            raise ValueError(f"bytes [{shown(low)}, {shown(high)}) for {dtype}{shown([*shape])} in a file of {nbytes}")
     except (ValueError, TypeError, KeyError) as error:
-        raise FormatError("load", f"an entry of the header is wrong: {error}", [f"path  {path}"]) from error
+        raise FormatError(
+            "load", f"an entry of the header is wrong: {reason_of(error)}", [f"path  {path}"]
+        ) from error
     sections = (Section(whole(shape), file, start + low, start + high, ""),) if high > low else ()
     return Stored(dtype, shape, sections)
+
+
+def _check_tiled(found: Mapping[str, Stored], start: int, nbytes: int, path: str) -> None:
+    """Raises FormatError unless the tensors' bytes follow each other to the end of the file, as safetensors says."""
+    at = start
+    for low, high in sorted((s.start, s.stop) for kept in found.values() for s in kept.sections):
+        if low != at:
+            what = "overlap" if low < at else "leave a hole"
+            raise FormatError("load", f"two tensors {what} at byte {min(low, at)}", [f"path  {path}"])
+        at = high
+    if at != nbytes:
+        raise FormatError("load", f"the last {nbytes - at} of {nbytes} bytes belong to no tensor", [f"path  {path}"])
 
 
 class Whole(NamedTuple):
@@ -127,14 +177,21 @@ class Whole(NamedTuple):
 
 
 def export_huggingface(
-    path: str | os.PathLike[str], model: nn.Module, *, config: Any = None, shard_bytes: int = SHARD_BYTES
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    config: Any = None,
+    also: Iterable[Any] = (),
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the model's weights, whole, as a folder that `from_pretrained` loads. Call it on every rank.
+    """Writes the model as a folder that `from_pretrained` loads and the hub takes. Call it on every rank.
 
     Arguments:
         path: the folder; it must not exist.
         model: its names are written as they are, tied parameters once.
-        config: whatever has `save_pretrained(folder)`; by default the model's own `config`.
+        config: whatever has `save_pretrained(folder)`; by default the model's own `config`. The file names the
+            model's class, as `save_pretrained` of a model does; a `generation_config` is written, too.
+        also: further objects with `save_pretrained(folder)`: the tokenizer, a processor.
         shard_bytes: files grow no larger, unless one tensor does.
 
     Raises ConflictError where the folder exists, StorageError, UnsafeError. Communication: an all-gather
@@ -148,19 +205,23 @@ def export_huggingface(
             if isinstance(value, Tensor) and first.get(name, name) == name
         ]
         config = getattr(model, "config", None) if config is None else config
+        parts = [part for part in (config, getattr(model, "generation_config", None), *also) if part is not None]
         writes = session.rank == 0
         if writes:
             _check_absent(path)
         session.gather("begin")
-        write_folder(path, tensors, config if writes else None, shard_bytes, writes=writes)
+        write_folder(path, tensors, lambda folder: _write_parts(folder, parts, model), shard_bytes, writes=writes)
         session.gather("written")
 
 
 def write_folder(
-    path: str | os.PathLike[str], tensors: Sequence[Whole], config: Any = None, shard_bytes: int = SHARD_BYTES,
-    *, writes: bool = True, progress: Callable[[int], None] = lambda nbytes: None,
+    path: str | os.PathLike[str], tensors: Sequence[Whole], finish: Callable[[str], None] = lambda folder: None,
+    shard_bytes: int = SHARD_BYTES, *, writes: bool = True, progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:  # fmt: skip
-    """Writes the tensors in order, and commits the folder by one rename. `writes=False` only makes them."""
+    """Writes the tensors in order, and commits the folder by one rename. `writes=False` only makes them.
+
+    `finish` is given the folder before that, where it is one of this machine.
+    """
     storage, folder = storage_of(path)
     if not writes:
         for tensor in tensors:
@@ -184,9 +245,8 @@ def write_folder(
                 "weight_map": {tensor.name: name for name, shard in zip(names, shards) for tensor in shard},
             }
             _write_text(storage, f"{draft}/{INDEX}", json.dumps(index, indent=2))
-        if config is not None and local:
-            config.save_pretrained(draft)
         if local:
+            finish(draft)
             with guarded("export", folder, "cannot commit the folder"):
                 storage.sync_dir(draft)
                 storage.rename(draft, folder)
@@ -194,6 +254,20 @@ def write_folder(
         if local:
             storage.remove_tree(draft)
         raise
+
+
+def _write_parts(folder: str, parts: Sequence[Any], model: nn.Module) -> None:
+    """Configurations and the like, by their own `save_pretrained`; and the model's class, which a model's adds."""
+    for part in parts:
+        part.save_pretrained(folder)
+    path = f"{folder}/config.json"
+    if os.path.exists(path):
+        with open(path) as file:
+            fields = json.load(file)
+        if not fields.get("architectures"):
+            with open(path, "w") as file:
+                json.dump({**fields, "architectures": [type(model).__name__]}, file, indent=2)
+                file.write("\n")
 
 
 def _write_shard(storage: Storage, path: str, tensors: Iterable[Whole], progress: Callable[[int], None]) -> None:

@@ -18,6 +18,8 @@ from crc32c import crc32c
 from ._box import Box, partition_fault, volume, whole
 from ._dtypes import SIZES
 from ._errors import CorruptError, FormatError
+from ._json import check_levels, parse_json
+from ._text import reason_of, shown
 
 NAME = "manifest.json"
 FORMAT = "vescale-checkpoint"
@@ -152,16 +154,12 @@ def parse(data: bytes, path: str) -> Manifest:
 
 def _decoded(data: bytes, path: str) -> dict[str, Any]:
     try:
-        fields = json.loads(data, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(data)
+    except ValueError as error:
         raise FormatError("load", f"the manifest is no JSON that we read: {error}", [f"path  {path}"]) from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise FormatError("load", f"the file is not a manifest of format {FORMAT!r}", [f"path  {path}"])
     return fields
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _checked(fields: dict[str, Any], path: str) -> Manifest:
@@ -174,6 +172,8 @@ def _checked(fields: dict[str, Any], path: str) -> Manifest:
                 [f"path  {path}"],
                 [(f"pip install -U vescale-checkpoint  # upgrade to >= {version[0]}.0", "")],
             )
+        about = _mapping(fields.get("about", {}))
+        check_levels([fields["values"], about])
         block = _natural(fields["block_bytes"])
         _require(block > 0, "block_bytes is 0")
         files = {plain_name(name): _file_info(info) for name, info in _mapping(fields["files"]).items()}
@@ -189,11 +189,11 @@ def _checked(fields: dict[str, Any], path: str) -> Manifest:
             files=files,
             tensors=tensors,
             values=fields["values"],
-            about=_mapping(fields.get("about", {})),
+            about=about,
             version=version,
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else reason_of(error).partition(": ")[2]
         raise FormatError("load", f"the manifest breaks the format: {reason}", [f"path  {path}"]) from error
 
 
@@ -205,7 +205,7 @@ def _stored(name: str, entry: Mapping[str, Any], files: Mapping[str, FileInfo], 
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     size = SIZES.get(dtype)
     if size is None:
-        raise ValueError(f"tensor {name!r} has an unknown dtype {dtype!r}")
+        raise ValueError(f"tensor {name!r} has an unknown dtype {shown(dtype)}")
     known = shapes.get(shape)
     for length in shape:
         if type(length) is not int:
@@ -223,12 +223,13 @@ def _stored(name: str, entry: Mapping[str, Any], files: Mapping[str, FileInfo], 
             box = tuple([(low, high) for low, high in box])
             for low, high in box:
                 if type(low) is not int or type(high) is not int:
-                    raise ValueError(f"tensor {name!r} has the box {box}")
+                    raise ValueError(f"tensor {name!r} has the box {shown(box)}")
         info = files.get(file)
         if info is None:
-            raise ValueError(f"tensor {name!r} names the file {file!r}, which is not listed")
+            raise ValueError(f"tensor {name!r} names the file {shown(file)}, which is not listed")
         if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= info.nbytes:
-            raise ValueError(f"tensor {name!r} has the bytes [{start}, {stop}) of {file!r}, which are not in the file")
+            span = f"[{shown(start)}, {shown(stop)})"
+            raise ValueError(f"tensor {name!r} has the bytes {span} of {file!r}, which are not in the file")
         if type(checks) is not str or len(checks) != 8 * -(-(stop - start) // block):
             raise ValueError(f"tensor {name!r} has another number of checksums than blocks in {file!r}")
         sections.append(Section(box, file, start, stop, checks))
@@ -266,7 +267,8 @@ def _check_bytes(files: Mapping[str, FileInfo], tensors: Mapping[str, Stored]) -
 
 def _file_info(info: Any) -> FileInfo:
     nbytes, header_nbytes, check = info
-    _require(len(_text(check)) == 8, f"{check!r} is no checksum")
+    _require(len(_text(check)) == 8, f"{shown(check)} is no checksum")
+    _require(_natural(header_nbytes) <= MOST_BYTES, f"a header of {header_nbytes} bytes")
     return FileInfo(_natural(nbytes), _natural(header_nbytes), check)
 
 
@@ -281,7 +283,7 @@ def plain_name(name: str) -> str:
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r:.200} is not a size")
+        raise ValueError(f"{shown(value)} is not a size")
     return value
 
 
@@ -292,13 +294,13 @@ def _pair(value: Any) -> tuple[int, int]:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"{value!r:.200} is no text")
+        raise ValueError(f"{shown(value)} is no text")
     return value
 
 
 def _mapping(value: Any) -> dict:
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.200} is no object")
+        raise ValueError(f"{shown(value)} is no object")
     return value
 
 

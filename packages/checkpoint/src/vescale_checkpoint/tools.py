@@ -21,17 +21,19 @@ from torch import Tensor
 from . import manifest
 from ._box import Box, Piece, split, stored, volume, whole
 from ._catalogue import Entry
-from ._commit import Root, leased
+from ._commit import Root, check_folder, leased
 from ._dtypes import DTYPES, SIZES
 from ._errors import CheckpointError, MismatchError, StorageError
 from ._load_plan import Target, plan_reads
-from ._memory import block_checks
 from ._read import Files, read_all
 from ._save_plan import Header, Write, block_bytes
 from ._source import Source, locate, read_manifest
+from ._step import step_number
 from ._storage import guarded, storage_of
+from ._text import printable as printable
+from ._text import shown as shown
+from ._write import BlockChecks, write_file
 from ._write import Source as Bytes
-from ._write import write_file
 from .huggingface import Whole, write_folder
 from .manifest import FileInfo, Manifest, Section, Stored
 
@@ -43,11 +45,13 @@ _CHUNK_BYTES = 8 << 20
 def opened(path: str | os.PathLike[str], step: int | None = None) -> Iterator[Source]:
     """A committed step, kept from deletion within the block. Raises StorageError, CorruptError, FormatError."""
     storage, _ = storage_of(path)
-    folder = locate(path, step)
+    folder = locate(path, None if step is None else step_number("open", step))
     with leased(storage, folder) as there:
         if not there:
             raise StorageError("open", "the step vanished while it was opened", [f"path  {folder}"])
-        yield Source(storage, folder, manifest.parse(read_manifest(storage, folder), f"{folder}/{manifest.NAME}"))
+        kept = manifest.parse(read_manifest(storage, folder), f"{folder}/{manifest.NAME}")
+        check_folder(kept, folder)
+        yield Source(storage, folder, kept)
 
 
 def verify(source: Source, progress: Progress = lambda nbytes: None) -> list[str]:
@@ -56,7 +60,7 @@ def verify(source: Source, progress: Progress = lambda nbytes: None) -> list[str
     listed = {*source.manifest.files, manifest.NAME}
     with guarded("verify", source.folder, "cannot list the directory"):
         names = source.storage.names(source.folder)
-    found += [f"{name}: is not of this checkpoint" for name in names if name not in listed]
+    found += [printable(f"{name}: is not of this checkpoint") for name in names if name not in listed]
     sections: dict[str, list[tuple[str, Section]]] = {name: [] for name in source.manifest.files}
     for name, tensor in source.manifest.tensors.items():
         for section in tensor.sections:
@@ -65,7 +69,7 @@ def verify(source: Source, progress: Progress = lambda nbytes: None) -> list[str
         try:
             found += _file_faults(source, file, info, sections[file], progress)
         except CheckpointError as error:
-            found.append(f"{file}: {error.rule}")
+            found.append(printable(f"{file}: {error.rule}"))
     return found
 
 
@@ -74,20 +78,20 @@ def _file_faults(
 ) -> Iterator[str]:
     files = Files(source.storage, source.folder, source.manifest.files, verify=True)
     block = source.manifest.block_bytes
-    step = max(block, _CHUNK_BYTES // block * block)
     try:
         files.check([file])
         progress(info.header_nbytes)
         for name, section in sections:
-            for at in range(section.start, section.stop, step):
-                data = bytearray(min(step, section.stop - at))
+            found = BlockChecks(block)
+            for at in range(section.start, section.stop, _CHUNK_BYTES):
+                data = bytearray(min(_CHUNK_BYTES, section.stop - at))
                 files.fill(file, data, at)
-                first = (at - section.start) // block
-                wanted, checks = section.checks[8 * first :], block_checks(memoryview(data), block)
-                for i in range(0, len(checks), 8):
-                    if checks[i : i + 8] != wanted[i : i + 8]:
-                        yield f"{file}: block {first + i // 8} of {name!r} is not as it was written"
+                found.feed(memoryview(data))
                 progress(len(data))
+            checks = found.text()
+            for i in range(0, len(checks), 8):
+                if checks[i : i + 8] != section.checks[i : i + 8]:
+                    yield printable(f"{file}: block {i // 8} of {name!r} is not as it was written")
     finally:
         files.close()
 
@@ -96,22 +100,29 @@ def read_tensor(source: Source, name: str, box: Box | None = None) -> Tensor:
     """A stored tensor, or a box of it, in CPU memory."""
     kept = source.manifest.tensors[name]
     box = whole(kept.shape) if box is None else box
-    tensor = torch.empty([stop - start for start, stop in box], dtype=DTYPES[kept.dtype])
-    target = Target(name, name, kept, (stored(box),) if tensor.numel() else (), kept.dtype)
+    target = Target(name, name, kept, (stored(box),) if volume(box) else (), kept.dtype)
     block = source.manifest.block_bytes
     files = Files(source.storage, source.folder, source.manifest.files, verify=True)
     try:
         plan = plan_reads([target], block)
         files.check(sorted(plan))
+        tensor = _empty([stop - start for start, stop in box], kept.dtype)
         read_all(files, plan, [target], [tensor], block, verify=True)
     finally:
         files.close()
     return tensor
 
 
+def _empty(shape: Sequence[int], dtype: str) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    except RuntimeError as error:
+        raise StorageError("read", f"no memory for a tensor of {dtype}{list(shape)}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor, or the values, differ: `what` says it in words."""
+    """How one tensor, or the values, differ: `what` says it in words. Both are fit to be printed."""
 
     name: str
     what: str
@@ -123,16 +134,17 @@ def diff(a: Source, b: Source, progress: Progress = lambda nbytes: None) -> list
     for name in sorted({*a.manifest.tensors, *b.manifest.tensors}):
         mine, theirs = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
         if mine is None or theirs is None:
-            found.append(Difference(name, "only in the second" if mine is None else "only in the first"))
+            where = "only in the second" if mine is None else "only in the first"
+            found.append(Difference(printable(name), where))
         elif (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
             kinds = (f"{tensor.dtype}{list(tensor.shape)}" for tensor in (mine, theirs))
-            found.append(Difference(name, " and ".join(kinds)))
+            found.append(Difference(printable(name), " and ".join(kinds)))
         else:
             what = _differing(read_tensor(a, name), read_tensor(b, name))
-            found += [Difference(name, what)] if what else []
+            found += [Difference(printable(name), what)] if what else []
             progress(mine.nbytes)
     found += [
-        Difference(path, f"{mine} and {theirs}")
+        Difference(printable(path), f"{mine} and {theirs}")
         for path, mine, theirs in _differing_values(a.manifest.values, b.manifest.values, "")
     ]
     return found
@@ -153,7 +165,7 @@ def _differing_values(a: object, b: object, path: str) -> Iterator[tuple[str, st
         for key in dict.fromkeys((*a, *b)):
             yield from _differing_values(a.get(key), b.get(key), f"{path}.{key}" if path else key)
     elif json.dumps(a) != json.dumps(b):
-        yield path, f"{json.dumps(a):.60}", f"{json.dumps(b):.60}"
+        yield path, shown(a, 60), shown(b, 60)
 
 
 def export(

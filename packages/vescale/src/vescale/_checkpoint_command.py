@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from vescale_checkpoint import tools
 
@@ -24,16 +25,18 @@ def inspect(path: Where, step: Step = None, tensors: Annotated[bool, typer.Optio
     """What a step holds: when and how it was saved, its tensors and files."""
     with tools.opened(path, step) as source:
         kept, console = source.manifest, Console()
-        console.print(f"{source.folder}: step {kept.step}, {len(kept.tensors)} tensors, {size_of(kept.nbytes)}")
+        head = f"{source.folder}: step {kept.step}, {len(kept.tensors)} tensors, {size_of(kept.nbytes)}"
+        console.print(plain(head), highlight=False)
         for key, value in kept.about.items():
             if value not in (None, {}, []):
-                console.print(f"  {key}  {value}", overflow="fold", markup=False)
+                console.print(plain(f"  {key}  {value if isinstance(value, str) else tools.shown(value, 4000)}"))
         if not tensors:
             return
         table = Table("tensor", "dtype", "shape", "sections", "size", "tied to")
         for name, tensor in kept.tensors.items():
             shape, parts = str(list(tensor.shape)), str(len(tensor.sections))
-            table.add_row(name, tensor.dtype, shape, parts, size_of(tensor.nbytes), ", ".join(tensor.tied))
+            tied = plain(", ".join(tensor.tied))
+            table.add_row(plain(name), tensor.dtype, shape, parts, size_of(tensor.nbytes), tied)
         console.print(table)
 
 
@@ -46,7 +49,8 @@ def verify(path: Where, step: Step = None):
             faults = tools.verify(source, advance)
         for fault in faults:
             typer.echo(fault)
-        typer.echo(f"{source.folder}: {len(faults)} faults" if faults else f"{source.folder}: whole, {size_of(total)}")
+        verdict = f"{len(faults)} faults" if faults else f"whole, {size_of(total)}"
+        typer.echo(tools.printable(f"{source.folder}: {verdict}"))
     if faults:
         raise typer.Exit(1)
 
@@ -88,6 +92,11 @@ def reshard(
     with tools.opened(path, step) as source, progress("reshard", source.manifest.nbytes) as advance:
         made = tools.reshard(source, out, ranks, advance)
     typer.echo(made)
+
+
+def plain(text: str) -> Text:
+    """What others named, for rich: neither its markup nor a control character."""
+    return Text(tools.printable(text), overflow="fold")
 
 
 @contextmanager

@@ -1,0 +1,78 @@
+"""Which committed steps stay, and the numbers by which some of them are the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ._errors import FormatError, MismatchError
+from ._text import reason_of, shown
+from ._values import decode, encode
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which committed steps stay; a step that any rule names stays, and so does the newest.
+
+    Arguments:
+        last: the newest so many.
+        every: every step that is a multiple of this.
+        best: a metric's name (`save(..., metrics={"loss": 0.3})`); the `count` best steps by it.
+        count: see `best`.
+        largest: whether the best is the largest value, not the smallest.
+    """
+
+    last: int = 1
+    every: int | None = None
+    best: str | None = None
+    count: int = 1
+    largest: bool = False
+
+    def __post_init__(self) -> None:
+        counts = (self.last, self.count, 1 if self.every is None else self.every)
+        if not all(type(count) is int and count >= 1 for count in counts):
+            raise ValueError(f"{self}: last, every and count are integers of at least 1")
+
+    def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """Of the steps, each with its metrics, those that stay."""
+        steps = sorted(metrics)
+        kept = set(steps[-self.last :])
+        if self.every is not None:
+            kept |= {step for step in steps if step % self.every == 0}
+        if self.best is not None:
+            found = {step: metrics[step].get(self.best) for step in steps}
+            valued = [step for step in steps if isinstance(found[step], int | float) and not math.isnan(found[step])]
+            valued.sort(key=lambda step: (found[step], -step), reverse=self.largest)
+            kept |= set(valued[: self.count])
+        return kept
+
+
+def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """A step's metrics as numbers; raises MismatchError for what is none, before anything is written."""
+    found = {}
+    for key, value in (metrics or {}).items():
+        try:
+            if type(key) is not str or key[:1] == "$":
+                raise TypeError("its name is no text, or begins with '$'")
+            found[key] = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise MismatchError(
+                "save", f"the metric {shown(key)} is {shown(value)}, which is no number: {reason_of(error)}"
+            ) from error
+    return found
+
+
+def metrics_json(metrics: Mapping[str, float]) -> Any:
+    """As a manifest holds them: NaN and infinities, too."""
+    return encode(metrics, "metrics", lambda path, tensor: path)
+
+
+def stored_metrics(found: Any) -> Mapping[str, float]:
+    """Of a manifest's field. Raises FormatError."""
+    return decode(found, _no_tensor) if isinstance(found, dict) else {}
+
+
+def _no_tensor(name: str) -> None:
+    raise FormatError("load", f"a metric is the tensor {name!r}")
