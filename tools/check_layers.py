@@ -31,6 +31,7 @@ COMMUNICATES = {
     "dtensor": {
         "_collectives",  # executes conversions
         "_endings",  # tells why a rank ended
+        "_group",  # the process group of the second device, for tests
         "_mesh",  # looks up the process groups of a mesh
         "_worker",  # a rank of the test pool
         "testing",

@@ -32,7 +32,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from . import _fallback
+from . import _fallback, _second
 
 START_SECONDS = 60.0  # importing torch in the fork server, rendezvous of a world
 COLLECTIVE_SECONDS = 30.0  # default timeout of every process group
@@ -157,7 +157,7 @@ def serve_forks(command_fd: int, modules: list[str]) -> NoReturn:
             break
         request = json.loads(message)
         if "fork" in request:
-            pids = _fork_world(request["fork"], fds, command)
+            pids = _fork_world(request["fork"], request["device"], fds, command)
             children.update(pids)
             reply = {"pids": pids, "threads": _count_threads()}
         else:
@@ -208,7 +208,7 @@ def _reap(pids: Iterable[int], seconds: float) -> dict[int, int | None]:
     return codes
 
 
-def _fork_world(size: int, fds: list[int], command: socket.socket) -> list[int]:
+def _fork_world(size: int, device: str, fds: list[int], command: socket.socket) -> list[int]:
     """Fork one process per rank; ``fds`` has its control socket and its stack file."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(16, 2 * size))
     port = listener.getsockname()[1]
@@ -228,7 +228,7 @@ def _fork_world(size: int, fds: list[int], command: socket.socket) -> list[int]:
                     listener.close()
                 control = socket.socket(fileno=control_fd)
                 store_fd = listener.detach() if rank == 0 else None
-                _work(rank, size, control, stack_fd, port, store_fd)
+                _work(rank, size, device, control, stack_fd, port, store_fd)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -255,16 +255,23 @@ def _die_with_parent() -> None:
 # --------------------------------------------------------------------- a rank
 
 in_worker = False
+device_type = "cpu"
+"""Of this worker's world: "cpu", or "second"."""
 
 
-def _work(rank: int, size: int, control: socket.socket, stack_fd: int, port: int, store_fd: int | None) -> None:
+def _work(
+    rank: int, size: int, device: str, control: socket.socket, stack_fd: int, port: int, store_fd: int | None
+) -> None:
     """Main of a rank: join the world, then answer calls until the caller is gone."""
-    global in_worker
-    in_worker = True
+    global in_worker, device_type
+    in_worker, device_type = True, device
     faulthandler.enable(stack_fd)
     faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True, chain=False)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     try:
+        if device == "second":
+            _second.register()
+            sys.setswitchinterval(0.001)  # its threads pass messages on
         # new_group() does not inherit the timeout of the world.
         dist.distributed_c10d.default_pg_timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         store = dist.TCPStore(
@@ -276,7 +283,7 @@ def _work(rank: int, size: int, control: socket.socket, stack_fd: int, port: int
             master_listen_fd=store_fd,
         )
         dist.init_process_group(
-            "gloo",
+            "gloo" if device == "cpu" else device,
             store=store,
             rank=rank,
             world_size=size,
@@ -307,6 +314,8 @@ def _answer(rank: int, request: bytes) -> Answer:
         function, args, kwargs, expected = pickle.loads(request)
         with warnings.catch_warnings():
             value = function(*args, **kwargs)
+        if device_type == "second":
+            _second.check_at_rest()
     except BaseException as error:
         answer = _raised(rank, error, expected)
     else:
@@ -376,7 +385,10 @@ def _receive_exactly(control: socket.socket, length: int) -> bytes | None:
 
 def check_groups(seconds: float) -> None:
     """Runs on every rank: a barrier on each process group, in order of creation."""
+    if device_type == "second":
+        _second.forget_undelivered()
     for group in list(dist.distributed_c10d._world.pg_map):
         options = dist.BarrierOptions()
+        options.device = torch.device(device_type)
         options.timeout = timedelta(seconds=seconds)
         group.barrier(options).wait(timedelta(seconds=seconds))

@@ -87,9 +87,9 @@ class ForkServer:
         self._command = near
         self.threads = -1  # in the fork server, at the last fork
 
-    def fork(self, size: int, fds: list[int]) -> list[int]:
+    def fork(self, size: int, device: str, fds: list[int]) -> list[int]:
         """Fork the ranks of a world; returns their process ids."""
-        reply = self._ask({"fork": size}, START_SECONDS, fds)
+        reply = self._ask({"fork": size, "device": device}, START_SECONDS, fds)
         self.threads = reply["threads"]
         return reply["pids"]
 
@@ -205,9 +205,9 @@ class Rank:
 
 
 class World:
-    """The ranks of one world size, joined in a gloo process group."""
+    """The ranks of one world size on one device, joined in its process group: gloo's, or the second device's own."""
 
-    def __init__(self, server: ForkServer, size: int) -> None:
+    def __init__(self, server: ForkServer, size: int, device: str) -> None:
         self.size = size
         self.is_open = True
         self._server = server
@@ -215,7 +215,7 @@ class World:
         self._selector = selectors.DefaultSelector()
         fds = [fd for rank in self._ranks for fd in (rank.far.fileno(), rank.stacks.fileno())]
         try:
-            pids = server.fork(size, fds)
+            pids = server.fork(size, device, fds)
         except BaseException:
             for rank in self._ranks:
                 rank.far.close()
@@ -325,7 +325,7 @@ class Pool:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._server: ForkServer | None = None
-        self._worlds: dict[int, World] = {}
+        self._worlds: dict[tuple[int, str], World] = {}
         self._owner = os.getpid()
 
     def server(self, modules: tuple[str, ...] = ()) -> ForkServer:
@@ -338,13 +338,15 @@ class Pool:
                 self._server = ForkServer(modules)
             return self._server
 
-    def call(self, size: int, request: bytes, seconds: float) -> list[Answer]:
-        """Have every rank of a world of this size do one call."""
+    def call(self, size: int, device: str, request: bytes, seconds: float) -> list[Answer]:
+        """Have every rank of a world of this size, on this device, do one call."""
         with self._lock:
             server = self.server()
-            world = self._worlds.get(size)
+            world = self._worlds.get((size, device))
             if world is None or not world.is_open:
-                world = self._worlds[size] = World(server, size)
+                if device == "second":
+                    _built()
+                world = self._worlds[size, device] = World(server, size, device)
             return world.call(request, seconds)
 
     def close(self) -> None:
@@ -359,6 +361,16 @@ class Pool:
                 world.close(kill=False)
             self._server.close()
             self._server, self._worlds = None, {}
+
+
+def _built() -> None:
+    """Compiles the second device, if nobody has: before the ranks' time runs."""
+    from vescale_dtensor._second import BuildError, library
+
+    try:
+        library()
+    except BuildError as error:
+        raise WorldStartError(str(error)) from error
 
 
 pool = Pool()

@@ -100,6 +100,7 @@ def run_ranks(
     /,
     *args: Any,
     timeout: float = 60.0,
+    device: str = "cpu",
     **kwargs: Any,
 ) -> list[Any]:
     """Call a function on every rank of a gloo world; results in rank order.
@@ -115,6 +116,9 @@ def run_ranks(
             travels with the whole of its storage.
         timeout: seconds until RankTimeout, not counting the start of the
             processes.  A collective gives up after 30 seconds by itself.
+        device: "cpu", or "second": a device in host memory that behaves as a
+            GPU does, with a process group that has NCCL's manners
+            (``_second``).  It is compiled at its first use on a machine.
 
     Returns:
         The results of ranks 0, 1, ..., world_size - 1.
@@ -133,7 +137,7 @@ def run_ranks(
         >>> run_ranks(2, lambda x: x + dist.get_rank(), 10)
         [10, 11]
     """
-    answers = _call(world_size, function, args, kwargs, timeout, expected=())
+    answers = _call(world_size, function, args, kwargs, timeout, device, expected=())
     if all(answer.kind == "returned" for answer in answers):
         return [loads(answer.value) for answer in answers]
     raise _error_of(answers, function, timeout)
@@ -147,6 +151,7 @@ def raises_on_all(
     *args: Any,
     match: str | None = None,
     timeout: float = 60.0,
+    device: str = "cpu",
     **kwargs: Any,
 ) -> str:
     """Check that a function raises the same error on every rank.
@@ -157,7 +162,7 @@ def raises_on_all(
     Arguments:
         exc_type: the type, or a tuple of types, as for ``isinstance``.
         match: a regular expression to be found in the message.
-        world_size, function, timeout: see ``run_ranks``.
+        world_size, function, timeout, device: see ``run_ranks``.
 
     Returns:
         The message.
@@ -173,7 +178,7 @@ def raises_on_all(
         >>> raises_on_all(2, ZeroDivisionError, lambda: 1 / 0)
         'division by zero'
     """
-    answers = _call(world_size, function, args, kwargs, timeout, expected=exc_type)
+    answers = _call(world_size, function, args, kwargs, timeout, device, expected=exc_type)
     raised = [answer for answer in answers if answer.kind == "raised"]
     if any(answer.kind == "died" for answer in answers) or (
         not raised and any(answer.kind == "silent" for answer in answers)
@@ -242,7 +247,7 @@ _meshes_world: object = None
 
 
 def mesh_of(*sizes: int, names: Sequence[str] | None = None) -> DeviceMesh:
-    """The CPU device mesh of these sizes, made once per worker.
+    """The device mesh of these sizes, on the device of the worker's world, made once per worker.
 
     Call it on all ranks of the world, in the same order.
 
@@ -267,7 +272,7 @@ def mesh_of(*sizes: int, names: Sequence[str] | None = None) -> DeviceMesh:
         _meshes_world = world
     key = (sizes, None if names is None else tuple(names))
     if key not in _meshes:
-        _meshes[key] = init_device_mesh("cpu", sizes, mesh_dim_names=key[1])
+        _meshes[key] = init_device_mesh(_worker.device_type, sizes, mesh_dim_names=key[1])
     return _meshes[key]
 
 
@@ -304,6 +309,7 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float,
+    device: str,
     *,
     expected: Any,
 ) -> list[Answer]:
@@ -311,7 +317,9 @@ def _call(
         raise RuntimeError("run_ranks was called on a rank; call it from the test process")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
-    return pool.call(world_size, dumps((function, args, kwargs, expected)), timeout)
+    if device not in ("cpu", "second"):
+        raise ValueError(f'device must be "cpu" or "second", not {device!r}')
+    return pool.call(world_size, device, dumps((function, args, kwargs, expected)), timeout)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -33,9 +33,9 @@ def join() -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if device != "cpu":
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(_BACKENDS.get(device, "gloo"), timeout=TIMEOUT)
+        dist.init_process_group(_backend_of(device), timeout=TIMEOUT)
     else:
-        dist.init_process_group(_BACKENDS.get(device, "gloo"), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(leave)
     tell_endings()
 
@@ -52,11 +52,13 @@ def leave() -> None:
 
 
 def accelerator() -> str:
-    """ "cuda" when there is one, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """The type of this machine's accelerator where torch.distributed has a backend for it, else "cpu"."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and _backend_of(found.type) != "gloo" else "cpu"
 
 
-_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+def _backend_of(device: str) -> str:
+    return dist.Backend.default_device_backend_map.get(device, "gloo")
 
 
 def make_mesh(plan: Plan) -> DeviceMesh:
@@ -80,7 +82,9 @@ def make_mesh(plan: Plan) -> DeviceMesh:
                 ],
             )
         sizes = (1,) * len(sizes)
-    device = accelerator() if dist.get_backend() == "nccl" else "cpu"
+    device = accelerator()
+    if dist.get_backend() != _backend_of(device):
+        device = "cpu"
     wanted = (dist.group.WORLD, device, tuple(plan.mesh), sizes)
     for known, mesh in _meshes:
         if known == wanted:

@@ -1,0 +1,23 @@
+"""A second device without hardware, for tests: what is right on it has a chance of being right on CUDA and NCCL.
+
+    device.cpp, backend.cpp   the device `second` (torch's PrivateUse1) and the shell of its process group
+    _build                    compiles them, once per machine
+    _device                   registers the device; which calls made the host wait for it
+    _wire                     messages between the processes of a machine
+    _queue                    what a communicator runs, one after the other, on its own stream
+    _group                    the process group: NCCL's manners, at their worst
+    _memory                   what is in flight may be neither read, where it is output, nor written
+
+Tensors of `second` lie in host memory and run the CPU's kernels. They refuse to be mixed with the CPU's, backward runs
+on autograd's device thread, random numbers come from a generator of the device's own, and everything that would make
+the host wait for a GPU is counted, by call site. The generator gives the CPU's sequence (mt19937), so that dropout on
+`second` is dropout on the CPU from the same seed. `testing.run_ranks(..., device="second")` runs a test on it.
+"""
+
+from ._build import BuildError as BuildError
+from ._build import library as library
+from ._device import HostWaits as HostWaits
+from ._device import host_waits as host_waits
+from ._device import register as register
+from ._group import check_at_rest as check_at_rest
+from ._group import forget_undelivered as forget_undelivered

@@ -1,0 +1,621 @@
+// A device in host memory: PrivateUse1 "second". Its kernels are the CPU's, its rules are a GPU's: tensors of two devices
+// do not mix, random numbers come from a generator of its own, and whatever makes the host wait for it is told to Python.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+
+using at::Tensor;
+using c10::Device;
+using c10::DispatchKey;
+using c10::IValue;
+using c10::Storage;
+
+namespace {
+
+constexpr auto kSecond = c10::DeviceType::PrivateUse1;
+
+// --- what makes the host wait ---------------------------------------------------------------------------------------
+
+py::object* on_wait = nullptr;  // called with what waited; None: nobody listens
+bool listening = false;
+
+void note(const char* what) {
+  if (!listening) return;
+  py::gil_scoped_acquire gil;
+  (*on_wait)(what);
+}
+
+// --- memory ---------------------------------------------------------------------------------------------------------
+
+// Fresh memory is not zero, as on a GPU: a kernel that forgets to write shows.
+struct DeviceAllocator final : c10::Allocator {
+  static void release(void* memory) {
+    std::free(memory);
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    void* memory = nullptr;
+    if (bytes) {
+      TORCH_CHECK(posix_memalign(&memory, 512, bytes) == 0, "second: out of memory, ", bytes, " bytes");
+      std::memset(memory, 0xA5, std::min<size_t>(bytes, 1 << 16));
+    }
+    return {memory, memory, &release, Device(kSecond, 0)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &release;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+DeviceAllocator device_allocator;
+
+// Host memory that a copy need not wait for.
+struct PinnedAllocator final : c10::Allocator {
+  static std::mutex& lock() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  static std::map<const char*, size_t>& ranges() {
+    static std::map<const char*, size_t> held;
+    return held;
+  }
+  static void release(void* memory) {
+    {
+      std::lock_guard<std::mutex> guard(lock());
+      ranges().erase(static_cast<const char*>(memory));
+    }
+    std::free(memory);
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    void* memory = nullptr;
+    TORCH_CHECK(posix_memalign(&memory, 512, std::max<size_t>(bytes, 1)) == 0, "second: out of pinned memory");
+    std::lock_guard<std::mutex> guard(lock());
+    ranges()[static_cast<const char*>(memory)] = std::max<size_t>(bytes, 1);
+    return {memory, memory, &release, Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &release;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+  static bool holds(const void* data) {
+    std::lock_guard<std::mutex> guard(lock());
+    auto next = ranges().upper_bound(static_cast<const char*>(data));
+    if (next == ranges().begin()) return false;
+    --next;
+    return static_cast<const char*>(data) < next->first + next->second;
+  }
+};
+PinnedAllocator pinned_allocator;
+
+void grow(const Storage& storage, size_t bytes) {
+  auto* impl = storage.unsafeGetStorageImpl();
+  auto fresh = device_allocator.allocate(bytes);
+  if (impl->nbytes() && bytes) std::memcpy(fresh.get(), storage.data(), std::min(bytes, impl->nbytes()));
+  impl->set_data_ptr(std::move(fresh));
+  impl->set_nbytes(bytes);
+}
+
+// --- streams and events: one queue, in which everything runs at once ---------------------------------------------
+
+thread_local c10::StreamId current_stream = 0;
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static c10::Stream stream(c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, Device(kSecond, 0), id);
+  }
+  c10::DeviceType type() const override {
+    return kSecond;
+  }
+  Device exchangeDevice(Device) const override {
+    return Device(kSecond, 0);
+  }
+  Device getDevice() const override {
+    return Device(kSecond, 0);
+  }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  c10::Stream getStream(Device) const override {
+    return stream(current_stream);
+  }
+  c10::Stream getDefaultStream(Device) const override {
+    return stream(0);
+  }
+  c10::Stream getStreamFromGlobalPool(Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  c10::Stream getNewStream(Device, int) const override {
+    static std::atomic<c10::StreamId> last{0};
+    return stream(++last);
+  }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    auto before = stream(current_stream);
+    current_stream = next.id();
+    return before;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return 1;
+  }
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+    *event = const_cast<Guard*>(this);  // all work is done when it returns: an event has nothing to hold
+  }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override {
+    return true;
+  }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  bool queryStream(const c10::Stream&) const override {
+    return true;
+  }
+  void synchronizeStream(const c10::Stream&) const override {
+    note("synchronize a stream");
+  }
+  void synchronizeEvent(void*) const override {
+    note("synchronize an event");
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    note("synchronize the device");
+  }
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  double elapsedTime(void*, void*, const c10::DeviceIndex) const override {
+    return 0;
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+// --- random numbers: the CPU's sequence, from a generator of the device's own -----------------------------------------
+
+struct DeviceGenerator final : c10::GeneratorImpl {
+  at::Generator inner;
+  explicit DeviceGenerator(at::Generator generator)
+      : c10::GeneratorImpl(Device(kSecond, 0), c10::DispatchKeySet(DispatchKey::PrivateUse1)),
+        inner(std::move(generator)) {}
+  void set_current_seed(uint64_t seed) override {
+    inner.set_current_seed(seed);
+  }
+  void set_offset(uint64_t) override {
+    TORCH_CHECK(false, "second: its generator has no offset");
+  }
+  uint64_t get_offset() const override {
+    TORCH_CHECK(false, "second: its generator has no offset");
+  }
+  uint64_t current_seed() const override {
+    return inner.current_seed();
+  }
+  uint64_t seed() override {
+    return inner.seed();
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    inner.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return inner.unsafeGetGeneratorImpl()->get_state();
+  }
+  DeviceGenerator* clone_impl() const override {
+    return new DeviceGenerator(inner.clone());
+  }
+};
+
+at::Generator& default_generator() {
+  static at::Generator generator =
+      at::make_generator<DeviceGenerator>(at::detail::createCPUGenerator(c10::default_rng_seed_val));
+  return generator;
+}
+
+at::Generator inner_of(const std::optional<at::Generator>& given) {
+  if (!given || !given->defined()) return static_cast<DeviceGenerator*>(default_generator().unsafeGetGeneratorImpl())->inner;
+  TORCH_CHECK(given->device().type() == kSecond, "Expected a 'second' device type for generator but found '",
+              given->device().type(), "'");
+  return static_cast<DeviceGenerator*>(given->unsafeGetGeneratorImpl())->inner;
+}
+
+// --- the CPU's view of a device tensor, and back -----------------------------------------------------------------------
+
+Storage alias(const Storage& storage, Device device, c10::Allocator* allocator) {
+  auto* kept = new Storage(storage);
+  c10::DataPtr data(
+      const_cast<void*>(storage.data()), kept, [](void* held) { delete static_cast<Storage*>(held); }, device);
+  return Storage(Storage::use_byte_size_t(), storage.nbytes(), std::move(data), allocator, true);
+}
+
+Tensor over(const Storage& storage, const Tensor& like, DispatchKey key) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(Storage(storage), c10::DispatchKeySet(key), like.dtype());
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_offset(like.storage_offset());
+  impl->set_sizes_and_strides(like.sizes(), like.strides());
+  if (like.is_conj()) tensor._set_conj(true);
+  if (like.is_neg()) tensor._set_neg(true);
+  return tensor;
+}
+
+// Storages of one call in both guises: what aliased before a kernel aliases after it.
+class Views {
+ public:
+  Tensor on_cpu(const Tensor& tensor) {
+    const auto* wanted = tensor.storage().unsafeGetStorageImpl();
+    for (auto& [device, cpu] : pairs_)
+      if (device.unsafeGetStorageImpl() == wanted) return over(cpu, tensor, DispatchKey::CPU);
+    auto cpu = alias(tensor.storage(), Device(c10::kCPU), c10::GetCPUAllocator());
+    pairs_.emplace_back(tensor.storage(), cpu);
+    return over(cpu, tensor, DispatchKey::CPU);
+  }
+  Tensor on_device(const Tensor& tensor) {
+    if (!tensor.defined() || tensor.device().type() != c10::kCPU) return tensor;
+    const auto* wanted = tensor.storage().unsafeGetStorageImpl();
+    for (auto& [device, cpu] : pairs_)
+      if (cpu.unsafeGetStorageImpl() == wanted) return over(device, tensor, DispatchKey::PrivateUse1);
+    auto device = alias(tensor.storage(), Device(kSecond, 0), &device_allocator);
+    pairs_.emplace_back(device, tensor.storage());
+    return over(device, tensor, DispatchKey::PrivateUse1);
+  }
+
+ private:
+  std::vector<std::pair<Storage, Storage>> pairs_;
+};
+
+Tensor on_cpu(const Tensor& tensor) {
+  return Views().on_cpu(tensor);
+}
+
+// Operators that take CPU tensors beside a GPU's: indices (which are copied to it), and copies.
+const std::unordered_set<std::string> takes_both = {
+    "aten::index.Tensor", "aten::index.Tensor_out", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::_copy_from"};
+
+// Operators whose kernel on a GPU reads a result on the host, for a size or a check.
+const std::unordered_set<std::string> reads_back = {
+    "aten::nonzero", "aten::nonzero.out", "aten::masked_select", "aten::masked_select.out", "aten::equal",
+    "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_dim_consecutive", "aten::unique_consecutive",
+    "aten::bincount", "aten::histc", "aten::segment_reduce", "aten::is_nonzero", "aten::multinomial",
+    "aten::multinomial.out", "aten::_linalg_check_errors", "aten::_amp_update_scale"};
+
+bool is_mask(const std::optional<Tensor>& index) {
+  return index && index->defined() && (index->scalar_type() == c10::kBool || index->scalar_type() == c10::kByte);
+}
+
+// What an operator waits for, if it does; `inputs` are its arguments as they were given.
+const char* awaited(const std::string& name, const IValue* inputs) {
+  if (name == "aten::repeat_interleave.Tensor") return inputs[1].isNone() ? "repeat_interleave" : nullptr;
+  const bool gathers = name == "aten::index.Tensor" || name == "aten::index.Tensor_out";
+  if (gathers || name == "aten::index_put_" || name == "aten::_index_put_impl_") {
+    const auto indices = inputs[1].toOptionalTensorVector();
+    int given = 0;
+    bool masked = false, from_host = false;
+    for (const std::optional<Tensor>& index : indices) {
+      if (!index || !index->defined()) continue;
+      given++;
+      masked |= is_mask(index);
+      from_host |= index->device().type() == c10::kCPU;
+    }
+    if (from_host) return "index by a CPU tensor";
+    // One mask and one value is a masked fill, which needs no sizes.
+    if (masked && (gathers || given > 1 || inputs[2].toTensor().numel() != 1))
+      return "index by a mask";
+    return nullptr;
+  }
+  return reads_back.count(name) ? name.c_str() + 6 : nullptr;
+}
+
+// The sizes, strides and memory that a kernel gave to an argument it resized.
+void take_over(const Tensor& device, const Tensor& cpu) {
+  const bool moved = cpu.storage().data() != device.storage().data();
+  if (!moved && cpu.sizes() == device.sizes() && cpu.strides() == device.strides() &&
+      cpu.storage_offset() == device.storage_offset())
+    return;
+  if (moved) {
+    auto* kept = new Storage(cpu.storage());
+    c10::DataPtr data(
+        const_cast<void*>(cpu.storage().data()), kept, [](void* held) { delete static_cast<Storage*>(held); },
+        Device(kSecond, 0));
+    device.storage().unsafeGetStorageImpl()->set_data_ptr(std::move(data));
+    device.storage().unsafeGetStorageImpl()->set_nbytes(cpu.storage().nbytes());
+  }
+  device.unsafeGetTensorImpl()->set_storage_offset(cpu.storage_offset());
+  device.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides());
+}
+
+// Every operator without a kernel here: the CPU's, on the same memory.
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto name = schema.overload_name().empty() ? schema.name() : schema.name() + "." + schema.overload_name();
+  const auto count = schema.arguments().size();
+  const auto begin = stack->size() - count;
+  if (const char* what = listening ? awaited(name, stack->data() + begin) : nullptr) note(what);
+  Views views;
+  std::vector<std::pair<Tensor, Tensor>> given;  // in both guises
+  const bool both = takes_both.count(name);
+  auto take = [&](const Tensor& tensor) -> Tensor {
+    if (!tensor.defined()) return tensor;
+    if (tensor.device().type() == kSecond) {
+      given.emplace_back(tensor, views.on_cpu(tensor));
+      return given.back().second;
+    }
+    TORCH_CHECK(
+        tensor.device().type() == c10::kMeta || tensor.dim() == 0 || both,
+        "Expected all tensors to be on the same device, but found at least two devices, second:0 and ", tensor.device(),
+        "! (a tensor of shape ", tensor.sizes(), ", in ", name, ")");
+    return tensor;
+  };
+  for (size_t i = 0; i < count; i++) {
+    auto& value = (*stack)[begin + i];
+    if (value.isTensor()) {
+      value = take(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& tensor : value.toTensorVector()) list.push_back(take(tensor));
+      value = list;
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> list;
+      for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector())
+        list.push_back(tensor ? std::optional<Tensor>(take(*tensor)) : tensor);
+      value = list;
+    } else if (value.isDevice() && value.toDevice().type() == kSecond) {
+      value = Device(c10::kCPU);
+    } else if (schema.arguments()[i].name() == "generator") {
+      value = value.isNone() ? inner_of(std::nullopt) : inner_of(value.toGenerator());
+    }
+  }
+  op.callBoxed(stack);
+  for (auto& [device, cpu] : given) take_over(device, cpu);
+  const auto& returns = schema.returns();
+  const auto first = stack->size() - returns.size();
+  for (size_t i = 0; i < returns.size(); i++) {
+    auto& value = (*stack)[first + i];
+    if (value.isTensor()) {
+      const Tensor result = value.toTensor();
+      const auto* written = returns[i].alias_info();
+      const Tensor* own = nullptr;
+      if (written && written->isWrite())
+        for (auto& [device, cpu] : given)
+          if (cpu.is_same(result)) own = &device;
+      value = own ? *own : views.on_device(result);
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& tensor : value.toTensorVector()) list.push_back(views.on_device(tensor));
+      value = list;
+    }
+  }
+}
+
+// --- operators with a kernel of their own --------------------------------------------------------------------------
+
+caffe2::TypeMeta dtype_of(std::optional<c10::ScalarType> dtype) {
+  return dtype ? c10::scalarTypeToTypeMeta(*dtype) : c10::get_default_dtype();
+}
+
+Tensor empty(c10::SymIntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+             std::optional<Device>, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
+  return at::detail::empty_generic(
+      C10_AS_INTARRAYREF_SLOW(size), &device_allocator, c10::DispatchKeySet(DispatchKey::PrivateUse1),
+      c10::typeMetaToScalarType(dtype_of(dtype)), format);
+}
+
+Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::ScalarType> dtype,
+                     std::optional<c10::Layout>, std::optional<Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(
+      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &device_allocator,
+      c10::DispatchKeySet(DispatchKey::PrivateUse1), c10::typeMetaToScalarType(dtype_of(dtype)));
+}
+
+// The host waits for a copy unless it asked not to, and the host's memory is pinned (or, on the way down, read at once).
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  const bool down = from.device().type() == kSecond, up = to.device().type() == kSecond;
+  if (down && !up && from.numel() && !(non_blocking && PinnedAllocator::holds(to.storage().data())))
+    note("copy to the host");
+  if (up && !down && from.numel() && !non_blocking) note("copy from the host");
+  Tensor cpu_to = up ? on_cpu(to) : to;
+  cpu_to.copy_(down ? on_cpu(from) : from);
+  return to;
+}
+
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+c10::Scalar item(const Tensor& tensor) {
+  note("item");
+  return on_cpu(tensor).item();
+}
+
+Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                  std::optional<c10::SymInt> offset) {
+  auto view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, Storage(self.storage()),
+      self.key_set().remove(DispatchKey::Python).remove(DispatchKey::PythonTLSSnapshot), self.dtype());
+  auto* impl = view.unsafeGetTensorImpl();
+  impl->set_storage_offset(offset ? offset->guard_int(__FILE__, __LINE__) : self.storage_offset());
+  impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  return view;
+}
+
+const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
+  auto wanted = C10_AS_INTARRAYREF_SLOW(size);
+  if (self.sizes() != wanted) {
+    self.unsafeGetTensorImpl()->set_sizes_contiguous(wanted);
+    const size_t bytes = (self.numel() + self.storage_offset()) * self.itemsize();
+    if (self.numel() && bytes > self.storage().nbytes()) grow(self.storage(), bytes);
+  }
+  if (format && *format != c10::MemoryFormat::Preserve) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  return self;
+}
+
+Tensor& set_to(Tensor& self, const Storage& storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  TORCH_CHECK(storage.device().type() == kSecond, "set_ of a storage of ", storage.device(), " into a tensor of second");
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(storage);
+  impl->set_storage_offset(offset);
+  if (stride.size() == size.size())
+    impl->set_sizes_and_strides(size, stride);
+  else
+    impl->set_sizes_contiguous(size);
+  const size_t bytes = self.numel() ? at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.itemsize(), offset) : 0;
+  if (bytes > storage.nbytes()) grow(self.storage(), bytes);
+  return self;
+}
+
+Tensor& set_storage(Tensor& self, Storage storage, c10::SymInt offset, c10::SymIntArrayRef size,
+                    c10::SymIntArrayRef stride) {
+  return set_to(self, storage, offset.guard_int(__FILE__, __LINE__), C10_AS_INTARRAYREF_SLOW(size),
+                C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+Tensor& set_whole_storage(Tensor& self, Storage storage) {
+  return set_to(self, storage, 0, {static_cast<int64_t>(storage.nbytes() / self.itemsize())}, {});
+}
+
+Tensor& set_tensor(Tensor& self, const Tensor& other) {
+  return set_to(self, other.storage(), other.storage_offset(), other.sizes(), other.strides());
+}
+
+Tensor& set_empty(Tensor& self) {
+  return set_tensor(self, at::empty({0}, self.options()));
+}
+
+// Attention by its parts, as the CPU computes it where dropout is asked for, and else by the fused kernel of the CPU.
+int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+                         double dropout, bool causal, std::optional<double> scale, bool gqa) {
+  return 0;
+}
+
+// torch gives a device that is not the CPU its fused dropout: here with the numbers and the rounding of the CPU's.
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  if (!input.numel() || (train && !*train) || p == 0)
+    return {input.clone(), at::ones_like(input, input.options().dtype(c10::kBool))};
+  if (p == 1) return {at::zeros_like(input), at::zeros_like(input, input.options().dtype(c10::kBool))};
+  Tensor noise = at::empty_like(input).bernoulli_(1 - p);
+  Tensor kept = noise.to(c10::kBool);
+  return {input * noise.div_(1 - p), kept};
+}
+
+Tensor native_dropout_backward(const Tensor& grad, const Tensor& mask, double scale) {
+  return grad * mask.to(grad.scalar_type()).div_(scale == 0 ? 1 : 1 / scale);
+}
+
+// A parameter of the CPU may become one of this device and stay the same object, as CUDA's may.
+bool has_compatible_type(const Tensor& self, const Tensor& from) {
+  auto dense = [](const Tensor& tensor) { return tensor.layout() == c10::kStrided && !tensor.is_meta(); };
+  if (dense(self) && dense(from)) return true;
+  return self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set());
+}
+
+void record_stream(Tensor&, c10::Stream) {}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", item);
+  m.impl("as_strided", as_strided);
+  m.impl("resize_", resize);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_", set_empty);
+  m.impl("_fused_sdp_choice", choose_attention);
+  m.impl("native_dropout", native_dropout);
+  m.impl("native_dropout_backward", native_dropout_backward);
+  m.impl("record_stream", record_stream);
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
+}
+
+// torch decomposes some operators where a device has no kernel of its own: here they are the CPU's kernels, too.
+void take_kernels_of_cpu() {
+  static torch::Library library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.getNamespace() != std::optional<std::string_view>("aten")) continue;
+    const auto op = c10::Dispatcher::singleton().findOp(name);
+    if (!op || !op->hasKernelForDispatchKey(DispatchKey::CPU) || op->hasKernelForDispatchKey(DispatchKey::PrivateUse1))
+      continue;
+    for (auto key : {DispatchKey::CompositeExplicitAutograd, DispatchKey::CompositeExplicitAutogradNonFunctional})
+      if (op->hasKernelForDispatchKey(key)) {
+        library.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+        break;
+      }
+  }
+}
+
+TORCH_LIBRARY_IMPL(aten, CPU, m) {
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
+}
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return true;
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return default_generator();
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::make_generator<DeviceGenerator>(at::detail::createCPUGenerator(c10::default_rng_seed_val));
+  }
+  Device getDeviceFromPtr(void*) const override {
+    return Device(kSecond, 0);
+  }
+  bool isPinnedPtr(const void* data) const override {
+    return PinnedAllocator::holds(data);
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return &pinned_allocator;
+  }
+  bool hasPrimaryContext(c10::DeviceIndex) const override {
+    return true;
+  }
+  void init() const override {}
+  c10::DeviceIndex deviceCount() const override {
+    return 1;
+  }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return 0;
+  }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override {
+    return 0;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override {
+    return 0;
+  }
+  void resizePrivateUse1Bytes(const Storage& storage, size_t bytes) const override {
+    grow(storage, bytes);
+  }
+};
+
+}  // namespace
+
+void bind_device(py::module_& m) {
+  c10::SetAllocator(kSecond, &device_allocator);
+  take_kernels_of_cpu();
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  m.def("on_cpu", [](const Tensor& tensor) { return tensor.device().type() == kSecond ? on_cpu(tensor.detach()) : tensor; },
+        "The CPU's view of a device tensor: the same memory.");
+  m.def("listen", [](py::object called) {
+    listening = false;
+    delete on_wait;
+    on_wait = called.is_none() ? nullptr : new py::object(std::move(called));
+    listening = on_wait != nullptr;
+  });
+  m.def("note", [](const std::string& what) { note(what.c_str()); });
+  m.def("default_generator", [] { return default_generator(); });
+}
