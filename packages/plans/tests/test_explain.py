@@ -53,7 +53,7 @@ def test_the_choice_comes_first_and_the_next_are_no_better():
     times = [one.cost.total for one in explained.ranked]
     assert len(times) == 6
     assert times == sorted(times)
-    assert "8 x cpu, 16 rows of 64 positions, for the least time" in str(explained)
+    assert "8 x cpu, 16 rows of 64 positions in float32, for the least time" in str(explained)
     assert explained.loses(explained.chosen) == ""
     for one in explained.ranked[1:]:
         said = explained.loses(one)
@@ -146,7 +146,7 @@ def test_a_plan_that_does_not_fit_in_a_dry_run_is_demoted():
     assert tight.demoted
     assert all(size > least for _, size in tight.demoted)
     assert "demoted" in str(tight)
-    alone = {**asked, "pin": {"tp": 1, "zero": 0}}
+    alone = {**asked, "pin": {"tp": 1, "zero": 0, "microbatches": 1}}
     enough = generate_plan(Loss(), {**alone, "verify": None}).explain().chosen.memory.total
     with pytest.raises(InfeasibleError, match="in a dry run"):
         generate_plan(Loss(), {**alone, "memory": enough})

@@ -90,6 +90,44 @@ def test_a_plan_is_a_plan():
     assert plan.boundaries["layers.*.linear1"].input == {"tp": Replicate()}
 
 
+class Recurrent(nn.Module):
+    """A table, recurrent layers and a head; with `packed`, the rows are packed first."""
+
+    def __init__(self, kind, packed=False):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 32), nn.Linear(64, 50)
+        self.layers, self.packed = kind(32, 64, num_layers=2, batch_first=True), packed
+
+    def forward(self, ids):
+        x = self.table(ids)
+        if not self.packed:
+            return self.head(self.layers(x)[0])
+        rows = nn.utils.rnn.pack_padded_sequence(x, torch.full((x.shape[0],), x.shape[1]), batch_first=True)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.layers(rows)[0], batch_first=True)[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_probed_step_by_step(kind, packed):
+    model = Recurrent(kind, packed)
+    found = structure_of(model, sample_of(model, IDS))
+    assert {"layers.weight_ih_l0", "layers.weight_hh_l1", "head.weight"} <= {one.parameter for one in found.matrices}
+    assert not found.coupled
+    plan = generate_plan(model, world_size=2, batch=4, sample=IDS, hardware="h100")
+    assert plan.mesh == {"dp": 2}
+
+
+def test_a_batch_that_does_not_fit_is_accumulated(large):
+    asked = (large, 64, 1024, 4096, hardware_of("h100"))
+    best = ranked(*asked, pin={"pp": 1, "checkpointing": False})[0]
+    assert best.candidate.microbatches > 1
+    plan = plan_of(large, best)
+    assert (plan.pipeline, plan.accumulation) == (None, best.candidate.microbatches)
+    assert f"accumulation={plan.accumulation}" in str(best.candidate)
+    with pytest.raises(InfeasibleError):
+        ranked(*asked, pin={"pp": 1, "checkpointing": False, "microbatches": 1})
+
+
 def test_the_same_request_gives_the_same_plan():
     assert generated().to_json() == generated().to_json()
 
@@ -219,7 +257,7 @@ def test_too_little_memory_names_what_would_be_enough(large):
     assert "of which" in text
     world = int(text.split("world_size=")[1].split(",")[0])
     assert ranked(large, world, world, 4096, hardware_of("l40s"), memory=24 * GIB)
-    enough = int(text.split("memory=")[1].split()[0])
+    enough = eval(text.split("memory=")[1].split("  #")[0])
     assert ranked(large, 8, 8, 4096, hardware_of("l40s"), memory=enough)
 
 

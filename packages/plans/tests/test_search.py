@@ -149,3 +149,36 @@ def test_the_pruned_search_equals_brute_force(structure, world, batch, memory):
 def test_the_order_of_candidates_and_the_choice_are_the_same_every_time(structure):
     request = Request(structure, 8, 16, 32, hardware_of("h100"), 1e9)
     assert rank(request) == rank(request)
+
+
+def test_no_plan_is_called_checkpointing_that_computes_nothing_again(structure):
+    """Nor is it cheaper than the same plan without."""
+    for memory in MEMORIES:
+        try:
+            best = rank(Request(structure, 8, 16, 32, hardware_of("h100"), memory))
+        except InfeasibleError:
+            continue
+        assert len({one.candidate for one in best}) == len(best)
+        for one in best:
+            assert bool(one.again) == one.candidate.checkpointing
+    asked = Request(structure, 4, 8, 32, hardware_of("h100"), 1e12)
+    pricer = Pricer(asked)
+    for candidate in asked.candidates():
+        if candidate.checkpointing:
+            ways = (candidate, replace(candidate, checkpointing=False))
+            free, plain = (pricer.exactly(one, whole=False) for one in ways)
+            assert free.candidate == plain.candidate
+            assert free.cost.total == pytest.approx(plain.cost.total, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("node", "stride", "size", "inside"),
+    [(8, 1, 8, True), (6, 1, 4, False), (6, 1, 3, True), (6, 3, 2, True), (6, 2, 2, False), (8, 4, 4, False)],
+)
+def test_a_link_is_inside_where_no_group_crosses_a_border(node, stride, size, inside):
+    hardware = replace(hardware_of("h100"), node=node)
+    groups = [range(first, first + stride * size) for first in range(0, 24 * node, stride * size)]
+    crosses = any(group[0] // node != group[-1] // node for group in groups)
+    assert crosses != inside
+    assert (hardware.link(stride, size) is hardware.inside) == inside
+    assert hardware.joining(node).link(stride, size).bandwidth >= hardware.link(stride, size).bandwidth

@@ -75,6 +75,11 @@ WRONG = {
     "a dtype in place of a precision": lambda: plan(precision=torch.bfloat16),
     "a dtype by name": lambda: Precision(compute="bf16"),
     "sums in integers": lambda: Precision(reduce=torch.int8),
+    "products in eight bits": lambda: Precision(torch.float8_e4m3fn),
+    "accumulation of nothing": lambda: Plan(mesh={"dp": 2}, parameters={"*": {}}, accumulation=0),
+    "accumulation twice": lambda: Plan(
+        mesh={"pp": 2}, parameters={"*": {}}, accumulation=2, pipeline=Pipeline(cuts=("1",), microbatches=2)
+    ),
     "sent as long integers": lambda: Precision(sent=torch.int64),
     "offload to a device": lambda: plan(offload="cpu"),
     # The pipeline
@@ -214,17 +219,33 @@ TEXTS = {
         "fix: precision=Precision(compute=torch.bfloat16, reduce=torch.float32)"
     ),
     "a dtype by name": (
-        "Precision: compute is 'bf16', which is not a floating dtype\n"
+        "Precision: compute is 'bf16', not one of torch.float64, torch.float32, torch.bfloat16, torch.float16: in "
+        "others torch has no sums and products\n"
         "fix one of: compute=torch.bfloat16\n"
         "            compute=torch.float32"
     ),
+    "products in eight bits": (
+        "Precision: compute is torch.float8_e4m3fn, not one of torch.float64, torch.float32, torch.bfloat16, "
+        "torch.float16: in others torch has no sums and products\n"
+        "fix one of: compute=torch.bfloat16\n"
+        "            compute=torch.float32"
+    ),
+    "accumulation of nothing": (
+        "Plan: accumulation is 0, not a positive number\nfix: accumulation=1"
+    ),
+    "accumulation twice": (
+        "Plan: a plan with a pipeline accumulates over its microbatches\n"
+        "fix: Pipeline(microbatches=...)  # a call of the model adds up their gradients"
+    ),
     "sums in integers": (
-        "Precision: reduce is torch.int8, which is not a floating dtype\n"
+        "Precision: reduce is torch.int8, not one of torch.float64, torch.float32, torch.bfloat16, torch.float16: in "
+        "others torch has no sums and products\n"
         "fix one of: reduce=torch.bfloat16\n"
         "            reduce=torch.float32"
     ),
     "sent as long integers": (
-        "Precision: sent is torch.int64, not a floating dtype, torch.int8 or None\n"
+        "Precision: sent is torch.int64, not one of torch.float64, torch.float32, torch.bfloat16, torch.float16, "
+        "torch.int8 or None\n"
         "fix one of: sent=torch.int8  # a quarter of float32's bytes\n"
         "            sent=None        # exact"
     ),

@@ -4,6 +4,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
@@ -75,6 +76,25 @@ def test_a_folder_with_a_config(tmp_path):
     assert "<script" not in text
     for drawing in text.split("<svg")[1:]:
         ElementTree.fromstring("<svg" + drawing.split("</svg>")[0] + "</svg>")
+
+
+def test_the_dtype_is_the_configurations_and_the_choice_is_run_dry(tmp_path):
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=128, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    asked = (tmp_path, "--world-size", 4, "--batch", 8, "--seq", 16, "--hardware", "h100", "--forbid", "pp")
+    page, written = tmp_path / "out.html", tmp_path / "plan.json"
+    shown = " ".join(run(*asked, "--html", page, "--json", written).split())
+    assert "in bfloat16, for the least time" in shown
+    assert "as the configuration says" in shown
+    assert "in a dry run" in shown and "below the limit" in shown
+    assert "in bfloat16, for the least time" in page.read_text()
+    assert Plan.from_json(written.read_text()).precision.compute == torch.bfloat16
+    wide = " ".join(run(*asked, "--precision", "float32", "--no-verify").split())
+    assert "in float32, for the least time" in wide
+    assert "in a dry run" not in wide
 
 
 def test_a_factory_with_a_sample(factory, tmp_path):

@@ -21,9 +21,9 @@ from vescale_dtensor.engine import (
     mesh_of,
 )
 
-from ._containers import map_tensors
+from ._containers import map_tensors, tensors_in
 from ._join import join, tensor_mesh
-from .plan import Plan
+from .plan import Plan, PlanError
 
 # Ranks compare what they were given in the first calls, and then in every so many.
 FIRST_CHECKS, CHECK_EVERY = 3, 100
@@ -93,6 +93,25 @@ def local_batch(plan: Plan, batch: Any) -> Any:
     sharded = [Shard(0) if name in plan.data_axes else Replicate() for name in names]
     whole = [Replicate()] * len(names)
     return map_tensors(batch, lambda tensor: from_local(tensor, device_mesh, sharded if tensor.ndim else whole))
+
+
+def parts(plan: Plan, batch: Any) -> list[Any]:
+    """See `Plan.parts`."""
+    count = plan.accumulation
+    for tensor in tensors_in(batch):
+        rows = tensor.shape[0] if tensor.ndim else 0
+        if rows % count or not rows:
+            raise PlanError(
+                "Plan.parts",
+                f"a tensor of {rows} rows has no {count} equal parts",
+                [f"shape  {list(tensor.shape)}", f"plan   accumulation={count}"],
+                [(f"a batch of {-(-max(1, rows) // count) * count} rows", f"divides by {count}")],
+            )
+
+    def part(at: int) -> Any:
+        return map_tensors(batch, lambda tensor: tensor.tensor_split(count)[at])
+
+    return [part(at) for at in range(count)]
 
 
 def check_agreement(inputs: Any, mesh: Mesh) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,13 +106,23 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("compute", "reduce"):
             dtype = getattr(self, name)
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            if dtype not in TRAINED_IN:
                 remedies = [(f"{name}=torch.bfloat16", ""), (f"{name}=torch.float32", "")]
-                raise PlanError("Precision", f"{name} is {dtype!r}, which is not a floating dtype", (), remedies)
+                rule = f"{name} is {dtype!r}, not one of {_names(TRAINED_IN)}: in others torch has no sums and products"
+                raise PlanError("Precision", rule, (), remedies)
         sent = self.sent
-        if sent not in (None, torch.int8) and not (isinstance(sent, torch.dtype) and sent.is_floating_point):
+        if sent not in (None, torch.int8, *TRAINED_IN):
             remedies = [("sent=torch.int8", "a quarter of float32's bytes"), ("sent=None", "exact")]
-            raise PlanError("Precision", f"sent is {sent!r}, not a floating dtype, torch.int8 or None", (), remedies)
+            rule = f"sent is {sent!r}, not one of {_names(TRAINED_IN)}, torch.int8 or None"
+            raise PlanError("Precision", rule, (), remedies)
+
+
+TRAINED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that every function of a model computes in."""
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(map(str, dtypes))
 
 
 def check_count(operation: str, name: str, value: Any) -> None:

@@ -194,6 +194,7 @@ _FIELDS: dict[str, _Codec] = {
     "blocks": _Codec(_pairs(), _mapping(), '"blocks": [["*.weight", 128]]'),
     "expert_axis": _Codec(_same, _same, '"expert_axis": null'),
     "capacity_factor": _Codec(_same, _same, '"capacity_factor": null'),
+    "accumulation": _Codec(_same, _same, '"accumulation": 4'),
 }
 
 

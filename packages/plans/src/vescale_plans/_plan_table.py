@@ -41,6 +41,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
         parts = ("optimizer states", "gradients", "parameters")[: plan.zero]
         yield "zero", f"{plan.zero}: {', '.join(parts)} sharded over {plan.data_axes[-1]}"
     yield "pipeline", _text(plan.pipeline) if plan.pipeline else ""
+    yield "accumulation", f"{plan.accumulation} backwards a step" if plan.accumulation > 1 else ""
     yield "precision", _text(plan.precision) if plan.precision else ""
     yield "offload", "optimizer states in host memory" if plan.offload else ""
     capacity = f", capacity factor {plan.capacity_factor}" if plan.capacity_factor is not None else ""

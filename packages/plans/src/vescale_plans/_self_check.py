@@ -191,6 +191,13 @@ def _offload(plan: Plan) -> None:
         raise PlanError("Plan", f"offload is {plan.offload!r}, neither True nor False", (), remedies)
 
 
+def _accumulation(plan: Plan) -> None:
+    check_count("Plan", "accumulation", plan.accumulation)
+    if plan.accumulation > 1 and plan.pipeline is not None:
+        remedies = [("Pipeline(microbatches=...)", "a call of the model adds up their gradients")]
+        raise PlanError("Plan", "a plan with a pipeline accumulates over its microbatches", (), remedies)
+
+
 def _expert_axis(plan: Plan) -> None:
     if plan.expert_axis is not None:
         _known_axis(plan, "expert_axis", plan.expert_axis)
@@ -215,4 +222,5 @@ CHECKS: tuple[Callable[[Plan], None], ...] = (
     _precision,
     _offload,
     _expert_axis,
+    _accumulation,
 )

@@ -97,7 +97,8 @@ def dry_run(
     step: Callable[[nn.Module, Any], Tensor] | None = None,
     backend: str = "nccl",
 ) -> DryRun:
-    """Runs two training steps of `plan` without processes, memory or time, and says what the second takes.
+    """Runs two training steps of `plan` without processes, memory or time, and says what the second takes: all its
+    backwards, where the plan accumulates.
 
     Arguments:
         plan: of any world size.
@@ -134,11 +135,12 @@ def dry_run(
                 recorder = Recorder(trace.events)
                 meter.listener = recorder.note
                 meter.mark()
-                meter.kind = "activations"
-                loss = (step or _loss)(model, batch)
-                meter.kind = "gradients"
-                loss.backward()
-                del loss
+                for part in plan.parts(batch) if plan.accumulation > 1 else (batch,):
+                    meter.kind = "activations"
+                    loss = (step or _loss)(model, part)
+                    meter.kind = "gradients"
+                    loss.backward()
+                    del loss
                 if optimizer is not None:
                     meter.kind = "optimizer"
                     optimizer.step()

@@ -42,6 +42,8 @@ class Plan:
             the others (hybrid sharding).
         zero: 1 shards optimizer states over the data axis, 2 gradients too, 3 parameters too.
         pipeline: the stages, see `Pipeline`.
+        accumulation: backwards that one optimizer step sums. The loop makes them, one for each of `parts(batch)`; a
+            pipeline has its microbatches for that.
         checkpointing: glob over module names -> whether the activations inside are
             computed again in backward. A glob also decides for all modules inside those
             that it matches; of nested modules the outermost is checkpointed.
@@ -78,6 +80,7 @@ class Plan:
     blocks: Mapping[str, int] = field(default_factory=dict)
     expert_axis: str | None = None
     capacity_factor: float | None = None
+    accumulation: int = 1
 
     def __post_init__(self) -> None:
         for name in ("mesh", *_plan_table.GLOBS):  # a caller's own mapping may change later
@@ -215,6 +218,21 @@ class Plan:
         from ._inputs import shard_batch
 
         return shard_batch(self, global_batch)
+
+    def parts(self, batch: Any) -> list[Any]:
+        """The batch cut along dim 0 into `accumulation` parts, one for each backward before an optimizer step.
+
+        A loss that is a mean over rows is divided by their number, so that its gradients add up to the batch's:
+
+            >>> for part in plan.parts(batch):
+            ...     (model(part) / plan.accumulation).backward()
+
+        Arguments: tensors with the same number of rows, in any nesting of tuples, lists and dicts. The parts are
+        views. Raises PlanError where rows do not divide: parts of unequal size would weigh unequally in a mean.
+        """
+        from ._inputs import parts
+
+        return parts(self, batch)
 
     def local_batch(self, batch: Any) -> Any:
         """This rank's part of the batch as DTensors sharded over the data axes (dim 0); nothing is moved.

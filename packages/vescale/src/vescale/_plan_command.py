@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from vescale_plans import PlanError, Precision, generate_plan
+from vescale_dtensor import VescaleError
+from vescale_plans import Plan, PlanError, Precision, generate_plan
 
 GIB = 2**30
 
@@ -27,23 +29,37 @@ def plan(
     seq: Annotated[int, typer.Option(help="Positions of a row.")] = 4096,
     memory: Annotated[float | None, typer.Option(help="GiB of one device that may be used.")] = None,
     objective: Annotated[str, typer.Option(help="time or memory.")] = "time",
-    precision: Annotated[str | None, typer.Option(help="Computes in this dtype, such as bfloat16.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Computes in this dtype, such as bfloat16; by default the configuration's.")
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="Run the choice dry, and take the next best if it does not fit.")] = True,
     pin: Annotated[list[str] | None, typer.Option(help="What is given, such as tp=8; may be repeated.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="What must not be used, such as pp.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the plan, for Plan.from_json.")] = None,
 ) -> None:
-    """Makes the whole plan of a model: what was chosen, the next best, what binds, and why for every block."""
+    """Makes the whole plan of a model: what was chosen, the next best, what binds, and why for every block.
+
+    Memory is by formula, and then by a dry run of the choice, for models of transformers; a pipeline has none.
+    """
     built, sample = _build(model)
+    rows = world_size if batch is None else batch
     asked: dict[str, Any] = {} if memory is None else {"memory": int(memory * GIB)}
     if sample is not None:
         asked["sample"] = sample
-    if precision is not None:
-        asked["precision"] = Precision(getattr(torch, precision, precision))
-    made = generate_plan(
+    computed = _dtype_of(built) if precision is None else getattr(torch, precision, precision)
+    if precision is not None or computed is not torch.float32:
+        asked["precision"] = Precision(computed)
+    notes = []
+    if precision is None and "precision" in asked:
+        notes.append(f"computed in {str(computed).removeprefix('torch.')}, as the configuration says; kept in float32")
+    if verify and (global_batch := _batch(built, rows, seq)) is not None:
+        asked["verify"] = global_batch
+    made = _generated(
         built,
+        notes,
         world_size=world_size,
-        batch=world_size if batch is None else batch,
+        batch=rows,
         seq=seq,
         hardware=hardware,
         objective=objective,
@@ -53,12 +69,43 @@ def plan(
     )
     console = Console()
     console.print(made.explain())
+    for note in notes:
+        console.print(note, highlight=False, markup=False)
     console.print(str(made), highlight=False, soft_wrap=True, markup=False)
     if html is not None:
         typer.echo(f"written to {made.explain().write_html(html)}")
     if json is not None:
         json.write_text(made.to_json())
         typer.echo(f"written to {json}")
+
+
+def _generated(model: nn.Module, notes: list[str], **asked: Any) -> Plan:
+    """`generate_plan`; without a dry run where the model does not run dry, which is noted."""
+    try:
+        return generate_plan(model, **asked)
+    except VescaleError:
+        raise
+    except Exception as error:
+        if asked.pop("verify", None) is None:
+            raise
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        notes.append(f"memory is by formula alone: the model does not run dry ({why})")
+        return generate_plan(model, **asked)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """That a transformers configuration asks for; float32 of any other model."""
+    asked = getattr(getattr(model, "config", None), "dtype", None)
+    return (getattr(torch, asked, None) if isinstance(asked, str) else asked) or torch.float32
+
+
+def _batch(model: nn.Module, rows: int, seq: int) -> Mapping[str, Any] | None:
+    """A global batch that a transformers model makes a loss of; None for what takes no tokens and labels."""
+    taken = inspect.signature(model.forward).parameters
+    if not {"input_ids", "labels"} <= set(taken):
+        return None
+    tokens = torch.zeros(rows, seq, dtype=torch.int64)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def _pins(given: list[str]) -> Mapping[str, Any]:
@@ -108,6 +155,7 @@ def _from_huggingface(folder: Path) -> nn.Module:
         raise PlanError("vescale plan", f"{folder} is read by transformers, which is not here", (), remedies) from error
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
+        config.use_cache = False  # what is planned is training
         named = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
             return named(config) if named is not None else transformers.AutoModelForCausalLM.from_config(config)

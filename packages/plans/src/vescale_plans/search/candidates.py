@@ -24,7 +24,8 @@ class Candidate:
             shards over these neighbours.
         sp: activations between tensor-parallel groups are split by position.
         zero: stage over dp.
-        microbatches: parts of a rank's batch that go through the pipeline.
+        microbatches: parts of a rank's batch that go through the pipeline; without one (pp 1) each has a forward and
+            a backward of its own, and gradients accumulate.
         virtual: stages per rank of the pipeline, interleaved (arXiv 2104.04473, section 2.2).
         checkpointing: blocks are computed again in backward.
     """
@@ -40,6 +41,11 @@ class Candidate:
     virtual: int = 1
 
     @property
+    def ranks(self) -> int:
+        """Of the whole mesh."""
+        return self.pp * self.dp * self.tp
+
+    @property
     def sharded(self) -> int:
         """Ranks over which ZeRO shards."""
         return self.ep if self.ep > 1 else self.dp
@@ -48,7 +54,8 @@ class Candidate:
         sizes = {"pp": self.pp, "dp": self.dp, "ep": self.ep, "tp": self.tp}
         axes = [f"{name}={size}" for name, size in sizes.items() if size > 1]
         more = ["sp"] * self.sp + [f"zero={self.zero}"] * bool(self.zero)
-        more += [f"microbatches={self.microbatches}"] * (self.microbatches > 1)
+        parts = "microbatches" if self.pp > 1 else "accumulation"
+        more += [f"{parts}={self.microbatches}"] * (self.microbatches > 1)
         more += ["checkpointing"] * self.checkpointing + [f"virtual={self.virtual}"] * (self.virtual > 1)
         return " ".join(axes + more) or "one device"
 
@@ -106,15 +113,14 @@ def _all(structure: Structure, world_size: int, batch: int, seq: int | None) -> 
             sequence = (False, True)[: 1 + (tp > 1 and structure.position_dim is not None and (seq or tp) >= tp)]
             stage = (0,) if dp == 1 else (0, 1, 2, 3)
             again = (False, True)[: 1 + bool(structure.blocks)]
-            for microbatches, ep, sp, zero, checkpointing in product(
-                _microbatches(pp, batch // dp), spread, sequence, stage, again
-            ):
+            parts = [1] if structure.coupled else _microbatches(pp, batch // dp, batch)
+            for microbatches, ep, sp, zero, checkpointing in product(parts, spread, sequence, stage, again):
                 yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing)
 
 
-def _microbatches(pp: int, local_batch: int) -> list[int]:
+def _microbatches(pp: int, local_batch: int, batch: int) -> list[int]:
     if pp == 1:
-        return [1]
+        return [m for m in divisors(local_batch) if batch % m == 0]
     return [m for m in divisors(local_batch) if pp <= m <= 8 * pp] or [local_batch]
 
 

@@ -65,7 +65,7 @@ def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, 
         elementwise=elementwise * share,
         tensor=tensor * share,
         experts=experts * share,
-        data=_data(sizes, candidate, hardware, compute * share),
+        data=_data(sizes, candidate, hardware, 3 * forward * share),
         pipeline=stage * (candidate.pp - 1) / candidate.virtual + _hops(sizes, candidate, hardware, positions),
         optimizer=held / (candidate.sharded if candidate.zero else 1) * 32 / hardware.bandwidth,
     )
@@ -131,12 +131,16 @@ def _exchanges(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions
 
 
 def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float) -> float:
+    """What computation does not hide; `compute` without what is computed again, for how much that is the cut decides
+    later, and no plan may be cheaper for what it might compute again and does not."""
     if candidate.dp == 1:
         return 0.0
     copies = candidate.dp // candidate.ep  # of each expert
     dense = (sizes.held - sizes.experts) * (candidate.dp - 1) / candidate.dp
     part = 4 / candidate.pp * (dense + sizes.experts / candidate.ep * (copies - 1) / copies)
-    reduce = hardware.collective_seconds("all_reduce", candidate.dp, 2 * part, candidate.tp)
+    backwards = candidate.microbatches if candidate.pp == 1 else 1
+    kind, moved = ("reduce_scatter", part) if candidate.zero == 3 else ("all_reduce", 2 * part)
+    reduce = backwards * hardware.collective_seconds(kind, candidate.dp, moved, candidate.tp)
     exposed = _exposed(reduce, hardware, compute * 2 / 3)
     if candidate.zero < 3:
         return exposed

@@ -149,16 +149,21 @@ class Explanation:
         """The request and the choice, in a few lines."""
         asked, best = self.request, self.chosen
         fit = sum(one.fits for one in self.priced)
-        dry = [] if self.peak is None else [f"in a dry run {self.peak / GIB:.3g} GiB at the peak"]
+        dry = [] if self.peak is None else [self._headroom(self.peak, "in a dry run")]
         dry += [f"demoted: {one}, {size / GIB:.3g} GiB in a dry run" for one, size in self.demoted]
         return [
             f"{asked.structure.parameters / 1e9:.3g}B parameters on {asked.world_size} x {asked.hardware.name}, "
-            f"{asked.batch} rows of {asked.seq} positions, for the least {asked.objective}",
+            f"{asked.batch} rows of {asked.seq} positions in {str(asked.dtype).removeprefix('torch.')}, "
+            f"for the least {asked.objective}",
             f"chosen: {best.candidate}",
             f"{best.cost.total:.4g} s a step, {best.memory.total / GIB:.2f} of {asked.limit / GIB:.2f} GiB a rank; "
             f"{len(self.priced)} candidates, {fit} of which fit with blocks dealt out evenly",
             *dry,
         ]
+
+    def _headroom(self, peak: int, where: str) -> str:
+        free = (self.request.limit - peak) / GIB
+        return f"{where} {peak / GIB:.2f} GiB at the peak, {free:.2f} GiB below the limit"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.console import Group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .probe_sample import POSITIONS, Sample, sample_of
 from .probe_structure import structure_of
 from .progress import Bar
 from .ranking import MARGIN, Estimate, Request, rank
-from .refusals import beyond
+from .refusals import InfeasibleError, beyond
 from .structure import Structure
 from .tensor_plan import tensor_parallel_plan
 
@@ -25,6 +26,10 @@ ASKED = (
     *("world_size", "batch", "seq", "hardware", "memory", "objective", "pin", "forbid", "overrides", "sample"),
     *("verify", "loss_fn", "optimizer_fn", "precision"),
 )
+
+
+ROUNDS = 3
+"""Rankings, each with a limit lowered by as much as the formula was short of the last one's dry runs."""
 
 
 def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None, **asked: Any) -> Plan:
@@ -74,8 +79,8 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
     if not isinstance(precision, Precision | None):
         remedies = [("precision=Precision(torch.bfloat16)", "")]
         raise PlanError("generate_plan", f"precision is {precision!r}, not a Precision", (), remedies)
-    computed = precision.compute.itemsize if precision is not None else _itemsize(model)
-    hardware = hardware_of(request.get("hardware", "auto")).computing(computed)
+    computed = precision.compute if precision is not None else _dtype(model)
+    hardware = hardware_of(request.get("hardware", "auto")).computing(computed.itemsize)
     memory = request.get("memory")
     wanted = Request(
         structure,
@@ -87,30 +92,42 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
         request.get("objective", "time"),
         request.get("pin"),
         tuple(request.get("forbid", ())),
+        computed,
     )
-    best = rank(wanted, bar)
-    overrides, demoted = request.get("overrides"), []
-    for one in best:
-        plan = plan_of(structure, one, overrides=overrides).override(precision=precision)
-        if overrides:
-            plan.validate(model)
-        peak = None if request.get("verify") is None else _peak(plan, model, request)
-        if peak is None or peak <= wanted.limit:
-            chosen = [one, *(other for other in best if other is not one)]
-            object.__setattr__(plan, "_explanation", Explanation(wanted, tuple(chosen), tuple(demoted), peak))
-            return plan
-        demoted.append((one.candidate, peak))
-        bar.tick("running plans dry", len(best))
-    raise beyond(wanted, demoted)
+    demoted: dict[Candidate, int] = {}
+    limit = wanted.limit
+    for _ in range(ROUNDS):
+        try:
+            best = rank(replace(wanted, limit=limit), bar)
+        except InfeasibleError:
+            if not demoted:
+                raise
+            break
+        for one in best:
+            if one.candidate in demoted:
+                continue
+            plan = plan_of(structure, one, overrides=request.get("overrides")).override(precision=precision)
+            if request.get("overrides"):
+                plan.validate(model)
+            peak = None if request.get("verify") is None else _peak(plan, model, request)
+            if peak is None or peak <= wanted.limit:
+                chosen = [one, *(other for other in best if other is not one)]
+                explained = Explanation(wanted, tuple(chosen), tuple(demoted.items()), peak)
+                object.__setattr__(plan, "_explanation", explained)
+                return plan
+            demoted[one.candidate] = peak
+            limit = min(limit, wanted.limit * one.memory.total / peak)
+            bar.tick("running plans dry", len(best))
+    raise beyond(wanted, tuple(demoted.items()))
 
 
-def _itemsize(model: nn.Module) -> int:
-    """Bytes of a number, of most of the model's parameters; float32's without any."""
-    sizes: Counter[int] = Counter()
+def _dtype(model: nn.Module) -> torch.dtype:
+    """Of most of the model's parameters; float32 without any."""
+    counts: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            sizes[parameter.itemsize] += parameter.numel()
-    return max(sizes, key=lambda size: (sizes[size], size), default=4)
+            counts[parameter.dtype] += parameter.numel()
+    return max(counts, key=lambda dtype: (counts[dtype], dtype.itemsize), default=torch.float32)
 
 
 def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any]) -> int | None:
@@ -151,6 +168,7 @@ def plan_of(
         zero=candidate.zero,
         pipeline=pipeline,
         checkpointing=dict.fromkeys(patterns if set(again) == set(structure.block_names) else again, True),
+        accumulation=candidate.microbatches if candidate.pp == 1 else 1,
     )
 
 

@@ -91,7 +91,7 @@ class Hardware:
         launch: seconds per operator of eager code on the device.
         host: seconds that the host takes per operator: Python, dispatch, autograd. On a CPU they come on top; a GPU
             computes beside them.
-        node: devices joined by `inside`; across nodes by `across`.
+        node: devices joined by `inside`, any number; across nodes by `across`.
         itemsize: bytes of a number of that dtype, and so of an activation.
         at_once: devices that compute at full speed at the same time; None for all. Cores, where ranks share a host.
         stream: reads and writes of a stream's width per group of matrices and direction, by elementwise operators and
@@ -136,8 +136,13 @@ class Hardware:
         return self if itemsize == self.itemsize else _computing(self, itemsize)
 
     def link(self, stride: int, size: int) -> Link:
-        """Of a mesh axis of `size` ranks that lie `stride` ranks apart."""
-        return self.inside if stride * size <= self.node else self.across
+        """Of a mesh axis of `size` ranks that lie `stride` ranks apart: inside where no group of it crosses a node's
+        border. Ranks fill one node after the other, and groups begin at multiples of their extent."""
+        return self.inside if self.node % (stride * size) == 0 else self.across
+
+    def joining(self, ranks: int) -> Hardware:
+        """The same for a world of so many ranks: one that fits in a node crosses no border."""
+        return replace(self, node=ranks) if ranks <= self.node else self
 
     def product_seconds(self, m: float, n: float, k: float) -> float:
         """Of one matrix product [m, k] x [k, n]: as measured, or by a roofline that small sizes do not reach."""

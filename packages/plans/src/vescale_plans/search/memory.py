@@ -13,6 +13,8 @@ STATES = 8
 """Bytes per parameter of the optimizer's states: two fp32 moments."""
 KEPT_OF_INPUT, KEPT_OF_STREAM = 1, 6
 """Activations kept per position: of a split contraction's input, once; of the stream around a group, in its width."""
+SUMMED = 2
+"""Gradients of all that a stage computes with, in a pipeline: the sum over microbatches, and what is added to it."""
 LOGITS = 3
 """Copies of the last contraction's result that a loss keeps, in fp32."""
 
@@ -56,7 +58,7 @@ def memory_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int
         gathered = 2 * gathered // max(1, sizes.blocks)
     return Memory(
         parameters=part(3, 4),
-        gradients=part(2, 4),
+        gradients=part(2, 4) if candidate.pp == 1 else SUMMED * (dense + spread) * 4,
         states=part(1, STATES),
         activations=int(positions * in_flight * kept / candidate.pp) + logits,
         gathered=gathered,

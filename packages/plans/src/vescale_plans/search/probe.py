@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .probe_blocks import Chain, chains, hand_on
 from .probe_calls import Findings, Influence, Key, Reached, Site, Test
-from .probe_model import buffers_kept, first_tensor, on_meta, paths, plain_kernels
+from .probe_model import Unrolled, buffers_kept, first_tensor, on_meta, paths, plain_kernels
 from .probe_operands import Operands
 from .probe_run import Enough, Probe
 from .probe_sample import Sample
@@ -91,6 +91,7 @@ class _Prober:
         stand_ins = {name: like for chain in skipped for name, like in chain.skipped.items()}
         self.model = on_meta(model, stand_ins).eval()
         self.operands = Operands(self.model.named_parameters())
+        self.recurrent = any(isinstance(one, nn.RNNBase) for one in self.model.modules())
         self.watched = [(name, one) for name, one in self.model.named_modules() if name not in stand_ins]
         hand_on(self.model, skipped)
 
@@ -122,6 +123,8 @@ class _Prober:
             stack.enter_context(buffers_kept(self.model))
             stack.enter_context(torch.no_grad())
             stack.enter_context(probe)
+            if self.recurrent:
+                stack.enter_context(Unrolled())
             with suppress(Enough):
                 self.model(*args, **kwargs)
         self.bar.tick("probing the model")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from .._containers import map_first
 
@@ -91,6 +93,32 @@ def plain_kernels() -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         torch.set_num_threads(threads)
+
+
+class Unrolled(TorchFunctionMode):
+    """Recurrent layers step by step, in products with their parameters, by torch's decompositions: its own functions
+    check in C++ that input and parameters lie on one device, before anything below sees them."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        unrolled = _unrolled().get(function)
+        if unrolled is None:
+            return function(*args, **(kwargs or {}))
+        batch, packed = unrolled
+        sizes = args[1]  # of a packed sequence's steps; of a batch the state, or a tuple of two
+        is_packed = isinstance(sizes, Tensor) and not sizes.is_floating_point()
+        return (packed if is_packed else batch)(*args, **(kwargs or {}))
+
+
+@cache
+def _unrolled() -> dict[Callable, tuple[Callable, Callable]]:
+    """Recurrent function -> what it does to a batch, and to a packed sequence: (data, batch_sizes, ...)."""
+    from torch._decomp import decomposition_table
+
+    found = {}
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        operator = getattr(torch.ops.aten, name)
+        found[getattr(torch._VF, name)] = decomposition_table[operator.input], decomposition_table[operator.data]
+    return found
 
 
 @contextmanager

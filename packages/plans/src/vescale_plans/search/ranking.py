@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any
 
+import torch
+
 from ..plan import PlanError
 from .candidates import Candidate, candidates
 from .cost import Cost, cost_of
@@ -46,7 +48,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is wanted for, see `generate_plan`; `limit` is in bytes of one rank."""
+    """What a plan is wanted for, see `generate_plan`; `limit` is in bytes of one rank, `dtype` what it computes in."""
 
     structure: Structure
     world_size: int
@@ -57,6 +59,7 @@ class Request:
     objective: str = "time"
     pin: Mapping[str, Any] | None = None
     forbid: Sequence[str | Mapping[str, Any]] = ()
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         if self.objective not in ("time", "memory"):
@@ -90,15 +93,16 @@ class Pricer:
         self._cuttable = [at == 0 or name in points for at, name in enumerate(self._names)]
 
     def evenly(self, candidate: Candidate, batch: int | None = None) -> Estimate:
-        """In closed form, with blocks dealt out evenly."""
+        """In closed form, with blocks dealt out evenly; all of them computed again where the candidate may."""
         asked, sizes = self.request, self._whole(candidate.tp)
-        shape = (candidate, asked.hardware, batch or asked.batch, asked.seq)
+        shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
         return Estimate(candidate, cost_of(sizes, *shape), memory_of(sizes, *shape))
 
-    def least(self, candidate: Candidate, batch: int | None = None) -> int | None:
-        """Bytes of the fullest rank with blocks dealt out evenly; None where that is no cut."""
+    def least(self, candidate: Candidate, batch: int | None = None) -> Memory | None:
+        """Of the fullest rank with blocks dealt out evenly, all computed again that may be; None where that is no
+        cut."""
         found = self.cutter(candidate, inf, whole=True, batch=batch).even()
-        return None if found is None else found.memory + self.evenly(candidate, batch).memory.gathered
+        return None if found is None else self._memory(candidate, self.evenly(candidate, batch), found, batch)
 
     def cutter(self, candidate: Candidate, limit: float, *, whole: bool = False, batch: int | None = None) -> Cutter:
         """For the parts of the model under a candidate; `whole` computes every block again, if any."""
@@ -144,7 +148,7 @@ class Pricer:
     def _part(self, sizes: Sizes, candidate: Candidate, batch: int) -> Part:
         asked = self.request
         plain = replace(candidate, pp=1, checkpointing=False)
-        shape = (asked.hardware, batch, asked.seq)
+        shape = (asked.hardware.joining(candidate.ranks), batch, asked.seq)
         memory = memory_of(sizes, plain, *shape)
         time = cost_of(sizes, plain, *shape).busy / candidate.microbatches
         static = memory.total - memory.activations - memory.gathered
@@ -162,22 +166,24 @@ class Pricer:
             **{name: getattr(rough.cost, name) * scale for name in ("compute", "elementwise", "tensor", "experts")},
             pipeline=rough.cost.pipeline - _bubble(rough.cost, candidate) + found.total - found.longest,
         )
+        memory = self._memory(candidate, rough, found)
+        again = tuple(name for at, name in enumerate(self._names) if at in found.again)
+        if not again:  # it may compute blocks again, and need not
+            candidate = replace(candidate, checkpointing=False)
+        return Estimate(candidate, cost, memory, tuple(self._names[at] for at in found.starts[1:]), again)
+
+
+    def _memory(self, candidate: Candidate, rough: Estimate, found: Stages, batch: int | None = None) -> Memory:
+        """Of the fullest stage of a cut, by kind."""
         borders = [*found.starts, len(self._cuttable)]
         kinds, of = self._parts[candidate.tp]
         plain = replace(candidate, pp=1, checkpointing=False)
-        shape = (plain, self.request.hardware, self.request.batch, self.request.seq)
+        shape = (plain, self.request.hardware, batch or self.request.batch, self.request.seq)
         held = [memory_of(kinds[of[at]], *shape) for at in range(*borders[found.fullest : found.fullest + 2])]
         sums = {one.name: sum(getattr(part, one.name) for part in held) for one in fields(Memory)}
         sums["gathered"] = rough.memory.gathered
         static = sum(size for name, size in sums.items() if name not in ("activations", "gathered"))
-        memory = Memory(**{**sums, "activations": found.memory - static})
-        return Estimate(
-            candidate,
-            cost,
-            memory,
-            tuple(self._names[at] for at in found.starts[1:]),
-            tuple(name for at, name in enumerate(self._names) if at in found.again),
-        )
+        return Memory(**{**sums, "activations": found.memory - static})
 
 
 def ranked(
@@ -226,12 +232,14 @@ def _fastest(pricer: Pricer, legal: list[Candidate], whole: bool, bar: Bar) -> l
     for bound, candidate in bounds:
         if len(best) == KEPT and bound > best[-1][0]:
             break
-        if replace(candidate, checkpointing=False) in fitted:
+        if candidate in fitted or replace(candidate, checkpointing=False) in fitted:
             continue
         below = best[-1][0] if len(best) == KEPT else inf
-        if (one := pricer.exactly(candidate, whole=whole, below=below)) is not None:
-            fitted.add(candidate)
-            best = sorted([*best, (one.cost.total, one.memory.total, candidate, one)], key=lambda each: each[:3])[:KEPT]
+        one = pricer.exactly(candidate, whole=whole, below=below)
+        if one is not None and one.candidate not in fitted:
+            fitted.add(one.candidate)
+            made = (one.cost.total, one.memory.total, one.candidate, one)
+            best = sorted([*best, made], key=lambda each: each[:3])[:KEPT]
     return [one for *_, one in best]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from ..plan import PlanError
@@ -53,20 +54,18 @@ def nothing_legal(request: Request) -> InfeasibleError:
 
 def too_large(request: Request, pricer: Pricer) -> InfeasibleError:
     """Every candidate needs more memory than there is."""
-    least = min(
-        ((size, one) for one in request.candidates() if (size := pricer.least(one)) is not None),
-        default=None,
-    )
+    held = ((pricer.least(one), one) for one in request.candidates())
+    least = min(((memory.total, one, memory) for memory, one in held if memory is not None), default=None)
     rule = f"memory binds: no plan for {request.world_size} ranks stays within {request.limit / GIB:.4g} GiB a rank"
     if least is None:
         return InfeasibleError("generate_plan", rule, (), [("memory=...", "more bytes a rank")])
-    size, candidate = least
-    parts = sorted(asdict(pricer.evenly(candidate).memory).items(), key=lambda item: -item[1])
+    size, candidate, memory = least
+    parts = sorted(asdict(memory).items(), key=lambda item: -item[1])
     facts = [
         f"least  {candidate}: {size / GIB:.4g} GiB a rank",
         "of which  " + ", ".join(f"{name} {part / GIB:.4g}" for name, part in parts if part),
     ]
-    remedies = [(f"memory={size}", f"bytes; the least that {request.world_size} ranks need")]
+    remedies = [(f"memory={written(size)}", f"the least that {request.world_size} ranks need")]
     fewer = request.batch // 2
     while fewer and not _fits(request, pricer, request.world_size, fewer):
         fewer //= 2
@@ -90,16 +89,24 @@ def beyond(request: Request, demoted: Sequence[tuple[Candidate, int]]) -> Infeas
         f"memory binds: no plan of the best {len(demoted)} stays within {request.limit / GIB:.4g} GiB in a dry run",
         [f"{candidate}  {size / GIB:.4g} GiB" for candidate, size in demoted],
         [
-            (f"memory={least}", "bytes; what the lightest of them needs"),
+            (f"memory={written(least)}", "what the lightest of them needs"),
             ('objective="memory"', "the lightest plans, not the fastest"),
         ],
     )
 
 
+def written(size: int) -> str:
+    """At least so many bytes, as a person would write them: `round(46.4 * 2**30)`."""
+    unit = next((unit for unit in (30, 20, 10) if size >= 1 << unit), 0)
+    digits = 3 - len(str(size >> unit))
+    scaled = ceil(size / (1 << unit) * 10**digits) / 10**digits
+    return f"round({scaled:g} * 2**{unit})" if unit else str(size)
+
+
 def _fits(request: Request, pricer: Pricer, world: int, batch: int) -> bool:
     for one in request.candidates(world, batch):
-        size = pricer.least(one, batch)
-        if size is not None and size <= request.limit:
+        memory = pricer.least(one, batch)
+        if memory is not None and memory.total <= request.limit:
             return True
     return False
 
