@@ -33,6 +33,7 @@ from ._flat_rules import decide_flat
 from ._functorch import check_not_wrapped
 from ._layout import Layout, layout_of
 from ._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
+from ._rules.traits import Trait
 from ._signature import Signature, solve
 from ._state import INVARIANT
 from ._tensor import DTensor, below_autograd, local_only, stamp, watch_autograd
@@ -40,13 +41,23 @@ from ._tensor import DTensor, below_autograd, local_only, stamp, watch_autograd
 # Calls a function with dispatch disabled, as `local_only` does, in one step of C.
 _run_local = torch._C._disabled_torch_function_impl
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+# The table that is looked into: the one of rules, or an overlay of it, and its `get`.
+_table: Any = TABLE
+_entry_of = TABLE.get
+
+
+def look_into(table: Any) -> Any:
+    """From now on functions are decided by `table`, an overlay of the one of rules. Returns the one before."""
+    global _table, _entry_of
+    before, _table, _entry_of = _table, table, table.get
+    return before
 
 
 def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
     """`DTensor.__torch_function__`. A subclass with `before_dtensor` (a placeholder, without values) goes first."""
     if len(types) > 1 and any(getattr(kind, "before_dtensor", False) for kind in types):
         return NotImplemented
-    entry = TABLE.get(function)
+    entry = _entry_of(function)
     if entry is None or entry.handler is not None:
         return _general(entry, function, args, kwargs or {})
     if len(args) == 2 and not kwargs:  # most calls
@@ -91,7 +102,7 @@ def call(function: Any, *args: Any, **kwargs: Any) -> Any:
 def _general(entry: Entry | None, function: Any, args: tuple, kwargs: dict) -> Any:
     """A call that is not dispatched by a rule, or that does not come from `dispatch`."""
     if entry is None:
-        entry = TABLE[function] = Entry(function)
+        entry = _table.made(function)
     if entry.handler is not None:
         return entry.handler(function, args, kwargs)
     return _decided(entry, function, args, kwargs, None, None)
@@ -117,7 +128,7 @@ def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, d
     return _apply(decision, entry, function, args, kwargs, tensors)
 
 
-def _local_form(function: Any) -> Any:
+def local_form(function: Any) -> Any:
     """What runs on the shards: the function itself, or what it names.
 
     A `torch.library` op of somebody else's is called on plain tensors: what its autograd formula saves comes back to it
@@ -178,7 +189,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     if not any(decision.targets):
         decision.targets = ()
     if decision.run is None:
-        decision.run = _local_form(function)
+        decision.run = local_form(function)
     if operands:
         base = (decision.targets[0] if decision.targets else None) or operands[0].layout
         decision.run = as_on_one_device(function, decision.run, base)
@@ -356,7 +367,7 @@ def _check_tracked(function: Any, tensor: DTensor) -> None:
 def _must_copy(entry: Entry, base: Operand, decision: Decision) -> bool:
     """Whether a view's base moves first, so that the view is a copy."""
     target = decision.targets[0]
-    return entry.view and target is not None and not is_alias(base.layout, target)
+    return Trait.VIEW in entry.traits and target is not None and not is_alias(base.layout, target)
 
 
 def _marked_copies(out: Any, base: Tensor) -> Any:

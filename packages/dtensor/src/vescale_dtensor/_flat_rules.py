@@ -1,14 +1,15 @@
 """Functions on tensors of which an axis holds parts of the flattened shard (state F).
 
 elementwise      all operands take the first flat one's layout (a replica is sliced: free), the result has it
-detach, *_like   local
+metadata         local
 lists            item by item, each under its own rule
 anything else    the flat operand is gathered over its axis, and the function decided anew
 in place         as above on the flat shard; what is not elementwise runs whole, and the result is cut again
 
-Flat shards are parameters, gradients and optimizer states at rest: what computes with
-them sees them gathered, block by block. So few functions stay on them, and the others
-are right, not fast.
+Which of these a function is, its traits say (`_rules/traits.py`). Flat shards are
+parameters, gradients and optimizer states at rest: what computes with them sees them
+gathered, block by block. So few functions stay on them, and the others are right, not
+fast.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ._convert import convert_operand
 from ._copies import mark_copy
 from ._fallback import gathered
 from ._rules.registry import Call, Decision, Entry, Operand, composite
+from ._rules.traits import Trait
 from ._signature import Signature
 from ._state import INVARIANT, PENDING
 from ._tensor import DTensor
@@ -30,26 +32,25 @@ from ._tensor import DTensor
 
 def decide_flat(entry: Entry, call: Call) -> Decision:
     """The decision for a call of which some operand is flat."""
-    family = entry.rule.__module__.rpartition(".")[2] if entry.rule is not None else ""
-    if family == "optim":
-        return _listed(entry, call)
-    named = any(isinstance(value, Operand) for value in call.kwargs.values())  # alpha=, a number by itself
-    if family in ("pointwise", "metadata") and not named:
+    traits = entry.traits
+    if entry.rule is not None and (_stays(traits, call) or Trait.LISTS in traits):
         decision = entry.rule(call)
         if isinstance(decision, Signature):
-            decision = _elementwise(call, decision)
-        if decision is not None:
+            decision = on_flat(call, decision)
+        if decision is not None and (decision.composite is not None or _stays(traits, call)):
             return decision
-    return composite(gathered(call.function) if call.inplace else _opened(call.function, entry.view))
+    return composite(gathered(call.function) if call.inplace else _opened(call.function, Trait.VIEW in entry.traits))
 
 
-def _listed(entry: Entry, call: Call) -> Decision:
-    from ._rules.optim import foreach, looped
+def _stays(traits: Trait, call: Call) -> bool:
+    """Whether the local function of flat shards is the flat shard of the function."""
+    if Trait.DRAWS in traits:
+        return False
+    named = any(isinstance(value, Operand) for value in call.kwargs.values())  # alpha=, a number by itself
+    return Trait.METADATA in traits or Trait.ELEMENTWISE in traits and (Trait.LISTS in traits or not named)
 
-    return composite(looped(call.function)) if entry.rule is foreach else entry.rule(call)
 
-
-def _elementwise(call: Call, signature: Signature) -> Decision | None:
+def on_flat(call: Call, signature: Signature) -> Decision | None:
     """On flat shards; None when the function looks at dims, or a pending operand would have to be reduced in place."""
     flat = [operand for operand in call.operands if operand.layout.flat_axis is not None]
     lead = flat[0].layout

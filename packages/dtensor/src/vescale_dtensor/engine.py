@@ -45,7 +45,10 @@ from ._rules.attention import attention as attention
 from ._rules.body import body_of as body_of
 from ._rules.pointwise import elementwise as elementwise
 from ._rules.registry import TABLE as TABLE
+from ._rules.registry import declare as declare
 from ._rules.registry import handler as handler
+from ._rules.registry import traits_of as traits_of
+from ._rules.traits import Trait as Trait
 from ._state import INVARIANT as INVARIANT
 from ._state import PENDING as PENDING
 from ._state import VARYING as VARYING

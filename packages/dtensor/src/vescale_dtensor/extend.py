@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,25 +20,53 @@ from ._errors import PlacementError
 from ._fallback import gathered as run_whole
 from ._layout import canonical_states, layout_of
 from ._mesh import mesh_of
-from ._rules.registry import composite, rule
+from ._rules.registry import Call, composite, rule
+from ._rules.traits import Trait
+from ._signature import Signature
 from ._state import INVARIANT, VARYING
 from ._tensor import DTensor
 from .placement import Partial, Placement, Replicate, Shard
 
 
-def register_rule(*functions: Callable, exact: bool = False, view: bool = False) -> Callable:
+def register_rule(
+    *functions: Callable, exact: bool = False, view: bool = False, traits: Trait | None = None
+) -> Callable:
     """Decorator: the decorated rule decides `functions` (a kernel, a `torch.library` op, a Function's apply).
 
     A rule takes a `Call` and returns a `Signature`, a `Decision`, `composite(fn)` or
     None; see `vescale_dtensor.rules`. Functions that do not come to
     `__torch_function__` by themselves must be called through `local_map` instead.
 
-        @register_rule(torch.ops.mylib.scale)
+        @register_rule(torch.ops.mylib.scale, traits=Trait.ELEMENTWISE | Trait.LINEAR)
         def scale(call):
             dims = tuple(range(call.operands[0].ndim))
-            return Signature([dims], [dims], linear=[(0,)])
+            return Signature([dims], [dims])
+
+    Arguments:
+        exact: the decision depends on the value of float arguments.
+        view: the same as Trait.VIEW.
+        traits: what the functions do, whatever their layouts; see `Trait`. Without any, a function may do anything
+            with its elements: flat shards (ZeRO, optimizer states) are gathered for it, and in the reproducible mode
+            it runs on whole tensors. Traits of a function that has some already stay if none are given. A Signature
+            of a LINEAR function that names nothing as `linear` is linear in its first tensor.
     """
-    return rule(*functions, exact=exact, view=view)
+    if view:
+        traits = (traits or Trait(0)) | Trait.VIEW
+
+    def register(decide: Callable) -> Callable:
+        rule(*functions, exact=exact, traits=traits)(_linear(decide) if traits and Trait.LINEAR in traits else decide)
+        return decide
+
+    return register
+
+
+def _linear(decide: Callable) -> Callable:
+    @functools.wraps(decide)
+    def linear(call: Call) -> Any:
+        found = decide(call)
+        return replace(found, linear=[(0,)]) if isinstance(found, Signature) and not found.linear else found
+
+    return linear
 
 
 def local_map(

@@ -4,4 +4,6 @@ from ._rules.registry import Call as Call
 from ._rules.registry import Decision as Decision
 from ._rules.registry import Operand as Operand
 from ._rules.registry import composite as composite
+from ._rules.registry import traits_of as traits_of
+from ._rules.traits import Trait as Trait
 from ._signature import Signature as Signature

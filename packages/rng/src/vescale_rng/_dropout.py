@@ -43,6 +43,7 @@ _PLAIN = {F.dropout, torch.dropout, torch.dropout_}
 _FEATURE = {torch.feature_dropout, torch.feature_dropout_}
 _ALPHA = {F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_}
 _FEATURE_ALPHA = {F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_}
+_FUNCTIONAL = {F.dropout, F.alpha_dropout, F.feature_alpha_dropout}
 _FUNCTIONS = _PLAIN | _FEATURE | _ALPHA | _FEATURE_ALPHA
 # Checks and views around feature_dropout: their Python bodies do.
 _BODIES = [F.dropout1d, F.dropout2d, F.dropout3d]
@@ -58,7 +59,7 @@ def drawn_noise(local: Tensor, layout: Layout, p: float) -> Tensor:
 @register_rule(_FUNCTIONS, exact=True)
 def dropout(call: Call):
     """The rule of vescale_dtensor where nothing is drawn."""
-    functional = call.function.__module__ == F.__name__
+    functional = call.function in _FUNCTIONAL
     p = call.get(1, "p", 0.5)
     training = call.get(2, "training" if functional else "train", functional)
     whole = _WHOLE[call.function](call)

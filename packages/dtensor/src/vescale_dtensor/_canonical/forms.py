@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._rules import matmul as products
-from .._rules import optim, reduce
-from .._rules.registry import Call, Decision, composite
+from .._rules import reduce
+from .._rules.registry import Call, Decision
 from .._signature import Signature
 from .call import Solved, expanded, solved
 from .grid import Splits, block_count
@@ -192,11 +192,8 @@ def _local_sizes(found: Solved, labels: tuple) -> list[int]:
 
 def of_lists(call: Call, ordinary: Callable) -> Decision:
     """`_foreach_*` and `_fused_*` functions, under their ordinary rule: item by item on flat shards."""
-    flat = any(operand.layout.flat_axis is not None for operand in call.operands)
-    if flat and ordinary is optim.foreach:
-        return composite(optim.looped(call.function))
     decision = ordinary(call)
-    if decision.composite is None and (ordinary is optim.fused or is_unsteady_list(call)):
+    if decision.composite is None and is_unsteady_list(call):
         decision.run = padded(decision.run or call.function, call.inplace)
     return decision
 

@@ -1,8 +1,8 @@
-"""The switch: the canonical table put in place of the ordinary one, plain tensors intercepted, threads fixed."""
+"""The switch: the canonical table laid over the ordinary one, plain tensors intercepted, threads fixed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,18 +11,17 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _steps
 from .._arguments import collect, keyed, substitute
+from .._dispatch import look_into
 from .._layout import layout_of
 from .._rules import attention as attention_rules
-from .._rules import optim
 from .._rules.body import body_of
-from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
+from .._rules.registry import CACHE_LIMIT, Call, Decision, Operand
 from . import channels, convolution, lookup, norms, rows  # noqa: F401 - their forms are registered
 from .attention import attend, kernel_for
 from .call import ALONE
 from .forms import FORMS
 from .grid import ReproducibleError, Splits
-from .steady import steady_form
-from .table import canonical_entries, compact
+from .table import ATTENTION, Overlay, Plain, compact
 
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _current: reproducible | None = None
@@ -55,10 +54,7 @@ class reproducible(TorchFunctionMode):
     def __init__(self, splits: Mapping[str, int] | Splits | None = None, *, threads: int = 1) -> None:
         super().__init__()
         self.splits, self.threads = Splits.of(splits), threads
-        self._entries: dict[Callable, Entry] = {}
-        self._plain: dict[Callable, Entry] = {}
-        self._kept: dict[Callable, Entry] = {}
-        self._steady: frozenset[Callable] = frozenset()
+        self._overlay = Overlay(self.splits)  # a mode that is entered again keeps its decisions
 
     def __enter__(self) -> reproducible:
         global _current
@@ -67,9 +63,7 @@ class reproducible(TorchFunctionMode):
             raise ReproducibleError("reproducible", rule, (), [("leave the outer one first", "")])
         if _current is None:
             _current = self
-            if not self._entries:  # a mode that is entered again keeps its decisions
-                self._make_entries()
-            TABLE.update(self._entries)
+            self._table_before = look_into(self._overlay)
             attention_rules.stand_in = kernel_for
             _steps.whole_on_first = True
             self._threads_before = torch.get_num_threads()
@@ -78,18 +72,6 @@ class reproducible(TorchFunctionMode):
         self._depth += 1
         return super().__enter__()
 
-    def _make_entries(self) -> None:
-        self._entries = canonical_entries(self.splits)
-        self._kept = {function: TABLE.get(function) or Entry(function) for function in self._entries}
-        for function, entry in self._entries.items():
-            self._plain[function] = plain = Entry(function, rule=entry.rule)
-            plain.exact = entry.exact
-        self._steady = frozenset(
-            function
-            for function, entry in self._kept.items()
-            if _item_by_item(entry) and not _is_of_lists(entry) and steady_form(_bare(function)) is None
-        )
-
     def __exit__(self, *exception) -> None:
         global _current
         super().__exit__(*exception)
@@ -97,23 +79,27 @@ class reproducible(TorchFunctionMode):
         if self._depth:
             return
         _current = None
-        TABLE.update(self._kept)
+        look_into(self._table_before)
         attention_rules.stand_in = None
         _steps.whole_on_first = False
         torch.set_num_threads(self._threads_before)
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if function in self._steady and not torch.is_grad_enabled() and "alpha" not in kwargs:
-            return function(*args, **kwargs)  # in an optimizer: only gradients of what is stretched have a form
-        if function in _BACKWARDS:  # a checkpoint recomputes in there
-            with self:
+        try:
+            plain = self._overlay.plain(function)
+        except KeyError:
+            plain = self._overlay.plain_made(function)
+        if plain is None:
+            if function not in _BACKWARDS:
+                return function(*args, **kwargs)
+            with self:  # a checkpoint recomputes in there
                 return body_of(function)(*args, **kwargs)
-        if function is _ATTENTION:
+        if plain.steady and not torch.is_grad_enabled() and "alpha" not in kwargs:
+            return function(*args, **kwargs)  # in an optimizer: only gradients of what is stretched have a form
+        if function is ATTENTION:
             return self._attention(args, kwargs)
-        entry = self._plain.get(function)
-        if entry is None:
-            return function(*args, **kwargs)
+        entry = plain.entry
         tensors: list[Tensor] = []
         collect(args, tensors)
         collect(kwargs, tensors)
@@ -131,7 +117,7 @@ class reproducible(TorchFunctionMode):
         except TypeError:
             key = decision = None
         if decision is None:
-            decision = self._decide(entry, args, kwargs, tensors)
+            decision = self._decide(plain, args, kwargs, tensors)
             if key is not None:
                 if len(entry.cache) >= CACHE_LIMIT:
                     entry.cache.clear()
@@ -143,17 +129,17 @@ class reproducible(TorchFunctionMode):
                 return decision.composite(*args, **kwargs)
         return decision.run(*args, **kwargs)
 
-    def _decide(self, entry: Entry, args: tuple, kwargs: dict, tensors: list[Tensor]):
+    def _decide(self, plain: Plain, args: tuple, kwargs: dict, tensors: list[Tensor]):
         """The form's decision on a mesh without axes; where DTensors would run whole, the same; or `_AS_IT_IS`."""
         operands = [Operand(layout_of(ALONE, (), tuple(t.shape)), False, i) for i, t in enumerate(tensors)]
         queue = iter(operands)
         abstract = substitute(args, lambda _: next(queue))
         named = substitute(kwargs, lambda _: next(queue))
-        function = entry.function
+        entry, function = plain.entry, plain.entry.function
         call = Call(function, abstract, named, operands, ALONE, entry.inplace or named.get("inplace") is True)
         form = FORMS.get(function)
         decision = form(call, self.splits) if form is not None else None
-        if form is None and _item_by_item(self._kept[function]):
+        if form is None and plain.by_item:
             decision = entry.rule(call)
             if not isinstance(decision, Decision) or (decision.run is None and decision.composite is None):
                 return _AS_IT_IS
@@ -163,7 +149,7 @@ class reproducible(TorchFunctionMode):
 
     def _attention(self, args: tuple, kwargs: dict) -> Tensor:
         if any(type(t) not in _PLAIN for t in args[:3]):
-            return _ATTENTION(*args, **kwargs)
+            return ATTENTION(*args, **kwargs)
         if kwargs.pop("enable_gqa", False):
             from .attention import repeated
 
@@ -186,20 +172,5 @@ def check_order(operation: str, what: str) -> None:
         raise ReproducibleError(operation, rule, (), [("outside of vescale.reproducible()", "as fast as ever")])
 
 
-_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _PLAIN = (Tensor, torch.nn.Parameter)
 _AS_IT_IS = object()
-
-
-def _item_by_item(entry: Entry) -> bool:
-    """Whether a function computes every element by itself: of tensors, or of lists of them."""
-    pointwise = entry.rule is not None and entry.rule.__module__ == "vescale_dtensor._rules.pointwise"
-    return pointwise or _is_of_lists(entry)
-
-
-def _is_of_lists(entry: Entry) -> bool:
-    return entry.rule in (optim.foreach, optim.fused)
-
-
-def _bare(function: Callable) -> Call:
-    return Call(function, (), {}, [], ALONE)

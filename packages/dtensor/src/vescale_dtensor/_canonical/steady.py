@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._arguments import substitute
+from .._rules.pointwise import FUNCTIONS
 from .._rules.registry import Call, both, is_inplace
 
 WIDTH = 64  # two vectors of the widest instruction set, in elements of the narrowest type (AVX-512, bfloat16)
@@ -37,7 +38,13 @@ _WEIGHTED = {name: getattr(torch, name) for name in ("add", "sub", "subtract", "
 
 
 def steady_form(call: Call) -> Callable | None:
-    """What to compute in place of an elementwise call so that it is steady; None where it is as it is."""
+    """What to compute in place of an elementwise call so that it is steady; None where it is as it is.
+
+    A user's function may have any kernel, so it is made steady, too."""
+    if call.function not in FUNCTIONS:
+        from .._dispatch import local_form
+
+        return local_form(call.function)
     name = call.name
     base = "__pow__" if name == "__ipow__" else name if name.endswith("__") else name.rstrip("_")
     if "alpha" in call.kwargs and base in _WEIGHTED:
@@ -60,7 +67,9 @@ def steady_run(form: Callable, inplace: bool) -> Callable:
 
 
 def is_unsteady_list(call: Call) -> bool:
-    """Whether a `_foreach_*` call has the kernels of a function that is made steady."""
+    """Whether a call on lists may have the kernels of a function that is made steady; all but `_foreach_*` may."""
+    if not call.name.startswith("_foreach_"):
+        return True
     base = call.name.removeprefix("_foreach_").rstrip("_")
     if base in _WEIGHTED:
         return "alpha" in call.kwargs

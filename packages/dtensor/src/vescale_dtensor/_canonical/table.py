@@ -1,10 +1,12 @@
-"""The mode's table of rules: for every function a canonical form, the ordinary rule, or the whole tensor.
+"""The mode's table of rules, an overlay on the ordinary one: for every function a canonical form, the ordinary rule, or
+the whole tensor.
 
     a form                    what sums or contracts, and elementwise functions (`forms.py` and the modules beside it)
-    the ordinary rule         what moves data, or asks for metadata: it adds nothing up, forward or backward
+    the ordinary rule         what moves data, draws, or asks for metadata: it adds nothing up, forward or backward
     the whole tensor          all else: inputs are gathered, and every rank computes what one device computes
 
-While the mode is on these stand in the table that dispatch looks into. Nothing is asked of a function that has no
+Which of these a function is, its traits say (`_rules/traits.py`), whoever registered it. An entry is made when its
+function is first called in the mode, and anew when it is registered anew. Nothing is asked of a function that has no
 rule: it runs whole in any case (`_fallback.py`).
 """
 
@@ -19,64 +21,117 @@ from torch import Tensor
 
 from .. import _fallback
 from .._arguments import substitute
-from .._flat_rules import _elementwise as on_flat
-from .._rules import optim
+from .._flat_rules import on_flat
+from .._rules.pointwise import FUNCTIONS
 from .._rules.registry import TABLE, Call, Decision, Entry, composite, is_inplace
+from .._rules.traits import Trait
+from .._rules.view import _strided
 from .._signature import Signature
+from .call import ALONE
 from .forms import FORMS, elementwise, of_lists
 from .grid import Splits
 from .steady import Contiguous, steady_form, steady_run
 from .stretch import grouped_attention
 
-# Modules of rules whose functions only move data, forward and backward; a gradient that is met twice is added twice.
-_MOVES = frozenset(
-    f"vescale_dtensor._rules.{name}"
-    for name in "shape view join index metadata python comparison empty fresh random pad regroup carry search".split()
-)
-_SUMS_BACKWARD = ("trace", "broadcast_tensors", "tile")
-_DRAWS = "vescale_rng."
+ATTENTION = F.scaled_dot_product_attention
 # Functions that have no rule, and would run whole on the strides that gathering happens to give.
-_WITHOUT_RULE = [f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None]
-_ATTENTION = F.scaled_dot_product_attention
+_WITHOUT_RULE = frozenset(f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f)
+# The ordinary rule is as good as a form: integers and bools, exact in any order; windows and indexed elements, whose
+# gradients are added up on one rank, in their order; and what is made of other functions.
+_KEPT = frozenset({
+    torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, F.one_hot, torch.bucketize, torch.searchsorted,
+    torch.isin, torch.unravel_index, Tensor.unfold, Tensor.as_strided, torch.as_strided, _strided,
+    Tensor.__getitem__, Tensor.__setitem__,
+})  # fmt: skip
+_SAFE = Trait.MOVES | Trait.METADATA | Trait.DRAWS
 
 
-def canonical_entries(splits: Splits) -> dict[Callable, Entry]:
-    """function -> the entry that stands for it while the mode is on; those that stay as they are, are left out."""
-    entries = {function: Entry(function, rule=lambda call: whole(call.function)) for function in _WITHOUT_RULE}
-    for function, entry in list(TABLE.items()):
-        rule = _rule_of(function, entry, splits)
+class Overlay:
+    """The table while the mode is on. `get` is what dispatch asks (`_dispatch.look_into`), `made` what it asks then."""
+
+    def __init__(self, splits: Splits) -> None:
+        self.splits = splits
+        self._entries: dict[Callable, Entry] = {}
+        self._plain: dict[Callable, Plain | None] = {}
+        self.get = self._entries.get
+        self.plain = self._plain.__getitem__
+        TABLE.overlays.add(self)
+
+    def made(self, function: Callable) -> Entry:
+        """The entry of a function that was not asked for yet."""
+        ordinary = TABLE.get(function) or TABLE.made(function)
+        self._entries[function] = entry = self._canonical(function, ordinary) or ordinary
+        return entry
+
+    def plain_made(self, function: Callable) -> Plain | None:
+        """How plain tensors are computed with, of one that was not asked for yet; None where nothing changes."""
+        ordinary = TABLE.get(function) or Entry(function)
+        entry = self._canonical(function, ordinary)
+        self._plain[function] = found = None if entry is None else Plain(entry, ordinary.traits)
+        return found
+
+    def forget(self, function: Callable) -> None:
+        """The function was registered anew."""
+        self._entries.pop(function, None)
+        self._plain.pop(function, None)
+
+    def _canonical(self, function: Callable, ordinary: Entry) -> Entry | None:
+        rule = _rule_of(function, ordinary, self.splits)
         if rule is None:
-            continue
-        changed = entries[function] = Entry(function, rule=rule)
-        changed.exact, changed.view, changed.inplace = entry.exact or function in FORMS, entry.view, entry.inplace
-    return entries
+            return None
+        entry = Entry(function, rule=rule, traits=ordinary.traits)
+        entry.exact = ordinary.exact or function in FORMS
+        return entry
+
+
+class Plain:
+    """A function of plain tensors in the mode: its entry, whose decisions are those of a mesh without axes; whether
+    every element is computed by itself; and whether it is as it is while no gradients are taken."""
+
+    __slots__ = ("entry", "by_item", "steady")
+
+    def __init__(self, entry: Entry, traits: Trait) -> None:
+        self.entry = entry
+        self.by_item = Trait.ELEMENTWISE in traits and not traits & _SAFE
+        by_element = self.by_item and Trait.LISTS not in traits and entry.function in FUNCTIONS
+        self.steady = by_element and steady_form(Call(entry.function, (), {}, [], ALONE)) is None
 
 
 def _rule_of(function: Callable, entry: Entry, splits: Splits) -> Callable | None:
-    if entry.rule is None:
+    """The rule in the mode; None where the ordinary one stays, or there is none."""
+    if function in _WITHOUT_RULE and entry.handler is None:
+        return lambda call: whole(function)
+    form, ordinary, traits = FORMS.get(function), entry.rule, entry.traits
+    if ordinary is None:
         return None
-    form, ordinary = FORMS.get(function), entry.rule
     if form is not None:
         return lambda call: form(call, splits) or whole(function)
-    if function is _ATTENTION:
+    if function is ATTENTION:
         return lambda call: grouped_attention(call) or ordinary(call)
-    module, name = ordinary.__module__, ordinary.__name__
-    if module == "vescale_dtensor._rules.pointwise":
-        return _elementwise(ordinary, function)
-    if name == "pad" and module in _MOVES:
+    if function is F.pad:
         return lambda call: ordinary(call) if call.get(2, "mode", "constant") == "constant" else whole(function)
-    if (module in _MOVES and name not in _SUMS_BACKWARD) or module.startswith(_DRAWS):
+    by_item = Trait.ELEMENTWISE in traits
+    if function in _KEPT or traits & (Trait.MOVES | Trait.METADATA) or (by_item and Trait.DRAWS in traits):
         return None
-    if ordinary in (optim.foreach, optim.fused):
-        return _same_family(lambda call: of_lists(call, ordinary), ordinary)
+    if by_item:
+        return _of_lists(ordinary) if Trait.LISTS in traits else _elementwise(ordinary, function)
     return lambda call: whole(function)
 
 
+def _of_lists(ordinary: Callable) -> Callable:
+    return lambda call: of_lists(call, ordinary)
+
+
 def _elementwise(ordinary: Callable, function: Callable) -> Callable:
-    def rule(call: Call) -> Decision | Signature:
+    known = function in FUNCTIONS
+
+    def rule(call: Call) -> Decision | Signature | None:
         signature = ordinary(call)
         if not isinstance(signature, Signature):
-            return signature
+            made_of_others = isinstance(signature, Decision) and signature.composite is not None
+            return signature if known or made_of_others else whole(function)
+        if not known and (call.inplace or len(signature.outputs) != 1 or signature.local is not None):
+            return whole(function)
         if all(operand.layout.flat_axis is None for operand in call.operands):
             return elementwise(call, signature, function) or whole(function)
         steady = steady_form(call)
@@ -86,12 +141,6 @@ def _elementwise(ordinary: Callable, function: Callable) -> Callable:
         decision.run = steady_run(steady, call.inplace)
         return decision
 
-    return _same_family(rule, ordinary)
-
-
-def _same_family(rule: Callable, ordinary: Callable) -> Callable:
-    """Decisions on flat shards (`_flat_rules.py`) go by the module of a rule."""
-    rule.__module__ = ordinary.__module__
     return rule
 
 

@@ -21,12 +21,13 @@ from .body import run_body
 from .owned import held_ranges, nothing
 from .pointwise import labels_for
 from .registry import Call, Operand, composite, rule
+from .traits import Trait
 
 # Gives what runs on the shards in place of a kernel, which then sees whole sequences: the reproducible mode's.
 stand_in: Callable | None = None
 
 
-@rule(F.scaled_dot_product_attention, exact=True)
+@rule(F.scaled_dot_product_attention, exact=True, traits=Trait.DRAWS)
 def scaled_dot_product_attention(call: Call):
     """q [..., H, L, E], k [..., H or fewer, S, E], v [..., as k, S, Ev] -> [..., H, L, Ev].
 
@@ -175,7 +176,7 @@ def _indices(layout: Layout, dim: int) -> list[int]:
     return [index for start, stop in held_ranges(layout, dim) for index in range(start, stop)]
 
 
-@rule(F.multi_head_attention_forward)
+@rule(F.multi_head_attention_forward, traits=Trait.DRAWS)
 def multi_head_attention_forward(call: Call):
     """Its Python body on the DTensors: projections, views, products and softmax each by their own rule."""
     return composite(run_body(F.multi_head_attention_forward, call.mesh))

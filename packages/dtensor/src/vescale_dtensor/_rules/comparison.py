@@ -17,6 +17,7 @@ from .._state import INVARIANT
 from .._tensor import DTensor
 from .parts import plain, rows, settled
 from .registry import Call, composite, rule
+from .traits import Trait
 
 
 def _on_all_shards(function, compare: Callable[[Tensor, Tensor], bool], first: Tensor, second: Tensor) -> bool:
@@ -34,7 +35,7 @@ def _on_all_shards(function, compare: Callable[[Tensor, Tensor], bool], first: T
         return bool(rows(same, whole, axes, function).all())
 
 
-@rule(torch.equal, Tensor.equal)
+@rule(torch.equal, Tensor.equal, traits=Trait.READS)
 def equal(call: Call):
     def run(input: Tensor, other: Tensor) -> bool:
         return input.shape == other.shape and _on_all_shards(call.function, torch.equal, input, other)
@@ -42,7 +43,7 @@ def equal(call: Call):
     return composite(run)
 
 
-@rule(torch.allclose, Tensor.allclose)
+@rule(torch.allclose, Tensor.allclose, traits=Trait.READS)
 def allclose(call: Call):
     def run(input: Tensor, other: Tensor, rtol=1e-05, atol=1e-08, equal_nan=False) -> bool:
         if input.shape != other.shape:  # broadcast

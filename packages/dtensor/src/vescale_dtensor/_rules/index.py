@@ -29,6 +29,7 @@ from .._region import Ranges
 from .._signature import Signature, solve
 from .._state import PENDING
 from .registry import Call, Decision, Operand, composite, rule
+from .traits import VIEWS, Trait
 
 
 class Item(NamedTuple):
@@ -188,7 +189,7 @@ def _reader(source: Layout, items: list[Item], parted: list[Item]):
     return run
 
 
-@rule(Tensor.__getitem__, view=True)
+@rule(Tensor.__getitem__, traits=Trait.VIEW | Trait.LINEAR)
 def getitem(call: Call):
     """See the table above; no communication but for a long slice of a sharded dim."""
     index = call.args[1]
@@ -211,7 +212,7 @@ def _one_dim(call: Call, dim: object, entry: object, *, keep: bool = False):
     return None if items is None else read(call, items, keep=keep)
 
 
-@rule(torch.select, Tensor.select, view=True)
+@rule(torch.select, Tensor.select, traits=VIEWS)
 def select(call: Call):
     dim, at = call.get(1, "dim"), call.get(2, "index")
     if isinstance(at, Operand):
@@ -219,12 +220,12 @@ def select(call: Call):
     return _one_dim(call, dim, at)
 
 
-@rule(torch.select_copy)
+@rule(torch.select_copy, traits=Trait.MOVES | Trait.LINEAR)
 def select_copy(call: Call):
     return composite(lambda x, dim, index: x.select(dim, index).clone())
 
 
-@rule(torch.narrow, Tensor.narrow, view=True)
+@rule(torch.narrow, Tensor.narrow, traits=VIEWS)
 def narrow(call: Call):
     """A start that is a tensor is read: it must be replicated, or that read communicates."""
     dim, start, length = call.get(1, "dim"), call.get(2, "start"), call.get(3, "length")
@@ -240,12 +241,12 @@ def narrow(call: Call):
     return _one_dim(call, dim, slice(start, start + length))
 
 
-@rule(torch.narrow_copy, Tensor.narrow_copy)
+@rule(torch.narrow_copy, Tensor.narrow_copy, traits=Trait.MOVES | Trait.LINEAR)
 def narrow_copy(call: Call):
     return composite(lambda x, dim, start, length: x.narrow(dim, start, length).clone())
 
 
-@rule(torch.slice_copy)
+@rule(torch.slice_copy, traits=Trait.MOVES | Trait.LINEAR)
 def slice_copy(call: Call):
     def run(x, dim=0, start=None, end=None, step=1):
         return x[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].clone()

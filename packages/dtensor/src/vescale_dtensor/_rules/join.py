@@ -22,11 +22,12 @@ from .._state import sharded
 from .carry import carry, sizes_before
 from .registry import Call, Operand, both, composite, rule
 from .shape import AT_LEAST, dim_of, renamed
+from .traits import VIEWS, Trait
 
 # --- joining --------------------------------------------------------------------------
 
 
-@rule(torch.cat, torch.concat, torch.concatenate)
+@rule(torch.cat, torch.concat, torch.concatenate, traits=Trait.MOVES)
 def cat(call: Call):
     """Sizes along `dim` may differ; legacy tensors of shape [0] are skipped."""
     dim = call.get(1, "dim", call.kwargs.get("axis", 0))
@@ -77,7 +78,7 @@ def _blocks(call: Call, dim: int) -> Callable | None:
     return extra
 
 
-@rule(torch.stack)
+@rule(torch.stack, traits=Trait.MOVES)
 def stack(call: Call):
     """A new dim, whole."""
     first = call.operands[0]
@@ -124,7 +125,7 @@ _STACKS = {
 }
 
 
-@rule(list(_STACKS))
+@rule(list(_STACKS), traits=Trait.MOVES)
 def stacks(call: Call):
     """As `cat` of what `atleast_*d` gives."""
     return composite(_STACKS[call.function]) if "out" not in call.kwargs else None
@@ -141,7 +142,7 @@ def whole_shapes(call: Call) -> list[tuple[int, ...]]:
     return [tuple(out.shape) for out in ((outs,) if isinstance(outs, Tensor) else outs)]
 
 
-@rule(both("tensor_split"), view=True)
+@rule(both("tensor_split"), traits=VIEWS)
 def tensor_split(call: Call):
     """Borders or a number of parts; in a tensor, its values are read first."""
     if len(call.operands) == 1:
@@ -154,22 +155,24 @@ def tensor_split(call: Call):
     return composite(run)
 
 
-@rule(both("split", "chunk", "split_with_sizes", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), view=True)
+@rule(
+    both("split", "chunk", "split_with_sizes", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), traits=VIEWS
+)
 def split(call: Call):
     return _parted(call, call.get(2, "dim", 0))
 
 
-@rule(both("hsplit"), view=True)
+@rule(both("hsplit"), traits=VIEWS)
 def hsplit(call: Call):
     return _parted(call, 0 if call.operands[0].ndim == 1 else 1)
 
 
-@rule(both("vsplit"), view=True)
+@rule(both("vsplit"), traits=VIEWS)
 def vsplit(call: Call):
     return _parted(call, 0)
 
 
-@rule(both("dsplit"), view=True)
+@rule(both("dsplit"), traits=VIEWS)
 def dsplit(call: Call):
     return _parted(call, 2)
 
@@ -229,7 +232,7 @@ def _pieces_of(groups: int, dim: int, sizes: tuple[tuple[int, ...], ...]) -> tup
     return tuple(sharded(dim, max(size // length, 1)) for size in pieces)
 
 
-@rule(both("unbind"), view=True)
+@rule(both("unbind"), traits=VIEWS)
 def unbind(call: Call):
     shape = call.operands[0].shape
     dim = call.get(1, "dim", 0)
@@ -244,7 +247,7 @@ def unbind(call: Call):
     )
 
 
-@rule(both("diagonal"), torch.linalg.diagonal, view=True)
+@rule(both("diagonal"), torch.linalg.diagonal, traits=VIEWS)
 def diagonal(call: Call):
     """The two dims must be whole; the diagonal comes last."""
     ndim = call.operands[0].ndim
@@ -254,7 +257,7 @@ def diagonal(call: Call):
     return renamed(call, [*[d for d in range(ndim) if d not in dims], "diagonal"], shape)
 
 
-@rule(both("diag_embed"))
+@rule(both("diag_embed"), traits=Trait.MOVES | Trait.LINEAR)
 def diag_embed(call: Call):
     """The last dim must be whole; the two that it becomes go where the call says."""
     ndim = call.operands[0].ndim
@@ -265,7 +268,7 @@ def diag_embed(call: Call):
     return renamed(call, labels, shape)
 
 
-@rule(Tensor.unfold, view=True)
+@rule(Tensor.unfold, traits=Trait.VIEW | Trait.LINEAR)
 def unfold(call: Call):
     """Windows along a dim, which must be whole; they come last."""
     dim = dim_of(call, call.get(1, "dimension"))

@@ -16,6 +16,7 @@ from torch import Tensor
 from .._errors import ShapeError
 from .._signature import Signature
 from .registry import Call, Operand, both, composite, rule
+from .traits import Trait
 
 
 def _check(call: Call, left: Operand, right: Operand, a: int, b: int) -> None:
@@ -63,7 +64,7 @@ def linear(call: Call):
 
 @rule(
     torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm,
-    torch.mv, Tensor.mv, torch.dot, Tensor.dot, torch.linalg.matmul,
+    torch.mv, Tensor.mv, torch.dot, Tensor.dot, torch.linalg.matmul, traits=Trait.LINEAR,
 )  # fmt: skip
 def matmul(call: Call):
     left, right = call.operands
@@ -106,7 +107,7 @@ def add_product(call: Call):
     )  # fmt: skip
 
 
-@rule(torch.outer, Tensor.outer, torch.ger, Tensor.ger)
+@rule(torch.outer, Tensor.outer, torch.ger, Tensor.ger, traits=Trait.LINEAR)
 def outer(call: Call):
     return Signature([("m",), ("n",)], [("m", "n")], linear=[(0,), (1,)])
 
@@ -123,7 +124,7 @@ def add_outer(call: Call):
     return Signature([labels, ("m",), ("n",)], [("m", "n")], linear=[(0, 1), (0, 2)], shapes=[shape])
 
 
-@rule(torch.inner, Tensor.inner)
+@rule(torch.inner, Tensor.inner, traits=Trait.LINEAR)
 def inner(call: Call):
     """a [..., k], b [..., k] -> [*a's, *b's]; a 0-dim operand only scales."""
     left, right = call.operands

@@ -8,6 +8,7 @@ from torch import Tensor
 from .._gradient import accumulate_hook, backward, grad, register_hook
 from .._tensor import DTensor, local_only
 from .registry import Call, Decision, handler, rule
+from .traits import VIEWS, Trait
 
 _PROPERTIES = """dtype device requires_grad is_leaf grad_fn is_cpu is_cuda is_meta is_mps is_xpu is_sparse is_sparse_csr
     is_quantized is_nested is_mkldnn is_vulkan is_ipu is_xla is_mtia is_maia output_nr itemsize names name _version
@@ -45,42 +46,42 @@ handler(Tensor.register_hook)(register_hook)
 handler(Tensor.register_post_accumulate_grad_hook)(accumulate_hook)
 
 
-@handler(torch.is_same_size)
+@handler(torch.is_same_size, traits=Trait.METADATA)
 def is_same_size(function, args, kwargs):
     return tuple(args[0].shape) == tuple(args[1].shape)
 
 
-@rule(Tensor.detach, torch.detach, Tensor.data.__get__)
+@rule(Tensor.detach, torch.detach, Tensor.data.__get__, traits=Trait.ELEMENTWISE | VIEWS)
 def detach(call: Call) -> Decision:
     return Decision(out=call.operands[0].layout)
 
 
-@rule(Tensor.detach_, torch.detach_)
+@rule(Tensor.detach_, torch.detach_, traits=Trait.ELEMENTWISE | VIEWS)
 def detach_(call: Call) -> Decision:
     return Decision(out=call.operands[0].layout)
 
 
-@handler(Tensor.numel, Tensor.nelement, torch.numel)
+@handler(Tensor.numel, Tensor.nelement, torch.numel, traits=Trait.METADATA)
 def numel(function, args, kwargs):
     return args[0].numel()
 
 
-@handler(Tensor.dim, Tensor.ndimension, Tensor.ndim.__get__)
+@handler(Tensor.dim, Tensor.ndimension, Tensor.ndim.__get__, traits=Trait.METADATA)
 def dim(function, args, kwargs):
     return args[0]._layout.ndim
 
 
-@handler(Tensor.size)
+@handler(Tensor.size, traits=Trait.METADATA)
 def size(function, args, kwargs):
     return args[0].size(*args[1:], **kwargs)
 
 
-@handler(Tensor.shape.__get__)
+@handler(Tensor.shape.__get__, traits=Trait.METADATA)
 def shape(function, args, kwargs):
     return args[0].shape
 
 
-@handler(Tensor.__len__)
+@handler(Tensor.__len__, traits=Trait.METADATA)
 def length(function, args, kwargs):
     return len(args[0])
 

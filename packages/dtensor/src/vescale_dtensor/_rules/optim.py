@@ -29,6 +29,7 @@ from .._state import INVARIANT, PENDING
 from .._tensor import DTensor, local_only, stamp
 from .pointwise import broadcast
 from .registry import Call, Decision, Operand, composite, handler, rule
+from .traits import Trait
 
 if DTensor not in _foreach_utils._foreach_supported_types:
     _foreach_utils._foreach_supported_types.append(DTensor)
@@ -47,7 +48,10 @@ def _base(name: str) -> str:
     return name.removeprefix("_foreach_").removesuffix("_")
 
 
-@rule([getattr(torch, name) for name in _FOREACH if _base(name) not in _NOT_ELEMENTWISE])
+@rule(
+    [getattr(torch, name) for name in _FOREACH if _base(name) not in _NOT_ELEMENTWISE],
+    traits=Trait.LISTS | Trait.ELEMENTWISE,
+)
 def foreach(call: Call) -> Decision:
     """Every item is an elementwise call of its own, all in one local call."""
     values = [*call.args, *call.kwargs.values()]
@@ -56,6 +60,8 @@ def foreach(call: Call) -> Decision:
     loop = composite(looped(call.function))
     if len({len(items) for items in lists}) != 1:
         return loop  # says what torch says
+    if any(operand.layout.flat_axis is not None for operand in call.operands):
+        return loop
     first_is_list = _has_operands(call.args[0])
     linear = [
         together for together in _LINEAR.get(_base(call.name), ())
@@ -128,12 +134,12 @@ def looped(function: Callable) -> Callable:
     return walk
 
 
-@rule(torch._foreach_max, getattr(torch, "_foreach_mm", None))
+@rule(torch._foreach_max, getattr(torch, "_foreach_mm", None), traits=Trait.LISTS)
 def foreach_single(call: Call) -> Decision:
     return composite(looped(call.function))
 
 
-@rule(getattr(torch, "_foreach_powsum", None))
+@rule(getattr(torch, "_foreach_powsum", None), traits=Trait.LISTS)
 def foreach_powsum(call: Call) -> Decision:
     def sums(tensors, ord=2, dtype=None):
         return [_power_sum(x, ord, dtype).to((x.abs() if x.is_complex() else x).dtype if dtype is None else dtype)
@@ -142,7 +148,7 @@ def foreach_powsum(call: Call) -> Decision:
     return composite(sums)
 
 
-@rule(torch._foreach_norm)
+@rule(torch._foreach_norm, traits=Trait.LISTS)
 def foreach_norm(call: Call) -> Decision:
     """Per item the sum of |x|^p, pending where x is sharded; one all-reduce for all items of the same states."""
     return composite(_norms)
@@ -205,7 +211,7 @@ def _sum_of_squares(local: Tensor) -> Tensor:
 # --- fused optimizers -----------------------------------------------------------------
 
 
-@rule(_FUSED)
+@rule(_FUSED, traits=Trait.LISTS | Trait.ELEMENTWISE)
 def fused(call: Call) -> Decision:
     """Parameters keep their layouts; states lie as they do; gradients are converted to them (pending: reduced).
 

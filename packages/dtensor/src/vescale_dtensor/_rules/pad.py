@@ -18,6 +18,7 @@ from torch import Tensor
 from .._signature import Signature
 from .empty import guarded
 from .registry import Call, Operand, both, rule
+from .traits import VIEWS, Trait
 
 
 def touching(call: Call, dims: Iterable[int] | None, *, linear: bool = True, shape=None) -> Signature | None:
@@ -57,7 +58,7 @@ def pad(call: Call):
     return signature
 
 
-@rule(both("roll"))
+@rule(both("roll"), traits=Trait.MOVES | Trait.LINEAR)
 def roll(call: Call):
     """Without dims it rolls the flattened tensor: all whole."""
     dims = call.get(2, "dims", None)
@@ -67,24 +68,24 @@ def roll(call: Call):
     return None if dims is None else touching(call, dims)
 
 
-@rule(both("flip"))
+@rule(both("flip"), traits=Trait.MOVES | Trait.LINEAR)
 def flip(call: Call):
     dims = call.rest(1, "dims")
     dims = None if dims is None else _dims(dims, call.operands[0])
     return None if dims is None else touching(call, dims)
 
 
-@rule(both("fliplr"))
+@rule(both("fliplr"), traits=Trait.MOVES | Trait.LINEAR)
 def fliplr(call: Call):
     return touching(call, (1,)) if call.operands[0].ndim > 1 else None
 
 
-@rule(both("flipud"))
+@rule(both("flipud"), traits=Trait.MOVES | Trait.LINEAR)
 def flipud(call: Call):
     return touching(call, (0,)) if call.operands[0].ndim else None
 
 
-@rule(both("rot90"))
+@rule(both("rot90"), traits=Trait.MOVES | Trait.LINEAR)
 def rot90(call: Call):
     x = call.operands[0]
     dims = _dims(call.get(2, "dims", (0, 1)), x)
@@ -97,7 +98,7 @@ def rot90(call: Call):
     return touching(call, (a, b), shape=tuple(shape))
 
 
-@rule(both("tril", "triu"))
+@rule(both("tril", "triu"), traits=Trait.MOVES | Trait.LINEAR)
 def triangle(call: Call):
     """Rows and columns sharded in one range: the diagonal moves by where the shard begins. No communication."""
     x = call.operands[0]
@@ -121,7 +122,7 @@ def triangle(call: Call):
 # --- diagonals: their two dims are whole -------------------------------------------
 
 
-@rule(torch.diagonal, Tensor.diagonal, torch.linalg.diagonal, view=True)
+@rule(torch.diagonal, Tensor.diagonal, torch.linalg.diagonal, traits=VIEWS)
 def diagonal(call: Call):
     """Both dims are whole; the diagonal is the last dim of the result."""
     x = call.operands[0]
@@ -145,7 +146,7 @@ def _diagonal_length(rows: int, columns: int, offset: int) -> int:
     return max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
 
 
-@rule(torch.diag, Tensor.diag)
+@rule(torch.diag, Tensor.diag, traits=Trait.MOVES | Trait.LINEAR)
 def diag(call: Call):
     x = call.operands[0]
     offset = call.get(1, "diagonal", 0)
@@ -157,6 +158,6 @@ def diag(call: Call):
     return Signature([(None,)], [(None, None)], linear=[(0,)], shapes=[(side, side)])
 
 
-@rule(torch.trace, Tensor.trace)
+@rule(torch.trace, Tensor.trace, traits=Trait.LINEAR)
 def trace(call: Call):
     return Signature([(None, None)], [()], linear=[(0,)], shapes=[()]) if call.operands[0].ndim == 2 else None

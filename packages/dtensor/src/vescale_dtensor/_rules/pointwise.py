@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .._signature import Signature
 from .._state import INVARIANT, PENDING
-from .registry import Call, Decision, Operand, both, composite, rule
+from .registry import TABLE, Call, Decision, Operand, both, composite, rule
+from .traits import ELEMENTWISE, Trait
 
 # f(x) with f not linear: a pending input is reduced first.
 NONLINEAR = """abs absolute acos acosh arccos arccosh angle arcsin arcsinh arctan arctanh asin asinh atan atanh atan2
@@ -26,7 +27,8 @@ NONLINEAR = """abs absolute acos acosh arccos arccosh angle arcsin arcsinh arcta
     polygamma pow reciprocal relu remainder round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh
     trunc xlogy addcdiv gcd lcm threshold celu selu polar""".split()
 # f(x) linear in x: pending stays pending.
-LINEAR = "neg negative positive conj conj_physical resolve_conj resolve_neg deg2rad rad2deg real imag".split()
+LINEAR = "neg negative positive conj_physical resolve_conj resolve_neg deg2rad rad2deg".split()
+LINEAR_VIEWS = [*both("conj", "real", "imag"), Tensor.real.__get__, Tensor.imag.__get__]
 _DUNDER = {
     "nonlinear": "and or xor lshift rshift floordiv mod pow rpow rfloordiv rmod eq ne lt le gt ge invert abs "
     "iand ior ixor ilshift irshift ifloordiv imod ipow rand ror rxor rlshift rrshift".split(),
@@ -89,56 +91,43 @@ def _namespace(owner, *names: str) -> list:
     return [getattr(owner, name) for name in names if hasattr(owner, name)]
 
 
-@rule(both(*NONLINEAR), _methods(*_DUNDER["nonlinear"]), _namespace(F, *_FUNCTIONAL), _SPECIAL)
+@rule(both(*NONLINEAR), _methods(*_DUNDER["nonlinear"]), _namespace(F, *_FUNCTIONAL), _SPECIAL, traits=ELEMENTWISE)
 def nonlinear(call: Call):
     return elementwise(call)
 
 
-@rule(torch.frexp, Tensor.frexp)
+@rule(torch.frexp, Tensor.frexp, traits=ELEMENTWISE)
 def frexp(call: Call):
     """Mantissa and exponent."""
     labels = tuple(range(call.operands[0].ndim))
     return Signature([labels], [labels, labels], single=False)
 
 
-@rule(torch.complex)
+@rule(torch.complex, traits=ELEMENTWISE)
 def complex_pair(call: Call):
     """real + i imag: linear in the two together."""
     return elementwise(call, linear=[(0, 1)])
 
 
-@rule(torch.view_as_real, torch.view_as_complex, view=True)
-def view_as_pair(call: Call):
-    """A last dim of 2, real and imaginary, is made or taken; that dim is whole."""
-    shape = call.operands[0].shape
-    if call.function is torch.view_as_real:
-        labels = tuple(range(len(shape)))
-        return Signature([labels], [(*labels, None)], linear=[(0,)], shapes=[(*shape, 2)])
-    labels = tuple(range(len(shape) - 1))
-    return Signature([(*labels, None)], [labels], linear=[(0,)], shapes=[shape[:-1]])
-
-
-@rule(
-    both(*LINEAR), _methods("neg", "pos"), Tensor.real.__get__, Tensor.imag.__get__,
-    Tensor.clone, torch.clone,
-)  # fmt: skip
+@rule(LINEAR_VIEWS, traits=ELEMENTWISE | Trait.LINEAR | Trait.VIEW)
+@rule(both(*LINEAR), _methods("neg", "pos"), Tensor.clone, torch.clone, traits=ELEMENTWISE | Trait.LINEAR)
 def linear(call: Call):
     return elementwise(call, linear=[(0,)])
 
 
-@rule(both("add", "sub", "subtract", "rsub"), _methods(*_DUNDER["add"]))
+@rule(both("add", "sub", "subtract", "rsub"), _methods(*_DUNDER["add"]), traits=ELEMENTWISE)
 def add(call: Call):
     """P + P -> P, and a replicated addend enters on the first rank; a number added to P is not linear."""
     both_tensors = isinstance(call.get(0, "input"), Operand) and isinstance(call.get(1, "other"), Operand)
     return elementwise(call, linear=[(0, 1)] if both_tensors else ())
 
 
-@rule(both("mul", "multiply"), _methods(*_DUNDER["mul"]))
+@rule(both("mul", "multiply"), _methods(*_DUNDER["mul"]), traits=ELEMENTWISE | Trait.LINEAR)
 def mul(call: Call):
     return elementwise(call, linear=[(i,) for i in range(len(call.operands))])
 
 
-@rule(both("div", "divide", "true_divide"), _methods(*_DUNDER["div"]))
+@rule(both("div", "divide", "true_divide"), _methods(*_DUNDER["div"]), traits=ELEMENTWISE)
 def div(call: Call):
     """Linear in the numerator, without rounding."""
     if call.kwargs.get("rounding_mode") is not None or call.name in ("__rtruediv__", "__rdiv__"):
@@ -147,18 +136,18 @@ def div(call: Call):
     return elementwise(call, linear=[(0,)] if first_is_tensor else ())
 
 
-@rule(both("addcmul"))
+@rule(both("addcmul"), traits=ELEMENTWISE)
 def addcmul(call: Call):
     """input + value * a * b."""
     return elementwise(call, linear=[(0, 1), (0, 2)])
 
 
-@rule(both("lerp"))
+@rule(both("lerp"), traits=ELEMENTWISE)
 def lerp(call: Call):
     return elementwise(call, linear=[(0, 1)])
 
 
-@rule(torch.where, Tensor.where)
+@rule(torch.where, Tensor.where, traits=ELEMENTWISE)
 def where(call: Call):
     """Linear in the two branches together, when both are tensors."""
     if len(call.operands) < 3:
@@ -168,7 +157,7 @@ def where(call: Call):
     return elementwise(call, linear=[tuple(i for i in range(3) if i != condition)])
 
 
-@rule(both("masked_fill"))
+@rule(both("masked_fill"), traits=ELEMENTWISE)
 def masked_fill(call: Call):
     """The mask is any, the fill a number or 0-dim tensor."""
     return elementwise(call)
@@ -178,18 +167,18 @@ _CASTS = "float double half bfloat16 cfloat cdouble chalf".split()
 _ROUNDING_CASTS = "int long short char byte bool".split()
 
 
-@rule([getattr(Tensor, name) for name in _CASTS])
+@rule([getattr(Tensor, name) for name in _CASTS], traits=ELEMENTWISE | Trait.LINEAR)
 def cast(call: Call):
     return elementwise(call, linear=[(0,)])
 
 
-@rule([getattr(Tensor, name) for name in _ROUNDING_CASTS])
+@rule([getattr(Tensor, name) for name in _ROUNDING_CASTS], traits=ELEMENTWISE)
 def rounding_cast(call: Call):
     """To an integer or bool: not linear, a pending input reduces first."""
     return elementwise(call)
 
 
-@rule(Tensor.to, Tensor.type_as, Tensor.cpu, Tensor.cuda, Tensor.contiguous, Tensor.type)
+@rule(Tensor.to, Tensor.type_as, Tensor.cpu, Tensor.cuda, Tensor.contiguous, Tensor.type, traits=ELEMENTWISE)
 def to(call: Call):
     dtypes = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.dtype)]
     floating = all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
@@ -206,7 +195,7 @@ def _to_other(tensor: Tensor, other: Tensor, *args, **kwargs) -> Tensor:
     return tensor.to(other.device, other.dtype, *args, **kwargs)
 
 
-@rule(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
+@rule(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, traits=ELEMENTWISE | Trait.METADATA)
 def filled_like(call: Call):
     """Like the input's layout; values do not count, so a pending input gives a whole result, and nothing moves."""
     if len(call.operands) > 1:
@@ -215,17 +204,21 @@ def filled_like(call: Call):
     return Decision(out=layout.with_states([INVARIANT if state is PENDING else state for state in layout.states]))
 
 
-@rule(Tensor.zero_, torch.zero_)
+@rule(Tensor.zero_, torch.zero_, traits=ELEMENTWISE | Trait.LINEAR)
 def zero_(call: Call):
     """Zero is zero in any layout, pending included."""
     return elementwise(call, linear=[(0,)])
 
 
-@rule(Tensor.fill_, torch.fill, torch.fill_)
+@rule(Tensor.fill_, torch.fill, torch.fill_, traits=ELEMENTWISE)
 def fill(call: Call):
     return elementwise(call)
 
 
-@rule(Tensor.copy_)
+@rule(Tensor.copy_, traits=ELEMENTWISE)
 def copy_(call: Call):
     return elementwise(call, linear=[(0, 1)])
+
+
+FUNCTIONS = frozenset(function for function, entry in TABLE.items() if Trait.ELEMENTWISE in entry.traits)
+"""torch's elementwise functions. What users register later is not among them."""

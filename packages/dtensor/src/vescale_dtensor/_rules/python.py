@@ -16,6 +16,7 @@ from .._errors import OperatorError
 from .._memo import forget
 from .._tensor import DTensor, local_only, stamp
 from .registry import handler
+from .traits import Trait
 
 
 def whole(tensor: DTensor, cause: object) -> Tensor:
@@ -29,7 +30,7 @@ def whole(tensor: DTensor, cause: object) -> Tensor:
 @handler(
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
     Tensor.__complex__, Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__dlpack__,
-    Tensor.__dlpack_device__, torch._C.TensorBase.__int__,
+    Tensor.__dlpack_device__, torch._C.TensorBase.__int__, traits=Trait.READS,
 )  # fmt: skip
 def value(function, args, kwargs):
     """The global value: a collective on every rank unless the tensor is replicated."""
@@ -38,7 +39,7 @@ def value(function, args, kwargs):
     return function(full, *args[1:], **kwargs)
 
 
-@handler(Tensor.__contains__)
+@handler(Tensor.__contains__, traits=Trait.READS)
 def contains(function, args, kwargs):
     return function(*[whole(a, function) if type(a) is DTensor else a for a in args])
 

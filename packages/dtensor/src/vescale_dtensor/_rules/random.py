@@ -26,10 +26,12 @@ from .._fallback import gathered
 from .._state import INVARIANT, PENDING
 from .._tensor import DTensor, local_only
 from .pointwise import elementwise
-from .registry import Call, composite, handler, rule
+from .registry import Call, composite, declare, handler, rule
+from .traits import Trait
 
 _FILLS = "normal_ uniform_ exponential_ cauchy_ geometric_ log_normal_ random_ bernoulli_".split()
 # nn.init functions that come whole; those that draw by way of Tensor methods need no entry.
+_FIXED = ("constant_", "ones_", "zeros_", "eye_", "dirac_")
 _INITS = "normal_ uniform_ kaiming_uniform_".split()
 
 
@@ -54,7 +56,7 @@ def _blank(tensor: DTensor) -> Tensor:
     return blank.permute([list(order).index(d) for d in range(len(shape))])
 
 
-@handler([getattr(Tensor, name) for name in _FILLS])
+@handler([getattr(Tensor, name) for name in _FILLS], traits=Trait.DRAWS)
 def fill(function: Callable, args: tuple, kwargs: dict) -> Any:
     """In place; the old values do not count, so nothing is gathered."""
     own, *rest = args
@@ -72,7 +74,7 @@ def _overwrite(function: Callable, own: DTensor, draw: Callable[[Tensor], Any]) 
     return own.copy_(drawn)
 
 
-@handler([getattr(nn.init, name) for name in _INITS])
+@handler([getattr(nn.init, name) for name in _INITS], traits=Trait.DRAWS)
 def initialize(function: Callable, args: tuple, kwargs: dict) -> Any:
     """`nn.init`: as one device would, on the whole; gradients are off, as they are there."""
     own = args[0] if args else kwargs["tensor"]
@@ -88,7 +90,7 @@ def constant(function: Callable, args: tuple, kwargs: dict) -> Any:
         return own.fill_(args[1] if len(args) > 1 else kwargs["val"])
 
 
-@handler(torch.rand_like, torch.randn_like, torch.randint_like)
+@handler(torch.rand_like, torch.randn_like, torch.randint_like, traits=Trait.DRAWS | Trait.METADATA)
 def like(function: Callable, args: tuple, kwargs: dict) -> Any:
     """In the input's layout; where that is pending the result is whole."""
     kwargs = dict(kwargs)
@@ -105,19 +107,22 @@ _MULTIPLYING = frozenset({
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.dropout_, torch.feature_dropout,
     torch.feature_dropout_,
 })  # fmt: skip
+_FUNCTIONAL = frozenset({
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+})  # fmt: skip
 _SHIFTING = frozenset({
     F.alpha_dropout, F.feature_alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout,
     torch.feature_alpha_dropout_,
 })  # fmt: skip
 
 
-@rule(_MULTIPLYING, _SHIFTING, exact=True)
+@rule(_MULTIPLYING, _SHIFTING, exact=True, traits=Trait.DRAWS | Trait.ELEMENTWISE)
 def dropout(call: Call):
     """Free when nothing is dropped (p = 0, or not training) and when everything is (p = 1): neither draws.
 
     Else the input times a mask, which is what `function` makes of ones. The alpha forms also add: they run whole.
     """
-    functional = call.function.__module__ == F.__name__
+    functional = call.function in _FUNCTIONAL
     p = call.get(1, "p", 0.5)
     training = call.get(2, "training" if functional else "train", functional)
     if training and p not in (0, 1):
@@ -138,7 +143,18 @@ def _drop(function: Callable, p: float, inplace: bool) -> Callable:
     return run
 
 
-@rule(F.rrelu, torch.rrelu, torch.rrelu_, Tensor.rrelu_ if hasattr(Tensor, "rrelu_") else None)
+@rule(F.rrelu, torch.rrelu, torch.rrelu_, traits=Trait.DRAWS | Trait.ELEMENTWISE)
 def rrelu(call: Call):
     """Elementwise unless it draws."""
     return None if call.get(3, "training", False) else elementwise(call)
+
+
+# What draws by another rule, or by none.
+_OTHERS = """bernoulli binomial multinomial normal poisson rnn_relu rnn_tanh lstm gru native_dropout
+    fractional_max_pool2d fractional_max_pool3d gumbel_softmax fractional_max_pool2d_with_indices
+    fractional_max_pool3d_with_indices""".split()
+declare(
+    [getattr(owner, name, None) for owner in (torch, Tensor, F) for name in _OTHERS],
+    [value for name, value in vars(nn.init).items() if name.endswith("_") and name[0] != "_" and name not in _FIXED],
+    traits=Trait.DRAWS,
+)

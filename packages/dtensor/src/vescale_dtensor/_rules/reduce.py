@@ -15,6 +15,7 @@ from torch import Tensor
 from .._tensor import DTensor
 from .parts import argument, combined, dims_of, only_split, reduction, settled, source_of, splits
 from .registry import Call, composite, rule
+from .traits import Trait
 
 
 def _arguments(call: Call):
@@ -31,7 +32,7 @@ def _linear(call: Call):
     return [(0,)] if dtype is None or dtype.is_floating_point or dtype.is_complex else ()
 
 
-@rule(torch.sum, Tensor.sum)
+@rule(torch.sum, Tensor.sum, traits=Trait.LINEAR)
 def total(call: Call):
     found = _arguments(call)
     return None if found is None else reduction(call, *found, summed=set(found[0]), linear=_linear(call))
@@ -44,7 +45,7 @@ def counted(call: Call):
     return None if found is None else reduction(call, *found, summed=set(found[0]))
 
 
-@rule(torch.mean, Tensor.mean)
+@rule(torch.mean, Tensor.mean, traits=Trait.LINEAR)
 def mean(call: Call):
     """The local sum over the GLOBAL count is pending: uneven and empty shards are right."""
     found = _arguments(call)
@@ -85,7 +86,7 @@ def nanmean(call: Call):
     return composite(run)
 
 
-@rule(torch.trace, Tensor.trace)
+@rule(torch.trace, Tensor.trace, traits=Trait.LINEAR)
 def trace(call: Call):
     """The part of the diagonal that runs through the shard, pending; a shard of several pieces is made whole."""
     (x,) = call.operands

@@ -18,11 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch._ops import OpOverload
 
 from .._layout import Layout
 from .._mesh import Mesh
+from .traits import NONE, Trait
 
 # What a rule may say about an output: a layout, a tuple of them, or None for "leave it alone".
 Stamp = Any
@@ -115,22 +118,44 @@ def composite(function: Callable) -> Decision:
 
 
 class Entry:
-    """One function's rule and its decisions so far."""
+    """One function's rule, what the function is, and its decisions so far."""
 
-    __slots__ = ("function", "rule", "handler", "cache", "exact", "view", "inplace", "solved")
+    __slots__ = ("function", "rule", "handler", "cache", "exact", "traits", "inplace")
 
-    def __init__(self, function: Callable, rule: Callable | None = None, handler: Callable | None = None) -> None:
+    def __init__(
+        self, function: Callable, rule: Callable | None = None, handler: Callable | None = None, traits: Trait = NONE
+    ) -> None:
         self.function = function
         self.rule = rule
         self.handler = handler
+        self.traits = traits
         self.cache: dict[Any, Decision] = {}
         self.exact = False
-        self.view = False
         self.inplace = is_inplace(function)
-        self.solved = 0
 
 
-TABLE: dict[Callable, Entry] = {}
+class Table(dict[Callable, Entry]):
+    """function -> entry. `overlays` are tables that are made from this one, function by function, when asked: they
+    are told what is registered anew."""
+
+    __slots__ = ("overlays",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overlays: WeakSet[Any] = WeakSet()
+
+    def __setitem__(self, function: Callable, entry: Entry) -> None:
+        super().__setitem__(function, entry)
+        for overlay in self.overlays:
+            overlay.forget(function)
+
+    def made(self, function: Callable) -> Entry:
+        """The entry of a function that has none: without a rule."""
+        entry = self[function] = Entry(function)
+        return entry
+
+
+TABLE = Table()
 # A cache that outgrows this is dropped whole: static arguments that never repeat would fill the memory.
 CACHE_LIMIT = 8192
 
@@ -146,31 +171,48 @@ def is_inplace(function: Callable) -> bool:
     return name in _INPLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
 
 
-def rule(*functions: Callable | Iterable[Callable], exact: bool = False, view: bool = False) -> Callable:
+def rule(*functions: Callable | Iterable[Callable], exact: bool = False, traits: Trait | None = None) -> Callable:
     """Registers the decorated function as the rule of all `functions`.
 
     exact: the decision depends on the value of float arguments (an order of a norm).
-    view: the result aliases its input on one device, so that a copy must be guarded.
+    traits: what the functions are; None leaves what the table says of each, for another rule is no other function.
     """
 
     def register(decide: Callable[[Call], Any]) -> Callable:
         for function in _flat(functions):
-            entry = TABLE[function] = Entry(function, rule=decide)
-            entry.exact, entry.view = exact, view
+            entry = Entry(function, rule=decide, traits=traits_of(function) if traits is None else traits)
+            entry.exact = exact
+            TABLE[function] = entry
         return decide
 
     return register
 
 
-def handler(*functions: Callable | Iterable[Callable]) -> Callable:
+def handler(*functions: Callable | Iterable[Callable], traits: Trait | None = None) -> Callable:
     """Registers `handle(function, args, kwargs)`: takes the call as it is, dispatch on, nothing cached."""
 
     def register(handle: Callable) -> Callable:
         for function in _flat(functions):
-            TABLE[function] = Entry(function, handler=handle)
+            TABLE[function] = Entry(function, handler=handle, traits=traits_of(function) if traits is None else traits)
         return handle
 
     return register
+
+
+def traits_of(function: Callable) -> Trait:
+    """What the table says of a function; none where it says nothing. An overload is what its packet is."""
+    entry = TABLE.get(function)
+    if entry is None and isinstance(function, OpOverload):
+        entry = TABLE.get(function.overloadpacket)
+    return NONE if entry is None else entry.traits
+
+
+def declare(*functions: Callable | Iterable[Callable], traits: Trait) -> None:
+    """Says what functions are, and leaves their rules."""
+    for function in _flat(functions):
+        entry = TABLE.get(function) or Entry(function)
+        entry.traits = traits
+        TABLE[function] = entry
 
 
 def both(*names: str) -> list[Callable]:

@@ -19,6 +19,7 @@ from .._errors import ShapeError, ViewError
 from .._signature import Signature, solve
 from .body import lifted
 from .registry import Call, Operand, both, composite, rule
+from .traits import VIEWS, Trait
 
 
 def dim_of(call: Call, dim: int, ndim: int | None = None) -> int:
@@ -79,13 +80,13 @@ def permuted(call: Call, order: Sequence[int]):
 # --- order ----------------------------------------------------------------------------
 
 
-@rule(Tensor.permute, torch.permute, view=True)
+@rule(Tensor.permute, torch.permute, traits=VIEWS)
 def permute(call: Call):
     dims = ints(call.rest(1, "dims"))
     return None if dims is None else permuted(call, [dim_of(call, dim) for dim in dims])
 
 
-@rule(both("transpose", "swapaxes", "swapdims"), view=True)
+@rule(both("transpose", "swapaxes", "swapdims"), traits=VIEWS)
 def transpose(call: Call):
     names = ("axis0", "axis1") if call.name.startswith("swapaxes") else ("dim0", "dim1")
     first, second = call.get(1, names[0]), call.get(2, names[1])
@@ -98,18 +99,18 @@ def transpose(call: Call):
     return permuted(call, order)
 
 
-@rule(both("t"), Tensor.T.__get__, Tensor.H.__get__, view=True)
+@rule(both("t"), Tensor.T.__get__, Tensor.H.__get__, traits=VIEWS)
 def reverse(call: Call):
     return permuted(call, list(reversed(range(call.operands[0].ndim))))
 
 
-@rule(both("adjoint"), Tensor.mT.__get__, Tensor.mH.__get__, view=True)
+@rule(both("adjoint"), Tensor.mT.__get__, Tensor.mH.__get__, traits=VIEWS)
 def matrix_transpose(call: Call):
     order = list(range(call.operands[0].ndim))
     return permuted(call, [*order[:-2], *reversed(order[-2:])])
 
 
-@rule(both("movedim", "moveaxis"), view=True)
+@rule(both("movedim", "moveaxis"), traits=VIEWS)
 def movedim(call: Call):
     source, destination = call.get(1, "source"), call.get(2, "destination")
     source = (source,) if isinstance(source, int) else source
@@ -126,7 +127,7 @@ def movedim(call: Call):
 # --- dims of size 1 -------------------------------------------------------------------
 
 
-@rule(both("unsqueeze"), view=True)
+@rule(both("unsqueeze"), traits=VIEWS)
 def unsqueeze(call: Call):
     shape = call.operands[0].shape
     dim = dim_of(call, call.get(1, "dim"), len(shape) + 1)
@@ -134,7 +135,7 @@ def unsqueeze(call: Call):
     return renamed(call, [*labels[:dim], None, *labels[dim:]], [*shape[:dim], 1, *shape[dim:]])
 
 
-@rule(both("squeeze"), view=True)
+@rule(both("squeeze"), traits=VIEWS)
 def squeeze(call: Call):
     """All dims of GLOBAL size 1, or those named; a shard's dim may be of size 1 by its cut."""
     shape = call.operands[0].shape
@@ -173,7 +174,7 @@ def _at_least(ndim: int) -> Callable:
 AT_LEAST = {f"atleast_{ndim}d": _at_least(ndim) for ndim in (1, 2, 3)}
 
 
-@rule([getattr(torch, name) for name in AT_LEAST])
+@rule([getattr(torch, name) for name in AT_LEAST], traits=Trait.MOVES | Trait.VIEW)
 def at_least(call: Call):
     return composite(AT_LEAST[call.name])
 
@@ -181,7 +182,7 @@ def at_least(call: Call):
 # --- stretching -----------------------------------------------------------------------
 
 
-@rule(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, view=True)
+@rule(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, traits=Trait.VIEW | Trait.LINEAR)
 def expand(call: Call):
     """A dim of size 1 is stretched; a new dim is whole."""
     shape = call.operands[0].shape
@@ -213,13 +214,13 @@ def _expanded(sizes: tuple) -> Callable:
     return lambda input, *args, **kwargs: input.expand(*sizes)
 
 
-@rule(Tensor.expand_as)
+@rule(Tensor.expand_as, traits=Trait.VIEW | Trait.LINEAR)
 def expand_as(call: Call):
     """Only the other's shape counts: it is not moved."""
     return composite(lambda tensor, other: tensor.expand(tuple(other.shape)))
 
 
-@rule(torch.broadcast_tensors)
+@rule(torch.broadcast_tensors, traits=Trait.VIEW)
 def broadcast_tensors(call: Call):
     def run(*tensors):
         tensors = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
@@ -241,7 +242,7 @@ def repeated(tensor: Tensor, repeats: Sequence[int]) -> Tensor:
     return out.reshape([size * count for size, count in zip(sizes, repeats)])
 
 
-@rule(Tensor.repeat)
+@rule(Tensor.repeat, traits=Trait.LINEAR)
 def repeat(call: Call):
     def run(tensor, *repeats, **kwargs):
         repeats = kwargs.get("repeats", repeats)
@@ -251,7 +252,7 @@ def repeat(call: Call):
     return composite(run)
 
 
-@rule(torch.tile, Tensor.tile)
+@rule(torch.tile, Tensor.tile, traits=Trait.LINEAR)
 def tile(call: Call):
     """repeat, with ones in front where `dims` are fewer than the tensor's."""
 
@@ -263,7 +264,7 @@ def tile(call: Call):
     return composite(run)
 
 
-@rule(torch.repeat_interleave, Tensor.repeat_interleave)
+@rule(torch.repeat_interleave, Tensor.repeat_interleave, traits=Trait.LINEAR)
 def repeat_interleave(call: Call):
     """An int number of repeats: a stretched dim after the repeated one. (Repeats in a tensor: the fallback.)"""
     if not isinstance(call.get(1, "repeats"), int):

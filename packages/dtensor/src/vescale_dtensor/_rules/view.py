@@ -28,6 +28,7 @@ from .carry import carry, sizes_before
 from .registry import Call, Decision, composite, rule
 from .regroup import Group, carry_cut, groups_of
 from .shape import dim_of, ints, spread
+from .traits import VIEWS, Trait
 
 
 def _viewed(shape: tuple[int, ...]) -> Callable:
@@ -141,7 +142,7 @@ def _explain(layout: Layout, axis: int, after: tuple[int, ...], group: Group) ->
 # --- the functions --------------------------------------------------------------------
 
 
-@rule(Tensor.view, view=True)
+@rule(Tensor.view, traits=VIEWS)
 def view(call: Call):
     """view(*sizes); view(dtype) has the same bits, so that a pending sum is reduced first."""
     sizes = call.rest(1, "size")
@@ -162,7 +163,7 @@ def _bits(tensor: Tensor, dtype: torch.dtype, same: bool, last: int) -> Tensor:
     return tensor.view(dtype)
 
 
-@rule(_bits, view=True)
+@rule(_bits, traits=Trait.MOVES | Trait.VIEW)
 def view_dtype(call: Call):
     """Elements of another width: the last dim must be whole."""
     operand = call.operands[0]
@@ -172,13 +173,13 @@ def view_dtype(call: Call):
     return Signature([labels], [(*labels[:-1], "last")], shapes=[(*operand.shape[:-1], call.args[3])])
 
 
-@rule(Tensor.reshape, torch.reshape, view=True)
+@rule(Tensor.reshape, torch.reshape, traits=VIEWS)
 def reshape(call: Call):
     sizes = ints(call.rest(1, "shape"))
     return None if sizes is None else reshape_to(call, resolved(call, sizes, prod(call.operands[0].shape)))
 
 
-@rule(Tensor.flatten, torch.flatten, view=True)
+@rule(Tensor.flatten, torch.flatten, traits=VIEWS)
 def flatten(call: Call):
     """Dims start_dim to end_dim become one; a 0-dim tensor becomes [1]."""
     shape = call.operands[0].shape
@@ -193,12 +194,12 @@ def flatten(call: Call):
     return reshape_to(call, (*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]))
 
 
-@rule(Tensor.ravel, torch.ravel, view=True)
+@rule(Tensor.ravel, torch.ravel, traits=VIEWS)
 def ravel(call: Call):
     return reshape_to(call, (prod(call.operands[0].shape),))
 
 
-@rule(Tensor.unflatten, torch.unflatten, view=True)
+@rule(Tensor.unflatten, torch.unflatten, traits=VIEWS)
 def unflatten(call: Call):
     """Dim `dim` becomes dims of `sizes`."""
     shape = call.operands[0].shape
@@ -212,7 +213,7 @@ def unflatten(call: Call):
     return reshape_to(call, (*shape[:dim], *resolved(call, sizes, shape[dim]), *shape[dim + 1 :]))
 
 
-@rule(Tensor.view_as, Tensor.reshape_as)
+@rule(Tensor.view_as, Tensor.reshape_as, traits=VIEWS)
 def as_other(call: Call):
     """Only the other's shape counts: it is not moved."""
     if call.name == "view_as":
@@ -220,14 +221,14 @@ def as_other(call: Call):
     return composite(lambda tensor, other: tensor.reshape(tuple(other.shape)))
 
 
-@rule(torch.view_as_real, view=True)
+@rule(torch.view_as_real, traits=VIEWS)
 def view_as_real(call: Call):
     operand = call.operands[0]
     labels = tuple(range(operand.ndim))
     return Signature([labels], [(*labels, None)], linear=[(0,)], shapes=[(*operand.shape, 2)])
 
 
-@rule(torch.view_as_complex, view=True)
+@rule(torch.view_as_complex, traits=VIEWS)
 def view_as_complex(call: Call):
     """The last dim, of size 2, must be whole."""
     operand = call.operands[0]
@@ -235,7 +236,7 @@ def view_as_complex(call: Call):
     return Signature([(*labels, None)], [labels], linear=[(0,)], shapes=[operand.shape[:-1]])
 
 
-@rule(Tensor.as_strided, torch.as_strided)
+@rule(Tensor.as_strided, torch.as_strided, traits=Trait.VIEW | Trait.LINEAR)
 def as_strided(call: Call):
     """Strides of the whole tensor, which must be row-major: the shards' memory tells no other. It is made whole."""
     return composite(_as_strided)
@@ -260,7 +261,7 @@ def _strided(tensor: Tensor, size: tuple, stride: tuple, storage_offset: int | N
     return tensor.as_strided(size, stride, storage_offset)
 
 
-@rule(_strided, view=True)
+@rule(_strided, traits=Trait.VIEW | Trait.LINEAR)
 def strided(call: Call):
     size = call.args[1]
     labels = tuple(("strided", d) for d in range(len(size)))
