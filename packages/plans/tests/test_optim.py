@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
-from vescale_plans import Plan, PlanError, Precision, no_sync, parallelize
+from vescale_plans import Plan, PlanError, Precision, dry_run, no_sync, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
 
@@ -380,6 +380,59 @@ def test_offloaded_states_give_the_same():
             assert all(torch.equal(p, offloaded[1][n]) for n, p in plain[1].items())
 
     run_ranks(4, run)
+
+
+def on_the_host_beside(monkeypatched):
+    """Takes the CPU for a device that has the host's memory beside its own."""
+    from vescale_plans import _buffer
+
+    before, _buffer._is_beside_host = _buffer._is_beside_host, lambda device: True
+    try:
+        return monkeypatched()
+    finally:
+        _buffer._is_beside_host = before
+
+
+def test_masters_on_the_host_give_the_same():
+    def run():
+        make = partial(torch.optim.AdamW, lr=0.01)
+        for zero in range(4):
+            for precision in (None, Precision(torch.bfloat16)):
+                plain = train(plan_of(zero, precision=precision), make)
+                plan = plan_of(zero, precision=precision, offload=True)
+                offloaded = on_the_host_beside(partial(train, plan, make))
+                assert plain[0] == offloaded[0]
+                assert all(torch.equal(p, offloaded[1][n]) for n, p in plain[1].items())
+                slots = [offloaded[2]._vescale.sync.slot_of(p) for p in offloaded[2].parameters()]
+                buffers = [buffer for unit in offloaded[2]._vescale.sync.units for buffer in unit.buffers]
+                for slot in slots:
+                    # A master of its own is the only one, and the optimizer's; one within `full` has a copy.
+                    hosted = zero == 3 or precision is not None
+                    assert slot.is_copied is not hosted and all(b.hosted is hosted for b in buffers)
+                    assert (slot.optimized.untyped_storage()._cdata == slot.master.untyped_storage()._cdata) is hosted
+
+    run_ranks(4, run, timeout=120)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.LBFGS])
+def test_offloading_is_refused_for_optimizers_that_step_on_the_device(kind):
+    def run():
+        plan = Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=1, offload=True)
+        on_the_host_beside(lambda: parallelize(plan, nn.Linear(4, 4, bias=False), kind))
+
+    assert "keeps optimizer states on the host" in raises_on_all(2, PlanError, run)
+
+
+@pytest.mark.parametrize("make", [partial(torch.optim.AdamW, lr=0.01), torch.optim.Adagrad])
+def test_a_dry_run_counts_no_memory_of_the_host(make):
+    for zero in (0, 3):
+        for precision in (None, Precision(torch.bfloat16)):
+            plan = Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero, precision=precision)
+            near = dry_run(plan, Net(), torch.zeros(4, 6), make)
+            far = dry_run(plan.override(offload=True), Net(), torch.zeros(4, 6), make)
+            hosted = zero == 3 or precision is not None  # masters are memory of their own
+            assert sum(far.resting.values()) < sum(near.resting.values()) and "optimizer" not in far.resting
+            assert ("parameters" in far.resting) is not hosted
 
 
 def test_no_sync_under_precision():

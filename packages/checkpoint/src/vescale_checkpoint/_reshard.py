@@ -23,7 +23,7 @@ from ._memory import view_of, without_collector
 from ._restore import Restore
 from ._save_plan import plan_writes
 from ._state import contents_of
-from ._sync import Session, exchange_bytes, forget_finished, mesh_ranks, session_of
+from ._sync import Session, collective_device, exchange_bytes, forget_finished, mesh_ranks, session_of
 from ._write import flat_of
 from .manifest import Manifest, Stored
 
@@ -120,16 +120,17 @@ def _round(
 ) -> int:
     """One all-to-all; returns the bytes that this rank received."""
     sent = []
+    device = collective_device()
     for needs in wanted:
-        parts = [
-            view_of(flat, window(piece, inner)).contiguous().view(-1).view(torch.uint8)
+        parts = [  # an optimizer's step counts lie on the host, offloaded states too
+            view_of(flat, window(piece, inner)).contiguous().view(-1).view(torch.uint8).to(device)
             for need in needs
             if need.name in names
             for box in need.boxes
             for piece, flat in mine.get(need.name, ())
             if (inner := intersect(box, piece.box)) is not None
         ]
-        sent.append(torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8))
+        sent.append(torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device))
     plans = [list(_arriving(names, restore, owner)) for owner in owners]
     sizes = [sum(nbytes for _, _, _, nbytes in plan) for plan in plans]
     for plan, data in zip(plans, exchange_bytes(sent, sizes)):

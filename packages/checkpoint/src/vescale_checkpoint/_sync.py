@@ -251,6 +251,16 @@ def mesh_ranks(device_mesh: Any) -> list[int]:
     return device_mesh.mesh.flatten().tolist()
 
 
+def collective_device() -> torch.device:
+    """Where bulk data travels: on the accelerator, if the world has a backend made for it, else on the host."""
+    if not dist.is_initialized():
+        return torch.device("cpu")
+    world = dist.group.WORLD
+    names = {device.type: world._get_backend(device).name() for device in world._device_types}
+    own = [kind for kind, name in names.items() if kind != "cpu" and name not in (names.get("cpu"), "gloo")]
+    return torch.device(own[0] if own else "cpu")
+
+
 def exchange_bytes(pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     """Sends `pieces[r]` (uint8, 1-D) to rank r of the world; returns what each sent here, of `sizes` bytes.
 

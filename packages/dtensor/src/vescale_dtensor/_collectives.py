@@ -39,7 +39,7 @@ class _Engine(NamedTuple):
 
 _ENGINES = {"gloo": _Engine(reduces=False)}
 _NATIVE = _Engine(reduces=True)
-_FAKE = "custom"  # what torch's fake group says its name is
+_FAKE = "fake"  # torch's group without processes
 
 
 def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "all_gather") -> Tensor:
@@ -82,7 +82,7 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     if not local.numel():
         return local.clone()
     received = 2 * local.nbytes * (count - 1) // count
-    if _engine(group).reduces:
+    if _engine(mesh, axes).reduces:
         out = local.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp.SUM
@@ -114,7 +114,7 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
     count = group.size()
     mine = pieces[group.rank()]
     sizes = [piece.numel() for piece in pieces]
-    engine = _engine(group)
+    engine = _engine(mesh, axes)
     received = mine.nbytes * (count - 1)
     if engine.reduces:
         longest = max(sizes)
@@ -137,7 +137,7 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
 def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "reduce_scatter") -> Recipe:
     """For contiguous rows [n * d0, d1, ...], each d0 meant for the next rank: their sum over ranks, of `shape`."""
     group, count = mesh.group(axes), mesh.count(axes)
-    names, native = tuple(mesh.names[axis] for axis in axes), _engine(group).reduces
+    names, native = tuple(mesh.names[axis] for axis in axes), _engine(mesh, axes).reduces
     call = group._reduce_scatter_base if native else group.alltoall_base
 
     def scatter(rows: Tensor) -> Tensor:
@@ -248,8 +248,8 @@ def connection_lost(operation: str, rule: str, error: RuntimeError) -> Communica
     return CommunicationError(operation, rule, [said], [(remedy, "")])
 
 
-def _engine(group) -> _Engine:
-    return _ENGINES.get(group.name(), _NATIVE)
+def _engine(mesh: Mesh, axes: tuple[int, ...]) -> _Engine:
+    return _ENGINES.get(mesh.backend(axes), _NATIVE)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._collectives import gather_objects
-from ._convert import convert, from_plain, own_copy, shares_storage
+from ._convert import convert, from_plain, on_device, own_copy, shares_storage
 from ._errors import GradientError, PlacementError, ShapeError
 from ._layout import Layout, canonical_states, layout_of
 from ._mesh import Mesh, mesh_of
@@ -26,7 +26,7 @@ from .placement import Partial, Placement, RaggedShard
 
 
 def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The DTensor of a whole tensor that every rank holds alike.
+    """The DTensor of a whole tensor that every rank holds alike, on the mesh's device: a shard is cut, then moved.
 
     A leaf stays a leaf: the result is a fresh leaf with the same `requires_grad`.
     A `Partial` axis keeps the value on its first rank and zeros elsewhere. No
@@ -37,8 +37,10 @@ def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Seque
     with torch.no_grad(), local_only():
         local = route_of(layout.invariant, layout)(tensor.detach())
         # The caller's memory must not be written through a slice of it, and no larger one be kept alive by it.
-        if shares_storage(local, tensor) or local.untyped_storage().nbytes() > local.nbytes:
-            local = own_copy(local)
+        moved = on_device(local, layout.mesh)
+        if moved is local and (shares_storage(local, tensor) or local.untyped_storage().nbytes() > local.nbytes):
+            moved = own_copy(local)
+        local = moved
     return stamp(local, layout).requires_grad_(tensor.requires_grad)
 
 
@@ -52,6 +54,7 @@ def from_local(
 ) -> DTensor:
     """The DTensor whose shard on this rank is `local`; shares its storage, differentiable.
 
+    One on another device is copied to the mesh's.
     With `shape=` (the global shape) nothing is exchanged, and `local` must have the
     size that the placements give it: a rank where it has not raises by itself. Without
     it the ranks exchange their local shapes, from which the global one follows, and all
@@ -86,7 +89,7 @@ def from_local(
         )
         error.add_note(f"rank at {mesh.coordinate}: local {list(local.shape)}, expected {list(layout.local_shape)}")
         raise error
-    result = from_plain(local, layout)
+    result = from_plain(on_device(local, layout.mesh), layout)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial) and placement.reduce_op != "sum":
             result = _reduced(result, axis, placement.reduce_op)

@@ -88,6 +88,19 @@ def from_plain(local: Tensor, layout: Layout) -> DTensor:
     return stamp(alias(local), layout)
 
 
+def on_device(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """A local tensor on the mesh's device, differentiable: itself where it lies there, or has no values (meta).
+
+    The host does not wait for a copy from its own memory, unless that is pinned: then the caller could write to it
+    before it was read.
+    """
+    device = mesh.device_type
+    here = tensor.device.type
+    if here == device or here == "meta":
+        return tensor
+    return tensor.to(device, non_blocking=here == "cpu" and not tensor.is_pinned())
+
+
 def convert(tensor: DTensor, target: Layout, cause: object = "redistribute", *, own: bool = False) -> DTensor:
     """`tensor` under the layout `target`; the tensor itself when it is there already.
 

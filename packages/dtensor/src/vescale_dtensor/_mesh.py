@@ -11,6 +11,7 @@ import atexit
 import weakref
 from math import prod
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import MeshError
@@ -19,7 +20,7 @@ from ._errors import MeshError
 class Mesh:
     """Axis sizes and names, this rank's coordinate, and the groups behind them. Compared by identity."""
 
-    __slots__ = ("device_mesh", "sizes", "names", "coordinate", "_groups", "__weakref__")
+    __slots__ = ("device_mesh", "sizes", "names", "coordinate", "_groups", "_backends", "__weakref__")
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Mesh:
         self.coordinate = tuple(coordinate) if coordinate is not None else (0,) * len(self.sizes)
         self.device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], object] = {}
+        self._backends: dict[tuple[int, ...], str] = {}
         _meshes.add(self)
 
     @property
@@ -76,6 +78,20 @@ class Mesh:
             self._check_order(axes)
             self._groups[axes] = group
         return group
+
+    def backend(self, axes: tuple[int, ...]) -> str:
+        """The name of the backend that collectives over `axes` go through, for tensors on the mesh's type of device.
+
+        A group may have one for each type: "cpu:gloo,cuda:nccl". "" where it has none for this one.
+        """
+        name = self._backends.get(axes)
+        if name is None:
+            try:
+                name = self.group(axes)._get_backend(torch.device(self.device_type)).name()
+            except RuntimeError:  # the collective will say so
+                name = ""
+            self._backends[axes] = name
+        return name
 
     def _check_order(self, axes: tuple[int, ...]) -> None:
         """torch numbers the ranks of a group in ascending order, whatever the order in the mesh: then a rank's place

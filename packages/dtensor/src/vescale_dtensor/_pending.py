@@ -58,7 +58,7 @@ class PendingReduction:
         self._flat = flat
         self._numbers, self._sent = flat.numel() // count, sent
         whole = received = flat.nbytes * (count - 1) // count
-        self._native = sent is None and _engine(group).reduces
+        self._native = sent is None and _engine(mesh, inner).reduces
         if sent is not None:
             self._travels = compress(flat.view(count, -1), sent)
             self._buffer = torch.empty_like(self._travels)

@@ -13,6 +13,7 @@ from ._conversion import communicates as communicates
 from ._convert import convert as convert
 from ._convert import convert_plain as convert_plain
 from ._convert import from_plain as from_plain
+from ._convert import on_device as on_device
 from ._copies import check_writable as check_writable
 from ._endings import first_ending as first_ending
 from ._endings import raised_here as raised_here

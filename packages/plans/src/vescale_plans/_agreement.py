@@ -12,12 +12,21 @@ from ._together import gather
 from .plan import Plan, PlanError
 
 
-def check_same_plan(plan: Plan) -> None:
-    """Raises PlanError, on all ranks alike, when a rank was given another plan than rank 0.
+def check_same_plan(plan: Plan, device: str) -> None:
+    """Raises PlanError, on all ranks alike, when a rank was given another plan, or type of device, than rank 0.
 
     Cost: one small all-gather over the world.
     """
-    everyone = gather(plan, "comparing the plans of all ranks")
+    plans_and_devices = gather((plan, device), "comparing the plans of all ranks")
+    everyone, devices = zip(*plans_and_devices)
+    for rank, theirs in enumerate(devices):
+        if theirs != devices[0]:
+            raise PlanError(
+                "parallelize",
+                f"the model of rank {rank} lies on another type of device than that of rank 0",
+                [f"rank 0 on {devices[0]}, rank {rank} on {theirs}"],
+                [("build the model on the same type of device on every rank", "")],
+            )
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise PlanError(

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_dtensor import RaggedShard, Shard, register_function
+from vescale_dtensor import DTensor, RaggedShard, Shard, register_function
 from vescale_dtensor import reproducible as Reproducible
-from vescale_dtensor.engine import Mesh, check_order, mesh_of
+from vescale_dtensor.engine import Mesh, check_order, mesh_of, on_device
 from vescale_rng import distribute, is_deferred, materialize
 
 from ._agreement import check_same_plan, check_same_values, checksums
@@ -21,7 +21,7 @@ from ._expert_lists import ListBorder
 from ._expert_structure import Experts, find_experts, place_experts
 from ._experts import ExpertsBorder
 from ._inputs import RootBorder
-from ._join import join, keep_stage_mesh, make_mesh
+from ._join import join, keep_stage_mesh, make_mesh, settle_device
 from ._loss import LossBorder, LossFn
 from ._optim import wrap
 from ._promise import promise
@@ -51,7 +51,8 @@ def parallelize(
     """Shards `model` by `plan`, in place, and makes its optimizer.
 
     Joins torch.distributed from torchrun's environment when nobody has; outside
-    torchrun the same script runs in a world of one. `model.forward`, parameter names,
+    torchrun the same script runs in a world of one. Where there is an accelerator, the model moves to
+    this rank's, parameters shard by shard, and so does each batch. `model.forward`, parameter names,
     `state_dict` names and `print(model)` stay as they were.
 
     Arguments:
@@ -109,7 +110,8 @@ def _parallelized(
         experts = find_experts(plan, model)
         placed = place_experts(plan, model, experts, fitted.parameters)
         sums = checksums(model)
-    check_same_plan(plan)
+        device = settle_device(model)
+    check_same_plan(plan, device)
     check_same_values(sums)
     pipelined = None
     if plan.pipeline is None:
@@ -124,6 +126,7 @@ def _parallelized(
     with together("sharding the model"):
         _shard_parameters(plan, model, device_mesh, placed)
         materialize(model)  # what is no parameter: buffers
+        _move_buffers(model, mesh)
         install_recompute(model, fitted)
         for name, boundary in fitted.boundaries.items():
             install_boundary(model.get_submodule(name), name, boundary)
@@ -237,6 +240,17 @@ def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -
             shards[parameter] = shard
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = shard
+
+
+def _move_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """The modules' buffers, to the device of the parameters; what several modules hold stays one tensor."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and type(buffer) is not DTensor:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = on_device(buffer, mesh)
+                module._buffers[name] = moved[id(buffer)]
 
 
 def _register_foreign_functions() -> None:

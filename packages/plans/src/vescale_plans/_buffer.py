@@ -13,6 +13,9 @@ to three pieces of memory, each cut by one packing, so that everything is a view
     ZeRO 3            master          full, gathered from all masters, then let go
     with precision    master          full, cast from master (and gathered), let go under ZeRO 3
 
+Offloaded, a master that is memory of its own lies on the host, pinned, and with it the parameter at rest; of one that
+is part of full the optimizer updates a pinned copy.
+
 A parameter is ONE object all the time: its data and its layout are pointed at the piece
 that counts (`expose`). So hooks, ties, names and references of users hold.
 
@@ -86,7 +89,8 @@ class Slot:
 
     __slots__ = (
         "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
-        "gradient_layout", "full", "master", "optimized", "gradient",
+        "gradient_layout", "full", "master", "optimized", "gradient", "arriving",
+        "is_copied",
     )  # fmt: skip
 
     parameter: DTensor
@@ -98,6 +102,8 @@ class Slot:
     master: Tensor
     optimized: nn.Parameter | None  # the master as a plain parameter, which elementwise optimizers take
     gradient: Tensor | None
+    arriving: Tensor | None  # on the host, where the gradients of an offloaded parameter arrive
+    is_copied: bool  # whether `optimized` is a copy of the master, on the host
 
 
 def settled(layout: Layout) -> Layout:
@@ -129,6 +135,8 @@ class Buffer:
         self.shards = self.lead is not None and sharing.zero >= (1 if self.differentiable else 3)
         self.lets_go = self.shards and sharing.zero >= 3
         self.separate = self.lets_go or self.compute is not dtype
+        self.offloads = sharing.offload and _is_beside_host(self.device)
+        self.hosted = self.offloads and self.separate and _may_lie_on_host(self.device)
         self.keep = "part" if self.shards and sharing.zero >= 2 else "whole"
         self.holders = holders(first.mesh_layout)
         largest = [_largest_shard(parameter.mesh_layout) for _, parameter in parameters]
@@ -157,7 +165,8 @@ class Buffer:
         slot.parameter, slot.name, slot.start = parameter, name, self.packing.starts[i]
         slot.full_layout = slot.master_layout = layout
         slot.numel, slot.shape = prod(layout.local_shape), layout.local_shape
-        slot.gradient = slot.optimized = None
+        slot.gradient = slot.optimized = slot.arriving = None
+        slot.is_copied = False
         if self.shards:
             cut = flat(layout.ndim, self.packing.units(i, _largest_shard(layout)))
             slot.master_layout = layout.with_states((*layout.states[:lead], cut, *layout.states[lead + 1 :]))
@@ -174,7 +183,12 @@ class Buffer:
         # What is let go is not touched here: it takes no memory.
         whole = (torch.empty if self.lets_go else torch.zeros)(packing.total, dtype=self.compute, device=device)
         if self.separate:
-            self.master = torch.zeros(part[1] - part[0], dtype=dtype, device=device)
+            numel = part[1] - part[0]
+            self.master = (
+                on_host((numel,), dtype, device).zero_()
+                if self.hosted
+                else torch.zeros(numel, dtype=dtype, device=device)
+            )
         else:
             self.master = whole[part[0] : part[1]]
         self.full = whole
@@ -198,8 +212,13 @@ class Buffer:
                 else:
                     slot.full.copy_(values)
             if self.differentiable:
-                offloaded = self.sharing.offload
-                slot.optimized = nn.Parameter(slot.master.detach().to("cpu", copy=True) if offloaded else slot.master)
+                optimized = slot.master
+                if self.offloads:
+                    slot.arriving = on_host(slot.master.shape, dtype, device)
+                    slot.is_copied = not self.hosted
+                    if slot.is_copied:
+                        optimized = on_host(slot.master.shape, dtype, device).copy_(slot.master)
+                slot.optimized = nn.Parameter(optimized)
                 if self.reduce is not self.compute or self.compute is not dtype:
                     with local_only():
                         slot.parameter.grad_dtype = self.reduce
@@ -224,7 +243,9 @@ class Buffer:
             return
         if self.lets_go:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
-        part = self.master if self.compute is self.dtype else self.master.to(self.compute)
+        # From the host the copy is waited for: it must not be overtaken by what a user writes to a parameter at rest.
+        part = self.master.to(self.device) if self.hosted else self.master
+        part = part if self.compute is self.dtype else part.to(self.compute)
         if not self.shards or self.is_elsewhere:
             self._sink.copy_(part)
             self.ready = True
@@ -368,6 +389,24 @@ class Buffer:
                 piece = convert(piece, before.mesh_layout, SYNC)
             with local_only():
                 before.add_(piece)
+
+
+def on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host that copies to and from `device` are fast with; of a dry run's (meta), without values."""
+    if device.type == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
+
+
+def _is_beside_host(device: torch.device) -> bool:
+    """Whether the host's memory is another than the device's."""
+    return device.type != "cpu"
+
+
+def _may_lie_on_host(device: torch.device) -> bool:
+    """Whether a parameter may be pointed at memory of the device and of the host in turn, as torch has it for CUDA."""
+    there = torch.empty(0, device=device)
+    return device.type == "meta" or torch._has_compatible_shallow_copy_type(there, torch.empty(0))
 
 
 def holders(layout: Layout) -> tuple[tuple[int, int], ...]:

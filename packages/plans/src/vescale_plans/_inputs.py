@@ -18,7 +18,10 @@ from vescale_dtensor.engine import (
     convert_plain,
     gather_objects,
     layout_of,
+    local_only,
     mesh_of,
+    on_device,
+    stamp,
 )
 
 from ._containers import map_tensors, tensors_in
@@ -61,13 +64,20 @@ class RootBorder:
 
 
 def distributed(tensor: Tensor, mesh: Mesh, data_axes: tuple[str, ...]) -> Tensor:
-    """A plain tensor that all ranks hold alike, with dim 0 sharded over the data axes; a DTensor as it is."""
+    """A plain tensor that all ranks hold alike, with dim 0 sharded over the data axes; a DTensor as it is.
+
+    On the mesh's device: what lies elsewhere, a loader's batch, is cut first, then moved.
+    """
     if type(tensor) is DTensor:
         return tensor
     shape = tuple(tensor.shape)
     placements = [Shard(0) if shape and name in data_axes else Replicate() for name in mesh.names]
     states = canonical_states("batch", placements, mesh, shape, replicated=INVARIANT)
-    return convert_plain(tensor, mesh, layout_of(mesh, states, shape), "batch")
+    layout = layout_of(mesh, states, shape)
+    made = convert_plain(tensor, mesh, layout, "batch")
+    with local_only():
+        local = on_device(made, mesh)
+        return made if local is made else stamp(local, layout)
 
 
 def _whole_number(tensor: Tensor) -> Tensor:

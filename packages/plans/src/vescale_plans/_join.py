@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import MeshError
@@ -22,22 +26,48 @@ TIMEOUT = timedelta(minutes=10)
 def join() -> None:
     """Joins the process group that torchrun's environment names, or makes a world of one.
 
+    On a machine with an accelerator this rank computes there, and the group has a backend for it and one for the
+    host: "cpu:gloo,cuda:nccl". Started without torchrun, a line on stderr says which device that is.
+
     Does nothing when somebody joined already; they then also leave. A group that is
     not destroyed may abort the process at exit, so whoever joins leaves. From then on
-    ranks tell each other what ended them.
+    ranks tell each other what ended them. Raises MeshError, on all ranks of a machine alike,
+    when it has fewer devices than ranks.
     """
     if dist.is_initialized():
         tell_endings()
         return
     device = accelerator()
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{_backend_of(device)}"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if device != "cpu":
-            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(_backend_of(device), timeout=TIMEOUT)
+            torch.accelerator.set_device_index(_own_index(torch.accelerator.device_count()))
+        dist.init_process_group(backend, timeout=TIMEOUT)
     else:
-        dist.init_process_group(_backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
+        if device != "cpu":
+            where = f"{device}:{torch.accelerator.current_device_index()}"
+            print(f"vescale: not started by torchrun: one rank, on {where}", file=sys.stderr)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(leave)
     tell_endings()
+
+
+def _own_index(devices: int) -> int:
+    """Which device is this rank's, of those that it sees."""
+    if devices == 1:  # the only one, or each rank is shown its own
+        return 0
+    ranks, own = (int(os.environ.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    if max(ranks, own + 1) > devices:
+        raise MeshError(
+            "parallelize",
+            f"{max(ranks, own + 1)} ranks on a machine with {devices} devices: each rank computes on one of its own",
+            (),
+            [
+                (f"torchrun --nproc-per-node {devices} ...", "a rank per device"),
+                ('torch.distributed.init_process_group("gloo") first', "ranks then share what their models lie on"),
+            ],
+        )
+    return own
 
 
 def leave() -> None:
@@ -52,13 +82,51 @@ def leave() -> None:
 
 
 def accelerator() -> str:
-    """The type of this machine's accelerator where torch.distributed has a backend for it, else "cpu"."""
+    """The type of this machine's accelerator, "cuda" say, that torch.distributed has a backend for; else "cpu"."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None and _backend_of(found.type) != "gloo" else "cpu"
+    return found.type if found is not None and _backend_of(found.type) else "cpu"
 
 
-def _backend_of(device: str) -> str:
-    return dist.Backend.default_device_backend_map.get(device, "gloo")
+def _backend_of(device: str) -> str | None:
+    """The backend that torch knows for an accelerator; None where it is the host's (mps) or there is none."""
+    name = dist.Backend.default_device_backend_map.get(device)
+    return None if name == "gloo" else name
+
+
+_HOSTS_TOO = frozenset({"gloo", "mpi", "ucc", "fake"})
+"""Backends that serve the host and accelerators alike: that a world has one says nothing of where its tensors lie."""
+
+
+def device_type() -> str:
+    """Where the tensors of the joined world lie.
+
+    On the accelerator, where the world has a backend made for it. One that serves the host as well (gloo, as whoever
+    joined chose) leaves it to the first model, see `settle_device`.
+    """
+    device = accelerator()
+    backend = _served_by(device)
+    if device == "cpu" or backend is None or backend in _HOSTS_TOO:
+        return _settled.get(dist.group.WORLD, "cpu")
+    return device
+
+
+def settle_device(model: nn.Module) -> str:
+    """`device_type`; where either is possible, the world's tensors lie from now on where `model`'s parameters do."""
+    first = next(model.parameters(), None)
+    if first is not None and first.device.type == accelerator() and _served_by(first.device.type) is not None:
+        _settled[dist.group.WORLD] = first.device.type
+    return device_type()
+
+
+def _served_by(device: str) -> str | None:
+    """The name of the world's backend for a type of device; None without one."""
+    try:
+        return dist.group.WORLD._get_backend(torch.device(device)).name()
+    except RuntimeError:
+        return None
+
+
+_settled: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by world
 
 
 def make_mesh(plan: Plan) -> DeviceMesh:
@@ -82,9 +150,7 @@ def make_mesh(plan: Plan) -> DeviceMesh:
                 ],
             )
         sizes = (1,) * len(sizes)
-    device = accelerator()
-    if dist.get_backend() != _backend_of(device):
-        device = "cpu"
+    device = device_type()
     wanted = (dist.group.WORLD, device, tuple(plan.mesh), sizes)
     for known, mesh in _meshes:
         if known == wanted:

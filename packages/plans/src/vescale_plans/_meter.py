@@ -20,9 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+HOST = "host"  # the kind of storages that stand for memory of the host
+
 
 class Meter(TorchDispatchMode):
     """Counts while it is entered; storages that end afterwards are still noticed.
+
+    Storages of the kind "host" stand for memory of the host, and are not counted.
 
     `live` is bytes by kind at this moment, `peak` at the worst moment since `mark`, `flops` since then. A storage is
     of the kind that `kind` was when it appeared, or that `label` gave it.
@@ -72,18 +76,21 @@ class Meter(TorchDispatchMode):
             weakref.finalize(storage, self._forget, key).atexit = False
             self._add(key, kind, storage.nbytes())
         elif relabel and known[0] != kind:
-            self.live[known[0]] -= known[1]
+            self._forget(key)
             self._add(key, kind, known[1])
 
     def _add(self, key: int, kind: str, size: int) -> None:
         self._known[key] = (kind, size)
+        if kind == HOST:
+            return
         self.live[kind] += size
         if self.live.total() > self.peak.total():
             self.peak = Counter(self.live)
 
     def _forget(self, key: int) -> None:
         kind, size = self._known.pop(key)
-        self.live[kind] -= size
+        if kind != HOST:
+            self.live[kind] -= size
 
 
 def _attention(query, key, value, *args, out_val=None, **kwargs) -> int:

@@ -58,6 +58,13 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     optimizer._parameter_names = names
     optimizer._owners = None
     optimizer._whole = kind not in ELEMENTWISE and kind not in MATRIX
+    if kind not in ELEMENTWISE and any(buffer.offloads for unit in data_parallel.units for buffer in unit.buffers):
+        raise PlanError(
+            "parallelize",
+            f"offload=True keeps optimizer states on the host, and {kind.__name__} steps on the device",
+            (),
+            [("offload=False", ""), ("torch.optim.AdamW", "treats every element alone: it can step on the host")],
+        )
     if kind in MATRIX:
         slots = [data_parallel.slot_of(p) for group in optimizer.param_groups for p in group["params"]]
         sharing = data_parallel.sharing
@@ -124,6 +131,8 @@ class Sharded:
                 slots.append(slot)
             group["params"] = inside
         self._rename(own, lent)
+        if self._parallel.sharing.mesh.device_type != "cpu" and any(slot.arriving is not None for slot in slots):
+            torch.accelerator.current_stream().synchronize()  # gradients and masters are on the host
         try:
             yield
             for slot in slots:
@@ -140,19 +149,20 @@ class Sharded:
         if self._owners is not None:
             return self._owners.bring(slot, slot.parameter.grad)
         plain, gradient = slot.optimized, _local_gradient(slot)
-        if plain.data_ptr() != slot.master.data_ptr():  # offloaded: the master may have been loaded or written since
+        if slot.arriving is not None and gradient is not None:
+            gradient = slot.arriving.copy_(gradient, non_blocking=True)
+        if slot.is_copied:  # the master may have been loaded or written since
             with torch.no_grad():
-                plain.copy_(slot.master)
-            gradient = None if gradient is None else gradient.to(plain.device)
+                plain.copy_(slot.master, non_blocking=True)
         plain.grad = gradient
         return plain
 
     def _take_back(self, slot: Slot) -> None:
         if self._owners is not None:
             self._owners.send_back(slot)
-        elif slot.optimized.data_ptr() != slot.master.data_ptr():
+        elif slot.is_copied:
             with torch.no_grad():
-                slot.master.copy_(slot.optimized)
+                slot.master.copy_(slot.optimized, non_blocking=True)  # written again after the next step's wait
 
     def _plain_of(self, slot: Slot) -> tuple[nn.Parameter, Layout]:
         """The parameter whose shape a state has, and the layout of such a state."""
@@ -286,9 +296,8 @@ def _state_made_early(optimizer: torch.optim.Optimizer) -> None:
             if type(value) is DTensor and slot is not None:
                 local = convert(value, slot.gradient_layout, "step")
                 with local_only():
-                    values[key] = torch.empty(slot.master.shape, dtype=local.dtype).copy_(
-                        local.reshape(slot.master.shape)
-                    )
+                    own = torch.empty(slot.optimized.shape, dtype=local.dtype, device=slot.optimized.device)
+                    values[key] = own.copy_(local.reshape(own.shape))
 
 
 def _reducing(closure: Any, data_parallel: DataParallel) -> Any:

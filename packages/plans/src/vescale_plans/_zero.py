@@ -141,6 +141,13 @@ class DataParallel:
         found = self._home.get(id(parameter))
         return None if found is None else found[1].slots[found[2]]
 
+    def on_host(self) -> list[Tensor]:
+        """What of the buffers lies on the host: offloaded masters, or their copies, and where gradients arrive."""
+        buffers = [buffer for unit in self.units for buffer in unit.buffers]
+        slots = [slot for buffer in buffers for slot in buffer.slots if slot.arriving is not None]
+        masters = [buffer.master for buffer in buffers if buffer.hosted]
+        return masters + [slot.arriving for slot in slots] + [slot.optimized for slot in slots if slot.is_copied]
+
     # --- forward --------------------------------------------------------------------------
 
     def _install(self, unit: Unit, module: nn.Module) -> None:

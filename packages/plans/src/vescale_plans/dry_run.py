@@ -26,7 +26,7 @@ from ._apply import OptimizerFn, parallelize
 from ._containers import map_tensors
 from ._join import forget_meshes
 from ._meta_attention import fused_attention
-from ._meter import Meter
+from ._meter import HOST, Meter
 from ._parts import PlanError
 from .plan import Plan
 from .timeline import Recorder, Timeline
@@ -130,6 +130,9 @@ def dry_run(
         with torch.enable_grad(), comm_trace(model) as trace, meter:
             model, optimizer = parallelize(plan, model, optimizer_fn, loss_fn=loss_fn)
             meter.label(_state(model), "parameters")
+            meter.label(model._vescale.sync.on_host(), HOST)
+            if plan.offload and optimizer is not None:  # states that the constructor made
+                meter.label((one for kept in optimizer.state.values() for one in kept.values()), HOST)
             for _ in range(2):
                 trace.events.clear()
                 recorder = Recorder(trace.events)
@@ -142,7 +145,7 @@ def dry_run(
                     loss.backward()
                     del loss
                 if optimizer is not None:
-                    meter.kind = "optimizer"
+                    meter.kind = HOST if plan.offload else "optimizer"
                     optimizer.step()
                     optimizer.zero_grad()
             timeline = recorder.timeline(plan.mesh)
