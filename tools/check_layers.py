@@ -32,6 +32,7 @@ COMMUNICATES = {
         "_collectives",  # executes conversions
         "_endings",  # tells why a rank ended
         "_group",  # the process group of the second device, for tests
+        "_hang",  # tells what ranks wait for that hang
         "_mesh",  # looks up the process groups of a mesh
         "_worker",  # a rank of the test pool
         "testing",

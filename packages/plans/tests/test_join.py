@@ -34,6 +34,8 @@ def a_gpu(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: noted.update(backend=backend))
     monkeypatch.setattr(_join.atexit, "register", lambda function: None)
+    monkeypatch.setattr(_join, "tell_endings", lambda: None)
+    monkeypatch.setattr(_join, "watch_for_hangs", lambda: None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return noted
@@ -102,6 +104,8 @@ def test_nothing_changes_without_an_accelerator(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: noted.append(backend))
     monkeypatch.setattr(_join.atexit, "register", lambda function: None)
+    monkeypatch.setattr(_join, "tell_endings", lambda: None)
+    monkeypatch.setattr(_join, "watch_for_hangs", lambda: None)
     monkeypatch.setattr(os, "environ", {})
     _join.join()
     assert noted == ["gloo"] and _join.accelerator() == "cpu"

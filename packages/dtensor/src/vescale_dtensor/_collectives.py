@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ReduceOp
 
-from . import _events
+from . import _events, _flight
 from ._endings import first_ending
 from ._errors import CommunicationError
+from ._flight import DONE, STARTED, WAITING
+from ._hang import verdict
 from ._mesh import Mesh
 
 # --- collectives on whole tensors: the package's own small vocabulary -------------
@@ -54,13 +57,16 @@ def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
 def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "all_gather") -> Recipe:
     """For local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
     group, count = mesh.group(axes), mesh.count(axes)
-    call, names = group._allgather_base, tuple(mesh.names[axis] for axis in axes)
+    call, line = group._allgather_base, mesh.line(axes)
+    names = line.axes
     rows = (count * shape[0], *shape[1:])
 
     def gather(local: Tensor) -> Tensor:
         local = local.contiguous()
         out = local.new_empty(*rows)
-        event = _events.announce(kind, names, local.nbytes * (count - 1)) if _events.listeners else None
+        received = local.nbytes * (count - 1)
+        event = _events.announce(kind, names, received) if _events.listeners else None
+        noted = _flight.note(kind, line, received, WAITING)
         try:
             if local.dtype in _GLOO_DTYPES:
                 call(out, local).wait()
@@ -68,6 +74,7 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
                 call(_wire(out), _wire(local)).wait()
         except RuntimeError as error:
             raise _failure(error, kind, mesh, axes) from error
+        noted[0] = DONE
         if event is not None:
             _events.settle(event)
         return out
@@ -137,11 +144,14 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
 def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "reduce_scatter") -> Recipe:
     """For contiguous rows [n * d0, d1, ...], each d0 meant for the next rank: their sum over ranks, of `shape`."""
     group, count = mesh.group(axes), mesh.count(axes)
-    names, native = tuple(mesh.names[axis] for axis in axes), _engine(mesh, axes).reduces
+    line, native = mesh.line(axes), _engine(mesh, axes).reduces
+    names = line.axes
     call = group._reduce_scatter_base if native else group.alltoall_base
 
     def scatter(rows: Tensor) -> Tensor:
-        event = _events.announce(kind, names, rows.nbytes // count * (count - 1)) if _events.listeners else None
+        received = rows.nbytes // count * (count - 1)
+        event = _events.announce(kind, names, received) if _events.listeners else None
+        noted = _flight.note(kind, line, received, WAITING)
         try:
             if native:
                 out = rows.new_empty(*shape)
@@ -154,6 +164,7 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
                 call(_wire(out), _wire(rows), [], []).wait()
         except RuntimeError as error:
             raise _failure(error, kind, mesh, axes) from error
+        noted[0] = DONE
         if event is not None:
             _events.settle(event)
         return out if native else _ordered_sum(out.view(count, *shape))
@@ -194,41 +205,45 @@ def gather_objects(value: object, mesh: Mesh) -> list:
 
 def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1) -> None:
     """Makes the collective and waits for it. `count=0`: it is the second half of the one before."""
-    event = None
-    if _events.listeners:
-        event = _events.announce(kind, tuple(mesh.names[axis] for axis in axes), received, count)
+    line = mesh.line(axes)
+    event = _events.announce(kind, line.axes, received, count) if _events.listeners else None
+    noted = _flight.note(kind, line, received, WAITING)
     try:
         call(*args).wait()
     except RuntimeError as error:
         raise _failure(error, kind, mesh, axes) from error
+    noted[0] = DONE
     if event is not None:
         _events.settle(event)
 
 
 def _start(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1):
     """Starts the collective; pairs with `_wait`."""
-    event = None
-    if _events.listeners:
-        event = _events.announce(kind, tuple(mesh.names[axis] for axis in axes), received, count)
+    line = mesh.line(axes)
+    event = _events.announce(kind, line.axes, received, count) if _events.listeners else None
+    noted = _flight.note(kind, line, received, STARTED)
     try:
         work = call(*args)
     except RuntimeError as error:
         raise _failure(error, kind, mesh, axes) from error
-    if event is not None:
-        _under_way[id(work)] = event
+    _under_way[id(work)] = noted, event
     return work
 
 
 def _wait(work, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> None:
+    noted, event = _under_way.pop(id(work))
+    noted[0], noted[-1] = WAITING, monotonic()
     try:
         work.wait()
     except RuntimeError as error:
         raise _failure(error, kind, mesh, axes) from error
-    if _under_way:
-        _events.settle(_under_way.pop(id(work), None))
+    noted[0] = DONE
+    if event is not None:
+        _events.settle(event)
 
 
-_under_way: dict[int, _events.Event] = {}  # started while somebody listened: by the id of their work, which _wait gets
+# What was started, by the id of its work, which _wait gets: its entry in the recorder, and what was announced.
+_under_way: dict[int, tuple[list, _events.Event | None]] = {}
 
 
 def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> CommunicationError:
@@ -239,11 +254,10 @@ def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) 
 
 def connection_lost(operation: str, rule: str, error: RuntimeError) -> CommunicationError:
     """The error for ranks that survive another, or wait for it in vain; names what ended that one, if it is known."""
-    said, ending = str(error).splitlines()[0], first_ending()
-    if ending is not None:
-        return CommunicationError(
-            operation, rule, [f"first cause: {ending}", said], [("mend the first cause and start again", "")]
-        )
+    said, ending, hang = str(error).splitlines()[0], first_ending(), verdict()
+    told = [f"first cause: {ending}"] * (ending is not None) + [f"hang: {hang}"] * (hang is not None)
+    if told:
+        return CommunicationError(operation, rule, [*told, said], [("mend the first cause and start again", "")])
     remedy = "look for the rank that failed first: the others see only a broken connection"
     return CommunicationError(operation, rule, [said], [(remedy, "")])
 

@@ -12,15 +12,17 @@ import weakref
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import MeshError
+from ._flight import Line
 
 
 class Mesh:
     """Axis sizes and names, this rank's coordinate, and the groups behind them. Compared by identity."""
 
-    __slots__ = ("device_mesh", "sizes", "names", "coordinate", "_groups", "_backends", "__weakref__")
+    __slots__ = ("device_mesh", "sizes", "names", "coordinate", "_groups", "_backends", "_lines", "__weakref__")
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class Mesh:
         self.device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], object] = {}
         self._backends: dict[tuple[int, ...], str] = {}
+        self._lines: dict[tuple[int, ...], Line] = {}
         _meshes.add(self)
 
     @property
@@ -92,6 +95,14 @@ class Mesh:
                 name = ""
             self._backends[axes] = name
         return name
+
+    def line(self, axes: tuple[int, ...]) -> Line:
+        """The ranks of the group of `axes`, as the flight recorder knows them."""
+        line = self._lines.get(axes)
+        if line is None:
+            ranks = dist.get_process_group_ranks(self.group(axes))
+            line = self._lines[axes] = Line([self.names[axis] for axis in axes], ranks)
+        return line
 
     def _check_order(self, axes: tuple[int, ...]) -> None:
         """torch numbers the ranks of a group in ascending order, whatever the order in the mesh: then a rank's place

@@ -30,6 +30,7 @@ from ._fallback import gathered as gathered
 from ._gradient import after_backward as after_backward
 from ._gradient import in_backward as in_backward
 from ._gradient import settled_layout as settled_layout
+from ._hang import watch_for_hangs as watch_for_hangs
 from ._layout import canonical_states as canonical_states
 from ._layout import layout_of as layout_of
 from ._memo import close_scope as close_scope

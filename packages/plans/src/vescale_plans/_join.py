@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import MeshError
-from vescale_dtensor.engine import raised_here, tell_endings
+from vescale_dtensor.engine import raised_here, tell_endings, watch_for_hangs
 
 from .plan import Plan, PlanError
 
@@ -31,11 +31,12 @@ def join() -> None:
 
     Does nothing when somebody joined already; they then also leave. A group that is
     not destroyed may abort the process at exit, so whoever joins leaves. From then on
-    ranks tell each other what ended them. Raises MeshError, on all ranks of a machine alike,
+    ranks tell each other what ended them, and what hangs. Raises MeshError, on all ranks of a machine alike,
     when it has fewer devices than ranks.
     """
     if dist.is_initialized():
         tell_endings()
+        watch_for_hangs()
         return
     device = accelerator()
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{_backend_of(device)}"
@@ -50,6 +51,7 @@ def join() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(leave)
     tell_endings()
+    watch_for_hangs()
 
 
 def _own_index(devices: int) -> int:

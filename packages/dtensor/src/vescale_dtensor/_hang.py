@@ -1,0 +1,256 @@
+"""What a hang was: when a wait passes its bound, every rank writes what it is in, and one verdict compares them.
+
+A thread looks, every few seconds, for two things: a collective that this rank's host waits for, or an accelerator
+that is busy with one, for longer than `bound_seconds`; and word in the store that another rank has seen that. Then it
+puts what this rank is in and its last collectives (`_flight.py`) into the store, waits a little for the others', and
+writes a file: which ranks disagree, since which collective, and asked for by which lines of code. Errors about the
+broken connections that follow say the same (`verdict`). The bound is below that of the backend, whose own end of a hang
+may be the process's.
+
+    VESCALE_HANG_SECONDS    the bound; 80% of the backend's without it
+    VESCALE_HANG_DIR        where the files go; "vescale_hang" without it
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _flight
+from ._events import is_users
+
+LOOK_S, LOOKS_PER_S = 2.0, 200
+"""A rank looks so often, and all of them together so often at most: a look is one request to the store."""
+_SEEN, _REPORT = "vescale/hang", "vescale/hang/report"
+_MOST_STACK = 30
+
+
+def watch_for_hangs() -> None:
+    """Starts this process's watch over its joined world; again does nothing. Not in a world without processes."""
+    global _watch
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return
+    if _watch is None or _watch.world is not dist.group.WORLD:
+        if _watch is not None:
+            _watch.close()
+        _watch = Watch()
+
+
+def verdict() -> str | None:
+    """Which ranks disagreed, since which collective; None while no hang was seen."""
+    return None if _watch is None else _watch.verdict
+
+
+def bound_seconds() -> float:
+    """How long a wait may take."""
+    given = os.environ.get("VESCALE_HANG_SECONDS")
+    if given is not None:
+        return float(given)
+    limits = [480.0]
+    for device in dist.group.WORLD._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):  # a backend that keeps it to itself
+            limits.append(0.8 * dist.group.WORLD._get_backend(device).options._timeout.total_seconds())
+    return min(limits)
+
+
+class Watch:
+    """The thread of one world, and what it found."""
+
+    def __init__(self) -> None:
+        self.world, self.verdict = dist.group.WORLD, None
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._store = dist.distributed_c10d._get_default_store().clone()  # torch locks its own while it waits
+        self._bound = bound_seconds()
+        self._ended = threading.Event()
+        self._moved = (0, time.monotonic())  # this rank's last collective, and when it was new here
+        self._main = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._look, name="vescale-hang", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=1)
+
+    def _look(self) -> None:
+        pause = min(max(LOOK_S, self._size / LOOKS_PER_S), max(self._bound / 4, 0.05))
+        while not self._ended.wait(pause):
+            try:
+                stuck = self._is_stuck()
+                if stuck:
+                    self._store.compare_set(_SEEN, "", str(self._rank))
+                if stuck or self._store.check([_SEEN]):
+                    return self._tell(pause)
+            except RuntimeError:  # the store is gone, and the world with it
+                return
+
+    def _is_stuck(self) -> bool:
+        """Whether the host waits for a collective for too long, or the device for one that came last."""
+        events = list(_flight.ring)
+        if not events:
+            return False
+        now = time.monotonic()
+        begun = now - self._bound
+        if any(event[_flight.STATE] == _flight.WAITING and event[_flight.BEGAN] < begun for event in events):
+            return True
+        last = id(events[-1])
+        if self._moved[0] != last:
+            self._moved = last, now
+        return now - self._moved[1] > self._bound and _device_is_busy()
+
+    def _tell(self, pause: float) -> None:
+        own = report(self._rank, self._main)
+        self._store.set(f"{_REPORT}/{self._rank}", json.dumps(own))
+        reports, until = {self._rank: own}, time.monotonic() + 2 * pause + 2
+        while len(reports) < self._size and time.monotonic() < until:
+            for rank in range(self._size):
+                if rank not in reports and self._store.check([f"{_REPORT}/{rank}"]):
+                    reports[rank] = json.loads(self._store.get(f"{_REPORT}/{rank}"))
+            time.sleep(0.05)
+        self.verdict = compared(reports, self._size)
+        path = Path(os.environ.get("VESCALE_HANG_DIR", "vescale_hang")) / f"rank{self._rank}.txt"
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(written(self.verdict, own))
+        print(f"vescale: rank {self._rank} hangs: {self.verdict}\nvescale: see {path}", file=sys.stderr, flush=True)
+
+
+def _device_is_busy() -> bool:
+    """Whether the accelerator's default stream, which waits for every collective that is waited for, has work left."""
+    if not torch.accelerator.is_available():
+        return False
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    query = getattr(getattr(module, "default_stream", lambda: None)(), "query", None)
+    return query is not None and not query()
+
+
+def report(rank: int, main: int | None) -> dict[str, Any]:
+    """What a rank is in: where its code stands, the collectives it waits for, its last events, newest first."""
+    events = [_flight.told(entry) for entry in reversed(_flight.ring)]
+    found: dict[str, Any] = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "lines": _user_lines(main),
+        "waiting": [event for event in events if event["state"] == _flight.WAITING],
+        "events": events,
+    }
+    with contextlib.suppress(Exception):  # torch's own recorder, where it keeps one: a build without it has no dump
+        found["torch"] = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json(True, True))
+    return found
+
+
+def _user_lines(main: int | None) -> list[str]:
+    """The user's lines that the main thread is in, innermost first."""
+    frame, lines = sys._current_frames().get(main), []
+    while frame is not None and len(lines) < _MOST_STACK:
+        if is_users(frame):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return lines
+
+
+def compared(reports: Mapping[int, dict], size: int) -> str:
+    """Which ranks disagree, and since which collective. Pure."""
+    found = [text for _, text in sorted(_disagreements(reports), key=lambda one: one[0])]
+    silent = [rank for rank in range(size) if rank not in reports]
+    if silent:
+        found.append(f"{_ranks(silent)} did not answer: gone, or stopped")
+    return "; ".join(found[:3]) if found else "all ranks are at the same collective of every axis: a lost connection?"
+
+
+def _disagreements(reports: Mapping[int, dict]) -> list[tuple[tuple, str]]:
+    """(order of importance, text) per line of ranks that disagree."""
+    lines: dict[tuple, dict[int, dict[int, dict]]] = defaultdict(dict)  # (axes, ranks) -> rank -> number -> event
+    for rank, one in reports.items():
+        for event in one["events"]:
+            lines[tuple(event["axes"]), tuple(event["ranks"])].setdefault(rank, {})[event["number"]] = event
+    found = []
+    for (axes, ranks), by_rank in lines.items():
+        members = [rank for rank in ranks if rank in reports]
+        known = {rank: by_rank.get(rank, {}) for rank in members}
+        axis = ", ".join(map(repr, axes))
+        odd = _first_odd(known)
+        if odd is not None:
+            said = " and ".join(
+                f"{_ranks(who)} in {kind}, asked for by {_asked(reports, known, who[0], odd)}"
+                for kind, who in _by(known, odd).items()
+            )
+            found.append(((0, odd), f"collective {odd} over axis {axis} is not the same on all ranks: {said}"))
+            continue
+        last = {rank: max(events, default=0) for rank, events in known.items()}
+        least, most = min(last.values()), max(last.values())
+        if least == most:
+            continue
+        behind = [rank for rank in members if last[rank] < most]
+        ahead = [rank for rank in members if last[rank] == most]
+        number = least + 1
+        shown = next((rank for rank in ahead if number in known[rank]), ahead[0])
+        event = known[shown].get(number, known[shown][most])
+        waits = any(reports[rank]["waiting"] for rank in behind)
+        there = f"at collective {event['number']} over axis {axis} ({event['kind']}, asked for by"
+        found.append((
+            (1 + waits, number),
+            f"{_ranks(ahead)} {'are' if len(ahead) > 1 else 'is'} {there} "
+            f"{_asked(reports, known, shown, event['number'])}), {_ranks(behind)} "
+            f"{'have' if len(behind) > 1 else 'has'} come to {least}, at {_place(reports[behind[0]])}",
+        ))  # fmt: skip
+    return found
+
+
+def _first_odd(known: Mapping[int, Mapping[int, dict]]) -> int | None:
+    """The first collective that is of another kind on some rank."""
+    numbers = sorted({number for events in known.values() for number in events})
+    return next((number for number in numbers if len(_by(known, number)) > 1), None)
+
+
+def _by(known: Mapping[int, Mapping[int, dict]], number: int) -> dict[str, list[int]]:
+    kinds: dict[str, list[int]] = {}
+    for rank, events in known.items():
+        if number in events:
+            kinds.setdefault(events[number]["kind"], []).append(rank)
+    return kinds
+
+
+def _asked(reports: Mapping[int, dict], known: Mapping[int, Mapping[int, dict]], rank: int, number: int) -> str:
+    event = known[rank][number]
+    waits = event["state"] == _flight.WAITING
+    return f"{event['cause']} at {_place(reports[rank])}" if waits else event["cause"]
+
+
+def _place(one: Mapping[str, Any]) -> str:
+    return one["lines"][0] if one["lines"] else "no line of the user's"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def written(text: str, one: Mapping[str, Any]) -> str:
+    """A rank's file."""
+    head = [text, "", f"rank {one['rank']} on {one['host']}, process {one['pid']}", *map("  {}".format, one["lines"])]
+    rows = [
+        f"{e['number']:8} {e['kind']:15} axis {','.join(e['axes']):10} {e['bytes']:12,} B  {e['state']:10} "
+        f"{e['seconds_ago']:9.3f} s ago  {e['cause']}"
+        for e in one["events"]
+    ]
+    more = ["", "torch's flight recorder:", json.dumps(one["torch"], indent=1)] if "torch" in one else []
+    return "\n".join([*head, "", "last collectives, newest first:", *rows, *more]) + "\n"
+
+
+_watch: Watch | None = None

@@ -1,0 +1,110 @@
+"""Forensics of a hang: every rank writes what it is in, and the errors say which ranks disagree since when."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vescale_dtensor._hang import compared
+
+SCRIPT = """
+import os, sys, time, datetime
+import torch, torch.distributed as dist
+import vescale
+from torch import nn
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=7))
+rank = dist.get_rank()
+torch.manual_seed(0)
+plan = vescale.Plan(mesh={{"dp": 2}}, parameters={{"*": {{}}}}, zero=1)
+model, optimizer = vescale.parallelize(plan, nn.Linear(4, 4), torch.optim.SGD)
+for step in range(4):
+    loss = model(torch.ones(4, 4)).square().mean()
+    if step == 3:
+        {odd}
+    loss.backward()  # where the others wait
+    optimizer.step()
+"""
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def hang(tmp_path, odd):
+    """What two ranks of SCRIPT write: their files, and their stderr."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(odd=odd))
+    common = {
+        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1", "VESCALE_HANG_SECONDS": "2", "VESCALE_HANG_DIR": str(tmp_path / "hang"),
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    files = [Path(tmp_path, "hang", f"rank{rank}.txt").read_text() for rank in range(2)]
+    return script, files, said
+
+
+def test_a_rank_that_stays_away_is_named_with_its_line(tmp_path):
+    script, files, said = hang(tmp_path, "rank == 1 and time.sleep(14)")
+    source = script.read_text().splitlines()
+    backward = next(i for i, line in enumerate(source, 1) if "loss.backward()" in line)
+    away = next(i for i, line in enumerate(source, 1) if "time.sleep" in line)
+    told = files[0].splitlines()[0]
+    assert files[1].splitlines()[0] == told  # every rank says the same
+    assert told.startswith("rank 0 is at collective ") and "over axis 'dp'" in told and f"{script}:{backward}" in told
+    assert "rank 1 has come to " in told and f"at {script}:{away}" in told
+    for text in files:
+        _, _, events = text.partition("last collectives, newest first:\n")
+        assert len(events.splitlines()) >= 6 and "axis dp" in events
+    assert "CommunicationError" in said[0] and "hang: " in said[0]  # the error of the rank that waited
+
+
+def event(number, kind, state="done", axes=("dp",), ranks=(0, 1)):
+    return {
+        "number": number, "kind": kind, "axes": list(axes), "ranks": list(ranks), "bytes": 4,
+        "cause": "linear (forward)", "state": state, "seconds_ago": 1.0,
+    }  # fmt: skip
+
+
+def told_by(rank, *events, line="train.py:7 in step"):
+    events = list(reversed(events))
+    waiting = [one for one in events if one["state"] == "waited for"]
+    return {"rank": rank, "lines": [line], "waiting": waiting, "events": events}
+
+
+def test_another_collective_is_named_with_both():
+    mine = told_by(0, event(1, "all_gather"), event(2, "all_reduce", "waited for"))
+    theirs = told_by(1, event(1, "all_gather"), event(2, "all_to_all", "waited for"), line="train.py:9 in step")
+    assert compared({0: mine, 1: theirs}, 2) == (
+        "collective 2 over axis 'dp' is not the same on all ranks: rank 0 in all_reduce, asked for by linear (forward) "
+        "at train.py:7 in step and rank 1 in all_to_all, asked for by linear (forward) at train.py:9 in step"
+    )
+
+
+def test_who_waits_elsewhere_comes_after_who_does_not():
+    tp = {"axes": ("tp",)}
+    one = told_by(0, event(5, "all_reduce", "waited for"))
+    two = told_by(1, event(4, "all_reduce"), event(9, "all_gather", "waited for", ranks=(1, 3), **tp))
+    far = told_by(3, event(8, "all_gather", ranks=(1, 3), **tp), line="train.py:30 in load")
+    told = compared({0: one, 1: two, 3: far}, 4)
+    first, second, last = told.split("; ")
+    assert first.startswith("rank 1 is at collective 9 over axis 'tp'") and "rank 3 has come to 8" in first
+    assert "train.py:30 in load" in first and "rank 1 has come to 4" in second and last.startswith("rank 2 did not")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_that_agree_lost_a_connection(world):
+    reports = {rank: told_by(rank, event(3, "all_reduce", "waited for")) for rank in range(world)}
+    assert compared(reports, world).startswith("all ranks are at the same collective")
