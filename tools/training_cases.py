@@ -112,7 +112,7 @@ def _cases() -> Iterator[Case]:
     yield Case("llama-1f1b-static", "llama", {"pp": 2}, {"pipeline": pipeline}, mode="static")
     yield Case("llama-offload", "llama", {"dp": 2}, {"zero": 1, "offload": True}, clip=True)
     yield Case("llama-bf16", "llama", {"dp": 2}, {"zero": 2, "precision": {"compute": "bfloat16"}}, like_ranks=True)
-    int8 = {"compute": "float32", "reduce": "int8"}
+    int8 = {"compute": "float32", "reduce": "float32", "sent": "int8"}
     yield Case("llama-int8", "llama", {"dp": 2}, {"zero": 2, "precision": int8}, like_ranks=True)
     yield Case("llama-adagrad", "llama", {"dp": 2}, {"zero": 1}, optimizer="adagrad")
     yield Case("llama-muon", "llama", {"dp": 2}, {"zero": 1}, optimizer="muon", like_ranks=True)

@@ -1,6 +1,7 @@
 """The second device and its process group: what a GPU and NCCL refuse, delay or count, they do."""
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -220,17 +221,17 @@ def test_collectives_give_what_gloos_do():
         part = x.new_empty(8 // size)
         dist.reduce_scatter_single(part, x)
         exchanged = x.new_empty(4 + 2 * rank if size == 2 else 8)
-        splits = ([2 + rank, 2 + rank], [2, 3]) if size == 2 else ([2] * 4, [2] * 4)
+        splits = ([2 + rank, 2 + rank], [2, 3]) if size == 2 else ([8 // size] * size, [8 // size] * size)
         dist.all_to_all_single(exchanged, x[: sum(splits[1])].clone(), *splits)
         root = x.clone()
-        dist.broadcast(root, 1)
+        dist.broadcast(root, size - 1)
         objects = [None] * size
         dist.all_gather_object(objects, rank)
         dist.barrier(device_ids=[0] if device == DEVICE else None)
         values = [total, largest, gathered, *listed, part, exchanged, root]
         return [value.cpu() for value in values], objects
 
-    for size in (2, 4):
+    for size in (1, 2, 4):
         there = run_ranks(size, results, DEVICE, device=DEVICE)
         here = run_ranks(size, results, "cpu")
         for (ours, objects), (gloos, others) in zip(there, here):
@@ -475,9 +476,9 @@ def test_takes_what_nccl_takes(what):
 
 def test_who_waits_too_long_is_told_for_what():
     def alone():
-        _group.HANG_SECONDS = 0.3
         if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(4, device=DEVICE))
+            with mock.patch.object(_group, "HANG_SECONDS", 0.3):
+                dist.all_reduce(torch.ones(4, device=DEVICE))
 
     with pytest.raises(RankError, match=r"waited 0.3 s for all_reduce\(sum of float32\[4\]\)[\s\S]*not there  rank 1"):
         on_two(alone)
@@ -500,13 +501,13 @@ def test_abort_ends_what_is_pending_here_and_nothing_elsewhere():
 
 def test_to_destroy_a_group_with_something_pending_hangs_until_the_bound():
     def destroyed():
-        _group.HANG_SECONDS = 0.3
         group = dist.new_group([0, 1])
         if dist.get_rank():
             return ""
         dist.all_reduce(torch.ones(4, device=DEVICE), group=group, async_op=True)
         try:
-            dist.destroy_process_group(group)
+            with mock.patch.object(_group, "HANG_SECONDS", 0.3):
+                dist.destroy_process_group(group)
         except _queue.DeviceError as error:
             return str(error)
 

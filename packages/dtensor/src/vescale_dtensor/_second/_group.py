@@ -259,11 +259,8 @@ class Group:
 
         def deliver() -> None:
             data = found.pop()
-            if len(views) == 1 and data is not None:
-                write(views[0], data)
-            elif data is not None:
-                for view, one in zip(views, data):
-                    write(view, one)
+            for view, one in zip(views, data if isinstance(data, list) else [data]):
+                write(view, one)
 
         operation = Operation(label, parts, ended)
         work = Work(self, operation, Flight([_cpu(tensor) for tensor in inputs], views), deliver)
