@@ -67,6 +67,7 @@ PUBLIC = {
         "randn",
         "randperm",
         "record",
+        "register_elementwise",
         "register_rule",
         "reproducible",
         "reshard",
@@ -179,6 +180,7 @@ PUBLIC = {
         "generate_plan",
         "no_sync",
         "parallelize",
+        "register_elementwise",
         "static",
     },
     "vescale_rng": {

@@ -164,6 +164,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
 
 _REMEDIES = {
     "rule": "register_rule({name}) tells how it shards.",
+    "form on flat shards": "What computes every element by itself has one: register_rule({name}, traits=...).",
     "canonical form": "In the reproducible mode every rank then computes the whole, as one device does.",
 }
 

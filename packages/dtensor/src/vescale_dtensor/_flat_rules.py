@@ -39,7 +39,9 @@ def decide_flat(entry: Entry, call: Call) -> Decision:
             decision = on_flat(call, decision)
         if decision is not None and (decision.composite is not None or _stays(traits, call)):
             return decision
-    return composite(gathered(call.function) if call.inplace else _opened(call.function, Trait.VIEW in entry.traits))
+    if call.inplace and call.operands[0].layout.flat_axis is not None:
+        return composite(gathered(call.function, lacks="form on flat shards"))
+    return composite(_opened(call.function, Trait.VIEW in traits and not call.inplace))
 
 
 def _stays(traits: Trait, call: Call) -> bool:
@@ -81,19 +83,22 @@ def on_flat(call: Call, signature: Signature) -> Decision | None:
 
 
 def _opened(function: Callable, view: bool) -> Callable:
-    """`function` with its flat operands gathered over their axes. What would be a view of one is marked as a copy."""
+    """`function` with its flat operands gathered over their axes. What would be a view of the first of all its
+    tensors is marked as a copy, if that was gathered."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        source = None
+        given: list[tuple[Tensor, bool]] = []
 
         def opened(tensor: Tensor) -> Tensor:
-            nonlocal source
-            if type(tensor) is not DTensor or tensor._layout.flat_axis is None:
+            is_flat = type(tensor) is DTensor and tensor._layout.flat_axis is not None
+            given.append((tensor, is_flat))
+            if not is_flat:
                 return tensor
-            source, layout = tensor, tensor._layout.base
+            layout = tensor._layout.base
             return convert_operand(tensor, layout, layout.opened, function)
 
         out = function(*substitute(args, opened), **substitute(kwargs, opened))
-        return substitute(out, lambda one: mark_copy(one, source)) if view else out
+        source, is_copy = given[0]
+        return substitute(out, lambda one: mark_copy(one, source)) if view and is_copy else out
 
     return run

@@ -6,6 +6,7 @@ from ._apply import expert_drops as expert_drops
 from ._apply import expert_load as expert_load
 from ._apply import no_sync as no_sync
 from ._apply import parallelize as parallelize
+from ._optim_kinds import register_elementwise as register_elementwise
 from ._static import StaticTree as StaticTree
 from ._static import StaticWarning as StaticWarning
 from ._static import explain_static as explain_static

@@ -1,6 +1,6 @@
 """Optimizers over sharded parameters: what a user's optimizer is given, and when.
 
-    elementwise (a list)   while it steps, plain Parameters: this rank's flat parts of the masters
+    elementwise            while it steps, plain Parameters: this rank's flat parts of the masters
     matrix (a list)        while it steps, whole matrices, each on one rank of the data axis (`_matrix.py`)
     sparse gradients       refused
     anything else          the DTensors themselves: right, by the rules of dtensor, not fast
@@ -29,16 +29,9 @@ from vescale_dtensor.engine import convert, drop_gradients, local_only, route_be
 
 from ._buffer import Slot
 from ._matrix import Owners
+from ._optim_kinds import MATRIX, elementwise_methods
 from ._parts import PlanError
 from ._zero import DataParallel
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
-)
-"""Classes of torch.optim whose step treats every element of a parameter alike and alone. Subclasses are not meant."""
-MATRIX = frozenset(kind for kind in (getattr(torch.optim, "Muon", None),) if kind is not None)
-"""Classes whose step looks at one whole matrix at a time."""
 
 
 def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: dict[int, str]) -> Any:
@@ -53,12 +46,14 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__})
+    methods = elementwise_methods(optimizer)
+    own = {name: _on_parts(name) for name in methods or ()}
+    optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__, **own})
     optimizer._parallel = data_parallel
     optimizer._parameter_names = names
     optimizer._owners = None
-    optimizer._whole = kind not in ELEMENTWISE and kind not in MATRIX
-    if kind not in ELEMENTWISE and any(buffer.offloads for unit in data_parallel.units for buffer in unit.buffers):
+    optimizer._whole = methods is None and kind not in MATRIX
+    if methods is None and any(buffer.offloads for unit in data_parallel.units for buffer in unit.buffers):
         raise PlanError(
             "parallelize",
             f"offload=True keeps optimizer states on the host, and {kind.__name__} steps on the device",
@@ -70,7 +65,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
         sharing = data_parallel.sharing
         lead = sharing.lead if sharing.lead is not None and sharing.mesh.sizes[sharing.lead] > 1 else None
         optimizer._owners = Owners([slot for slot in slots if slot is not None], sharing.mesh, lead)
-    elif kind in ELEMENTWISE:
+    elif methods is not None:
         _state_made_early(optimizer)
     return optimizer
 
@@ -260,13 +255,40 @@ class Sharded:
             self.param_groups, self.state = [{**group, "params": [blank]}], defaultdict(dict)
             try:
                 super().step()
-                made = self.state[blank]
+                made = dict(self.state[blank])
+                numbers = {key: _number(value) for key, value in made.items()}
+                counters = [key for key, number in numbers.items() if number == 1]
+                if counters:
+                    blank.grad = torch.zeros_like(blank)
+                    made = {key: value.clone() if isinstance(value, Tensor) else value for key, value in made.items()}
+                    super().step()
+                    counters = [key for key in counters if _number(self.state[blank].get(key)) == 2]
             finally:
                 self.param_groups, self.state = kept_groups, kept_state
-            for key, value in made.items():
-                if key == "step":
-                    made[key] = torch.zeros_like(value) if isinstance(value, Tensor) else 0
+            for key in counters:
+                made[key] = torch.zeros_like(made[key]) if isinstance(made[key], Tensor) else 0
             kept_state[parameter] = made
+
+
+def _number(value: Any) -> float | None:
+    """What a state that is one number counts."""
+    if isinstance(value, Tensor):
+        return value.item() if not value.ndim else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _on_parts(name: str) -> Any:
+    """The method `name` of the user's class, on what `step` is given."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._parallel.flush()
+        with self._plain():
+            out = getattr(super(Sharded, self), name)(*args, **kwargs)
+        self._parallel.updated()
+        return out
+
+    method.__name__ = name
+    return method
 
 
 _COUNTS = frozenset({"step", "eta", "mu", "mu_product"})
