@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ._meta_kernels import FLOPS, STAND_INS
+
 HOST = "host"  # the kind of storages that stand for memory of the host
 
 
@@ -58,7 +60,7 @@ class Meter(TorchDispatchMode):
                 args, kwargs = tree_map_only(Tensor, _meta, (args, kwargs))
             elif kwargs.get("device") == _META and _makes_integers(function, args, kwargs):
                 kwargs = {**kwargs, "device": _CPU}  # asked for on the device of another tensor, which is meta
-            out = function(*args, **kwargs)
+            out = STAND_INS.get(function, function)(*args, **kwargs)
             self.flops += flops_of(function.overloadpacket, args, kwargs, out)
             for tensor in tree_iter(out):
                 if isinstance(tensor, Tensor):
@@ -103,6 +105,7 @@ def _attention_backward(gradient, query, key, value, *args, out_val=None, **kwar
 
 # torch's own formulas; it has none for its CPU kernel of attention.
 _FLOPS = {
+    **FLOPS,
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

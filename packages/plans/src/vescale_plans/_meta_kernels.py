@@ -1,0 +1,49 @@
+"""Operators that torch refuses where a dry run needs them: on meta tensors, or on real integers that stand beside them.
+
+grouped products   torch's own shape function takes bfloat16 alone, whatever the kernels take
+histograms         code that asks a tensor for its device finds "meta", and casts as for a GPU: a CPU counts no int32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _grouped_mm(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """[T, K] x [G, K, N] -> [T, N], [G, M, K] x [K, T] -> [M, T], [M, T] x [T, N] -> [G, M, N], and stacks."""
+    if not left.is_meta:
+        return aten._grouped_mm.default(left, right, offs, bias, out_dtype)
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.ndim == right.ndim:
+        shape = (offs.shape[0] if left.ndim == 2 else left.shape[0], rows, columns)
+    else:
+        shape = (rows, columns)
+    return left.new_empty(shape, dtype=out_dtype)
+
+
+def _histc(values: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
+    if values.is_meta or values.is_floating_point():
+        return aten.histc.default(values, bins, min, max)
+    return aten.histc.default(values.double(), bins, min, max).to(values.dtype)
+
+
+def _grouped_flops(left: Any, right: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Of grouped products: every row, or column, meets one group's matrix."""
+    if left.ndim == right.ndim == 3:
+        return 2 * left.shape[0] * left.shape[1] * left.shape[2] * right.shape[2]
+    return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+STAND_INS: dict[Any, Callable] = {aten.histc.default: _histc}
+FLOPS: dict[Any, Callable] = {}
+if hasattr(aten, "_grouped_mm"):
+    STAND_INS[aten._grouped_mm.default] = _grouped_mm
+    FLOPS[aten._grouped_mm] = _grouped_flops
