@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vescale_dtensor import Replicate, Shard
+from vescale_dtensor import OperatorError, PlacementError, Replicate, Shard
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Boundary, Plan, PlanError, parallelize
 
@@ -201,3 +201,121 @@ def test_one_module_has_one_boundary():
     other = plan.override(boundaries={"blocks.1.up": Boundary(input={"tp": Shard(0)})})
     with pytest.raises(PlanError, match="one module, and the plan gives them different boundaries"):
         other.validate(model)
+
+
+# --- memory of parameters replaced ---------------------------------------------------------
+
+
+def scaled_by_data(model, optimizer, step):
+    if step == 1:
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.9
+
+
+def vector(model, optimizer, step):
+    if step == 1:
+        found = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(found * 0.9, model.parameters())
+
+
+def set_(model, optimizer, step):
+    if step == 1:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.set_((parameter.detach() * 0.9).clone())
+
+
+def swapped(model, optimizer, step):
+    if step == 1:
+        for parameter in model.parameters():
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 0.9))
+
+
+def double_and_back(model, optimizer, step):
+    if step == 1:
+        model.double().float()
+
+
+def moved(model, optimizer, step):
+    model.to("cpu")
+    model.float()
+
+
+def averaged(model, optimizer, step):
+    """An average swapped in for an evaluation, and the backup back: what is over the old memory keeps its values."""
+    if step == 0:
+        model.average = {name: p.data.clone() for name, p in model.named_parameters()}
+        return
+    for name, parameter in model.named_parameters():
+        model.average[name].lerp_(parameter.data, 0.5)
+    backup = {name: p.data for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.data = model.average[name]
+    with torch.no_grad():
+        evaluated = model(*batch(9))
+    for name, parameter in model.named_parameters():
+        parameter.data = backup[name]
+    with torch.no_grad():
+        assert model(*batch(9)) != evaluated
+
+
+def halved_gradient(model, optimizer, step):
+    """In place of a step's own: an older gradient halved, added and replaced before backward."""
+    model(*batch(step + 20)).backward()
+    for i, parameter in enumerate(model.parameters()):
+        parameter.grad = (parameter.grad / 2, full(parameter.grad) / 2, None)[i % 3]
+
+
+CHANGES = (scaled_by_data, vector, set_, swapped, double_and_back, moved, averaged, halved_gradient)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_memory_of_parameters_replaced(kind):
+    """The flat buffer takes the write; it was ignored, and nothing trained any more."""
+
+    def work():
+        for change in CHANGES:
+            if not (kind == "zero3" and change is swapped):
+                equals_one_device(kind, 2, Net, change)
+
+    run_ranks(2, work, timeout=180)
+
+
+def test_an_exchange_of_tensors_under_zero3_is_refused_on_all_ranks():
+    def work():
+        model, optimizer = parallelize(plan_of("zero3", 2), Net(), adamw)
+        trained(model, optimizer)
+        with pytest.raises(RuntimeError, match="Cannot swap t1 because it has weakref"):
+            swapped(model, optimizer, 1)
+        trained(model, optimizer)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_another_dtype_before_the_first_step(kind):
+    def work():
+        def prepare(model, optimizer):
+            model.double()
+
+        def in_double(model, optimizer, step):
+            model.forward = lambda x, targets: type(model).forward(model, x.double(), targets)
+
+        equals_one_device(kind, 2, Net, in_double, prepare)
+
+    run_ranks(2, work)
+
+
+def test_what_a_flat_buffer_cannot_take_is_refused():
+    def work():
+        model, _ = parallelize(plan_of("zero3", 2), Net(), adamw)
+        weight = model.head.weight
+        with pytest.raises(PlacementError, match="a value of another shape"):
+            weight.data = torch.zeros(2, 2)
+        with pytest.raises(OperatorError, match="set one by one"):
+            weight.set_(torch.zeros(4).untyped_storage(), 0, (4,))
+        weight.data = weight.data.double()
+        with pytest.raises(PlanError, match="another dtype or device"):
+            model(*batch(0))
+
+    run_ranks(2, work)

@@ -140,7 +140,8 @@ class DTensor(Tensor, metaclass=TensorType):
         if value is not None:
             from ._gradient import as_gradient_of, is_settled
 
-            settled = value if is_settled(self, value) else None
+            owner = self.__dict__.get("_owner")
+            settled = value if is_settled(self, value) else None if owner is None else owner.reduced(value)
             value = as_gradient_of(self, value, "grad") if settled is None else None
         settle(self, settled)
         with local_only():

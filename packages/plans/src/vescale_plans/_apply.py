@@ -16,7 +16,7 @@ from vescale_rng import distribute, is_deferred, materialize
 
 from ._agreement import check_same_plan, check_same_values, checksums
 from ._boundary import install_boundary, install_scopes
-from ._buffer import Sharing
+from ._slot import Sharing
 from ._expert_lists import ListBorder
 from ._expert_structure import Experts, find_experts, place_experts
 from ._experts import ExpertsBorder

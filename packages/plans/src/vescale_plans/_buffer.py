@@ -28,25 +28,22 @@ parameter to look at; then ranks tell each other, a byte per parameter (`Usage`)
 
 from __future__ import annotations
 
-import itertools
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm, prod
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor, Layout
+from vescale_dtensor import DTensor
 from vescale_dtensor.debug import Cause
 from vescale_dtensor.engine import (
-    INVARIANT,
-    PENDING,
-    Mesh,
     PendingGather,
     PendingReduction,
     convert,
     flat,
-    forget,
     local_only,
     set_cause,
     settle,
@@ -54,62 +51,18 @@ from vescale_dtensor.engine import (
 )
 
 from ._in_flight import SYNC, InFlight, Usage
-from ._packing import pack, whole_rows
+from ._packing import pack
+from ._parts import PlanError
 from ._promise import fulfil
+from ._slot import Sharing, Slot, block_of, holders, largest_shard, settled
 
 GATHER = Cause("parameter gather")
 # Parameters begin where a fresh tensor would: kernels may round by the alignment of their operands.
 _ALIGN_BYTES = 64
 
-_set_data = Tensor.data.__set__
 _get_grad = Tensor.grad.__get__
+_is_away, _owner_of = attrgetter("is_away"), attrgetter("_owner")
 _set_grad = Tensor.grad.__set__
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """How the buffers of a model are shared.
-
-    zero: the stage. lead: the mesh axis over which ZeRO shards (the innermost data axis); None without one.
-    compute, reduce, sent: see `Precision`, None for the parameters' own.
-    offload: masters, and so optimizer states, on the host.
-    """
-
-    mesh: Mesh
-    zero: int = 0
-    lead: int | None = None
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    sent: torch.dtype | None = None
-    offload: bool = False
-
-
-class Slot:
-    """One parameter's place in a buffer."""
-
-    __slots__ = (
-        "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
-        "gradient_layout", "full", "master", "optimized", "gradient", "arriving",
-        "is_copied",
-    )  # fmt: skip
-
-    parameter: DTensor
-    full_layout: Layout  # while the model computes with it
-    master_layout: Layout  # as the optimizer updates it
-    reduced_layout: Layout  # of the whole reduced gradient
-    gradient_layout: Layout  # of the reduced gradient that an optimizer step consumes
-    full: Tensor
-    master: Tensor
-    optimized: nn.Parameter | None  # the master as a plain parameter, which elementwise optimizers take
-    gradient: Tensor | None
-    arriving: Tensor | None  # on the host, where the gradients of an offloaded parameter arrive
-    is_copied: bool  # whether `optimized` is a copy of the master, on the host
-
-
-def settled(layout: Layout) -> Layout:
-    """The layout of the gradient of a tensor of `layout`, reduced."""
-    gradient = layout.gradient
-    return gradient.with_states(INVARIANT if state is PENDING else state for state in gradient.states)
 
 
 class Buffer:
@@ -128,9 +81,7 @@ class Buffer:
         self.inner = tuple(axis for axis in axes if axis >= begin)
         self.outer = tuple(axis for axis in axes if axis < begin)
         self.differentiable = first.requires_grad
-        changes = first.dtype.is_floating_point and sharing.compute not in (None, dtype)
-        self.dtype, self.compute = dtype, sharing.compute if changes else dtype
-        self.reduce = sharing.reduce if changes and sharing.reduce is not None else dtype
+        self._take_dtype(dtype)
         # Frozen parameters have nothing to share below ZeRO-3.
         self.shards = self.lead is not None and sharing.zero >= (1 if self.differentiable else 3)
         self.lets_go = self.shards and sharing.zero >= 3
@@ -139,16 +90,20 @@ class Buffer:
         self.hosted = self.offloads and self.separate and _may_lie_on_host(self.device)
         self.keep = "part" if self.shards and sharing.zero >= 2 else "whole"
         self.holders = holders(first.mesh_layout)
-        largest = [_largest_shard(parameter.mesh_layout) for _, parameter in parameters]
+        largest = [largest_shard(parameter.mesh_layout) for _, parameter in parameters]
         self.packing = pack(
             largest,
             mesh.sizes[begin] if self.inner else 1,
-            blocks=[_block(p.mesh_layout, n) if n else 1 for (_, p), n in zip(parameters, rows)],
+            blocks=[block_of(p.mesh_layout, n) if n else 1 for (_, p), n in zip(parameters, rows)],
             align=lcm(max(1, _ALIGN_BYTES // dtype.itemsize), mesh.count(self.inner[1:]) if self.inner[1:] else 1),
         )
         self.slots = [self._slot(i, *named) for i, named in enumerate(parameters)]
-        self._move_in(dtype)
-        self.ready = not self.separate
+        self._parameters = [slot.parameter for slot in self.slots]
+        # torch exchanges no tensor that somebody refers to weakly. Of parameters that change their shape between steps
+        # it would exchange some on one rank alone: those whose graph nodes are of another shape than they.
+        self._refuse_exchange = [weakref.ref(one) for one in self._parameters] if self.lets_go else []
+        made = [fulfil(slot.parameter, slot.master_layout) for slot in self.slots]
+        self._move_in([slot.take_back(False) if one is None else (one, True) for slot, one in zip(self.slots, made)])
         self._pending: PendingGather | None = None
         self.flat: Tensor | None = None
         self.filled: set[int] = set()
@@ -166,16 +121,23 @@ class Buffer:
         slot.full_layout = slot.master_layout = layout
         slot.numel, slot.shape = prod(layout.local_shape), layout.local_shape
         slot.gradient = slot.optimized = slot.arriving = None
-        slot.is_copied = False
+        slot.is_copied = slot.is_away = False
         if self.shards:
-            cut = flat(layout.ndim, self.packing.units(i, _largest_shard(layout)))
+            cut = flat(layout.ndim, self.packing.units(i, largest_shard(layout)))
             slot.master_layout = layout.with_states((*layout.states[:lead], cut, *layout.states[lead + 1 :]))
         slot.reduced_layout, slot.gradient_layout = settled(layout), settled(slot.master_layout)
         return slot
 
-    def _move_in(self, dtype: torch.dtype) -> None:
-        """Allocates, and points the parameters, with their values, at the new memory."""
-        packing, device = self.packing, self.device
+    def _take_dtype(self, dtype: torch.dtype) -> None:
+        sharing = self.sharing
+        changes = dtype.is_floating_point and sharing.compute not in (None, dtype)
+        self.dtype, self.compute = dtype, sharing.compute if changes else dtype
+        self.reduce = sharing.reduce if changes and sharing.reduce is not None else dtype
+
+    def _move_in(self, values: Sequence[tuple[Tensor, bool]]) -> None:
+        """Allocates, and points the parameters, with their values, at the new memory. `values`: per slot, local, and
+        whether it is this rank's part of the master alone."""
+        packing, device, dtype = self.packing, self.device, self.dtype
         if self.is_elsewhere:
             self.packing = packing = replace(packing, part=0)
         rank = self.sharing.mesh.coordinate[self.lead] if self.shards else 0
@@ -193,7 +155,7 @@ class Buffer:
             self.master = whole[part[0] : part[1]]
         self.full = whole
         self._sink = whole.data  # written through an alias of its own: a gather is no change that autograd must see
-        for i, slot in enumerate(self.slots):
+        for i, (slot, (value, is_part)) in enumerate(zip(self.slots, values, strict=True)):
             slot.full = whole[slot.start : slot.start + slot.numel].view(slot.shape)
             if self.shards:
                 low, high = packing.held(i, slot.numel, rank)
@@ -203,14 +165,10 @@ class Buffer:
                 low, high = 0, slot.numel
                 slot.master = self.master[slot.start : slot.start + slot.numel].view(slot.shape)
             with torch.no_grad(), local_only():
-                made = fulfil(slot.parameter, slot.master_layout)
-                values = slot.parameter.detach() if made is None else made
-                if made is not None:
-                    (slot.master if self.separate else slot.full).view(-1).copy_(values.reshape(-1))
-                elif self.separate:
-                    slot.master.view(-1).copy_(values.reshape(-1)[low:high])
+                if not self.separate:
+                    slot.full.copy_(value.view(slot.shape))
                 else:
-                    slot.full.copy_(values)
+                    slot.master.view(-1).copy_(value.reshape(-1) if is_part else value.reshape(-1)[low:high])
             if self.differentiable:
                 optimized = slot.master
                 if self.offloads:
@@ -224,18 +182,55 @@ class Buffer:
                         slot.parameter.grad_dtype = self.reduce
         if self.lets_go:
             whole.untyped_storage().resize_(0)
-        self.expose(not self.separate)
+        with local_only():
+            for slot in self.slots:
+                slot.show(not self.separate)
+        self.ready = not self.separate
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no parameter was pointed at other memory, by `.data`, or exchanged (`torch.utils.swap_tensors`)."""
+        try:
+            return not any(map(_is_away, self.slots)) and list(map(_owner_of, self._parameters)) == self.slots
+        except AttributeError:
+            return False
+
+    def take_in(self) -> list[int]:
+        """Parameters that have got other memory lie in the buffer again, with its values and dtype. Returns those that
+        were exchanged, which have lost their hooks.
+
+        The buffer moves: what is over its old memory keeps its values. Raises PlanError where only some have another
+        dtype now, on all ranks alike.
+        """
+        lost = [slot.is_lost for slot in self.slots]
+        with local_only():
+            dtypes = {s.name: s.parameter.dtype if away else self.dtype for s, away in zip(self.slots, lost)}
+            devices = {s.name: s.parameter.device for s, away in zip(self.slots, lost) if away}
+        dtype = next(iter(dtypes.values()))
+        needs_copy = dtype.is_floating_point and self.sharing.compute not in (None, dtype) and not self.separate
+        elsewhere = not self.hosted and any(one != self.device for one in devices.values())
+        if len({*dtypes.values()}) > 1 or needs_copy or elsewhere:
+            raise PlanError(
+                "parallelize",
+                "parameters were given another dtype or device than the flat buffer, which they share, can have",
+                [f"{name}  {dtype}  {devices.get(name, self.device)}" for name, dtype in dtypes.items()],
+                [("model.to(dtype) before parallelize", ""), ("Precision(compute=...)", "computes in another dtype")],
+            )
+        exchanged = [i for i, slot in enumerate(self.slots) if slot.parameter.__dict__.get("_owner") is not slot]
+        kept = [(slot.master, True) if self.separate else (slot.full, False) for slot in self.slots]
+        values = [s.take_back(self.separate) if away else one for s, away, one in zip(self.slots, lost, kept)]
+        self._take_dtype(dtype)
+        self._move_in(values)
+        return exchanged
 
     # --- parameters ---------------------------------------------------------------------
 
     def expose(self, whole: bool) -> None:
-        """Points the parameters at `full` or at `master`."""
+        """Points the parameters at `full` or at `master`, but for those that somebody has pointed elsewhere."""
         with local_only():
             for slot in self.slots:
-                parameter = slot.parameter
-                forget(parameter)
-                _set_data(parameter, slot.full if whole else slot.master)
-                parameter._layout = slot.full_layout if whole else slot.master_layout
+                if not slot.is_lost:
+                    slot.show(whole)
 
     def fetch(self) -> None:
         """Starts to make `full` what the masters say; pairs with `wait`."""
@@ -407,29 +402,6 @@ def _may_lie_on_host(device: torch.device) -> bool:
     """Whether a parameter may be pointed at memory of the device and of the host in turn, as torch has it for CUDA."""
     there = torch.empty(0, device=device)
     return device.type == "meta" or torch._has_compatible_shallow_copy_type(there, torch.empty(0))
-
-
-def holders(layout: Layout) -> tuple[tuple[int, int], ...]:
-    """(axis, rank) of the axes of which one rank alone holds anything: an expert's, say."""
-    found = []
-    for axis, state in enumerate(layout.states):
-        if state.is_sharded and layout.mesh.sizes[axis] > 1:
-            before, after = (0,) * axis, (0,) * (layout.mesh.ndim - axis - 1)
-            ranks = range(layout.mesh.sizes[axis])
-            full = [rank for rank in ranks if prod(layout.shape_at((*before, rank, *after)))]
-            found += [(axis, rank) for rank in full if len(full) == 1]
-    return tuple(found)
-
-
-def _largest_shard(layout: Layout) -> int:
-    """Elements of the largest shard over all coordinates: what the buffer reserves on every rank alike."""
-    cutting = [range(size) if state.is_sharded else (0,) for size, state in zip(layout.mesh.sizes, layout.states)]
-    return max(prod(layout.shape_at(coordinate)) for coordinate in itertools.product(*cutting))
-
-
-def _block(layout: Layout, rows: int) -> int:
-    """Elements of `rows` rows of the local shard."""
-    return whole_rows(layout.local_shape, rows) if layout.ndim else 1
 
 
 def _fill_negative_zero(piece: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Which modules are experts, and where a plan's expert axis puts their parameters. Pure.
 
-    stacked    one module with stacked weights [experts, ...] and a forward of tokens, indices and weights
-    listed     a ModuleList of modules alike, in a block that has a router for as many: a two-dim parameter, one side
-               of which is their number and the other a size of theirs. The block's own forward calls them.
+stacked    one module with stacked weights [experts, ...] and a forward of tokens, indices and weights
+listed     a ModuleList of modules alike, in a block that has a router for as many: a two-dim parameter, one side
+           of which is their number and the other a size of theirs. The block's own forward calls them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from vescale_dtensor.debug import Cause
 from vescale_dtensor.engine import Mesh, PendingGather, PendingReduction, set_cause
 
 if TYPE_CHECKING:
-    from ._buffer import Buffer, Slot
+    from ._buffer import Buffer
+    from ._slot import Slot
 
 SYNC = Cause("gradient sync", direction="backward")
 

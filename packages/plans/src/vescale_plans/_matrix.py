@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vescale_dtensor import Layout
 from vescale_dtensor.engine import INVARIANT, Mesh, convert, flat, layout_of, local_only, stamp
 
-from ._buffer import Slot
+from ._slot import Slot
 
 
 class Owners:

@@ -119,9 +119,7 @@ def _hoisted(frame: Frame, storages: Storages) -> tuple[list, Difference | None]
 _OF_A_PARAMETER = frozenset({"aten::add", "aten::sub", "aten::rsub", "aten::mul", "aten::neg", "aten::_to_copy"})
 
 
-def _parameter_behind(
-    item: Conversion, made_by: dict[int, Op], frame: Frame, storages: Storages
-) -> str | None:
+def _parameter_behind(item: Conversion, made_by: dict[int, Op], frame: Frame, storages: Storages) -> str | None:
     """The parameter that a converted value is computed from alone, where it may as well be converted before.
 
     So it is with `(1 + self.weight) * x` where only the weight's gradient is another (R to I): values stay, and

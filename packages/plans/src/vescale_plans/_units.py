@@ -16,7 +16,8 @@ from vescale_dtensor import DTensor
 from vescale_dtensor.engine import PENDING
 
 from ._blocks import blocks_of, owners
-from ._buffer import Buffer, Sharing, holders
+from ._buffer import Buffer
+from ._slot import Sharing, holders
 
 # Below ZeRO-3 blocks share buffers of a quarter of the model, within these bounds: fewer collectives than one per
 # block, and still some that start while backward runs.
@@ -76,6 +77,10 @@ class Unit:
         self.touched = True
         for buffer in self.reduced:
             buffer.open_gradients()
+
+    @property
+    def is_intact(self) -> bool:
+        return all(buffer.is_intact for buffer in self.buffers)
 
     @property
     def is_full(self) -> bool:

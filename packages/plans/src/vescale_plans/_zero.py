@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,8 @@ from torch._C import _current_graph_task_id
 
 from vescale_dtensor.engine import after_backward, forget_all, in_backward, local_only
 
-from ._buffer import Buffer, Sharing
+from ._buffer import Buffer
+from ._slot import Sharing, Slot
 from ._containers import map_tensors
 from ._in_flight import Apart, InFlight, Usage
 from ._units import Pass, Unit, units_of
@@ -55,13 +56,11 @@ class DataParallel:
         """`closed`: lists whose members are no blocks, for not all ranks run them."""
         self.sharing = sharing
         self.units = units_of(model, sharing, rows or {}, closed)
-        self._home: dict[int, tuple[Unit, Buffer, int]] = {}
+        self._slots: dict[Tensor, Slot] = {}
         for unit in self.units:
             for buffer in unit.buffers:
-                for i, slot in enumerate(buffer.slots):
-                    self._home[id(slot.parameter)] = (unit, buffer, i)
-                    if buffer.reduces:
-                        slot.parameter.register_post_accumulate_grad_hook(self._arrival(unit, buffer, i))
+                self._slots.update((slot.parameter, slot) for slot in buffer.slots)
+                self._listen(unit, buffer, range(len(buffer.slots)))
         apart = [b for unit in self.units for b in unit.buffers if b.differentiable and b.holders]
         self._apart = Apart(apart, sharing.mesh)
         self._order = [unit for unit in reversed(self.units) if unit.reduced]
@@ -78,6 +77,7 @@ class DataParallel:
         for unit in self.units:
             for module in unit.modules:
                 self._install(unit, module)
+        model.register_forward_pre_hook(self._begin, prepend=True)
         if sharing.compute is not None:
             model.register_forward_pre_hook(self._cast, with_kwargs=True)
         after_backward(self.finish)
@@ -106,8 +106,30 @@ class DataParallel:
         if not torch.is_grad_enabled():
             self.rest()
 
+    def take_in(self) -> None:
+        """Parameters that somebody has given other memory lie in their buffers again, with the values that they have:
+        before anything reads a buffer. Cost: a look at each parameter."""
+        for unit in self.units:
+            if not unit.is_intact:
+                unit.close()
+                for buffer in unit.buffers:
+                    if not buffer.is_intact:
+                        self._listen(unit, buffer, buffer.take_in())
+                unit.is_open = not unit.fetched
+
+    def _listen(self, unit: Unit, buffer: Buffer, which: Iterable[int]) -> None:
+        """Hears when autograd has added to the gradients of these of the buffer's parameters."""
+        for i in which if buffer.reduces else ():
+            parameter = buffer.slots[i].parameter
+            with local_only():
+                if (hooks := parameter._post_accumulate_grad_hooks) is None:
+                    parameter.register_post_accumulate_grad_hook(self._arrival(unit, buffer, i))
+                else:  # an exchange of tensors takes their hooks from autograd, not from the objects
+                    parameter._post_accumulate_grad_hooks = hooks
+
     def flush(self) -> None:
         """Reduces whatever is still pending: before an optimizer step that follows `paused` backwards only."""
+        self.take_in()
         for unit in self.units:
             for buffer in unit.reduced:
                 if buffer.has_pending():
@@ -136,10 +158,9 @@ class DataParallel:
                     buffer.wait()
         forget_all()
 
-    def slot_of(self, parameter: Tensor):
+    def slot_of(self, parameter: Tensor) -> Slot | None:
         """The parameter's place in its buffer, None for a tensor that is no parameter of the model."""
-        found = self._home.get(id(parameter))
-        return None if found is None else found[1].slots[found[2]]
+        return self._slots.get(parameter)
 
     def on_host(self) -> list[Tensor]:
         """What of the buffers lies on the host: offloaded masters, or their copies, and where gradients arrive."""
@@ -160,6 +181,10 @@ class DataParallel:
         # That a gradient has reached the model is known from its output, so that all ranks take part in the sums.
         if unit.fetched or (root and module is unit.modules[0] and self._needs_end):
             module.register_forward_hook(lambda _, args, output: self._leave(unit, output, root))
+
+    def _begin(self, root: nn.Module, args: tuple) -> None:
+        if _current_graph_task_id() == -1:
+            self.take_in()
 
     def _cast(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Floating inputs in the dtype that the model computes in."""
@@ -193,6 +218,8 @@ class DataParallel:
         if unit.is_open and not unit.fetched:
             return
         with torch._C.DisableTorchFunction():  # nothing of it is the forward's: a pipeline's dry run must not see it
+            if not (unit.is_open or unit.is_intact):
+                self.take_in()
             unit.open()
             last = self._last[backward]
             if last is not unit:

@@ -10,6 +10,7 @@ import copy
 
 import torch
 from torch import Tensor
+from torch._C import _is_torch_function_enabled
 
 from .._convert import alias, convert, convert_plain
 from .._errors import OperatorError
@@ -76,7 +77,7 @@ def deep_copy(function, args, kwargs):
         fresh = tensor.detach().clone(memory_format=torch.preserve_format)
     fresh = stamp(fresh, tensor._layout.base).requires_grad_(needs_grad)
     memo[id(tensor)] = fresh
-    skipped = {"_layout", "_conversions", "_settled_grad"}
+    skipped = {"_layout", "_conversions", "_settled_grad", "_owner"}
     for name, item in tensor.__dict__.items():
         if name not in skipped:
             setattr(fresh, name, copy.deepcopy(item, memo))
@@ -102,8 +103,13 @@ def reduce_ex(function, args, kwargs):
 
 @handler(Tensor.data.__set__)
 def set_data(function, args, kwargs):
-    """`x.data = y`: y's values and layout; a plain y is a whole tensor, alike on all ranks."""
+    """`x.data = y`: y's values and layout; a plain y is a whole tensor, alike on all ranks.
+
+    Where somebody else owns x's memory (a flat buffer: `x._owner`), it says what becomes of it."""
     tensor, value = args
+    owner = tensor.__dict__.get("_owner") if type(tensor) is DTensor else None
+    if owner is not None:
+        return owner.replace(tensor, value)
     if type(value) is not DTensor:
         layout = tensor._layout.base
         if tuple(value.shape) != layout.shape:
@@ -111,8 +117,27 @@ def set_data(function, args, kwargs):
         value = convert_plain(value, layout.mesh, layout, "Tensor.data")
     forget(tensor)
     with local_only():
-        function(tensor, value.detach())
+        Tensor.data.__set__(tensor, value.detach())
     tensor._layout = value._layout.base
+
+
+def set_memory(tensor: Tensor, *source, **options) -> Tensor:
+    """`Tensor.set_`, which torch does not hand to `__torch_function__`: with a tensor, as `x.data = y`. The memory of a
+    shard says nothing of the whole: no storages, sizes and strides."""
+    if not _is_torch_function_enabled():
+        return Tensor.set_(tensor, *source, **options)
+    if options or len(source) != 1 or not isinstance(source[0], Tensor):
+        raise OperatorError(
+            "set_",
+            "memory, sizes and strides of a DTensor are a shard's, and are not set one by one",
+            [repr(tensor._layout)],
+            [("x.data = y", "the values of a tensor of the global shape"), ("x.copy_(y)", "in place")],
+        )
+    set_data(Tensor.data.__set__, (tensor, *source), {})
+    return tensor
+
+
+DTensor.set_ = set_memory
 
 
 class _as_is:
@@ -121,5 +146,3 @@ class _as_is:
 
     def __exit__(self, *exc):
         return False
-
-

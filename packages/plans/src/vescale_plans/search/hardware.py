@@ -25,6 +25,7 @@ GIB = 2**30
 VERSION = 1
 """Of the JSON text of a profile."""
 
+
 @dataclass(frozen=True)
 class Curve:
     """Seconds by size, measured: straight between the points, the last slope beyond, the first time before.

@@ -1,0 +1,154 @@
+"""A parameter's place in a flat buffer, how buffers are shared, and what layouts say about both."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor, Layout, PlacementError
+from vescale_dtensor.engine import INVARIANT, PENDING, Mesh, convert, convert_plain, forget, local_only
+
+from ._packing import whole_rows
+
+_set_data = Tensor.data.__set__
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the buffers of a model are shared.
+
+    zero: the stage. lead: the mesh axis over which ZeRO shards (the innermost data axis); None without one.
+    compute, reduce, sent: see `Precision`, None for the parameters' own.
+    offload: masters, and so optimizer states, on the host.
+    """
+
+    mesh: Mesh
+    zero: int = 0
+    lead: int | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    sent: torch.dtype | None = None
+    offload: bool = False
+
+
+class Slot:
+    """One parameter's place in a buffer."""
+
+    __slots__ = (
+        "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
+        "gradient_layout", "full", "master", "optimized", "gradient", "is_away", "arriving", "is_copied",
+    )  # fmt: skip
+
+    parameter: DTensor
+    full_layout: Layout  # while the model computes with it
+    master_layout: Layout  # as the optimizer updates it
+    reduced_layout: Layout  # of the whole reduced gradient
+    gradient_layout: Layout  # of the reduced gradient that an optimizer step consumes
+    full: Tensor
+    master: Tensor
+    optimized: nn.Parameter | None  # the master as a plain parameter, which elementwise optimizers take
+    gradient: Tensor | None
+    arriving: Tensor | None  # on the host, where the gradients of an offloaded parameter arrive
+    is_copied: bool  # whether `optimized` is a copy of the master, on the host
+    is_away: bool  # the parameter was pointed at memory of somebody else's
+
+    def show(self, whole: bool) -> None:
+        """Points the parameter at `full` or at `master`. Call with dispatch disabled."""
+        parameter = self.parameter
+        forget(parameter)
+        _set_data(parameter, self.full if whole else self.master)
+        parameter._layout = self.full_layout if whole else self.master_layout
+
+    def replace(self, tensor: DTensor, value: Tensor) -> None:
+        """`tensor.data = value`, of the parameter: it lies there until the buffer takes the values in. What is over
+        its memory of now, an average's backup, keeps that. Raises PlacementError for another global shape."""
+        layout = tensor._layout.base
+        if tuple(value.shape) != layout.shape:
+            raise PlacementError(
+                "Tensor.data",
+                f"{self.name!r} lies in a flat buffer, and is given a value of another shape",
+                [f"parameter  {list(layout.shape)}", f"value  {list(value.shape)}"],
+                [("change the module before parallelize", ""), ("module.weight = nn.Parameter(...)", "a new one")],
+            )
+        if type(value) is DTensor:
+            value = convert(value.detach(), layout, "Tensor.data")
+        else:
+            value = convert_plain(value.detach(), layout.mesh, layout, "Tensor.data")
+        with local_only():
+            if self.arriving is not None:
+                value = value.to(tensor.device)
+            if value.device != tensor.device:
+                raise PlacementError(
+                    "Tensor.data",
+                    f"{self.name!r} lies on {tensor.device}, where the plan's mesh is, and is given a value elsewhere",
+                    [f"value  {value.device}"],
+                    [(f"value.to({str(tensor.device)!r})", "a copy")],
+                )
+            if value.data_ptr() == tensor.data_ptr() and value.dtype is tensor.dtype and value.device == tensor.device:
+                return
+            forget(tensor)
+            _set_data(tensor, value.detach())
+        self.is_away = True
+
+    def reduced(self, value: Tensor) -> DTensor | None:
+        """`parameter.grad = value`, of the global shape, as the gradient that a step consumes; None for one that is
+        pending as autograd's own is, or of another shape."""
+        full = self.full_layout
+        pending = type(value) is DTensor and value._layout.base is full.gradient
+        if tuple(value.shape) != full.shape or (pending and self.gradient_layout is self.reduced_layout):
+            return None
+        if type(value) is DTensor:
+            return convert(value, self.gradient_layout, "grad")
+        return convert_plain(value, full.mesh, self.gradient_layout, "grad")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the parameter's memory is another than the buffer's: replaced, or exchanged with a tensor's."""
+        return self.is_away or self.parameter.__dict__.get("_owner") is not self
+
+    def take_back(self, may_be_part: bool) -> tuple[Tensor, bool]:
+        """The parameter's local values, wherever they lie, and whether they are the master's part alone."""
+        tensor, full = self.parameter, self.full_layout
+        kept = (full, self.master_layout) if may_be_part else (full,)
+        if type(tensor) is not DTensor:  # exchanged with a plain one
+            value = convert_plain(tensor.detach(), full.mesh, full, "swap_tensors")
+            tensor.__class__ = DTensor
+        else:
+            value = tensor.detach()
+            value = value if tensor._layout.base in kept else convert(value, full, "swap_tensors")
+        tensor._layout, tensor._owner, self.is_away = value._layout.base, self, False
+        with local_only():
+            return value.detach(), value._layout.base is not full
+
+
+def settled(layout: Layout) -> Layout:
+    """The layout of the gradient of a tensor of `layout`, reduced."""
+    gradient = layout.gradient
+    return gradient.with_states(INVARIANT if state is PENDING else state for state in gradient.states)
+
+
+def holders(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """(axis, rank) of the axes of which one rank alone holds anything: an expert's, say."""
+    found = []
+    for axis, state in enumerate(layout.states):
+        if state.is_sharded and layout.mesh.sizes[axis] > 1:
+            before, after = (0,) * axis, (0,) * (layout.mesh.ndim - axis - 1)
+            ranks = range(layout.mesh.sizes[axis])
+            full = [rank for rank in ranks if prod(layout.shape_at((*before, rank, *after)))]
+            found += [(axis, rank) for rank in full if len(full) == 1]
+    return tuple(found)
+
+
+def largest_shard(layout: Layout) -> int:
+    """Elements of the largest shard over all coordinates: what the buffer reserves on every rank alike."""
+    cutting = [range(size) if state.is_sharded else (0,) for size, state in zip(layout.mesh.sizes, layout.states)]
+    return max(prod(layout.shape_at(coordinate)) for coordinate in itertools.product(*cutting))
+
+
+def block_of(layout: Layout, rows: int) -> int:
+    """Elements of `rows` rows of the local shard."""
+    return whole_rows(layout.local_shape, rows) if layout.ndim else 1
