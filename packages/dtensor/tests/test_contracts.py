@@ -140,16 +140,32 @@ def test_1_checkpoints_keep_sharded_replicated_and_pending_outputs(nested, reent
     run_ranks(4, run)
 
 
-def test_1_a_region_nested_in_a_non_reentrant_one_raises() -> None:
-    """torch recomputes the inner region from saved tensors that have lost their class; a parameter notices."""
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+def test_1_regions_in_regions(outer: bool, inner: bool) -> None:
+    """Autograd makes plain tensors of what it gets back from the outer region's hooks; the inner one's are DTensors."""
 
     def run() -> None:
-        x, w = spread(whole(4, 6), Shard(0), R), spread(whole(6, 6, seed=1), R, R)
-        inner = lambda x: torch.tanh(x @ w)
-        outer = lambda x: checkpoint(inner, checkpoint(inner, x, use_reentrant=False), use_reentrant=False)
-        checkpoint(outer, x, use_reentrant=False).sum().backward()
+        plain = [whole(4, 6), whole(6, 6, seed=1)]
+        torch.tanh(torch.tanh(torch.tanh(plain[0] @ plain[1]) @ plain[1]) @ plain[1]).sum().backward()
+        x, w = (spread(t.detach().requires_grad_(), *p) for t, p in zip(plain, ((Shard(0), R), (R, R))))
+        seen = set()
 
-    raises_on_all(4, PlainTensorError, run)
+        def layer(x):
+            seen.add((type(x).__name__, x.shape))
+            return torch.tanh(x @ w)
+
+        def region(x):
+            for _ in range(3):
+                x = checkpoint(layer, x, use_reentrant=inner)
+            return x
+
+        checkpoint(region, x, use_reentrant=outer).sum().backward()
+        close(x.grad, plain[0].grad)
+        close(w.grad, plain[1].grad)
+        assert seen == {("DTensor", (4, 6))}
+
+    run_ranks(4, run)
 
 
 def test_1_a_dispatch_mode_sees_local_operators_in_backward() -> None:
