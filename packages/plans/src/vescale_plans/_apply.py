@@ -16,7 +16,6 @@ from vescale_rng import distribute, is_deferred, materialize
 
 from ._agreement import check_same_plan, check_same_values, checksums
 from ._boundary import install_boundary, install_scopes
-from ._slot import Sharing
 from ._expert_lists import ListBorder
 from ._expert_structure import Experts, find_experts, place_experts
 from ._experts import ExpertsBorder
@@ -26,6 +25,7 @@ from ._loss import LossBorder, LossFn
 from ._optim import wrap
 from ._promise import promise
 from ._recompute import install_recompute
+from ._slot import Sharing
 from ._static import check_mode, static
 from ._together import together
 from ._validate import fit

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import convert, drop_gradients, local_only, route_between, stamp
 
-from ._slot import Slot
 from ._matrix import Owners
 from ._optim_kinds import MATRIX, elementwise_methods
 from ._parts import PlanError
+from ._slot import Slot
 from ._zero import DataParallel
 
 

@@ -34,9 +34,9 @@ from torch._C import _current_graph_task_id
 from vescale_dtensor.engine import after_backward, forget_all, in_backward, local_only
 
 from ._buffer import Buffer
-from ._slot import Sharing, Slot
 from ._containers import map_tensors
 from ._in_flight import Apart, InFlight, Usage
+from ._slot import Sharing, Slot
 from ._units import Pass, Unit, units_of
 
 # Sums under way before the oldest is waited for: bounds the memory of gradients under ZeRO-2 and 3.
