@@ -113,3 +113,34 @@ def test_what_is_written_into_a_tensor_without_gradient_reaches_it(fill, placeme
                 torch.testing.assert_close(one.grad.full_tensor(), other.grad)
 
     run_ranks(4, run)
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+def test_regions_in_regions(outer, inner):
+    """Autograd makes plain tensors of what it gets back from the outer region's hooks; the inner one's are DTensors."""
+
+    def run():
+        mesh = mesh_of(2, 2)
+        torch.manual_seed(0)
+        whole = [torch.randn(4, 6, requires_grad=True), torch.randn(6, 6, requires_grad=True)]
+        torch.tanh(torch.tanh(torch.tanh(whole[0] @ whole[1]) @ whole[1]) @ whole[1]).sum().backward()
+        places = [(Shard(0), Replicate()), (Replicate(), Replicate())]
+        x, w = (distribute_tensor(t.detach(), mesh, p).requires_grad_() for t, p in zip(whole, places))
+        seen = set()
+
+        def layer(x):
+            seen.add((type(x).__name__, x.shape))
+            return torch.tanh(x @ w)
+
+        def layers(x):
+            for _ in range(3):
+                x = checkpoint(layer, x, use_reentrant=inner)
+            return x
+
+        checkpoint(layers, x, use_reentrant=outer).sum().backward()
+        for mine, theirs in zip((x, w), whole):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+        assert seen == {("DTensor", (4, 6))}
+
+    run_ranks(4, run)

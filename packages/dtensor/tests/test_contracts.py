@@ -140,34 +140,6 @@ def test_1_checkpoints_keep_sharded_replicated_and_pending_outputs(nested, reent
     run_ranks(4, run)
 
 
-@pytest.mark.parametrize("outer", [False, True])
-@pytest.mark.parametrize("inner", [False, True])
-def test_1_regions_in_regions(outer: bool, inner: bool) -> None:
-    """Autograd makes plain tensors of what it gets back from the outer region's hooks; the inner one's are DTensors."""
-
-    def run() -> None:
-        plain = [whole(4, 6), whole(6, 6, seed=1)]
-        torch.tanh(torch.tanh(torch.tanh(plain[0] @ plain[1]) @ plain[1]) @ plain[1]).sum().backward()
-        x, w = (spread(t.detach().requires_grad_(), *p) for t, p in zip(plain, ((Shard(0), R), (R, R))))
-        seen = set()
-
-        def layer(x):
-            seen.add((type(x).__name__, x.shape))
-            return torch.tanh(x @ w)
-
-        def region(x):
-            for _ in range(3):
-                x = checkpoint(layer, x, use_reentrant=inner)
-            return x
-
-        checkpoint(region, x, use_reentrant=outer).sum().backward()
-        close(x.grad, plain[0].grad)
-        close(w.grad, plain[1].grad)
-        assert seen == {("DTensor", (4, 6))}
-
-    run_ranks(4, run)
-
-
 def test_1_a_dispatch_mode_sees_local_operators_in_backward() -> None:
     """A FLOP counter counts what this rank computes; the gradients are those without it."""
 
