@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_checkpoint import CheckpointError, StorageError, _storage, _sync, load, reshard, save
+from vescale_checkpoint import CheckpointError, StorageError, _presence, _storage, _sync, load, reshard, save
 from vescale_checkpoint._commit import Root
+from vescale_checkpoint._presence import Beat, Presence
 from vescale_checkpoint._storage import LocalStorage
 from vescale_checkpoint._sync import Session
 from vescale_checkpoint.testing import failing, intercepted
@@ -38,15 +40,15 @@ def check_step(path, step):
 @contextlib.contextmanager
 def late_answers(name, seconds):
     """This rank looks for what the others say under `name` so much later."""
-    get = Session._get
+    awaited = Session._awaited
 
-    def late(session, asked, rank):
+    def late(session, asked, ask):
         if asked == name:
             time.sleep(seconds)
-        return get(session, asked, rank)
+        return awaited(session, asked, ask)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Session, "_get", late)
+        patched.setattr(Session, "_awaited", late)
         yield
 
 
@@ -197,23 +199,32 @@ class Store:
     """A store of rank 0's session in which rank 1 beats, and answers at `answers_at`; both stop between two looks."""
 
     def __init__(self, clock, answers_at):
-        self.clock, self.answers_at, self.values = clock, answers_at, {}
+        self.clock, self.answers_at, self.beats = clock, answers_at, True
+
+    def has_extended_api(self):
+        return True
 
     def set(self, key, value):
-        self.values[key] = value
+        pass
 
     def check(self, keys):
-        return "/beat/1" in keys[0] or ("/ready/1" in keys[0] and self.clock.now > self.answers_at)
+        return self.clock.now > self.answers_at
 
-    def get(self, key):
-        return b"1:yes" if "/ready/1" in key else str(int(self.clock.ran)).encode()
+    def multi_get(self, keys):
+        return [b"0:yes"]
+
+    def compare_set(self, key, expected, desired):
+        if "/beat/" not in key:
+            return (desired if expected == "" else expected).encode()
+        return json.dumps(Beat(int(self.clock.ran) if self.beats else 7, 0, "save", False, "here", 0.0)).encode()
 
 
 class Clock:
-    """Time of a machine that is suspended for 1000 seconds after 3."""
+    """Time of a machine that is suspended for 1000 seconds after 3. Whoever sleeps lets the watch go round."""
 
     def __init__(self):
         self.now = self.ran = 0.0
+        self.presence = None
 
     def monotonic(self):
         return self.now
@@ -223,30 +234,27 @@ class Clock:
         self.now += seconds
         if self.ran > 3.0 and self.now < 1000.0:
             self.now += 1000.0
+        self.presence.watch()
+
+
+def watched_session(monkeypatch, clock, answers_at):
+    for module in (_sync, _presence):
+        monkeypatch.setattr(module, "time", clock)
+    store = Store(clock, answers_at)
+    clock.presence = Presence(store, 0, 2)
+    return Session("save", 0, 2, store, 0, clock.presence), store
 
 
 def test_a_process_that_was_stopped_takes_nobody_for_dead(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(_sync, "time", clock)
-    session = Session("save", 0, 2, Store(clock, 1005.0), 0)
-    try:
-        assert session._get("ready", 1) == b"yes"
-    finally:
-        session._ended.set()
+    session, _ = watched_session(monkeypatch, Clock(), 1005.0)
+    assert session.to_first("ready", b"") == [b"", b"yes"]
 
 
 def test_who_is_silent_is_still_found_in_time(monkeypatch):
     clock = Clock()
-    clock.ran = 10.0  # not suspended any more
-    clock.now = 1010.0
-    monkeypatch.setattr(_sync, "time", clock)
-    store = Store(clock, 1e9)
-    monkeypatch.setattr(store, "get", lambda key: b"7")
-    monkeypatch.setattr(store, "compare_set", lambda key, old, new: new.encode(), raising=False)
-    session = Session("save", 0, 2, store, 0)
-    try:
-        with pytest.raises(CheckpointError, match="rank 1 fell silent"):
-            session._get("ready", 1)
-        assert clock.now - 1010.0 < 10
-    finally:
-        session._ended.set()
+    clock.ran, clock.now = 10.0, 1010.0  # not suspended any more
+    session, store = watched_session(monkeypatch, clock, 1e9)
+    store.beats = False
+    with pytest.raises(CheckpointError, match="rank 1 fell silent"):
+        session.to_first("ready", b"")
+    assert clock.now - 1010.0 < 10

@@ -181,6 +181,14 @@ def test_values_nested_deep_are_refused_when_they_are_saved(tmp_path, kind):
     assert os.listdir(tmp_path) == ["step-00000001"]
 
 
+@pytest.mark.parametrize("saved", [[torch.ones(2)] * 3, [1, 2], 5, {}, None, (torch.ones(2), torch.ones(2))], ids=kind)
+def test_what_holds_tensors_is_not_replaced_by_a_value(tmp_path, saved):
+    save(tmp_path, {"models": saved, "step": 1})
+    for mine in ([torch.zeros(2)] * 2, {"a": {"b": [torch.zeros(2)]}}):
+        with pytest.raises(MismatchError, match=r"holds tensors or objects, saved as|missing in the checkpoint"):
+            load(tmp_path, {"models": mine, "step": 0}, extra="ignore")
+
+
 def test_integers_of_any_length_or_an_error(tmp_path):
     values = [0, -1, 1 << 63, -(1 << 64), (1 << 8192) - 1]
     save(tmp_path, {"values": values, "step": 1})

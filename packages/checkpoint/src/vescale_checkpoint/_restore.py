@@ -25,6 +25,7 @@ from ._dtypes import DTYPES, NAMES
 from ._errors import MismatchError
 from ._load_plan import Target
 from ._state import PLAN_KEY, first_names, is_optimizer, named_parameters_of, optimizer_parts, parameter_names
+from ._text import shown
 from ._values import decode, encode, tensors_in
 from .manifest import Manifest, Stored
 
@@ -101,6 +102,9 @@ class Restore:
             self.skipped.append(path)
         elif saved is _ABSENT:
             self.missing.append(path)
+        elif _holds_objects(value):
+            kinds = f"a {type(value).__name__} of {len(value)} that holds tensors or objects"
+            self._faults.append(f"{path}  is {kinds}, saved as {shown(saved, 80)}")
         else:
             tensors = {name: self._fresh(name) for name in tensors_in(saved)}
             loaded = decode(saved, tensors.__getitem__)  # now, so that what is none fails before anything is touched
@@ -333,6 +337,14 @@ def _pieces(shape: tuple[int, ...]) -> tuple[Piece, ...]:
 
 def _part(saved: Any, kind: str) -> Any:
     return saved[kind] if isinstance(saved, dict) and set(saved) == {kind} else _ABSENT
+
+
+def _holds_objects(value: Any) -> bool:
+    """Whether a container holds what is filled in place, and so must not be replaced by a value."""
+    if isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        return any(isinstance(item, Tensor) or hasattr(item, "state_dict") or _holds_objects(item) for item in items)
+    return False
 
 
 def _is_plain(saved: Any) -> bool:

@@ -3,9 +3,11 @@
 A `Session` is one operation on all ranks of the world. Coordination goes through
 the store of torch.distributed (every backend has one), never through collectives:
 a background save must not meet the training's, and a rank that died must not hang
-the others. Every wait ends: with what was waited for, with the error that another
-rank reported first (the same on all ranks), or with a PeerError that names the rank
-which fell silent (no heartbeat for SILENT_S) or never came (PATIENCE_S).
+the others. What ranks say goes to rank 0, which reads all of it at once and answers all
+with one value: three requests per rank and gather, however many ranks there are, and of
+equal payloads, which most are, the bytes of one. Every wait ends: with what was waited for, with
+the error that another rank reported first (the same on all ranks), or with a PeerError that names
+the rank which fell silent, ended, or stands elsewhere (`_presence`).
 
 Bulk data of online resharding goes through `exchange_bytes`, an all-to-all.
 """
@@ -14,10 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
+import json
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,14 +27,19 @@ from torch import Tensor
 
 from . import _errors
 from ._errors import CheckpointError, PeerError
+from ._presence import Presence, peek
 
-BEAT_S = 0.5  # a rank shows that it lives so often
-SILENT_S = 6.0  # and is taken for dead after so long
-PATIENCE_S = 300.0  # how much later than the first a rank may call the same operation
+T = TypeVar("T")
+_INLINE = 1 << 10  # rank 0 reads so much of all ranks at once; of more, from each by itself
 _PART = 4 << 20  # the store refuses values of 8 MiB and more
+_LOOK_S = 0.05  # a wait asks for errors of others so often
+_SLOWEST_S = 0.02  # and for what it waits for at least so often, in a small world
+_PER_RANK_S = 5e-5  # in a large one the store is spared
+_SHOWN = 8
 
 _numbers: Iterator[int] = itertools.count()
 _world: object = None
+_presence: Presence | None = None
 _world_store: Any = None
 _finished: list[Session] = []
 
@@ -43,34 +50,31 @@ class Session:
     rank, size: of the default process group; 0 of 1 without one.
     """
 
-    def __init__(self, operation: str, rank: int, size: int, store: Any, number: int) -> None:
+    def __init__(
+        self, operation: str, rank: int, size: int, store: Any, number: int, presence: Presence | None = None
+    ) -> None:
         self.operation, self.rank, self.size = operation, rank, size
-        self._store, self._prefix = store, f"vescale_checkpoint/{number}"
+        self._store, self._number, self._presence = store, number, presence
+        self._prefix = f"vescale_checkpoint/{number}"
         self._keys: list[str] = []
+        self._gathers = 0
         self._failed = False
-        self._ended = threading.Event()
-        self._beat: threading.Thread | None = None
-        if store is not None:
-            self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when it was new by `_watched`
-            self._watched, self._looked = 0.0, time.monotonic()
-            self._pulse(0)
-            self._beat = threading.Thread(target=self._keep_beating, name="vescale-checkpoint-beat", daemon=True)
-            self._beat.start()
+        if presence is not None:
+            presence.enter(number, operation)
+            presence.on_silent = self._tell_of_silent
 
     def gather(self, name: str, payload: bytes = b"") -> list[bytes]:
         """Every rank's payload, in rank order, on every rank.
 
         Raises the first error that any rank reported, or PeerError.
         """
-        self._put(name, payload)
-        return [payload if rank == self.rank else self._get(name, rank) for rank in range(self.size)]
+        self._offer(name, payload)
+        return self._answered(name, payload)
 
     def to_first(self, name: str, payload: bytes = b"") -> list[bytes] | None:
         """Every rank's payload on rank 0; None, without waiting, on the others."""
-        if self.rank:
-            self._put(name, payload)
-            return None
-        return [payload, *(self._get(name, rank) for rank in range(1, self.size))]
+        self._offer(name, payload)
+        return None if self.rank else self._collected(name, payload)
 
     def agree(self, name: str, value: bytes) -> list[int]:
         """The ranks whose value differs from rank 0's."""
@@ -89,82 +93,152 @@ class Session:
         if self._store is not None and not self._failed:
             self._failed = True
             with contextlib.suppress(RuntimeError):  # the store is gone: what happened here is all there is to tell
-                found = self._store.compare_set(f"{self._prefix}/error", "", f"{self.rank}:{data.decode()}").decode()
-                origin_text, _, first_text = found.partition(":")
-                origin, first = int(origin_text), first_text.encode()
+                origin, first = self._reported(data)
         raised = _errors.from_json(first)
         if self.size > 1:
             raised.add_note(f"raised first on rank {origin}")
         return raised
 
     def close(self) -> None:
-        """Ends the heartbeat. Keys are deleted when the next session shows that all ranks have read them."""
-        self._ended.set()
-        if self._beat is not None:
-            self._beat.join(timeout=2 * BEAT_S)
+        """Keys are deleted when the next session shows that all ranks have read them."""
+        if self._presence is not None:
+            self._presence.leave()
         if self._store is not None:
             _finished.append(self)
 
-    def _put(self, name: str, payload: bytes) -> None:
+    # --- what is said ---------------------------------------------------------------
+
+    def _offer(self, name: str, payload: bytes) -> None:
+        """This rank's payload, for rank 0."""
+        if self._store is not None and self.rank:
+            with self._guarded("report"):
+                self._put(self._key(name, self.rank), b"", payload, _INLINE)
+
+    def _answered(self, name: str, payload: bytes) -> list[bytes]:
+        """All payloads: rank 0 collects them, and answers."""
         if self._store is None:
-            return
-        key = f"{self._prefix}/{name}/{self.rank}"
-        parts = [payload[at : at + _PART] for at in range(0, len(payload), _PART)] or [b""]
-        with self._guarded("report"):
-            for i, part in enumerate(parts[1:], 1):
-                self._set(f"{key}/{i}", part)
-            self._set(key, b"%d:" % len(parts) + parts[0])
+            return [payload]
+        # The answers of one session take the place of those of the session before, which all have read by then.
+        place = f"vescale_checkpoint/answer/{self._gathers}"
+        self._gathers += 1
+        head = f"{self._number}/{name}/".encode()
+        if self.rank == 0:
+            values = self._collected(name, payload)
+            with self._guarded("answer"):
+                self._put(place, head, _packed(values), _PART, keeps=True)
+            return values
 
-    def _set(self, key: str, value: bytes) -> None:
+        def answer() -> bytes | None:
+            found = peek(self._store, place)
+            return None if found is None or not found.startswith(head) else found
+
+        return _unpacked(self._whole(place, self._awaited(name, answer)[len(head) :]))
+
+    def _collected(self, name: str, payload: bytes) -> list[bytes]:
+        """On rank 0: what all have offered."""
+        if self._store is None:
+            return [payload]
+        keys = [self._key(name, rank) for rank in range(1, self.size)]
+        self._awaited(name, lambda: self._store.check(keys) or None)
+        with self._guarded("read"):
+            if self._store.has_extended_api():
+                found = self._store.multi_get(keys)
+            else:
+                found = [self._store.get(key) for key in keys]
+            return [payload, *(self._whole(key, data) for key, data in zip(keys, found))]
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"{self._prefix}/{name}/{rank}"
+
+    def _put(self, key: str, head: bytes, payload: bytes, inline: int, *, keeps: bool = False) -> None:
+        """A value: by itself if it is at most `inline` long, else in parts, of which the key says how many, last."""
+        parts = [payload[at : at + _PART] for at in range(0, len(payload), _PART)] if len(payload) > inline else []
+        for i, part in enumerate(parts):
+            self._set(f"{key}/{i}", part, keeps)
+        self._set(key, head + b"%d:" % len(parts) + (b"" if parts else payload), keeps)
+
+    def _set(self, key: str, value: bytes, keeps: bool) -> None:
         self._store.set(key, value)
-        self._keys.append(key)
+        if not keeps:
+            self._keys.append(key)
 
-    def _get(self, name: str, rank: int) -> bytes:
-        key = f"{self._prefix}/{name}/{rank}"
+    def _whole(self, key: str, data: bytes) -> bytes:
+        count, _, first = data.partition(b":")
+        if not int(count):
+            return first
+        with self._guarded("read"):
+            return b"".join([self._store.get(f"{key}/{i}") for i in range(int(count))])
+
+    # --- waiting --------------------------------------------------------------------
+
+    def _awaited(self, name: str, ask: Callable[[], T | None]) -> T:
+        """What `ask` gives once it gives something. Raises what another rank reported, or PeerError."""
         with self._guarded("wait"):
-            began = time.monotonic()
-            while not self._store.check([key]):
-                self._check_peers(name)
-                time.sleep(min(max(0.0002, (time.monotonic() - began) / 16), 0.02))  # late by a small part of the wait
-            count, _, first = self._store.get(key).partition(b":")
-            return first + b"".join(self._store.get(f"{key}/{i}") for i in range(1, int(count)))
+            began = looked = time.monotonic()
+            since = 0.0 if self._presence is None else self._presence.watched
+            slowest = max(_SLOWEST_S, self.size * (_PER_RANK_S / 5 if self.rank == 0 else _PER_RANK_S))
+            while (found := ask()) is None:
+                now = time.monotonic()
+                if now - looked > _LOOK_S:
+                    looked = now
+                    self._check_error()
+                    self._check_peers(name, since)
+                time.sleep(min(max(0.0002, (now - began) / 16), slowest))  # late by a small part of the wait
+            return found
 
-    def _check_peers(self, name: str) -> None:
-        """Raises what another rank reported, or PeerError for one that fell silent or never came."""
-        if self._store.check([f"{self._prefix}/error"]):
-            origin, _, data = self._store.get(f"{self._prefix}/error").decode().partition(":")
+    def _check_error(self) -> None:
+        data = peek(self._store, f"{self._prefix}/error")
+        if data is not None:
+            origin, _, text = data.decode().partition(":")
             self._failed = True
-            raised = _errors.from_json(data.encode())
+            raised = _errors.from_json(text.encode())
             raised.add_note(f"raised first on rank {origin}")
             raise raised
-        elapsed = time.monotonic() - self._looked
-        if elapsed < BEAT_S:
-            return
-        self._looked += elapsed
-        self._watched += min(elapsed, 2 * BEAT_S)  # while this process itself was stopped it saw nobody be silent
-        now = self._watched
-        for rank in range(self.size):
-            if rank == self.rank:
-                continue
-            key = f"{self._prefix}/beat/{rank}"
-            beat = int(self._store.get(key)) if self._store.check([key]) else -1
-            last, since = self._seen.get(rank, (-2, now))
-            if beat != last:
-                self._seen[rank] = (beat, now)
-            elif beat < 0 and now > PATIENCE_S:
-                raise self._peer(rank, f"did not call {self.operation} within {PATIENCE_S:g} s", name)
-            elif beat >= 0 and now - since > SILENT_S:
-                raise self._peer(rank, f"fell silent during {self.operation}: no sign of life for {SILENT_S:g} s", name)
 
-    def _peer(self, rank: int, what: str, name: str) -> CheckpointError:
-        return self.fail(
-            PeerError(
-                self.operation,
-                f"rank {rank} {what}",
-                [f"waited for  its {name!r}"],
-                [("look for what ended that rank first", "the last committed step is whole")],
-            )
+    def _check_peers(self, name: str, since: float) -> None:
+        """Raises PeerError for ranks that will not come. Asks the store about those only that are suspected."""
+        presence = self._presence
+        if presence is None:
+            return
+        waited, odd = presence.watched - since, {}
+        for rank in range(1, self.size) if self.rank == 0 else range(1):
+            reason = presence.reason_against(rank, waited)
+            if reason is not None and not (self.rank == 0 and self._store.check([self._key(name, rank)])):
+                odd[rank] = reason
+        if odd:
+            raise self.fail(self._peer_error(odd, name))
+
+    def _peer_error(self, odd: dict[int, str], name: str) -> PeerError:
+        """Of ranks and why each will not come; says where all are, as far as that fits."""
+        shown = dict(itertools.islice(odd.items(), _SHOWN))
+        first, reason = next(iter(shown.items()))
+        more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
+        said = [f"rank {self.rank}  in {self.operation}, waits for {name!r}"]
+        with contextlib.suppress(RuntimeError):
+            others = [rank for rank in (*shown, *range(min(self.size, _SHOWN))) if rank != self.rank]
+            for rank, beat in self._presence.read(dict.fromkeys(others)):
+                said.append(f"rank {rank}  {'never called save or load' if beat is None else beat}")
+        return PeerError(
+            self.operation,
+            f"rank {first} {reason}{more}",
+            said,
+            [
+                (f"call {self.operation} on every rank, in the same order", "it is an operation of the whole world"),
+                ("look for what ended that rank first", "the last committed step is whole"),
+                ("VESCALE_CHECKPOINT_PATIENCE_S=600", "in the environment, where a rank may be that late"),
+            ],
         )
+
+    def _tell_of_silent(self, rank: int) -> None:
+        """On rank 0, by the thread that watches: the others wait for an answer of this rank, which may be busy."""
+        error = self._peer_error({rank: f"fell silent during {self.operation}: it shows no sign of life"}, "part")
+        self._reported(_errors.to_json(error, self.operation))
+
+    def _reported(self, data: bytes) -> tuple[int, bytes]:
+        """Reports an error; the rank and the text of the one that was first."""
+        found = self._store.compare_set(f"{self._prefix}/error", "", f"{self.rank}:{data.decode()}").decode()
+        origin, _, text = found.partition(":")
+        return int(origin), text.encode()
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -182,34 +256,46 @@ class Session:
                 [("look for what ended rank 0, or torchrun's agent, first", "the last committed step is whole")],
             ) from error
 
-    def _keep_beating(self) -> None:
-        for beat in itertools.count(1):
-            if self._ended.wait(BEAT_S):
-                return
-            try:
-                self._pulse(beat)
-            except RuntimeError:  # the store is gone; whoever waits finds out by itself
-                return
 
-    def _pulse(self, beat: int) -> None:
-        key = f"{self._prefix}/beat/{self.rank}"
-        self._store.set(key, str(beat))
-        if not beat:
-            self._keys.append(key)
+def _packed(values: Sequence[bytes]) -> bytes:
+    """Payloads of all ranks, equal ones once: runs of ranks as JSON, and then what they said."""
+    places: dict[bytes, int] = {}
+    runs: list[list[int]] = []
+    for value in values:
+        place = places.setdefault(value, len(places))
+        if runs and runs[-1][0] == place:
+            runs[-1][1] += 1
+        else:
+            runs.append([place, 1])
+    head = json.dumps([runs, [len(value) for value in places]]).encode()
+    return b"%d:%s%s" % (len(head), head, b"".join(places))
+
+
+def _unpacked(data: bytes) -> list[bytes]:
+    size, _, rest = data.partition(b":")
+    runs, lengths = json.loads(rest[: int(size)])
+    ends = list(itertools.accumulate(lengths, initial=int(size)))
+    values = [rest[start:end] for start, end in itertools.pairwise(ends)]
+    return [values[place] for place, count in runs for _ in range(count)]
 
 
 def open_session(operation: str) -> Session:
     """The session of this call of `operation`, with the same call of all other ranks."""
-    global _world, _world_store, _numbers
+    global _world, _presence, _world_store, _numbers
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Session(operation, 0, 1, None, 0)
+    rank, size = dist.get_rank(), dist.get_world_size()
     if _world is not dist.group.WORLD:
-        # A connection of our own: torch holds the lock of its own one while it waits for other ranks. Made once per
+        # Connections of our own: torch holds the lock of its own one while it waits for other ranks. Made once per
         # process group, as connecting to torch's store takes seconds now and then.
-        _world_store = dist.distributed_c10d._get_default_store().clone()
+        if _presence is not None:
+            _presence.end()
+        store = dist.distributed_c10d._get_default_store()
+        _world_store, _presence = store.clone(), Presence(store.clone(), rank, size)
+        _presence.begin()
         _world, _numbers = dist.group.WORLD, itertools.count()
         _finished.clear()
-    return Session(operation, dist.get_rank(), dist.get_world_size(), _world_store, next(_numbers))
+    return Session(operation, rank, size, _world_store, next(_numbers), _presence)
 
 
 def forget_finished(session: Session) -> None:

@@ -15,9 +15,9 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor._worker import dumps, loads
+from vescale_dtensor.testing import dumps, loads
 
-from . import _storage, _sync
+from . import _presence, _storage
 
 SILENT_S = 4.0  # the ranks of these worlds are taken for dead sooner, to save the tests' time
 
@@ -62,7 +62,7 @@ class World:
 
 def _rank(pipe, rank, size, port, call):
     torch.set_num_threads(1)
-    _sync.SILENT_S, _sync.BEAT_S = SILENT_S, 0.2
+    _presence.SILENT_S, _presence.BEAT_S = SILENT_S, 0.2
     if size > 1:
         store = dist.TCPStore("127.0.0.1", port, None, False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

@@ -1,0 +1,221 @@
+"""That a rank lives, and where it stands: what ranks that wait for each other need to know. Pure but for the store.
+
+Every rank beats into the store as long as its process group lives, not only during an
+operation: so a rank that died since the last one is named within seconds. A beat says
+which operation the rank is in, or else which line of the user's program its main thread
+stands at, and for how long. Rank 0 looks at all beats, the others at rank 0's: two or three
+requests per rank and beat, however many ranks there are.
+
+A rank that is late is waited for as long as its program moves; one that stands at one
+line for PATIENCE_S will not come, as a rank does that waits for those who wait for it here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from atexit import register
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+BEAT_S, IDLE_BEAT_S = 0.5, 1.0  # how often a rank shows that it lives: in an operation, and else
+SILENT_S, IDLE_SILENT_S = 6.0, 10.0  # and after how long it is taken for dead
+_GIVEN = os.environ.get("VESCALE_CHECKPOINT_PATIENCE_S")
+PATIENCE_S = float(_GIVEN or 25.0)  # how much later than the first a rank may come that stands at one line
+LONG_PATIENCE_S = float(_GIVEN or 300.0)  # or one that moves
+# Who is found at one line again and again stands there if its thread uses no processor, as one that waits, or all of
+# it, as one that spins; in between it is in a loop.
+_MOVING = (2e-4, 0.9)
+_MISSING = "\0"
+_ROOT = "vescale_checkpoint/beat"
+_STRANGERS = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "purelib"))
+
+
+class Beat(NamedTuple):
+    """What a rank says: a number that grows; its last operation's number and name; whether that is over; the line of
+    the user's program at which its main thread stands, for how many seconds; whether its process has ended."""
+
+    count: int
+    number: int
+    operation: str
+    is_over: bool
+    place: str
+    stood_s: float
+    has_ended: bool = False
+
+    def __str__(self) -> str:
+        if self.has_ended:
+            return "its program has ended"
+        where = f"in {self.operation}" if not self.is_over else f"not in {self.operation}" if self.operation else ""
+        return f"{where + ', ' if where else ''}at {self.place} for {self.stood_s:.0f} s"
+
+
+class Presence:
+    """This rank's beats and what it knows of the others', for one process group.
+
+    Arguments: a connection to the store that nobody else holds a lock of. `begin` starts the beats.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.number, self.operation, self.is_over = -1, "", True
+        self.watched = 0.0  # seconds that this process has been looking: while it was stopped it saw nobody be silent
+        self.on_silent: Any = None  # called with a rank that rank 0 takes for dead
+        self._seen: dict[int, tuple[Beat | None, float]] = {}  # rank -> its last beat, and when it was new by `watched`
+        self._count, self._looked = 0, time.monotonic()
+        self._stands: tuple[Any, float, float, float] = (None, 0.0, time.monotonic(), time.monotonic())
+        self._others = range(1, size) if rank == 0 else range(1)
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Raises RuntimeError where the store is gone."""
+        if self.rank == 0:  # so that all keys are there, which can be read at once
+            keys = [f"{_ROOT}/{rank}" for rank in range(1, self.size)]
+            if self.store.has_extended_api():
+                self.store.multi_set(keys, [_MISSING] * len(keys))
+        self.beat()
+        self._thread = threading.Thread(target=self._keep_beating, name="vescale-checkpoint-beat", daemon=True)
+        self._thread.start()
+        _living.add(self)
+
+    def enter(self, number: int, operation: str) -> None:
+        """This rank begins an operation."""
+        self.number, self.operation, self.is_over = number, operation, False
+        self._seen.clear()
+        self._wake.set()
+
+    def leave(self) -> None:
+        self.is_over, self.on_silent = True, None
+
+    def end(self) -> None:
+        """The last beat; returns when the thread is gone."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2)
+        with contextlib.suppress(RuntimeError):
+            self.beat(has_ended=True)
+
+    def beat(self, *, has_ended: bool = False) -> None:
+        """One request."""
+        self._count += 1
+        place, stood = self._place()
+        said = Beat(self._count, self.number, self.operation, self.is_over, place, stood, has_ended)
+        self.store.set(f"{_ROOT}/{self.rank}", json.dumps(said))
+
+    def watch(self) -> None:
+        """Looks at the beats of those that this rank waits for: one request, with a store that can read many keys."""
+        now = time.monotonic()
+        elapsed, self._looked = now - self._looked, now
+        self.watched += min(elapsed, 2 * BEAT_S)
+        for rank, beat in self.read(self._others):
+            last, _ = self._seen.get(rank, (_MISSING, 0.0))
+            if beat != last:
+                self._seen[rank] = (beat, self.watched)
+            elif self.on_silent is not None and beat is not None and not beat.is_over and self.is_silent(rank):
+                self.on_silent(rank)
+
+    def read(self, ranks: Any) -> Iterator[tuple[int, Beat | None]]:
+        """The last beats of some ranks; None of one that never beat."""
+        keys = [f"{_ROOT}/{rank}" for rank in ranks]
+        if self.rank == 0 and len(keys) > 1 and self.store.has_extended_api():
+            found = self.store.multi_get(keys)
+        else:
+            found = [peek(self.store, key) for key in keys]
+        for rank, data in zip(ranks, found):
+            yield rank, None if data in (None, _MISSING.encode()) else Beat(*json.loads(data))
+
+    def last(self, rank: int) -> Beat | None:
+        """What `watch` saw of a rank."""
+        return self._seen.get(rank, (None, 0.0))[0]
+
+    def is_silent(self, rank: int) -> bool:
+        """Whether a rank that has beaten is taken for dead."""
+        beat, since = self._seen.get(rank, (None, 0.0))
+        if beat is None or beat.has_ended:
+            return False
+        return self.watched - since > (IDLE_SILENT_S if beat.is_over else SILENT_S)
+
+    def reason_against(self, rank: int, waited_s: float) -> str | None:
+        """Why a rank that this one has waited for will not come. None: it may."""
+        beat = self.last(rank)
+        if beat is None:
+            return f"did not come within {PATIENCE_S:g} s" if waited_s > PATIENCE_S else None
+        if beat.has_ended:
+            return "has ended its program"
+        if self.is_silent(rank):
+            return f"fell silent: no sign of life for {IDLE_SILENT_S if beat.is_over else SILENT_S:g} s"
+        if beat.number == self.number and beat.operation != self.operation:
+            return f"calls {beat.operation} where this one calls {self.operation}"
+        if beat.number >= self.number:
+            return None
+        if waited_s > LONG_PATIENCE_S or (waited_s > PATIENCE_S and beat.stood_s > PATIENCE_S):
+            return f"did not come within {waited_s:.0f} s"
+        return None
+
+    def _keep_beating(self) -> None:
+        while not self._ended.is_set():
+            self._wake.wait(IDLE_BEAT_S if self.is_over else BEAT_S)
+            self._wake.clear()
+            if self._ended.is_set():
+                return
+            try:
+                self.beat()
+                if not self.is_over:
+                    self.watch()
+            except RuntimeError:  # the store is gone; whoever waits finds out by itself
+                return
+
+    def _place(self) -> tuple[str, float]:
+        """The line of the user's program that the main thread is at, and for how long it has not moved."""
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        if frame is None:
+            return "no line", 0.0
+        here, now, spent = (id(frame), frame.f_code, frame.f_lasti), time.monotonic(), _processor_seconds()
+        last, spent_then, since, then = self._stands
+        used = (spent - spent_then) / max(now - then, 1e-3)
+        if here != last or _MOVING[0] < used < _MOVING[1]:
+            since = now
+        self._stands = (here, spent, since, now)
+        while frame.f_back is not None and _is_strange(frame):
+            frame = frame.f_back
+        name = os.path.basename(frame.f_code.co_filename)
+        return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", now - since
+
+
+def _processor_seconds() -> float:
+    """That the main thread has used."""
+    clock = getattr(time, "pthread_getcpuclockid", None)
+    return 0.0 if clock is None else time.clock_gettime(clock(threading.main_thread().ident))
+
+
+def _is_strange(frame: Any) -> bool:
+    """Whether a frame is not of the user's program."""
+    module = frame.f_globals.get("__name__", "")
+    return module.partition("_")[0] == "vescale" or frame.f_code.co_filename.startswith(_STRANGERS)
+
+
+def peek(store: Any, key: str) -> bytes | None:
+    """A key's value, or None where it has none: one request, which does not wait."""
+    found = store.compare_set(key, _MISSING, _MISSING)
+    return None if found == _MISSING.encode() else found
+
+
+_living: weakref.WeakSet[Presence] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for presence in list(_living):
+        presence.end()
+
+
+register(_end_all)
