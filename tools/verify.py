@@ -174,6 +174,10 @@ CHECKS: tuple[Check, ...] = (
     Check(6, 3, "object stores by fsspec, on several ranks", tests("packages/checkpoint/tests/test_remote.py")),
     Check(6, 1, "resumed under other plans, and resharded online", tests("packages/vescale/tests/test_checkpoint.py")),
     Check(6, 2, "twelve groups of faults, every mesh change", tests("packages/checkpoint/tests"), 30 * MINUTES),
+    Check(
+        20, 2, "states that share memory, under any plan",
+        tests("packages/vescale/tests/test_checkpoint_states.py"), 60 * MINUTES,
+    ),
     Check(20, 2, "4,000 harmful inputs of each kind", tests("packages/checkpoint/tests/test_harm.py"), 60 * MINUTES),
     Check(6, 2, "checkpoints from a shell", tests("packages/vescale/tests/test_checkpoint_command.py")),
     Check(6, 3, "checkpoints against raw work", (PYTHON, "benchmarks/checkpoint_ratios.py"), 20 * MINUTES),

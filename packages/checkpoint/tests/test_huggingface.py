@@ -145,3 +145,57 @@ def peak():
     """The most memory this process has had, in bytes."""
     with open("/proc/self/status") as file:
         return 1024 * next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+
+
+class Written:
+    """What transformers has: an object that writes a file of its own into a folder."""
+
+    def __init__(self, name, fields):
+        self.name, self.fields = name, fields
+
+    def save_pretrained(self, folder):
+        with open(f"{folder}/{self.name}", "w") as file:
+            json.dump(self.fields, file)
+
+
+def test_one_call_writes_all_that_the_hub_takes(tmp_path):
+    """Weights, index, config with the model's class, what it generates by, and a tokenizer; committed by one rename."""
+
+    def run():
+        model = sharded()
+        model.config = Written("config.json", {"model_type": "net"})
+        model.generation_config = Written("generation_config.json", {"top_k": 5})
+        tokenizer = Written("tokenizer.json", {"version": 1})
+        export_huggingface(tmp_path / "out", model, also=[tokenizer], shard_bytes=300)
+
+    run_ranks(4, run)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"model_type": "net", "architectures": ["Net"]}
+    model = Net(5)
+    load(tmp_path / "out", {"model": model})
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), Net(0).parameters()))
+
+
+def test_a_peft_adapters_folder(tmp_path):
+    weights = {"base.lora_A.weight": torch.randn(2, 3), "base.lora_B.weight": torch.randn(3, 2)}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    model = nn.ModuleDict({"base": nn.ModuleDict({"rest": nn.Linear(3, 3)})})
+    for name, (a, b) in {"lora_A": (3, 2), "lora_B": (2, 3)}.items():
+        model["base"][name] = nn.ModuleDict({"default": nn.Linear(a, b, bias=False)})
+    names = {f"base.{part}.weight": f"base.{part}.default.weight" for part in ("lora_A", "lora_B")}
+    report = load(tmp_path, {"model": model}, rename=names, missing="keep")
+    assert set(report.missing) == {"model.base.rest.weight", "model.base.rest.bias"}
+    assert all(torch.equal(model.get_parameter(names[name]), value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("spans", [((0, 24), (12, 36)), ((0, 24), (28, 40)), ((4, 28), (28, 40))])
+def test_tensors_that_overlap_or_leave_holes(tmp_path, spans):
+    fields = {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": span}
+        for name, shape, span in zip(("0.weight", "0.bias"), ([2, 3], [3]), spans)
+    }
+    (tmp_path / "model.safetensors").write_bytes(header(fields) + bytes(40))
+    with pytest.raises(FormatError, match=r"overlap|leave a hole"):
+        load(tmp_path, {"model": nn.Linear(1, 1)}, missing="keep", extra="ignore")

@@ -150,6 +150,8 @@ class Restore:
 
     def _sharded_optimizer(self, path: str, optimizer: Any, index: Mapping, values: Mapping, groups: list) -> None:
         parts = optimizer_parts(optimizer, self._names, materialize=True)
+        for name in self._without_state(index, values, groups) & parts["state"].keys():
+            self._after += [_zeroed(part) for part in parts["state"].pop(name).values() if isinstance(part, Tensor)]
         for name, entries in parts["state"].items():
             for key, value in entries.items():
                 full = f"{path}.state.{name}.{key}"
@@ -163,8 +165,10 @@ class Restore:
         self._after.append(lambda: optimizer.load_sharded_state_dict(parts))
 
     def _plain_optimizer(self, path: str, optimizer: Any, index: Mapping, values: Mapping, groups: list) -> None:
-        named = list(named_parameters_of(optimizer, self._names))
+        named, fresh = list(named_parameters_of(optimizer, self._names)), self._without_state(index, values, groups)
         for name, parameter in named:
+            if name in fresh:
+                self._after.append(lambda p=parameter: optimizer.state.pop(p, None) and None)
             entries: dict[str, Any] = {}
             for key, found in index.get(name, {}).items():
                 full = f"{path}.state.{name}.{key}"
@@ -180,6 +184,11 @@ class Restore:
         names = [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         for options, group in self._groups(path, names, groups):
             self._after.append(lambda group=optimizer.param_groups[group], options=options: group.update(options))
+
+    def _without_state(self, index: Mapping, values: Mapping, groups: list) -> set[str]:
+        """Parameters that the saved optimizer had, and no state of: no step was taken yet, or they are frozen."""
+        known = {self._choice.renamed(name) for group in groups for name in decode(group["params"], self._fresh)}
+        return known - index.keys() - values.keys()
 
     def _state_tensor(self, parameter: Tensor, there: Any, name: str) -> Tensor:
         """The memory for one tensor of a parameter's state: what is there, or fresh and laid out like the parameter."""
@@ -327,6 +336,16 @@ class Restore:
         if extra:
             remedies.append(('extra="ignore"', ""))
         raise MismatchError("load", f"the checkpoint does not fit the state: {counts}", operands, remedies)
+
+
+def _zeroed(tensor: Tensor) -> Callable[[], None]:
+    """Makes a state what it is before the first step."""
+
+    def zero() -> None:
+        with local_only():
+            tensor.detach().zero_()
+
+    return zero
 
 
 @lru_cache(maxsize=4096)
