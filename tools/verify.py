@@ -143,6 +143,7 @@ CHECKS: tuple[Check, ...] = (
     Check(7, 1, "cuts by cost", tests("packages/pipeline/tests/test_balance.py")),
     Check(7, 1, "clipping, scaling, accumulation", tests("packages/vescale/tests/test_pipeline_loop.py")),
     Check(7, 1, "a rejected schedule never starts", tests("packages/vescale/tests/test_pipeline_schedule.py")),
+    Check(7, 2, "500 random models", tests("packages/vescale/tests/test_pipeline_random.py"), 60 * MINUTES),
     Check(7, 2, "unmodified models and skips", tests("packages/vescale/tests/test_pipeline_models.py")),
     Check(7, 3, "mutants judged by all orders", tests("packages/pipeline/tests/test_verify_mutants.py"), 30 * MINUTES),
     Check(7, 3, "what verify says", tests("packages/pipeline/tests/test_verify.py")),

@@ -31,6 +31,11 @@ class Call:
         self._digest: int | None = None
         self._actions: dict[bool, tuple[Action, ...]] = {}
 
+    @property
+    def counts_labels(self) -> bool:
+        """Whether a microbatch's labels are counted, for which user code runs once more."""
+        return isinstance(self.reduction, frozenset) and any(type(kind) is int for kind in self.reduction)
+
     def actions(self, schedule: Schedule, rank: int, trains: bool) -> tuple[Action, ...]:
         found = self._actions.get(trains)
         if found is None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from ._call import Call
 from ._errors import PipelineError
 from ._loss import loss_in
+from ._memory import Memories
 from ._p2p import PARTS, Arrival, Header, part_of
+from ._placeholder import memory_of
 from .action import Action
 from .recording import is_recording, note
 from .simulate import Event
@@ -45,6 +47,7 @@ class Interpreter:
         self._seeds: dict[float, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
+        self._memories = Memories(call.record.slots, runtime.stages, runtime.codec.whole)
         self._random = _Random(runtime.link.device) if call.record.draws_anything else None
         self._table = {
             "F": self._do_forward,
@@ -72,7 +75,8 @@ class Interpreter:
             note(Event(self._rank, action, self._began, perf_counter()))
 
     def end(self) -> None:
-        """The generator goes past the last microbatch."""
+        """The generator goes past the last microbatch, and the model keeps what that left."""
+        self._memories.end()
         if self._random is not None:
             self._random.end()
 
@@ -88,7 +92,8 @@ class Interpreter:
         part = self._parts[microbatch]
         if self._random is not None:
             self._random.before(microbatch)
-        slot = self._stages[stage].forward(microbatch, arrived, header, lambda: self._forward(part))
+        forward = self._stages[stage].forward
+        slot = forward(microbatch, arrived, header, lambda: self._forward(part), self._memories)
         if self._random is not None:
             self._random.after(microbatch)
         if stage == self._last:
@@ -106,7 +111,9 @@ class Interpreter:
         gradients, buffers = self._take_gradients(stage, microbatch)
         leaves, free = self._stages[stage].backward(microbatch, gradients, self._seed(stage, microbatch))
         self._hand_back(stage, microbatch, leaves)
-        self._recycle(free, buffers)
+        # The gradient of a value that only passes through is the buffer that it arrived in, which is yet to be sent.
+        passing = {memory_of(gradient) for gradient in leaves if gradient is not None}
+        self._recycle(free, [buffer for buffer in buffers if memory_of(buffer) not in passing])
 
     def _do_input(self, stage: int, microbatch: int, peer: int | None) -> None:
         gradients, _ = self._take_gradients(stage, microbatch)

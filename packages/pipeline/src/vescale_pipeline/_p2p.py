@@ -69,7 +69,7 @@ PARTS = 64
 """Tensors in one message, at most."""
 UNUSED_TAG = (1 << 31) - 1
 """Of no message."""
-_KINDS = ("F", "B", "header F", "header B", "greet", "loss", "norm", "tied")
+_KINDS = ("F", "B", "header F", "header B", "greet", "loss", "norm", "tied", "memory")
 
 
 class Tags:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
+from ._containers import map_tensors, tensors_in
 from ._errors import PipelineError
 
 local_only = DisableTorchFunctionSubclass
@@ -34,14 +35,18 @@ class Reader(Protocol):
 
 
 class _Current:
-    """The reader of the moment; None inside a stage's own modules and outside a forward."""
+    """The reader of the moment; None inside a stage's own modules and outside a forward.
 
-    __slots__ = ("reader",)
+    `again` gives the value behind a placeholder, while user code computes again in a backward.
+    """
+
+    __slots__ = ("reader", "again")
     reader: Reader | None
+    again: Callable[[Tensor], Tensor] | None
 
 
 current = _Current()
-current.reader = None
+current.reader = current.again = None
 
 
 class Placeholder(Tensor):
@@ -66,10 +71,20 @@ class Placeholder(Tensor):
             return metadata(function, args, kwargs or {})
         reader = current.reader
         if reader is None:
+            if current.again is not None:
+                return _once_more(function, args, kwargs or {})
             raise used_outside(function, args)
         if function is Tensor.__iter__:
             return iter(reader.call(Tensor.unbind, args, {}))
         return reader.call(function, args, kwargs or {})
+
+
+def _once_more(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """A function of user code that computes again."""
+    real = map_tensors((args, kwargs), current.again)
+    if any(type(tensor) is Placeholder for tensor in tensors_in(real)):
+        raise used_outside(function, args)
+    return function(*real[0], **real[1])
 
 
 def placeholder(meta: Tensor, key: int, origin: str, home: torch.device, is_weight: bool = False) -> Placeholder:
@@ -77,6 +92,38 @@ def placeholder(meta: Tensor, key: int, origin: str, home: torch.device, is_weig
     meta.__class__ = Placeholder
     meta.key, meta.origin, meta.home, meta.is_weight = key, origin, home, is_weight
     return meta
+
+
+def become(tensor: Tensor, made: Placeholder) -> None:
+    """Makes a plain tensor that user code holds the placeholder `made`: from now on its value is elsewhere."""
+    tensor.__class__ = Placeholder
+    tensor.key, tensor.origin, tensor.home, tensor.is_weight = made.key, made.origin, made.home, made.is_weight
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """What it is a view of, or itself."""
+    with local_only():
+        return tensor if tensor._base is None else tensor._base
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The address of its storage, as a name: views have one."""
+    with local_only():
+        return tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written in place."""
+    with local_only():
+        return tensor._version
+
+
+def stand_in_of(tensor: Tensor) -> Tensor:
+    """A meta tensor is its own; a plain tensor that became a placeholder gets one."""
+    with local_only():
+        if tensor.is_meta:
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def weight_placeholder(parameter: Tensor, name: str) -> Placeholder:

@@ -15,52 +15,52 @@ stages run it for real.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._containers import map_tensors, tensors_in
+from ._containers import copied, map_tensors, tensors_in
 from ._errors import PipelineError
+from ._foreign import check_caller, who_calls
+from ._left import Left, forget_values
+from ._memory import Kept, Slot, kept_as_it_was, no_draws_of_python
 from ._placeholder import (
     FACTORIES,
     Placeholder,
+    base_of,
+    become,
     current,
     local_only,
     make,
+    memory_of,
     name_of,
     placeholder,
     read_error,
+    stand_in_of,
+    version_of,
     weight_placeholder,
 )
 from ._reduction import LABELLED
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One random operator, replayed on scratch tensors to go past what another stage draws."""
-
-    function: Callable
-    args: tuple
-    kwargs: dict
-
-    def replay(self) -> None:
-        def scratch(tensor: Tensor) -> Tensor:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.home)
-            return made.fill_(0.5) if made.is_floating_point() else made.zero_()
-
-        args, kwargs = map_tensors((self.args, self.kwargs), scratch)
-        self.function(*args, **kwargs)
+from ._seen import Draw, Place, Seen, Span
 
 
 @dataclass(frozen=True)
 class Event:
-    """A unit's call (`module`) or a function between units, with what comes out: placeholders in `template`."""
+    """A unit's call (`module`) or a function between units, with what comes out: placeholders in `template`.
+
+    Arguments:
+        after: what user code draws between this event and the next one: on every stage that comes there.
+        attributes: what a unit leaves in modules: (slot, template).
+        writes: buffers that other stages need, written here: (slot, key of the value).
+        fills: the key of the plain tensor that a function fills with values of the stage.
+        inside: the autograd Function that called it, by name; None for none.
+        again: whether backward computes it again, in a checkpoint of the model's own code.
+    """
 
     stage: int
     name: str
@@ -69,6 +69,13 @@ class Event:
     template: Any
     keys: tuple[int, ...]
     draws: tuple[Draw, ...]
+    after: tuple[Draw, ...] = ()
+    attributes: tuple[tuple[Slot, Any], ...] = ()
+    writes: tuple[tuple[Slot, int], ...] = ()
+    fills: int | None = None
+    inside: str | None = None
+    again: bool = False
+    span: Span | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,12 @@ class Record:
         result: what the forward returned, placeholders in place of tensors.
         crossing: per cut, the keys of the values that are computed before and used after it, ascending.
         uses: parameter name -> the stages that use it.
-        draws_anything: whether any event draws random numbers.
+        draws_anything: whether anything draws random numbers.
+        slots: what a microbatch leaves for the next.
+        synced: buffers that several ranks keep: the last stage has them as one device does.
+        is_whole: whether every stage must run the user's code to its end, for what that leaves behind.
+        written: keys of values that are written in place.
+        checkpoints: whether user code computes again in backward.
     """
 
     events: tuple[Event, ...]
@@ -88,6 +100,11 @@ class Record:
     crossing: tuple[tuple[int, ...], ...]
     uses: dict[str, tuple[int, ...]]
     draws_anything: bool = field(default=False)
+    slots: tuple[Slot, ...] = ()
+    synced: tuple[Slot, ...] = ()
+    is_whole: bool = False
+    written: frozenset[int] = frozenset()
+    checkpoints: bool = False
 
 
 def dry_run(
@@ -96,21 +113,34 @@ def dry_run(
     call: Callable[[], Any],
     stations: dict[nn.Module, Any],
     notes: AbstractContextManager | None = None,
+    buffers: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Record:
-    """Runs `call()`, which calls `model`, on placeholders.
+    """Runs `call()`, which calls `model`, on placeholders; twice, where it leaves anything behind for its next call.
 
     Arguments:
         cuts: names of the modules that begin stages 1, 2, ...
         stations: per module, what stands before its call and asks the reader (`_skeleton.Station`).
         notes: a context for the run (`_reduction.Notes`).
+        buffers: the stages that keep each buffer.
 
-    The generator and the buffers are as they were, afterwards. Raises PipelineError
-    for a forward that reads a value, for cuts that are called in another order, and for a stage without a module.
+    The generators, the buffers and the attributes are as they were, afterwards. Raises PipelineError
+    for a forward that reads a value, for cuts that are called in another order, for a stage without a module, and for
+    what one microbatch leaves in a later stage for the next one's earlier stage.
     """
-    recorder = Recorder(model, cuts)
-    with kept_as_it_was(model), stations_in_place(stations), recorder, notes or nullcontext():
-        result = recorder.adopt(call(), "the model")
-    return recorder.record(result)
+    with kept_as_it_was(model) as kept, stations_in_place(stations):
+        recorder = Recorder(model, cuts, kept)
+        with no_draws_of_python(), recorder, notes or nullcontext():
+            result = recorder.adopt(call(), "the model")
+        changed = kept.changed()
+        left = Left(changed, recorder, buffers or {})
+        if changed or any(access.kind == "w" for access in recorder.seen.accesses):
+            made = forget_values(changed)
+            between = Kept(model)
+            again = Recorder(model, cuts, between, made)
+            with again:
+                call()
+            left.compare(again, between)
+        return recorder.record(result, left)
 
 
 @contextmanager
@@ -129,25 +159,17 @@ def stations_in_place(stations: dict[nn.Module, Any]) -> Iterator[None]:
                 module.__dict__["_call_impl"] = before
 
 
-@contextmanager
-def kept_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Buffers and the generator are afterwards as they were before."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if buffer.shape == before.shape and not torch.equal(buffer, before):
-                    buffer.copy_(before)
-
-
 class Recorder:
-    """The reader of a dry run."""
+    """The reader of a dry run.
 
-    def __init__(self, model: nn.Module, cuts: Sequence[str]) -> None:
+    Arguments:
+        kept: the model as it was.
+        memory: plain tensors that stand for what an earlier pass left behind -> its slots.
+    """
+
+    def __init__(
+        self, model: nn.Module, cuts: Sequence[str], kept: Kept, memory: Sequence[tuple[Tensor, Slot]] = ()
+    ) -> None:
         self._cuts = list(cuts)
         self._begins = {name: index + 1 for index, name in enumerate(cuts)}
         self._weights: dict[int, Placeholder] = {}
@@ -156,12 +178,17 @@ class Recorder:
         self._stage = 0
         self._frames: list[list[Event]] = [[]]
         self._path: list[str] = [""]
-        self._draws: list[Draw] = []
         self._keys = 0
-        self._born: dict[int, int] = {}
-        self._used: dict[int, set[int]] = {}
+        self.born: dict[int, int] = {}
+        self.used: dict[int, set[int]] = {}
         self._weight_uses: dict[str, set[int]] = {}
-        self._modes = (_Weights(self), _Draws(self))
+        self._kept = kept
+        self._left: dict[tuple[int, str], Any] = {}
+        self.written: dict[int, int] = {}  # key of a value -> the stage that writes it in place
+        self._checkpoints = False
+        self._memory_of: dict[int, int] = {}
+        self.seen = Seen(model, memory, lambda: self._stage)
+        self._modes = (_Weights(self), self.seen)
 
     def __enter__(self) -> Recorder:
         self._before, current.reader = current.reader, self
@@ -173,6 +200,10 @@ class Recorder:
         for mode in reversed(self._modes):
             mode.__exit__(*error)
         current.reader = self._before
+
+    @property
+    def events(self) -> list[Event]:
+        return self._frames[0]
 
     # --- as a reader ----------------------------------------------------------------
 
@@ -187,7 +218,7 @@ class Recorder:
             if begins > self._stage + 1:
                 self._wrong_order(name, self._cuts[self._stage])
             self._stage = begins
-        stage, drawn = self._stage, len(self._draws)
+        stage, began = self._stage, self.seen.place()
         self._frames.append([])
         self._path.append(name)
         out = station.module.forward(*args, **kwargs)  # without hooks: they may look at values
@@ -197,10 +228,25 @@ class Recorder:
         counted = any(event.function in LABELLED for event in inner)
         if name and not counted and self._stage == stage and any(type(tensor) is Placeholder for tensor in outputs):
             out = self.adopt(out, name)
-            self._frames[-1].append(self._event(station.module, None, out, name, drawn))
+            event = self._event(station.module, None, out, name, began)
+            self._frames[-1].append(replace(event, attributes=self._attributes(station.module, name)))
         else:
             self._frames[-1].extend(inner)
         return out
+
+    def _attributes(self, unit: nn.Module, name: str) -> tuple[tuple[Slot, Any], ...]:
+        """What a unit left in its modules, or in a list or dict of any module, as placeholders."""
+        found = []
+        for slot in (*self._kept.changed(unit), *self._kept.containers_changed()):
+            place, value = (id(slot.module), slot.leaf), slot.get()
+            ids = [id(tensor) for tensor in tensors_in(value)]
+            if ids and self._left.get(place) != ids:
+                template = self.adopt(value, name)
+                slot.put(template)
+                self._left[place] = [id(tensor) for tensor in tensors_in(template)]
+                if any(type(tensor) is Placeholder for tensor in tensors_in(template)):
+                    found.append((slot, copied(template)))
+        return tuple(found)
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """A function on placeholders: its shapes, computed on meta."""
@@ -209,10 +255,10 @@ class Recorder:
         given = [tensor for tensor in tensors_in((args, kwargs)) if type(tensor) is Placeholder]
         for tensor in given:
             self._note_use(tensor)
-        drawn = len(self._draws)
+        began = self.seen.place()
         is_weight = all(tensor.is_weight for tensor in given)
         home = _home(args, kwargs) or given[0].home
-        result = self._on_meta(function, args, kwargs)
+        result, written = self._on_meta(function, args, kwargs)
         origin = self._path[-1] if self._path[-1] and not is_weight else given[0].origin
         found = False
 
@@ -221,10 +267,31 @@ class Recorder:
             found = True
             return tensor if type(tensor) is Placeholder else self._new(tensor, origin, home, is_weight)
 
+        fills = self._fill(written, origin, home) if not is_weight else None
+        if fills is not None and isinstance(result, Tensor) and id(result) in (id(meta) for _, meta in written):
+            result = fills
         result = map_tensors(result, wrap)
-        if found and not is_weight:
-            self._frames[-1].append(self._event(None, function, result, name_of(function), drawn))
+        writes = any(type(tensor) is Placeholder and not tensor.is_weight for tensor, _ in written)
+        if (found or fills is not None or writes) and not is_weight:
+            event = self._event(None, function, result, name_of(function), began)
+            self._frames[-1].append(replace(event, fills=None if fills is None else fills.key))
         return result
+
+    def _fill(self, written: list[tuple[Tensor, Tensor]], origin: str, home: torch.device) -> Placeholder | None:
+        """Notes values that are written in place; a plain tensor that is filled with values becomes a placeholder."""
+        filled = None
+        for tensor, _ in written:
+            if type(tensor) is Placeholder:
+                if not tensor.is_weight:
+                    self.written[tensor.key] = self._stage
+            elif not self.seen.wrote(tensor):
+                base = base_of(tensor)
+                with local_only():
+                    like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+                made = self._new(like, origin, home, False)
+                become(base, made)
+                filled = base
+        return filled
 
     def adopt(self, value: Any, origin: str) -> Any:
         """What leaves a unit: real tensors and placeholders of weights become placeholders of values."""
@@ -240,29 +307,52 @@ class Recorder:
 
     def _new(self, meta: Tensor, origin: str, home: torch.device, is_weight: bool) -> Placeholder:
         self._keys += 1
-        self._born[self._keys] = self._stage
+        self.born[self._keys] = self._stage
+        self._memory_of[self._keys] = memory_of(meta)
         return placeholder(meta, self._keys, origin, home, is_weight)
 
-    def _event(self, module: nn.Module | None, function: Callable | None, out: Any, name: str, drawn: int) -> Event:
+    def _event(self, module: nn.Module | None, function: Callable | None, out: Any, name: str, began: Place) -> Event:
         keys = tuple(tensor.key for tensor in tensors_in(out) if type(tensor) is Placeholder)
-        return Event(self._stage, name, module, function, out, keys, tuple(self._draws[drawn:]))
+        ended = self.seen.place()
+        inside, again = who_calls()
+        self._checkpoints |= again
+        draws = tuple(self.seen.draws[began.draws : ended.draws])
+        span = Span(began, ended)
+        return Event(self._stage, name, module, function, out, keys, draws, inside=inside, again=again, span=span)
 
-    def _on_meta(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        args, kwargs = map_tensors((_without_device(args), _without_device(kwargs)), _meta)
+    def _on_meta(self, function: Callable, args: tuple, kwargs: dict) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+        """The result, and the tensors that were written in place, each with its stand-in."""
+        pairs: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+        def stand_in(tensor: Tensor) -> Tensor:
+            if id(tensor) not in pairs:
+                meta = _meta(tensor)
+                pairs[id(tensor)] = tensor, meta, version_of(meta)
+            return pairs[id(tensor)][1]
+
+        args, kwargs = map_tensors((_without_device(args), _without_device(kwargs)), stand_in)
         try:
             with local_only():
-                return function(*args, **kwargs)
+                out = function(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
                 raise read_error(function, args, self._path[-1] or "the model") from error
             raise
+        written = []
+        for tensor, meta, version in pairs.values():
+            changed = version_of(meta) != version
+            if changed:
+                written.append((tensor, meta))
+            if type(tensor) is not Placeholder:
+                self.seen.note(tensor, "w" if changed else "r")
+        return out, written
 
     def _note_use(self, tensor: Placeholder) -> None:
         if tensor.is_weight:
             if tensor.key == -1:
                 self._weight_uses.setdefault(tensor.origin, set()).add(self._stage)
-        elif self._born[tensor.key] != self._stage:
-            self._used.setdefault(tensor.key, set()).add(self._stage)
+        elif self.born.setdefault(tensor.key, self._stage) != self._stage:
+            self.used.setdefault(tensor.key, set()).add(self._stage)
 
     def _wrong_order(self, name: str, expected: str) -> None:
         raise PipelineError(
@@ -272,7 +362,7 @@ class Recorder:
             [("order the cuts as the model calls their modules", "")],
         )
 
-    def record(self, result: Any) -> Record:
+    def record(self, result: Any, left: Left) -> Record:
         """What was found, once the forward has returned."""
         if self._stage < len(self._cuts):
             raise PipelineError(
@@ -281,15 +371,65 @@ class Recorder:
                 [f"cuts  {', '.join(self._cuts)}"],
                 [("name a module whose forward runs", "a list of modules has none")],
             )
-        events = tuple(self._frames[0])
+        events = self.events
+        for event in events:
+            check_caller(event)
+        events = left.decide(events, len(self._cuts))
+        starts = [event.span.began.draws for event in events[1:]] + [len(self.seen.draws)]
+        events = tuple(
+            replace(event, after=tuple(self.seen.draws[event.span.ended.draws : start]))
+            for event, start in zip(events, starts)
+        )
         stages = len(self._cuts) + 1
-        made = {key: event.stage for event in reversed(events) for key in event.keys}
+        made = {key: event.stage for event in reversed(events) for key in _keys_of(event)}
         crossing = []
         for cut in range(1, stages):
-            keys = [key for key, uses in self._used.items() if key in made and made[key] < cut and max(uses) >= cut]
+            keys = [key for key, uses in self.used.items() if key in made and made[key] < cut and max(uses) >= cut]
             crossing.append(tuple(sorted(keys)))
+        self._check_views(crossing)
         uses = {name: tuple(sorted(stages)) for name, stages in self._weight_uses.items()}
-        return Record(events, result, tuple(crossing), uses, any(event.draws for event in events))
+        return Record(
+            events,
+            result,
+            tuple(crossing),
+            uses,
+            bool(self.seen.draws),
+            left.slots,
+            left.synced,
+            left.is_whole,
+            frozenset(self.written),
+            self._checkpoints,
+        )
+
+    def new_key(self, stage: int, uses: set[int]) -> int:
+        """For a value that is no output of an event."""
+        self._keys += 1
+        self.born[self._keys], self.used[self._keys] = stage, uses
+        return self._keys
+
+    def _check_views(self, crossing: list[tuple[int, ...]]) -> None:
+        """Two views of one memory are two values once they have crossed a cut: a write to one would miss the other."""
+        for key, stage in self.written.items():
+            memory = self._memory_of.get(key)
+            for cut, keys in enumerate(crossing, 1):
+                others = [other for other in keys if other != key and self._memory_of.get(other) == memory]
+                if cut <= stage and key in keys and others:
+                    raise PipelineError(
+                        "pipeline",
+                        f"stage {stage} writes in place to a value that crosses the cut before stage {cut}, and "
+                        "another view of the same memory crosses it, too: they are two values there",
+                        (),
+                        [("x = x + y", "in place of x += y"), ("x.clone()", "before one of the two is written")],
+                    )
+
+
+def _keys_of(event: Event) -> Iterator[int]:
+    yield from event.keys
+    if event.fills is not None:
+        yield event.fills
+    for _, template in event.attributes:
+        yield from (tensor.key for tensor in tensors_in(template) if type(tensor) is Placeholder)
+    yield from (key for _, key in event.writes)
 
 
 class _Weights(TorchFunctionMode):
@@ -306,42 +446,10 @@ class _Weights(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class _Draws(TorchDispatchMode):
-    """Notes the random operators."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        super().__init__()
-
-    def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        out = _STAND_INS.get(function, function)(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in function.tags:
-            recorder = self._recorder
-
-            def kept(tensor: Tensor) -> Placeholder:
-                home = torch.device("cpu") if tensor.is_meta else tensor.device
-                return placeholder(_meta(tensor, fresh=True), 0, "", home)
-
-            args, kwargs = map_tensors((args, kwargs), kept)
-            recorder._draws.append(Draw(function, args, kwargs))
-        return out
-
-
-def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype=None):
-    """torch's own takes bfloat16 alone on meta, whatever the kernels take."""
-    if left.is_meta and left.ndim == 2 and right.ndim == 3:
-        return left.new_empty(left.shape[0], right.shape[2], dtype=out_dtype)
-    return torch.ops.aten._grouped_mm.default(left, right, offs, bias, out_dtype)
-
-
-_STAND_INS = {torch.ops.aten._grouped_mm.default: _grouped_mm} if hasattr(torch.ops.aten, "_grouped_mm") else {}
-
-
 def _meta(tensor: Tensor, fresh: bool = False) -> Tensor:
     """A meta tensor like it; of a distributed one, like the whole."""
     if tensor.device.type == "meta" and not fresh or type(tensor) is Placeholder and not fresh:
-        return tensor
+        return stand_in_of(tensor)
     if type(tensor) in (Tensor, nn.Parameter):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")

@@ -12,6 +12,7 @@ the forward actions run.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -27,6 +28,7 @@ from ._errors import PipelineError
 from ._faults import Faults, failure
 from ._interpreter import Interpreter
 from ._loss import Gradients, loss_in, no_loss, released, weighted, with_loss
+from ._memory import kept_as_it_was
 from ._microbatches import loss_weights, split
 from ._ownership import Ownership, disown_buffers, let_go
 from ._p2p import PARTS, Link, Part, Tags, part_of
@@ -34,7 +36,7 @@ from ._placeholder import current
 from ._record import dry_run
 from ._reduction import MEAN, Notes, reduction
 from ._skeleton import Run, Station
-from ._stage import Codec, Stage, check_uses
+from ._stage import Codec, Stage, check_schedule, check_uses
 from ._watch import watch
 from ._words import LinkError
 from .action import Action, Schedule
@@ -166,7 +168,10 @@ class Runtime:
         if call is None:
             stations = {module: Station(module, name) for name, module in self._model.named_modules() if name}
             notes = Notes()
-            record = dry_run(self._model, self._owned.cuts, lambda: self.forward(parts[0]), stations, notes)
+            record = dry_run(
+                self._model, self._owned.cuts, lambda: self.forward(parts[0]), stations, notes, self._owned.buffers
+            )
+            check_schedule(record, self.schedule)
             check_uses(record, self._owned.stages, self._owned.cuts)
             for event in record.events:
                 if event.module is not None:
@@ -177,7 +182,9 @@ class Runtime:
                 call.reduction = self._loss or (MEAN if len(parts) == 1 else None)
             if loss is not None and call.reduction is None:
                 others = Notes()
-                again = dry_run(self._model, self._owned.cuts, lambda: self.forward(whole), stations, others)
+                again = dry_run(
+                    self._model, self._owned.cuts, lambda: self.forward(whole), stations, others, self._owned.buffers
+                )
                 call.reduction = reduction(notes, others, len(parts), (loss, loss_in(again.result)))
             self._calls[key] = call
         return call
@@ -195,7 +202,10 @@ class Runtime:
             self._model.register_forward_hook(_reveal, prepend=True)
         has_loss = call.reduction is not None
         with self._during():
-            weights = loss_weights(call.reduction, call.record, self.forward, parts) if has_loss else []
+            weights = []
+            if has_loss:
+                with kept_as_it_was(self._model) if call.counts_labels else nullcontext():
+                    weights = loss_weights(call.reduction, call.record, self.forward, parts)
             self._greet(call, trains, doing)
             for stage in self.stages.values():
                 stage.begin(call.record, self.schedule.stages, self._tied if self._in_order() else ())
@@ -204,6 +214,7 @@ class Runtime:
             state.do(call.actions(self.schedule, self.rank, trains), doing)
         state.end()
         doing.action = "the end of the call"
+        self._share_buffers(call)
         if not trains:
             return self._evaluated(call, state, weights)
         sums = self._sum_tied()
@@ -243,22 +254,26 @@ class Runtime:
     # --- before and after the actions ---------------------------------------------------
 
     def _greet(self, call: Call, trains: bool, doing: _Doing) -> None:
-        """Neighbours compare what they are about to run. Cost: one message of 24 bytes each way."""
+        """Neighbours compare what they are about to run. Cost: one message of 32 bytes each way."""
         self.calls += 1
         peers = [peer for peer in (self.rank - 1, self.rank + 1) if 0 <= peer < self.schedule.ranks]
         doing.action = f"the beginning of call {self.calls}"
-        mine = [self.calls, int(trains), call.digest(self.schedule)]
+        mine = [self.calls, int(trains), call.digest(self.schedule), _digest_of_generator(call)]
         for peer, theirs in zip(peers, self.link.exchange(peers, self.tags("greet"), mine)):
             if theirs != mine:
                 first = next(i for i, (a, b) in enumerate(zip(theirs, mine)) if a != b)
-                what = ("call", "mode (train or no_grad)", "batch, model or schedule")[first]
+                kinds = ("call", "mode (train or no_grad)", "batch, model or schedule", "state of torch's generator")
+                what = kinds[first]
                 low, high = sorted((peer, self.rank))
                 raise PipelineError(
                     "pipeline",
                     f"ranks {low} and {high} are about to run different things (another {what}): every rank of a "
                     "pipeline calls the model with the same batches",
                     (),
-                    [("seed the loader alike on all ranks", "the same batch, in shapes and order")],
+                    [
+                        ("seed the loader alike on all ranks", "the same batch, in shapes and order"),
+                        ("torch.manual_seed(...) alike on all ranks", "each draws what the other stages draw, too"),
+                    ],
                 )
 
     def _sum_tied(self) -> dict[str, Tensor | None]:
@@ -295,19 +310,46 @@ class Runtime:
             sums[name] = total
         return sums
 
+    def _share_buffers(self, call: Call) -> None:
+        """Buffers that several ranks keep, and stages write: as the last stage has them. Cost: these buffers, to each
+        rank."""
+        last, tag = self.schedule.placement[-1], self.tags("memory")
+        for i in range(0, len(call.record.synced), PARTS):
+            buffers = [self.codec.encode(slot.get())[0] for slot in call.record.synced[i : i + PARTS]]
+            if self.rank == last:
+                for peer in range(self.schedule.ranks):
+                    if peer != last:
+                        self.link.send(peer, tag, buffers)
+                self.link.flush()
+            else:
+                arrived = self.link.post(last, tag, tuple(map(part_of, buffers))).wait()
+                with torch.no_grad():
+                    for buffer, value in zip(buffers, arrived):
+                        buffer.copy_(value)
+
     def _share_loss(self, call: Call, state: Interpreter, weights: list[float]) -> Tensor:
         """The batch's loss, from the rank of the last stage."""
         last = self.schedule.placement[-1]
         tag = self.tags("loss")
         if self.rank == last:
             total = weighted([state.losses[microbatch] for microbatch in range(len(weights))], weights)
+            drawn = torch.tensor(_digest_of_generator(call), device=total.device)
             for peer in range(self.schedule.ranks):
                 if peer != last:
-                    self.link.send(peer, tag, [total])
+                    self.link.send(peer, tag, [total, drawn])
             return total
         loss = loss_in(call.record.result)
-        part = Part((), (), loss.dtype, False)
-        return self.link.post(last, tag, (part,)).wait()[0].clone()
+        header = (Part((), (), loss.dtype, False), Part((), (), torch.int64, False))
+        total, drawn = self.link.post(last, tag, header).wait()
+        if call.record.draws_anything and self.link.has_tags and drawn.item() != _digest_of_generator(call):
+            raise PipelineError(
+                "pipeline",
+                f"ranks {self.link.ranks[self.rank]} and {self.link.ranks[last]} have drawn other random numbers in "
+                "this call: something in the forward draws by itself, on one stage only",
+                (),
+                [("draw with torch's functions, in modules or in their forward", "these are known on all stages")],
+            )
+        return total.clone()
 
     def _evaluated(self, call: Call, state: Interpreter, weights: list[float]) -> Any:
         """Whole outputs, on every rank: rows of the microbatches one after another, a loss as their weighted sum."""
@@ -349,6 +391,14 @@ class Runtime:
 def _reveal(root: nn.Module, args: tuple, output: Any) -> Any:
     """The root's other hooks see real outputs on the stage that has them."""
     return current.reader.reveal(output) if isinstance(current.reader, Run) else output
+
+
+def _digest_of_generator(call: Call) -> int:
+    """Of the state of torch's generator, where a call draws anything."""
+    if not call.record.draws_anything:
+        return 0
+    state = torch.get_rng_state().numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "big")
 
 
 class _Doing:

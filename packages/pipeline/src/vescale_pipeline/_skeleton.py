@@ -10,20 +10,39 @@ it will meet; here they are met one by one:
 
 User code between units sees placeholders on every stage, its own included: so that
 the same functions are counted everywhere, and a value has the same key on all ranks.
-Inside a unit everything is real, and nothing of this stands in the way.
+Inside a unit everything is real, and nothing of this stands in the way: what units of
+this stage left in attributes is real while one of them runs.
+
+Where user code computes again in backward (a checkpoint around modules), it still holds
+placeholders: the values behind those that it was called with are kept, and come in
+their place (`recomputing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ._containers import copied, map_tensors, tensors_in
 from ._errors import PipelineError
-from ._placeholder import FACTORIES, Placeholder, current, local_only, make, name_of, placeholder
+from ._foreign import REENTRANT
+from ._memory import Slot
+from ._placeholder import (
+    FACTORIES,
+    Placeholder,
+    base_of,
+    become,
+    current,
+    local_only,
+    make,
+    name_of,
+    placeholder,
+)
 from ._record import Event, Record
 
 
@@ -43,7 +62,11 @@ class Station:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         reader = current.reader
-        return self.original(*args, **kwargs) if reader is None else reader.enter(self, args, kwargs)
+        if reader is not None:
+            return reader.enter(self, args, kwargs)
+        if current.again is not None:
+            args, kwargs = map_tensors((args, kwargs), current.again)
+        return self.original(*args, **kwargs)
 
 
 class Run:
@@ -51,30 +74,56 @@ class Run:
 
     Arguments:
         values: key -> the real tensor that arrived for it.
+        lift: makes a plain tensor that is filled with other tensors one of their kind.
     """
 
-    __slots__ = ("_events", "_stage", "_at", "values", "_replays", "_before")
+    __slots__ = (
+        "_events",
+        "_stage",
+        "_at",
+        "values",
+        "_replays",
+        "_is_whole",
+        "_left",
+        "_began",
+        "kept",
+        "_grad",
+        "_lift",
+    )
 
-    def __init__(self, record: Record, stage: int, values: dict[int, Tensor]) -> None:
+    def __init__(
+        self,
+        record: Record,
+        stage: int,
+        values: dict[int, Tensor],
+        lift: Callable[[Tensor, list[Tensor]], Tensor] = lambda tensor, others: tensor,
+    ) -> None:
+        self._lift = lift
         self._events = record.events
         self._stage = stage
         self._at = 0
         self.values = values
-        self._replays = record.draws_anything
+        self._replays, self._is_whole = record.draws_anything, record.is_whole
+        self._left: dict[Slot, Any] = {}  # what user code sees of what units left
+        self._began: dict[Slot, Any] = {}
+        self.kept: dict[int, Tensor] | None = {} if record.checkpoints else None
 
     def __call__(self, forward: Callable[[], Any]) -> Any:
         """The forward's output; None where it was left early. Then the generator is past this microbatch."""
         before, current.reader = current.reader, self
+        self._grad = torch.is_grad_enabled()
         try:
             return forward()
         except Leave:
             if self._replays:
                 current.reader = None
                 for event in self._events[self._at :]:
-                    self._replay(event)
+                    self._replay(event.draws)
+                    self._replay(event.after)
             return None
         finally:
             current.reader = before
+            self._restore()
 
     def reveal(self, output: Any) -> Any:
         """An output with real tensors in place of this stage's placeholders."""
@@ -90,14 +139,20 @@ class Run:
             return self._elsewhere(event)
         self._at = at + 1
         current.reader = None
+        self._show(real=True)
         try:
             if len(args) == 1 and not kwargs and type(only := args[0]) is Placeholder:
-                out = station.original(self.values.get(only.key, only))
+                args = (self._real(only),)
             else:
                 args, kwargs = map_tensors((args, kwargs), self._real)
-                out = station.original(*args, **kwargs)
+            out = self._computed(event, station.original, args, kwargs)
         finally:
             current.reader = self
+        if event.attributes:
+            self._take_attributes(event)
+        self._show(real=False)
+        if event.writes:
+            self._take_writes(event)
         template = event.template
         if type(template) is Placeholder and isinstance(out, Tensor):
             self.values[event.keys[0]] = out
@@ -113,26 +168,103 @@ class Run:
         if not _holds_value(args) and not _holds_value(kwargs):
             return self._unforeseen(function, args, kwargs, event)
         if event.stage != self._stage:
-            return self._elsewhere(event)
+            return self._elsewhere(event, args)
         self._at += 1
         current.reader = None
+        filled = None
         try:
+            if event.fills is not None:
+                args, kwargs, filled = self._filling(event, args, kwargs)
             args, kwargs = map_tensors((args, kwargs), self._real)
-            out = function(*args, **kwargs)
+            out = self._computed(event, function, args, kwargs)
         finally:
             current.reader = self
+        if event.writes:
+            self._take_writes(event)
+        if filled is not None:
+            become(filled, _handle(event))
+            if tensors_in(event.template) and event.template.key == event.fills:
+                return filled
         return self._keep(event, out)
 
     # --- internal -------------------------------------------------------------------
 
-    def _elsewhere(self, event: Event) -> Any:
-        if event.stage > self._stage:
+    def _elsewhere(self, event: Event, args: tuple = ()) -> Any:
+        if event.stage > self._stage and not self._is_whole:
             raise Leave
         self._at += 1
         if self._replays:
-            self._replay(event)
+            self._replay(event.draws)
+        for slot, template in event.attributes:
+            self._leave(slot, template)
+        for slot, key in event.writes:
+            if key in self.values:
+                with torch.no_grad():
+                    slot.get().copy_(self.values[key])
+        if event.fills is not None:
+            target = base_of(_filled(args, event))
+            become(target, _handle(event))
+            if tensors_in(event.template) and event.template.key == event.fills:
+                return target
         template = event.template
         return template if type(template) is Placeholder else copied(template)
+
+    def _computed(self, event: Event, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """What the stage's own event computes."""
+        reentrant = event.inside == REENTRANT and self._grad
+        if reentrant and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):  # else without gradients
+            with torch.enable_grad():
+                # The reentrant kind adds up the gradients of an input's uses inside first.
+                args, kwargs = map_tensors((args, kwargs), lambda t: t.view_as(t) if t.requires_grad else t)
+                return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return function(*args, **kwargs)
+
+    def _filling(self, event: Event, args: tuple, kwargs: dict) -> tuple[tuple, dict, Tensor]:
+        """The arguments of a function that fills a plain tensor, with a copy of that in its place; and that."""
+        target = _filled(args, event)
+        base = base_of(target)
+        others = [self._real(tensor) for tensor in tensors_in((args, kwargs))]
+        value = self.values[event.fills] = self._lift(base.clone(), others)
+        view = value
+        if target is not base:
+            view = value.as_strided(target.shape, target.stride(), target.storage_offset())
+        return *map_tensors((args, kwargs), lambda tensor: view if tensor is target else tensor), base
+
+    def _take_attributes(self, event: Event) -> None:
+        """Puts what a unit left in attributes aside."""
+        for slot, template in event.attributes:
+            made, keys = tensors_in(slot.get()), tensors_in(template)
+            if len(made) != len(keys):
+                raise _another_path(event, f"{slot.name!r} holds {len(made)} tensors, not {len(keys)}")
+            for tensor, placed in zip(made, keys):
+                if type(placed) is Placeholder:
+                    # What the reentrant kind leaves beside its result has no gradient, on one device either.
+                    self.values[placed.key] = tensor.detach() if event.inside == REENTRANT else tensor
+            self._leave(slot, template)
+
+    def _take_writes(self, event: Event) -> None:
+        for slot, key in event.writes:
+            self.values[key] = slot.get().detach().clone()
+
+    def _leave(self, slot: Slot, template: Any) -> None:
+        """User code finds a template in a slot."""
+        self._began.setdefault(slot, copied(slot.get()) if slot not in self._left else None)
+        self._left[slot] = template
+        slot.put(copied(template))
+
+    def _show(self, real: bool) -> None:
+        """What units left, for a unit of this stage or for user code."""
+        for slot, template in self._left.items():
+            slot.put(map_tensors(copied(template), self._real) if real else copied(template))
+
+    def _restore(self) -> None:
+        """What units left stays as the values that this stage knows; the rest is as it was."""
+        for slot, template in self._left.items():
+            tensors = [tensor for tensor in tensors_in(template) if type(tensor) is Placeholder]
+            if all(tensor.key in self.values for tensor in tensors):
+                slot.put(map_tensors(copied(template), lambda tensor: self._real(tensor).detach()))
+            else:
+                slot.put(self._began[slot])
 
     def _keep(self, event: Event, out: Any) -> Any:
         """Puts the real outputs aside under their keys; the caller goes on with placeholders."""
@@ -150,11 +282,14 @@ class Run:
     def _real(self, tensor: Tensor) -> Tensor:
         if type(tensor) is not Placeholder:
             return tensor
-        return self.values.get(tensor.key, tensor)
+        value = self.values.get(tensor.key, tensor)
+        if self.kept is not None and value is not tensor:
+            self.kept[tensor.key] = value
+        return value
 
-    def _replay(self, event: Event) -> None:
+    def _replay(self, draws: tuple) -> None:
         with torch.no_grad():
-            for draw in event.draws:
+            for draw in draws:
                 draw.replay()
 
     def _unforeseen(self, function: Callable, args: tuple, kwargs: dict, event: Event | None) -> Any:
@@ -166,6 +301,34 @@ class Run:
             out = function(*args, **kwargs)
         origin, home = given[0].origin, given[0].home
         return map_tensors(out, lambda t: t if type(t) is Placeholder else placeholder(t, -2, origin, home, True))
+
+
+def _filled(args: tuple, event: Event) -> Tensor:
+    """The plain tensor that an in-place function writes to: its first argument."""
+    return args[0]
+
+
+def _handle(event: Event) -> Placeholder:
+    """What the filled tensor becomes."""
+    made = placeholder(torch.empty(0, device="meta"), event.fills, event.name, torch.device("cpu"))
+    return made
+
+
+@contextmanager
+def recomputing(kept: dict[int, Tensor] | None) -> Iterator[None]:
+    """While a backward runs, user code that computes again finds `kept` behind its placeholders."""
+    if not kept:
+        yield
+        return
+
+    def value(tensor: Tensor) -> Tensor:
+        return kept.get(tensor.key, tensor) if type(tensor) is Placeholder else tensor
+
+    before, current.again = current.again, value
+    try:
+        yield
+    finally:
+        current.again = before
 
 
 def _holds_value(given: tuple | dict) -> bool:

@@ -16,10 +16,12 @@ from torch._C import DisableTorchFunctionSubclass as local_only
 
 from ._backward import Gradients, Split, whole
 from ._errors import PipelineError
+from ._memory import Memories
 from ._microbatches import rows_in_order
 from ._p2p import Header, Part, part_of
 from ._record import Record
-from ._skeleton import Run
+from ._skeleton import Run, recomputing
+from .action import Schedule
 
 
 class Codec:
@@ -37,6 +39,10 @@ class Codec:
         """The value of a plain tensor that arrived."""
         return tensor
 
+    def lift(self, tensor: Tensor, others: list[Tensor]) -> Tensor:
+        """A plain tensor that is to be filled with values of `others`, as one of their kind."""
+        return tensor
+
     def parts(self, batch: Tensor, count: int) -> Sequence[Tensor]:
         """The rows of a batch for each of `count` microbatches, the same number in each."""
         return rows_in_order(batch, count)
@@ -51,7 +57,7 @@ class Slot:
     """What a stage keeps of one microbatch between its forward and its backward.
 
     `counts` is whether the loss has any weight: that of a microbatch whose labels are all ignored is 0 / 0, and its
-    gradients are zero whatever comes out.
+    gradients are zero whatever comes out. `kept` is what user code needs that computes again in backward.
     """
 
     leaves: list[Tensor | None]
@@ -62,6 +68,7 @@ class Slot:
     output: Any = None
     split: Split | None = None
     counts: bool = True
+    kept: dict[int, Tensor] | None = None
 
 
 class Stage:
@@ -93,7 +100,12 @@ class Stage:
     # --- forward --------------------------------------------------------------------
 
     def forward(
-        self, microbatch: int, arrived: list[Tensor | None], header: Header, forward: Callable[[], Any]
+        self,
+        microbatch: int,
+        arrived: list[Tensor | None],
+        header: Header,
+        forward: Callable[[], Any],
+        memories: Memories,
     ) -> Slot:
         """Runs the skeleton on what arrived; `outputs` of the slot is what the next stage needs."""
         record = self._record
@@ -109,9 +121,11 @@ class Stage:
                 if grad and part.requires_grad:
                     leaf.requires_grad_()
                 leaves.append(leaf if part.requires_grad else None)
-                values[key] = leaf if part.form is None else self._codec.decode(leaf, part.form)
-        run = Run(record, self.index, values)
-        result = run(forward)
+                value = leaf if part.form is None else self._codec.decode(leaf, part.form)
+                values[key] = value.clone() if key in record.written else value
+        run = Run(record, self.index, values, self._codec.lift)
+        with memories.of_stage(self.index, values):
+            result = run(forward)
         outputs: list[Tensor | None] = []
         parts: list[Part | None] = []
         if not self._is_last:
@@ -121,6 +135,7 @@ class Stage:
                 outputs.append(tensor)
                 parts.append(None if tensor is None else part_of(tensor, form))
         slot = self._slots[microbatch] = Slot(leaves, outputs, tuple(parts), [t for t in arrived if t is not None])
+        slot.kept = run.kept
         if self._is_last:
             slot.output = run.reveal(result)
         return slot
@@ -173,7 +188,8 @@ class Stage:
             roots.append(slot.loss)
             seeds.append(seed)
         wanted = [leaf for leaf in slot.leaves if leaf is not None]
-        found, rest = compute(roots, seeds, wanted, self._weights)
+        with recomputing(slot.kept):
+            found, rest = compute(roots, seeds, wanted, self._weights)
         following = iter(found if slot.counts else _zeros(found))
         return [None if leaf is None else next(following) for leaf in slot.leaves], rest
 
@@ -203,6 +219,18 @@ class Stage:
 
 def _zeros(gradients: Gradients) -> Gradients:
     return [None if gradient is None else torch.zeros_like(gradient) for gradient in gradients]
+
+
+def check_schedule(record: Record, schedule: Schedule) -> None:
+    """Raises PipelineError for checkpoints in the model's code under a schedule that splits backward."""
+    if record.checkpoints and any(action.kind == "W" for rank in schedule.actions for action in rank):
+        raise PipelineError(
+            "pipeline",
+            "the forward checkpoints modules, and the schedule computes the gradients of inputs and of weights apart: "
+            "what a checkpoint computes again serves one backward only",
+            [f"schedule  {schedule.name}"],
+            [('schedule="1f1b" or "interleaved"', "one backward per microbatch")],
+        )
 
 
 def check_uses(record: Record, stages: dict[str, tuple[int, ...]], cuts: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import vescale_dtensor
 import vescale_plans
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import Mesh, first_ending, from_plain, is_reproducible, layout_of, mesh_of
+from vescale_dtensor.engine import INVARIANT, Mesh, first_ending, from_plain, is_reproducible, layout_of, mesh_of
 from vescale_pipeline import Schedule, generate, verify
 from vescale_pipeline.engine import Codec, Runtime, let_go, ownership
 from vescale_plans import Plan, PlanError
@@ -141,6 +141,12 @@ class ShardCodec(Codec):
     def decode(self, tensor: Tensor, form: Any) -> Tensor:
         states, shape = form
         return from_plain(tensor, layout_of(self._mesh, states, shape))
+
+    def lift(self, tensor: Tensor, others: list[Tensor]) -> Tensor:
+        """Beside distributed tensors, one that every rank of the stage has."""
+        if type(tensor) is DTensor or not any(type(other) is DTensor for other in others):
+            return tensor
+        return from_plain(tensor, layout_of(self._mesh, (INVARIANT,) * self._mesh.ndim, tuple(tensor.shape)))
 
     def parts(self, batch: Tensor, count: int) -> Sequence[Tensor]:
         """Of a batch that is sharded evenly, every rank takes from its own rows: nothing moves."""
