@@ -47,12 +47,12 @@ def test_one_way_to_say_one_data_axis(written, kept):
 def test_parts_of_a_batch_are_views_that_make_it_up():
     plan = Plan(mesh={"dp": 1}, parameters={"*": {}}, accumulation=3)
     batch = {"ids": torch.arange(12).view(6, 2), "mask": (torch.ones(6), [torch.arange(6)])}
-    parts = plan.parts(batch)
+    parts = list(plan.parts(batch))
     assert len(parts) == 3
     assert torch.equal(torch.cat([part["ids"] for part in parts]), batch["ids"])
     assert parts[2]["mask"][1][0].tolist() == [4, 5]
     assert parts[1]["ids"].untyped_storage().data_ptr() == batch["ids"].untyped_storage().data_ptr()
     with pytest.raises(PlanError, match="a tensor of 8 rows has no 3 equal parts"):
-        plan.parts(torch.zeros(8))
+        list(plan.parts(torch.zeros(8)))
     assert Plan.from_json(plan.to_json()) == plan
     assert "3 backwards a step" in str(plan)

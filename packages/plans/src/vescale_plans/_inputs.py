@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -105,9 +107,11 @@ def local_batch(plan: Plan, batch: Any) -> Any:
     return map_tensors(batch, lambda tensor: from_local(tensor, device_mesh, sharded if tensor.ndim else whole))
 
 
-def parts(plan: Plan, batch: Any) -> list[Any]:
+def parts(plan: Plan, batch: Any, model: nn.Module | None) -> Iterator[Any]:
     """See `Plan.parts`."""
     count = plan.accumulation
+    parallel = getattr(model, "_vescale", None)
+    pauses = parallel is not None and plan.zero < 2  # from ZeRO-2 on a rank has no room for whole gradients
     for tensor in tensors_in(batch):
         rows = tensor.shape[0] if tensor.ndim else 0
         if rows % count or not rows:
@@ -118,10 +122,10 @@ def parts(plan: Plan, batch: Any) -> list[Any]:
                 [(f"a batch of {-(-max(1, rows) // count) * count} rows", f"divides by {count}")],
             )
 
-    def part(at: int) -> Any:
-        return map_tensors(batch, lambda tensor: tensor.tensor_split(count)[at])
-
-    return [part(at) for at in range(count)]
+    for at in range(count):
+        part = map_tensors(batch, lambda tensor, at=at: tensor.tensor_split(count)[at])
+        with parallel.sync.paused() if pauses and at < count - 1 else contextlib.nullcontext():
+            yield part
 
 
 def check_agreement(inputs: Any, mesh: Mesh) -> None:

@@ -138,7 +138,7 @@ def dry_run(
                 recorder = Recorder(trace.events)
                 meter.listener = recorder.note
                 meter.mark()
-                for part in plan.parts(batch) if plan.accumulation > 1 else (batch,):
+                for part in plan.parts(batch, model) if plan.accumulation > 1 else (batch,):
                     meter.kind = "activations"
                     loss = (step or _loss)(model, part)
                     meter.kind = "gradients"

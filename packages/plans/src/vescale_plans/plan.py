@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -219,12 +219,13 @@ class Plan:
 
         return shard_batch(self, global_batch)
 
-    def parts(self, batch: Any) -> list[Any]:
-        """The batch cut along dim 0 into `accumulation` parts, one for each backward before an optimizer step.
+    def parts(self, batch: Any, model: nn.Module | None = None) -> Iterator[Any]:
+        """The batch cut along dim 0 into `accumulation` parts, one for each backward before an optimizer step. With the
+        model, gradients are reduced over ranks once, with the last part, where the plan keeps them whole (ZeRO 0, 1).
 
         A loss that is a mean over rows is divided by their number, so that its gradients add up to the batch's:
 
-            >>> for part in plan.parts(batch):
+            >>> for part in plan.parts(batch, model):
             ...     (model(part) / plan.accumulation).backward()
 
         Arguments: tensors with the same number of rows, in any nesting of tuples, lists and dicts. The parts are
@@ -232,7 +233,7 @@ class Plan:
         """
         from ._inputs import parts
 
-        return parts(self, batch)
+        return parts(self, batch, model)
 
     def local_batch(self, batch: Any) -> Any:
         """This rank's part of the batch as DTensors sharded over the data axes (dim 0); nothing is moved.

@@ -138,7 +138,7 @@ def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float
     copies = candidate.dp // candidate.ep  # of each expert
     dense = (sizes.held - sizes.experts) * (candidate.dp - 1) / candidate.dp
     part = 4 / candidate.pp * (dense + sizes.experts / candidate.ep * (copies - 1) / copies)
-    backwards = candidate.microbatches if candidate.pp == 1 else 1
+    backwards = candidate.microbatches if candidate.pp == 1 and candidate.zero > 1 else 1  # see `Plan.parts`
     kind, moved = ("reduce_scatter", part) if candidate.zero == 3 else ("all_reduce", 2 * part)
     reduce = backwards * hardware.collective_seconds(kind, candidate.dp, moved, candidate.tp)
     exposed = _exposed(reduce, hardware, compute * 2 / 3)
