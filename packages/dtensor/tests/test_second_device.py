@@ -225,10 +225,14 @@ def test_collectives_give_what_gloos_do():
         dist.all_to_all_single(exchanged, x[: sum(splits[1])].clone(), *splits)
         root = x.clone()
         dist.broadcast(root, size - 1)
+        at_root = [torch.empty_like(x) for _ in range(size)]
+        dist.gather(x, at_root if rank == 0 else None, 0)
+        scattered = torch.empty_like(x)
+        dist.scatter(scattered, [x + other for other in range(size)] if rank == 0 else None, 0)
         objects = [None] * size
         dist.all_gather_object(objects, rank)
         dist.barrier(device_ids=[0] if device == DEVICE else None)
-        values = [total, largest, gathered, *listed, part, exchanged, root]
+        values = [total, largest, gathered, *listed, part, exchanged, root, scattered, *(at_root if rank == 0 else [])]
         return [value.cpu() for value in values], objects
 
     for size in (1, 2, 4):

@@ -56,6 +56,7 @@ def _module(extension: ModuleType) -> ModuleType:
     module.__dict__.update(
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # what torch's checkpoint asks, before it keeps the generator's state
         _is_in_bad_fork=lambda: False,
         _lazy_init=lambda: None,
         init=lambda: None,

@@ -223,6 +223,27 @@ class Group:
         signature = f"{_told(tensor)} from {root}"
         return self._collective("broadcast", signature, outgoing, inputs, outputs, finish, later)
 
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], root: int, later: bool) -> Work:
+        (own,), targets = inputs, outputs[0] if self.rank == root else []
+        self._check("gather", own, *targets)
+        sent = read(_cpu(own))
+        outgoing = [sent if rank == root else b"" for rank in range(self.size)]
+
+        def finish(others: list[bytes]) -> list[bytes]:
+            return others
+
+        return self._collective("gather", f"{_told(own)} to {root}", outgoing, [own], targets, finish, later)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], root: int, later: bool) -> Work:
+        (own,), sources = outputs, inputs[0] if self.rank == root else []
+        self._check("scatter", own, *sources)
+        outgoing = [read(_cpu(source)) for source in sources] or [b""] * self.size
+
+        def finish(others: list[bytes]) -> bytes:
+            return others[root]
+
+        return self._collective("scatter", f"{_told(own)} from {root}", outgoing, sources, [own], finish, later)
+
     def barrier(self, later: bool) -> Work:
         _extension.note("barrier")
         return self._collective("barrier", "", [b""] * self.size, [], [], lambda others: None, later)

@@ -90,6 +90,14 @@ class SecondBackend final : public Backend {
                                      const c10d::AllgatherOptions& options) override {
     return start("all_gather_list", outputs, inputs, options.asyncOp);
   }
+  c10::intrusive_ptr<Work> gather(std::vector<std::vector<Tensor>>& outputs, std::vector<Tensor>& inputs,
+                                  const c10d::GatherOptions& options) override {
+    return start("gather", outputs, inputs, options.rootRank, options.asyncOp);
+  }
+  c10::intrusive_ptr<Work> scatter(std::vector<Tensor>& outputs, std::vector<std::vector<Tensor>>& inputs,
+                                   const c10d::ScatterOptions& options) override {
+    return start("scatter", outputs, inputs, options.rootRank, options.asyncOp);
+  }
   c10::intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input,
                                            const c10d::AllgatherOptions& options) override {
     return start("all_gather", output, input, options.asyncOp);

@@ -280,7 +280,7 @@ const std::unordered_set<std::string> takes_both = {
 const std::unordered_set<std::string> reads_back = {
     "aten::nonzero", "aten::nonzero.out", "aten::masked_select", "aten::masked_select.out", "aten::equal",
     "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_dim_consecutive", "aten::unique_consecutive",
-    "aten::bincount", "aten::histc", "aten::segment_reduce", "aten::is_nonzero", "aten::multinomial",
+    "aten::bincount", "aten::segment_reduce", "aten::is_nonzero", "aten::multinomial",
     "aten::multinomial.out", "aten::_linalg_check_errors", "aten::_amp_update_scale"};
 
 bool is_mask(const std::optional<Tensor>& index) {
@@ -513,6 +513,14 @@ bool has_compatible_type(const Tensor& self, const Tensor& from) {
   return self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set());
 }
 
+// A GPU counts integers, too; it looks for the range where none is given.
+Tensor histc(const Tensor& self, int64_t bins, const c10::Scalar& lowest, const c10::Scalar& highest) {
+  if (lowest.toDouble() == highest.toDouble()) note("histc");
+  const Tensor cpu = on_cpu(self);
+  const auto found = at::histc(cpu.is_floating_point() ? cpu : cpu.to(c10::kDouble), bins, lowest, highest);
+  return Views().on_device(found.to(self.scalar_type()));
+}
+
 void record_stream(Tensor&, c10::Stream) {}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -534,6 +542,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sdp_choice", choose_attention);
   m.impl("native_dropout", native_dropout);
   m.impl("native_dropout_backward", native_dropout_backward);
+  m.impl("histc", histc);
   m.impl("record_stream", record_stream);
   m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
 }
