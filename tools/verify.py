@@ -203,6 +203,7 @@ CHECKS: tuple[Check, ...] = (
     Check(12, 3, "a newcomer's path", (PYTHON, "tools/clean_clone.py", "--newcomer"), 120 * MINUTES),
     Check(12, 3, "READMEs, guides, pictures", tests("packages/vescale/tests/test_readme.py")),
     Check(12, 3, "examples: every flag, resume, curve", tests("packages/vescale/tests/test_examples.py"), 30 * MINUTES),
+    Check(18, 0, "every fix that strict() names", tests("packages/dtensor/tests/test_strict.py")),
     Check(18, 0, "optimizers of users", tests("packages/plans/tests/test_optim_kinds.py")),
     Check(18, 0, "traits of functions, by numbers", tests("packages/dtensor/tests/test_traits.py"), 30 * MINUTES),
     Check(12, 0, "an environment's faults, named and mended", tests("packages/vescale/tests/test_doctor.py")),

@@ -99,6 +99,21 @@ def call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(DTensor, function, (), args, kwargs)
 
 
+def ordinary_call(table: Any, function: Any, args: tuple, kwargs: dict) -> Any:
+    """`function` as `table` decides it."""
+    entry = table.get(function)
+    if entry is None:
+        entry = table.made(function)
+    if entry.handler is not None:
+        return entry.handler(function, args, kwargs)
+    try:
+        key: Any = key_of(args, kwargs, entry.exact)
+        decision = entry.cache.get(key)
+    except TypeError:
+        key = decision = None
+    return _decided(entry, function, args, kwargs, key, decision)
+
+
 def _general(entry: Entry | None, function: Any, args: tuple, kwargs: dict) -> Any:
     """A call that is not dispatched by a rule, or that does not come from `dispatch`."""
     if entry is None:

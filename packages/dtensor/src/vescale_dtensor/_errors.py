@@ -10,7 +10,7 @@ into a note (`add_note`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class VescaleError(RuntimeError):
@@ -74,7 +74,10 @@ class GradientError(VescaleError):
 
 
 class ImplicitCommunicationError(VescaleError):
-    """A collective that nobody asked for, under `strict()`."""
+    """A collective that nobody asked for, under `strict()`. `fixes`: placements of the call's operands, by name, under
+    which it needs none."""
+
+    fixes: Sequence[Mapping[str, tuple]] = ()
 
 
 class CommunicationError(VescaleError):
