@@ -36,6 +36,11 @@ class Call:
         """Whether a microbatch's labels are counted, for which user code runs once more."""
         return isinstance(self.reduction, frozenset) and any(type(kind) is int for kind in self.reduction)
 
+    @property
+    def leaves_anything(self) -> bool:
+        """Whether user code changes the model or the generator when it runs once more."""
+        return bool(self.record.slots) or self.record.draws_anything
+
     def actions(self, schedule: Schedule, rank: int, trains: bool) -> tuple[Action, ...]:
         found = self._actions.get(trains)
         if found is None:

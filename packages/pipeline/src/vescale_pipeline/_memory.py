@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ._containers import copied, map_tensors, tensors_in
 from ._errors import PipelineError
-from ._placeholder import Placeholder
+from ._placeholder import Placeholder, version_of
 
 _MACHINERY = frozenset(
     (
@@ -140,7 +140,8 @@ _WEIGHT = nn.Parameter
 @contextmanager
 def kept_as_it_was(model: nn.Module) -> Iterator[Kept]:
     """Buffers, attributes and the generators are afterwards as they were before."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if type(buffer) is not Placeholder]
+    real = [buffer for buffer in model.buffers() if type(buffer) is not Placeholder]
+    buffers = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in real]
     kept = Kept(model)
     state, python = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")
@@ -154,8 +155,8 @@ def kept_as_it_was(model: nn.Module) -> Iterator[Kept]:
             numpy.random.set_state(arrays)
         kept.restore()
         with torch.no_grad():
-            for buffer, before in buffers:
-                if buffer.shape == before.shape and not torch.equal(buffer, before):
+            for buffer, before, version in buffers:
+                if buffer.shape == before.shape and version_of(buffer) != version:
                     buffer.copy_(before)
 
 

@@ -204,7 +204,7 @@ class Runtime:
         with self._during():
             weights = []
             if has_loss:
-                with kept_as_it_was(self._model) if call.counts_labels else nullcontext():
+                with kept_as_it_was(self._model) if call.counts_labels and call.leaves_anything else nullcontext():
                     weights = loss_weights(call.reduction, call.record, self.forward, parts)
             self._greet(call, trains, doing)
             for stage in self.stages.values():
@@ -258,7 +258,7 @@ class Runtime:
         self.calls += 1
         peers = [peer for peer in (self.rank - 1, self.rank + 1) if 0 <= peer < self.schedule.ranks]
         doing.action = f"the beginning of call {self.calls}"
-        mine = [self.calls, int(trains), call.digest(self.schedule), _digest_of_generator(call)]
+        mine = [self.calls, int(trains), call.digest(self.schedule), self._digest_of_generator(call)]
         for peer, theirs in zip(peers, self.link.exchange(peers, self.tags("greet"), mine)):
             if theirs != mine:
                 first = next(i for i, (a, b) in enumerate(zip(theirs, mine)) if a != b)
@@ -275,6 +275,13 @@ class Runtime:
                         ("torch.manual_seed(...) alike on all ranks", "each draws what the other stages draw, too"),
                     ],
                 )
+
+    def _digest_of_generator(self, call: Call) -> int:
+        """Of torch's generator, where a call draws anything; on an accelerator each stage draws from its own."""
+        if not call.record.draws_anything or self.link.device.type != "cpu":
+            return 0
+        state = torch.get_rng_state().numpy().tobytes()
+        return int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "big")
 
     def _sum_tied(self) -> dict[str, Tensor | None]:
         """Each weight's gradient; of weights tied over stages, the sum over their uses, stage by stage, and where
@@ -333,7 +340,7 @@ class Runtime:
         tag = self.tags("loss")
         if self.rank == last:
             total = weighted([state.losses[microbatch] for microbatch in range(len(weights))], weights)
-            drawn = torch.tensor(_digest_of_generator(call), device=total.device)
+            drawn = torch.tensor(self._digest_of_generator(call), device=total.device)
             for peer in range(self.schedule.ranks):
                 if peer != last:
                     self.link.send(peer, tag, [total, drawn])
@@ -341,7 +348,7 @@ class Runtime:
         loss = loss_in(call.record.result)
         header = (Part((), (), loss.dtype, False), Part((), (), torch.int64, False))
         total, drawn = self.link.post(last, tag, header).wait()
-        if call.record.draws_anything and self.link.has_tags and drawn.item() != _digest_of_generator(call):
+        if call.record.draws_anything and self.link.has_tags and drawn.item() != self._digest_of_generator(call):
             raise PipelineError(
                 "pipeline",
                 f"ranks {self.link.ranks[self.rank]} and {self.link.ranks[last]} have drawn other random numbers in "
@@ -391,14 +398,6 @@ class Runtime:
 def _reveal(root: nn.Module, args: tuple, output: Any) -> Any:
     """The root's other hooks see real outputs on the stage that has them."""
     return current.reader.reveal(output) if isinstance(current.reader, Run) else output
-
-
-def _digest_of_generator(call: Call) -> int:
-    """Of the state of torch's generator, where a call draws anything."""
-    if not call.record.draws_anything:
-        return 0
-    state = torch.get_rng_state().numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "big")
 
 
 class _Doing:
