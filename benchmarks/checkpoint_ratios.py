@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from vescale_checkpoint import load, save
-from vescale_checkpoint._box import pieces_of
-from vescale_checkpoint._catalogue import Entry, Holder
 from vescale_checkpoint._job import settle
-from vescale_checkpoint._load_plan import Target, plan_reads
-from vescale_checkpoint._save_plan import block_bytes, plan_writes
+from vescale_checkpoint.format._box import pieces_of
 from vescale_checkpoint.manifest import Section, Stored
+from vescale_checkpoint.plan._catalogue import Entry, Holder
+from vescale_checkpoint.plan._load_plan import Target, plan_reads
+from vescale_checkpoint.plan._save_plan import block_bytes, plan_writes
 from vescale_dtensor import DTensor, Replicate, Shard
 from vescale_dtensor.engine import Mesh, canonical_states, layout_of
 from vescale_dtensor.testing import mesh_of, run_ranks

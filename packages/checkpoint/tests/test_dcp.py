@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from vescale_checkpoint import FormatError, MismatchError, load
-from vescale_checkpoint._inert_pickle import InertError, Record, read
+from vescale_checkpoint.foreign._inert_pickle import InertError, Record, read
 from vescale_dtensor import Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, run_ranks
 

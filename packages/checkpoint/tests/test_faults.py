@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from vescale_checkpoint import ConflictError, CorruptError, FormatError, StorageError, close, load, save
-from vescale_checkpoint._commit import Draft
 from vescale_checkpoint._job import SaveJob
+from vescale_checkpoint.io._commit import Draft
 from vescale_checkpoint.testing import failing, intercepted, short_writes
 from vescale_dtensor import Replicate, Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vescale_checkpoint import CheckpointError, load, manifest, save, tools
-from vescale_checkpoint._inert_pickle import _OPCODES, Budget, InertError, check_plain, read
+from vescale_checkpoint.foreign._inert_pickle import _OPCODES, Budget, InertError, check_plain, read
 from vescale_dtensor.testing import run_ranks, slice_of
 
 CASES, SLICES = 4000, 20

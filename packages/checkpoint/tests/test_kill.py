@@ -99,7 +99,7 @@ def test_with_the_usual_patience_no_rank_waits_ten_seconds(tmp_path, start_world
 
 
 def patiently(rank, path):
-    from vescale_checkpoint import _presence
+    from vescale_checkpoint.sync import _presence
 
     _presence.SILENT_S, _presence.BEAT_S = 6.0, 0.5
     return save_twice(rank, path, [None, 2])

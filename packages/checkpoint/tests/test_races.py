@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_checkpoint import CheckpointError, StorageError, _presence, _storage, _sync, load, reshard, save
-from vescale_checkpoint._commit import Root
-from vescale_checkpoint._presence import Beat, Presence
-from vescale_checkpoint._storage import LocalStorage
-from vescale_checkpoint._sync import Session
+from vescale_checkpoint import CheckpointError, StorageError, load, reshard, save
+from vescale_checkpoint.io import _storage
+from vescale_checkpoint.io._commit import Root
+from vescale_checkpoint.io._storage import LocalStorage
+from vescale_checkpoint.sync import _presence, _sync
+from vescale_checkpoint.sync._presence import Beat, Presence
+from vescale_checkpoint.sync._sync import Session
 from vescale_checkpoint.testing import failing, intercepted
 from vescale_dtensor import Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
@@ -56,7 +58,7 @@ def late_answers(name, seconds):
 
 AT_EXIT = """
 import os, sys, time, torch
-import vescale_checkpoint, vescale_checkpoint._storage as storage
+import vescale_checkpoint, vescale_checkpoint.io._storage as storage
 
 class Slow:
     def __getattr__(self, name):

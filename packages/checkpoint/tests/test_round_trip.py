@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from vescale_checkpoint import load, save
-from vescale_checkpoint._write import Pack
+from vescale_checkpoint.io._write import Pack
 from vescale_dtensor import DTensor, InterleavedShard, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
 

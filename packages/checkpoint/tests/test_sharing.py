@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vescale_checkpoint import Retention, load, save
-from vescale_checkpoint._commit import Root, leased
-from vescale_checkpoint._storage import LocalStorage
+from vescale_checkpoint.io._commit import Root, leased
+from vescale_checkpoint.io._storage import LocalStorage
 
 SIZE = 300_000
 

@@ -19,7 +19,7 @@ from vescale_checkpoint import (
     save,
     tools,
 )
-from vescale_checkpoint._commit import Root
+from vescale_checkpoint.io._commit import Root
 from vescale_dtensor.testing import raises_on_all
 
 NONE = [-1, 10**18, 10**4000, 3.0, "5", True, np.True_, torch.tensor(True), torch.tensor(7.0), torch.ones(2), [5], {}]

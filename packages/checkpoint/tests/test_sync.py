@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_checkpoint import CheckpointError, _presence, _sync, load, save
-from vescale_checkpoint._presence import Presence
-from vescale_checkpoint._sync import Session, _packed, _unpacked, forget_finished
+from vescale_checkpoint import CheckpointError, load, save
+from vescale_checkpoint.sync import _presence, _sync
+from vescale_checkpoint.sync._presence import Presence
+from vescale_checkpoint.sync._sync import Session, _packed, _unpacked, forget_finished
 from vescale_dtensor import Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, run_ranks
 

@@ -1,6 +1,6 @@
 """vescale_checkpoint: checkpoints of sharded tensors that load under any other cluster size and plan."""
 
-from ._choice import Report as Report
+from .plan._choice import Report as Report
 from ._errors import CheckpointError as CheckpointError
 from ._errors import ConflictError as ConflictError
 from ._errors import CorruptError as CorruptError
@@ -12,7 +12,7 @@ from ._errors import UnsafeError as UnsafeError
 from ._job import PendingSave as PendingSave
 from ._job import close as close
 from ._reshard import reshard as reshard
-from ._retention import Retention as Retention
+from .io._retention import Retention as Retention
 from ._version import __version__ as __version__
 from .api import load as load
 from .api import save as save

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from vescale_dtensor import VescaleError
 
-from ._text import printable, reason_of
+from .format._text import printable, reason_of
 
 
 class CheckpointError(VescaleError):

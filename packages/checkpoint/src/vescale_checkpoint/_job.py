@@ -25,18 +25,18 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from ._catalogue import Catalogue, catalogue_of, unite
-from ._commit import Draft, Root
 from ._errors import CheckpointError, MismatchError, StorageError
-from ._outline import Skeleton, known_keys, outline_of
-from ._retention import Retention, metrics_json
-from ._state import Contents
-from ._step import folder_of
-from ._storage import LocalStorage
-from ._sync import Session, forget_finished, mesh_ranks
 from ._version import __version__
-from ._write import staged, write_file
+from .format._step import folder_of
+from .io._commit import Draft, Root
+from .io._retention import Retention, metrics_json
+from .io._storage import LocalStorage
+from .io._write import staged, write_file
 from .manifest import FileInfo, Manifest
+from .plan._catalogue import Catalogue, catalogue_of, unite
+from .plan._outline import Skeleton, known_keys, outline_of
+from .plan._state import Contents
+from .sync._sync import Session, forget_finished, mesh_ranks
 
 _staging: dict[Any, Tensor] = {}  # kept from one asynchronous save to the next
 _in_flight: PendingSave | None = None

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._box import Box, Piece, intersect, shape_of, volume, window
-from ._catalogue import Catalogue, catalogue_of, local_of, unite
-from ._choice import Choice, Report
-from ._dtypes import SIZES
 from ._job import settle
-from ._memory import view_of, without_collector
-from ._restore import Restore
-from ._save_plan import plan_writes
-from ._state import contents_of
-from ._sync import Session, collective_device, exchange_bytes, forget_finished, mesh_ranks, session_of
-from ._write import flat_of
+from .format._box import Box, Piece, intersect, shape_of, volume, window
+from .format._dtypes import SIZES
+from .io._memory import view_of, without_collector
+from .io._write import flat_of
 from .manifest import Manifest, Stored
+from .plan._catalogue import Catalogue, catalogue_of, local_of, unite
+from .plan._choice import Choice, Report
+from .plan._restore import Restore
+from .plan._save_plan import plan_writes
+from .plan._state import contents_of
+from .sync._sync import Session, collective_device, exchange_bytes, forget_finished, mesh_ranks, session_of
 
 ROUND_BYTES = 64 << 20  # of tensors, per rank, that one all-to-all moves
 

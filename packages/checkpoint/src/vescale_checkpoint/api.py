@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from ._choice import Choice, Report
 from ._errors import CheckpointError, MismatchError
 from ._job import PendingSave, SaveJob, in_background, settle
-from ._load_plan import plan_reads
-from ._memory import without_collector
-from ._read import Files, read_all
-from ._restore import Restore
-from ._retention import Retention, check_metrics
-from ._source import opened
-from ._state import contents_of
-from ._step import step_number
-from ._sync import Session, forget_finished, open_session, session_of, shared
-from ._text import printable
+from .format._step import step_number
+from .format._text import printable
+from .io._memory import without_collector
+from .io._read import Files, read_all
+from .io._retention import Retention, check_metrics
+from .io._source import opened
+from .plan._choice import Choice, Report
+from .plan._load_plan import plan_reads
+from .plan._restore import Restore
+from .plan._state import contents_of
+from .sync._sync import Session, forget_finished, open_session, session_of, shared
 
 _SHOWN = 8
 

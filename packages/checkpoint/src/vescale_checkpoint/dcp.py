@@ -17,14 +17,14 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
-from . import _inert_pickle as inert
-from ._box import partition_fault, row_major
-from ._dtypes import DTYPES, SIZES
 from ._errors import CheckpointError, FormatError
-from ._inert_pickle import Budget, Global, InertError, Record, check_plain
-from ._storage import Reader, Storage, guarded
-from ._text import reason_of, shown
-from ._values import encode
+from .foreign import _inert_pickle as inert
+from .foreign._inert_pickle import Budget, Global, InertError, Record, check_plain
+from .format._box import partition_fault, row_major
+from .format._dtypes import DTYPES, SIZES
+from .format._text import reason_of, shown
+from .format._values import encode
+from .io._storage import Reader, Storage, guarded
 from .manifest import MOST_DIMS, FileInfo, Manifest, Section, Stored, plain_name
 
 NAME = ".metadata"

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
 
-from ._box import stored, whole
-from ._dtypes import FROM_SAFETENSORS, NAMES, SIZES, header_entry
 from ._errors import ConflictError, FormatError, UnsafeError
-from ._json import parse_json
-from ._state import first_names
-from ._storage import LocalStorage, Storage, guarded, storage_of
-from ._sync import session_of
-from ._text import reason_of, shown
-from ._write import Source, chunks_of, flat_of
+from .format._box import stored, whole
+from .format._dtypes import FROM_SAFETENSORS, NAMES, SIZES, header_entry
+from .format._json import parse_json
+from .format._text import reason_of, shown
+from .io._storage import LocalStorage, Storage, guarded, storage_of
+from .io._write import Source, chunks_of, flat_of
 from .manifest import MOST_DIMS, FileInfo, Manifest, Section, Stored, plain_name
+from .plan._state import first_names
+from .sync._sync import session_of
 
 STEMS = ("model", "adapter_model", "diffusion_pytorch_model")  # how models, PEFT's adapters, and diffusers' are called
 INDEX = "model.safetensors.index.json"

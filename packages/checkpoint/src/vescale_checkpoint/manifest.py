@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
-from ._box import Box, partition_fault, volume, whole
-from ._dtypes import SIZES
 from ._errors import CorruptError, FormatError
-from ._json import check_levels, parse_json
-from ._text import reason_of, shown
+from .format._box import Box, partition_fault, volume, whole
+from .format._dtypes import SIZES
+from .format._json import check_levels, parse_json
+from .format._text import reason_of, shown
 
 NAME = "manifest.json"
 FORMAT = "vescale-checkpoint"

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from vescale_dtensor.testing import dumps, loads
 
-from . import _presence, _storage
+from .io import _storage
+from .sync import _presence
 
 SILENT_S = 4.0  # the ranks of these worlds are taken for dead sooner, to save the tests' time
 

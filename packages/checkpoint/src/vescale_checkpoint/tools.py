@@ -19,23 +19,23 @@ from crc32c import crc32c
 from torch import Tensor
 
 from . import manifest
-from ._box import Box, Piece, split, stored, volume, whole
-from ._catalogue import Entry
-from ._commit import Root, check_folder, leased
-from ._dtypes import DTYPES, SIZES
 from ._errors import CheckpointError, MismatchError, StorageError
-from ._load_plan import Target, plan_reads
-from ._read import Files, read_all
-from ._save_plan import Header, Write, block_bytes
-from ._source import Source, locate, read_manifest
-from ._step import step_number
-from ._storage import guarded, storage_of
-from ._text import printable as printable
-from ._text import shown as shown
-from ._write import BlockChecks, write_file
-from ._write import Source as Bytes
+from .format._box import Box, Piece, split, stored, volume, whole
+from .format._dtypes import DTYPES, SIZES
+from .format._step import step_number
+from .format._text import printable as printable
+from .format._text import shown as shown
 from .huggingface import Whole, write_folder
+from .io._commit import Root, check_folder, leased
+from .io._read import Files, read_all
+from .io._source import Source, locate, read_manifest
+from .io._storage import guarded, storage_of
+from .io._write import BlockChecks, write_file
+from .io._write import Source as Bytes
 from .manifest import FileInfo, Manifest, Section, Stored
+from .plan._catalogue import Entry
+from .plan._load_plan import Target, plan_reads
+from .plan._save_plan import Header, Write, block_bytes
 
 Progress = Callable[[int], None]
 _CHUNK_BYTES = 8 << 20

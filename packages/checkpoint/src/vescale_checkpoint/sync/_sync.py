@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _errors
-from ._errors import CheckpointError, PeerError
+from .. import _errors
+from .._errors import CheckpointError, PeerError
 from ._presence import Presence, peek
 
 T = TypeVar("T")

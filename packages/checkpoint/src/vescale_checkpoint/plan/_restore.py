@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import forget_all, local_only
 
-from ._box import Piece, pieces_of, stored, whole
+from .._errors import MismatchError
+from ..format._box import Piece, pieces_of, stored, whole
+from ..format._dtypes import DTYPES, NAMES
+from ..format._text import shown
+from ..format._values import decode, encode, tensors_in
+from ..manifest import Manifest, Stored
 from ._choice import Choice
-from ._dtypes import DTYPES, NAMES
-from ._errors import MismatchError
 from ._load_plan import Target
 from ._state import PLAN_KEY, first_names, is_optimizer, named_parameters_of, optimizer_parts, parameter_names
-from ._text import shown
-from ._values import decode, encode, tensors_in
-from .manifest import Manifest, Stored
 
 _ABSENT = object()
 _detach = Tensor.detach  # DTensor's own asks whether it is to be dispatched

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import CheckpointError, FormatError, MismatchError, UnsafeError
 from ._dtypes import DTYPES, NAMES
-from ._errors import CheckpointError, FormatError, MismatchError, UnsafeError
 from ._text import reason_of, shown
 
 MOST_LEVELS = 64  # of containers in each other, which as JSON are at most three times as many

@@ -21,10 +21,10 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from . import manifest
-from ._errors import ConflictError, CorruptError, StorageError
+from .. import manifest
+from .._errors import ConflictError, CorruptError, StorageError
+from ..format._step import folder_of, step_left, step_of, step_replaced
 from ._retention import Retention, stored_metrics
-from ._step import folder_of, step_left, step_of, step_replaced
 from ._storage import LocalStorage, Storage, guarded, storage_of
 
 _LISTINGS = 100  # in each of which others must have changed something, for another to follow

@@ -17,9 +17,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from vescale_dtensor import InternalError
 from vescale_dtensor.engine import local_only
 
-from ._box import Piece, is_contiguous, row_major, shape_of, split, volume, window
-from ._catalogue import local_of
-from ._errors import StorageError
+from .._errors import StorageError
+from ..format._box import Piece, is_contiguous, row_major, shape_of, split, volume, window
+from ..plan._catalogue import local_of
 from ._memory import bytes_of, hexadecimal, view_of
 from ._storage import Storage, guarded
 

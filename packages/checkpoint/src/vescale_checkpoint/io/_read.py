@@ -15,14 +15,14 @@ from torch import Tensor
 
 from vescale_dtensor.engine import local_only
 
-from ._box import Piece, span
-from ._catalogue import local_of
-from ._dtypes import DTYPES
-from ._errors import CorruptError
-from ._load_plan import Part, Target, grouped
+from .._errors import CorruptError
+from ..format._box import Piece, span
+from ..format._dtypes import DTYPES
+from ..manifest import FileInfo
+from ..plan._catalogue import local_of
+from ..plan._load_plan import Part, Target, grouped
 from ._memory import block_checks, bytes_of, hexadecimal, view_of
 from ._storage import Reader, Storage, guarded
-from .manifest import FileInfo
 
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # beside other ranks of the machine
 

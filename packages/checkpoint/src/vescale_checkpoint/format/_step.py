@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._errors import MismatchError
+from .._errors import MismatchError
 from ._text import shown
 
 MOST_STEP = 10**18 - 1

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from ._errors import StorageError, of_system
+from .._errors import StorageError, of_system
 
 _MOST_BUFFERS = 512  # of one vectored call; IOV_MAX is 1024
 FLUSH_BYTES = 64 << 20  # written since the last early sync, for another

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from vescale_dtensor import InternalError
 
-from ._box import Box, partition_fault
+from ..format._box import Box, partition_fault
+from ..io._write import CHUNK_BYTES, Pack, Source, flat_of
+from ..manifest import Section, Stored, tensor_parts
 from ._catalogue import Entry
 from ._save_plan import Header, Write, block_bytes, plan_writes
-from ._write import CHUNK_BYTES, Pack, Source, flat_of
-from .manifest import Section, Stored, tensor_parts
 
 PACK_BYTES = 16 << 10  # a copy of so much costs less than handling one more tensor by itself
 _KEPT = 2  # structures

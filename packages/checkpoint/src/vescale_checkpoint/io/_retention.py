@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ._errors import FormatError, MismatchError
-from ._text import reason_of, shown
-from ._values import decode, encode
+from .._errors import FormatError, MismatchError
+from ..format._text import reason_of, shown
+from ..format._values import decode, encode
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ._text import reason_of, shown
+from ..format._text import reason_of, shown
 
 MOST_OPCODES = 8_000_000
 MOST_STACK = 1_000_000

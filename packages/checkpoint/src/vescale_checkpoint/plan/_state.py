@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._errors import UnsafeError
-from ._text import shown
-from ._values import MOST_LEVELS, NAMES_KEY, encode
+from .._errors import UnsafeError
+from ..format._text import shown
+from ..format._values import MOST_LEVELS, NAMES_KEY, encode
 
 PLAN_KEY = "plan"  # of the state: stored for information, never loaded
 

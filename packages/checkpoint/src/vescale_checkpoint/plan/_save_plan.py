@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from ._box import Box, Piece, is_contiguous, pieces_of, shape_of, split, stored, volume, whole, window
+from ..format._box import Box, Piece, is_contiguous, pieces_of, shape_of, split, stored, volume, whole, window
+from ..format._dtypes import SIZES, header_entry
 from ._catalogue import Entry, Holder
-from ._dtypes import SIZES, header_entry
 
 SPLIT_BYTES = 1 << 20  # the smallest part that a shard is cut into for its replicas
 _BLOCK_BYTES = (64 << 10, 256 << 10)

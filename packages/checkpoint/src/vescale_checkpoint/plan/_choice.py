@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from ._dtypes import DTYPES, is_lossless
-from ._errors import MismatchError
+from .._errors import MismatchError
+from ..format._dtypes import DTYPES, is_lossless
 
 LOSSLESS = "lossless"
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from vescale_dtensor import DTensor, InterleavedShard, Layout, Partial, RaggedShard, Replicate, Shard
 from vescale_dtensor.engine import Mesh, canonical_states, layout_of, local_only
 
-from ._dtypes import NAMES
-from ._errors import MismatchError, UnsafeError
-from ._memory import checksum_of
+from .._errors import MismatchError, UnsafeError
+from ..format._dtypes import NAMES
+from ..io._memory import checksum_of
 from ._state import Contents
 
 
@@ -133,7 +133,7 @@ def unite(texts: Sequence[bytes]) -> Catalogue:
 
     Raises MismatchError where ranks give one name to tensors that differ in dtype, shape or plain values.
     """
-    from ._values import merge
+    from ..format._values import merge
 
     found: dict[str, Entry] = {}
     decoded = [json.loads(text) for text in texts]

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ._box import Box, Piece, intersect, is_contiguous, span, split, stored, volume, window
-from ._dtypes import SIZES
-from .manifest import Section, Stored
+from ..format._box import Box, Piece, intersect, is_contiguous, span, split, stored, volume, window
+from ..format._dtypes import SIZES
+from ..manifest import Section, Stored
 
 READ_BYTES = 1 << 20  # of one read: large enough for any disk, small enough to be checked out of the cache
 _WHOLE_BYTES = 16 << 10  # of a tensor that is copied out of a buffer with its neighbours

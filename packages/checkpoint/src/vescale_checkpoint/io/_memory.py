@@ -13,7 +13,7 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from ._box import Piece, shape_of
+from ..format._box import Piece, shape_of
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:

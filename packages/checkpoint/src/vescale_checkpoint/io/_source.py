@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from . import dcp, huggingface, manifest
+from .. import dcp, huggingface, manifest
+from .._errors import CorruptError, MismatchError, StorageError
+from ..format._step import step_number, step_of
+from ..manifest import Manifest
+from ..sync._sync import Session
 from ._commit import Root, check_folder, leased
-from ._errors import CorruptError, MismatchError, StorageError
-from ._step import step_number, step_of
 from ._storage import LocalStorage, Storage, guarded, storage_of
-from ._sync import Session
-from .manifest import Manifest
 
 _TRIES = 8
 

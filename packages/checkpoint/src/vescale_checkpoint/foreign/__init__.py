@@ -1,0 +1,1 @@
+"""What checkpoints of others need: the pickles of torch's, read as data."""
