@@ -207,10 +207,10 @@ def test_save_on_one_rank_alone_says_who_is_where(tmp_path, start_world, who, ho
 
 
 def slow_but_moving(rank, path):
-    _presence.PATIENCE_S = 1.0
     save(path, state_of(1))
+    _presence.PATIENCE_S = 3.0
     if rank:
-        end = time.monotonic() + 4
+        end = time.monotonic() + 7
         while time.monotonic() < end:  # as an evaluation that one rank does
             torch.ones(10).sum()
             time.sleep(0.01)
@@ -285,10 +285,11 @@ def test_who_waits_for_a_busy_rank_hears_of_a_dead_one(tmp_path, start_world):
 
 def caught_and_again(rank, path):
     """A save of one rank alone, caught. The other learns of it by its next call, and then both are in step again."""
-    _presence.PATIENCE_S = 1.0
     save(path, state_of(1))
     if rank == 0:
+        _presence.PATIENCE_S = 1.0
         timed(lambda: save(path, state_of(2)))
+        _presence.PATIENCE_S = 25.0
     dist.barrier()
     if rank:
         timed(lambda: save(path, state_of(2)))
