@@ -63,6 +63,21 @@ def heard(model):
     return model(input_features=pixels(16, 40), labels=tokens(7)).loss
 
 
+def looked_at(model):
+    """Two images of 4 x 4 patches, each four tokens in its row of text; sizes are read from tensors of numbers."""
+    ids = tokens()[:2].clamp(min=7)
+    ids[:, 2], ids[:, 3:7], ids[:, 7] = 3, 5, 4
+    return model(
+        input_ids=ids, labels=ids.clone(), attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == 5).long(),
+        image_grid_thw=torch.tensor([[1, 4, 4], [1, 4, 4]]),
+        pixel_values=torch.randn(32, 96, generator=torch.Generator().manual_seed(2)),
+    ).loss  # fmt: skip
+
+
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+LOOKS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 3, "vision_end_token_id": 4}
+PATCHES = {"num_heads": 4, "hidden_size": 32, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+
 # class, its config, the loss
 MODELS = {
     "gpt2": (
@@ -114,11 +129,34 @@ MODELS = {
          "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
         heard,
     ),
+    "qwen2-vl": (
+        "Qwen2VLForConditionalGeneration",
+        LOOKS
+        | {"text_config": GROUPED | ROPE, "vision_config": PATCHES | {"depth": 2, "embed_dim": 32, "mlp_ratio": 2}},
+        looked_at,
+    ),
+    "qwen3-vl": (
+        "Qwen3VLForConditionalGeneration",
+        LOOKS
+        | {"text_config": GROUPED | ROPE | {"head_dim": 8},
+           "vision_config": PATCHES | {"depth": 3, "intermediate_size": 64, "out_hidden_size": 32,
+                                       "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}},
+        looked_at,
+    ),
 }  # fmt: skip
 LLAMA_FAMILY = ("llama", "qwen3", "mistral, sliding window", "gemma")
-SHIP_A_PLAN = ("llama", "qwen3", "mistral, sliding window", "phi3", "gemma", "mixtral")
+SHIP_A_PLAN = ("llama", "qwen3", "mistral, sliding window", "phi3", "gemma", "mixtral", "qwen2-vl")
 
 COLUMNS, ROWS, WHOLE = {"tp": Shard(0)}, {"tp": Shard(1)}, {"tp": Replicate()}  # of a weight [out, in]
+LANGUAGE = {
+    "*.[qkv]_proj.*": COLUMNS,
+    "*.o_proj.weight": ROWS,
+    "*.gate_proj.*": COLUMNS,
+    "*.up_proj.*": COLUMNS,
+    "*.down_proj.weight": ROWS,
+    "*.embed_tokens.weight": COLUMNS,
+    "lm_head.weight": COLUMNS,
+}
 # Tensor parallelism by hand for models that ship none: parameters, and modules whose outputs are whole.
 BY_HAND = {
     "gpt2": (
@@ -156,6 +194,11 @@ BY_HAND = {
     "vit": (
         {"*.[qkv]_proj.*": COLUMNS, "*.fc1.*": COLUMNS, "*.o_proj.weight": ROWS, "*.fc2.weight": ROWS},
         ("*.o_proj", "*.fc2"),
+    ),
+    "qwen2-vl": (LANGUAGE | {"*.fc1.*": COLUMNS, "*.fc2.weight": ROWS}, ("*.o_proj", "*.down_proj", "*.embed_tokens")),
+    "qwen3-vl": (
+        LANGUAGE | {"*.linear_fc1.*": COLUMNS, "*.linear_fc2.weight": ROWS},
+        ("*.o_proj", "*.down_proj", "*.embed_tokens"),
     ),
 }
 

@@ -1,6 +1,7 @@
 """vescale_dtensor: tensors sharded over a device mesh, programmed as if on one device."""
 
 from . import _methods as _methods
+from . import _number as _number
 from ._canonical.grid import ReproducibleError as ReproducibleError
 from ._canonical.mode import reproducible as reproducible
 from ._canonical.premise import check_premise as check_premise

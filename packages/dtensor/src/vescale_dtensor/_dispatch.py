@@ -28,10 +28,11 @@ from ._arguments import ATOMS, collect, key_of, keyed, substitute
 from ._conversion import is_alias
 from ._convert import alias, convert_operand, describe
 from ._copies import as_on_one_device, check_writable, mark_copy
-from ._errors import GradientError, InternalError, MeshError, PlainTensorError, VescaleError
+from ._errors import GradientError, InternalError, MeshError, OperatorError, PlainTensorError, VescaleError
 from ._flat_rules import decide_flat
 from ._functorch import check_not_wrapped
 from ._layout import Layout, layout_of
+from ._number import takes_number, with_numbers
 from ._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from ._rules.traits import Trait
 from ._signature import Signature, solve
@@ -163,6 +164,8 @@ def _as_plain(tensor: Tensor) -> Tensor:
 
 def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Decision:
     check_not_wrapped(function, tensors)
+    if takes_number(function, args, kwargs):
+        return Decision(composite=with_numbers(function))
     mesh = _common_mesh(function, tensors)
     operands = []
     for index, tensor in enumerate(tensors):
@@ -195,6 +198,8 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
         return decision
     if inplace:
         decision.mutated = decision.mutated or (0,)
+        if isinstance(decision.out, Layout) and decision.out.is_number and not operands[0].layout.is_number:
+            _raise_number(function, tensors[0])
     decision.plain = any(type(t) is not DTensor for t in tensors)
     # A plain tensor without gradient holds the same values whether it is called I or R.
     decision.targets = tuple(
@@ -212,6 +217,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)
     more = decision.targets or decision.untracked or decision.mutated or isinstance(function, OpOverload)
+    more = more or isinstance(decision.out, Layout) and decision.out.is_number  # `stamp` has more to do
     decision.ready = seen and not more
     return decision
 
@@ -357,6 +363,16 @@ def _raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> 
             ("DTensor.from_local(tensor, mesh, placements)", "says what the plain tensor is; no communication"),
             ("register_rule(function)", "for a function that hands back plain tensors"),
         ],
+    )
+
+
+def _raise_number(function: Any, tensor: Tensor) -> None:
+    name = _events.function_name(function)
+    raise OperatorError(
+        name,
+        "in place, it would make a tensor of one element of one with several, or none, which is another kind of object",
+        [describe("tensor", tensor, tensor._layout)],
+        [(f"tensor.{name.rstrip('_')}()", "the function that returns a new tensor")],
     )
 
 

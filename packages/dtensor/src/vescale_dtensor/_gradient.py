@@ -18,7 +18,7 @@ from ._convert import alias, convert, convert_plain, describe
 from ._errors import GradientError
 from ._layout import Layout
 from ._state import INVARIANT, PENDING, VARYING
-from ._tensor import DTensor, local_only, stamp
+from ._tensor import DTensor, local_only, plain_class, stamp
 
 
 def as_gradient_of(tensor: DTensor, value: Tensor, operation: str) -> DTensor:
@@ -139,7 +139,7 @@ def start_backward(
     if gradient is not None or inputs is not None or layout.shape or VARYING in layout.states:
         seeds = None if gradient is None else [gradient]
         return _run_backward([tensor], seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-    tensor.__class__ = Tensor
+    tensor.__class__ = plain_class(tensor)
     try:
         _engine_backward([tensor], [None], retain_graph=retain_graph, create_graph=create_graph)
     finally:

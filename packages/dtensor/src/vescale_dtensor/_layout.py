@@ -40,6 +40,7 @@ class Layout:
         "untracked",
         "local_shape",
         "flat_axis",
+        "is_number",
         "_gradient",
         "_invariant",
         "__weakref__",
@@ -49,6 +50,7 @@ class Layout:
     states: tuple[State, ...]
     shape: torch.Size
     flat_axis: int | None  # the axis whose ranks hold parts of the flattened shard, if there is one
+    is_number: bool  # one element, pending or sharded: a number that not every rank holds (`_number.py`)
 
     @property
     def is_untracked(self) -> bool:
@@ -216,6 +218,7 @@ def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layo
                 one._gradient = one._invariant = None
                 one.flat_axis = next((axis for axis, state in enumerate(states) if state.kind == "F"), None)
                 one.local_shape = one.shape_at(mesh.coordinate)
+                one.is_number = prod(shape) == 1 and any(state.kind in "PS" for state in states)
         _interned[key] = layout
     return layout
 

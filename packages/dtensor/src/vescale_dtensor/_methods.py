@@ -19,10 +19,12 @@ from ._dispatch import dispatch
 from ._gradient import start_backward
 from ._tensor import DTensor
 
-# Not `__rtruediv__`: Python asks a subclass that defines it before the left operand, and torch's takes the reciprocal,
-# which rounds once more than the division of two tensors (and in float32, when the divisor is an integer).
+# Not `__getitem__`: a class that defines it is a sequence to C, and `torch.tensor([x.max(), x.min()])` would ask a
+# 0-dim DTensor for its length. Not `__rtruediv__`: Python asks a subclass that defines it before the left operand, and
+# torch's takes the reciprocal, which rounds once more than the division of two tensors (and in float32, when the
+# divisor is an integer).
 _BINARY = """
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __matmul__ __getitem__
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __matmul__
 """.split()
 _NAMES = """
     __neg__ add sub mul div matmul neg pow square sqrt rsqrt exp log cos sin tanh sigmoid clamp masked_fill

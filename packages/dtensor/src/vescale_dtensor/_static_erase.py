@@ -17,7 +17,7 @@ from ._layout import Layout
 from ._memo import recall, remember
 from ._static_cross import crossing
 from ._steps import Route, route_of
-from ._tensor import DTensor, local_only
+from ._tensor import DTensor, local_only, plain_class
 
 
 def erase(tensors: Iterable[Tensor]) -> list[DTensor]:
@@ -25,7 +25,7 @@ def erase(tensors: Iterable[Tensor]) -> list[DTensor]:
     erased = []
     for tensor in tensors:
         if type(tensor) is DTensor:
-            tensor.__class__ = nn.Parameter if tensor.__dict__.get("_is_param") else Tensor
+            tensor.__class__ = nn.Parameter if tensor.__dict__.get("_is_param") else plain_class(tensor)
             erased.append(tensor)
     return erased
 
@@ -50,7 +50,7 @@ def convert_erased(tensor: Tensor, route: Route, cause: object, made: list[Tenso
                 return tensor
             known._layout = target
             remember(tensor, target, known)
-    known.__class__ = Tensor
+    known.__class__ = plain_class(known)
     made.append(known)
     return known
 

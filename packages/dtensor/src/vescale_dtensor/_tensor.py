@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as local_only
-from torch._C import DispatchKey, _is_torch_function_enabled
+from torch._C import DispatchKey, _disabled_torch_function_impl, _DisableTorchDispatch, _is_torch_function_enabled
 from torch._C import _current_graph_task_id as _graph_task
 from torch._C import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
 
@@ -23,7 +23,7 @@ from ._functorch import TensorType, check_not_mapped
 from ._layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -126,13 +126,20 @@ class DTensor(Tensor, metaclass=TensorType):
         if pending is None:
             return settled
         if type(pending) is not DTensor:
-            stamp(pending, self._layout.base.gradient)
+            pending = self._stamped_grad(pending)
         if settled is None:
             return pending
         from ._gradient import fold
 
         del self.__dict__["_settled_grad"]
         return fold(pending, settled)
+
+    def _stamped_grad(self, pending: Tensor) -> DTensor:
+        stamped = stamp(pending, self._layout.base.gradient)
+        if stamped is not pending:
+            with local_only():
+                _set_grad(self, stamped)
+        return stamped
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -222,13 +229,33 @@ def watch_autograd() -> None:
 
 # The class is what `stamp` gives to a fresh local result, whatever the layout.
 def stamp(local: Tensor, layout: Layout) -> DTensor:
-    """Makes a fresh plain tensor the DTensor of `layout`. Adds no autograd node and copies nothing.
+    """Makes a fresh plain tensor the DTensor of `layout`. Copies nothing, and adds no autograd node but to a
+    number that not every rank holds, which becomes another object, heard of when C++ reads it (`_number.py`).
 
     Never call it on a tensor that somebody else holds: it changes the object.
     """
-    local.__class__ = DTensor
+    if layout.is_number:
+        local = local.as_subclass(DTensor)
+    else:
+        local.__class__ = DTensor
     local._layout = layout
     return local
+
+
+class LocalNumber(Tensor):
+    """A number while it is taken for its local part: what a DTensor's class becomes where plain code is run on it."""
+
+    __torch_function__ = _disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
+        with _DisableTorchDispatch():
+            return function(*args, **kwargs or {})
+
+
+def plain_class(tensor: DTensor) -> type[Tensor]:
+    """The class under which `tensor` is its local part alone."""
+    return LocalNumber if tensor._layout.is_number else Tensor
 
 
 def take_pending_grad(tensor: DTensor) -> Tensor | None:

@@ -134,9 +134,7 @@ class Region:
                 restore(made)
         if hooked:
             out = _apart(out)
-        if self._stamps:
-            self._stamp(out)
-        return out
+        return self._stamp(out) if self._stamps else out
 
     def _keep_registered(self) -> None:
         """Hooks that somebody registered while the region ran stay registered."""
@@ -211,15 +209,17 @@ class Region:
     def _entering(self, site: Any) -> Callable:
         return lambda *args, **kwargs: self.enter(site, args, kwargs)
 
-    def _stamp(self, out: Any) -> None:
+    def _stamp(self, out: Any) -> Any:
         layouts = self._outputs
         if type(out) is Tensor:
-            if layouts[0] is not None:
-                stamp(out, layouts[0])
-            return
-        for tensor, layout in zip(tensors_of(out), layouts, strict=True):
+            return out if layouts[0] is None else stamp(out, layouts[0])
+        before, numbers = tensors_of(out), False
+        after = list(before)
+        for i, (tensor, layout) in enumerate(zip(before, layouts, strict=True)):
             if layout is not None and type(tensor) is not DTensor:
-                stamp(tensor, layout)
+                after[i] = stamp(tensor, layout)
+                numbers = numbers or after[i] is not tensor  # all else is stamped where it stands
+        return _filled(out, after) if numbers else out
 
     def enter(self, site: Any, args: tuple, kwargs: dict) -> Any:
         """A module inside: called on plain tensors."""
@@ -266,9 +266,10 @@ class Region:
     def _draw(self, nested: Nested, site: Any, args: tuple, kwargs: dict) -> Any:
         """A leaf that draws: its input is a DTensor for the time of the call, so that it draws its region."""
         inputs = tensors_of((args, kwargs))
-        for tensor, layout in zip(inputs, nested.drawn, strict=True):
+        for i, layout in enumerate(nested.drawn):
             if layout is not None:
-                stamp(tensor, layout)
+                inputs[i] = stamp(inputs[i], layout)
+        args, kwargs = _filled((args, kwargs), inputs)
         own = [tensor for tensor in site.module.parameters() if "_layout" in tensor.__dict__]
         restore(own)
         _passes.running = None
