@@ -35,6 +35,7 @@ COMMUNICATES = {
         "_hang",  # tells what ranks wait for that hang
         "_mesh",  # looks up the process groups of a mesh
         "_worker",  # a rank of the test pool
+        "communication",  # answers calls of torch.distributed on DTensors; sends nothing
         "testing",
     },
     "checkpoint": {

@@ -220,6 +220,6 @@ def test_what_would_write_to_a_number_in_place_is_refused():
         one = distribute_tensor(torch.ones(4, 1), mesh, [Shard(0)]).sum(0, keepdim=True)
         one.add_(1).mul_(2)
         assert one.item() == 10
-        dist.broadcast(one, 0)
+        dist.distributed_c10d._get_default_group().broadcast(one, 0)
 
     raises_on_all(2, OperatorError, squeezed, match="full_tensor")

@@ -30,6 +30,7 @@ from ._fallback import FallbackWarning as FallbackWarning
 from ._layout import Layout as Layout
 from ._recomputation import keep_layouts as _keep_layouts
 from ._rules import families as _families
+from ._rules.communication import GlobalValueWarning as GlobalValueWarning
 from ._tensor import DTensor as DTensor
 from ._version import __version__ as __version__
 from .debug import Event as Event

@@ -33,6 +33,7 @@ from ._flat_rules import decide_flat
 from ._functorch import check_not_wrapped
 from ._layout import Layout, layout_of
 from ._number import takes_number, with_numbers
+from ._rules.communication import refuse_operator
 from ._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from ._rules.traits import Trait
 from ._signature import Signature, solve
@@ -164,6 +165,8 @@ def _as_plain(tensor: Tensor) -> Tensor:
 
 def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Decision:
     check_not_wrapped(function, tensors)
+    if isinstance(function, OpOverload):
+        refuse_operator(function, tensors)
     if takes_number(function, args, kwargs):
         return Decision(composite=with_numbers(function))
     mesh = _common_mesh(function, tensors)

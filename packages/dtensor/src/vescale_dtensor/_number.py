@@ -23,6 +23,7 @@ from torch._C import _current_graph_task_id, _DisableTorchDispatch, _is_torch_fu
 from ._arguments import collect, substitute
 from ._convert import convert, describe
 from ._errors import OperatorError
+from ._rules.communication import refuse_operator
 from ._tensor import DTensor, local_only
 
 # What reads a value or hands it on, and is in no formula of a backward that such a number may take part in.
@@ -39,8 +40,9 @@ def below_dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwarg
     if not _is_torch_function_enabled() or in_graph:
         with _DisableTorchDispatch():
             return function(*args, **kwargs)
-    if function._schema.is_mutable or function.namespace in ("c10d", "_c10d_functional"):
-        _refuse(function, args, kwargs)
+    refuse_operator(function, [tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor])
+    if function._schema.is_mutable:
+        _refuse(function, _tensors(args, kwargs))
     with _DisableTorchDispatch():
         return function(*substitute(args, _full(function)), **substitute(kwargs, _full(function)))
 
@@ -99,13 +101,17 @@ def takes_number(function: Callable, args: tuple, kwargs: dict) -> bool:
     return any(tensor.numel() == 1 for tensor in found)
 
 
-def _refuse(function: Any, args: tuple, kwargs: dict) -> None:
-    found = []
-    substitute((args, kwargs), lambda tensor: found.append(tensor) or tensor)
+def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
+    found: list[Tensor] = []
+    collect((args, kwargs), found)
+    return found
+
+
+def _refuse(function: Any, tensors: list[Tensor]) -> None:
     raise OperatorError(
         function.overloadpacket.__name__,
         "writes below the engine to a number of which every rank holds a part",
-        [describe("operand", tensor, tensor._layout) for tensor in found if type(tensor) is DTensor],
+        [describe("operand", tensor, tensor._layout) for tensor in tensors if type(tensor) is DTensor],
         [
             ("tensor.full_tensor()", "the value, plain: a collective of one number"),
             ("tensor.to_local()", "this rank's part"),

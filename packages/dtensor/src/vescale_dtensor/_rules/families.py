@@ -3,6 +3,7 @@
 from . import attention as attention
 from . import batch_norm as batch_norm
 from . import classes as classes
+from . import communication as communication
 from . import comparison as comparison
 from . import composed as composed
 from . import conv as conv
