@@ -56,7 +56,7 @@ def test_values_of_replicated_tensors_do_not_communicate():
             repr(x), str(y), repr(y), f"{y}"
             y.shape, y.size(), y.size(0), y.dim(), y.ndim, y.numel(), y.nelement(), len(y), y.dtype, y.device
             y.layout, y.is_leaf, y.requires_grad, y.grad_fn, y.is_floating_point(), y.is_complex(), y.stride()
-            y.type(), y.element_size(), y.is_contiguous(), hash(y), dir(y), y.data_ptr(), y.is_cuda
+            y.type(), y.element_size(), y.is_contiguous(), hash(y), dir(y), y.untyped_storage().data_ptr(), y.is_cuda
             torch.is_tensor(y), torch.is_floating_point(y), torch.numel(y), torch.is_same_size(y, y)
         assert len(trace) == 0
 

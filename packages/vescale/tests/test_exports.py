@@ -101,6 +101,7 @@ PUBLIC = {
         "DTensor",
         "Event",
         "FallbackWarning",
+        "GlobalValueWarning",
         "GradientError",
         "ImplicitCommunicationError",
         "InterleavedShard",

@@ -66,10 +66,12 @@ def from_local(
     """
     del stride
     _check_strided("from_local", local)
+    _check_plain("from_local", local)
     mesh = mesh_of(device_mesh)
     placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
-    exchanged = [tuple(local.shape)] if shape is not None else gather_objects(tuple(local.shape), mesh)
+    exchanged = [tuple(local.shape)]
     if shape is None:
+        exchanged = _exchanged(local, mesh)
         shape = _agreed_shape(exchanged, mesh, placements)
     shape = tuple(shape)
     layout = layout_of(mesh, canonical_states("from_local", placements, mesh, shape), shape)
@@ -235,6 +237,35 @@ def _layout(operation: str, shape, device_mesh, placements) -> Layout:
 def _coordinates(mesh: Mesh):
     """The mesh coordinates of all ranks, in the mesh's order."""
     return itertools.product(*map(range, mesh.sizes))
+
+
+def _check_plain(operation: str, local: Tensor) -> None:
+    """A DTensor is no shard: its shape is the global one, and its memory is not."""
+    if type(local) is not DTensor:
+        return
+    raise PlacementError(
+        operation,
+        "takes this rank's part as a plain tensor, and this is a DTensor, the global tensor",
+        [f"tensor  {local._layout.base!r}"],
+        [
+            ("the DTensor itself", "it needs no placing"),
+            ("tensor.redistribute(placements)", "under other placements"),
+            ("tensor.to_local()", "this rank's part of it, when that is what is meant"),
+        ],
+    )
+
+
+def _exchanged(local: Tensor, mesh: Mesh) -> list[tuple[int, ...]]:
+    """The local shapes of all ranks; raises alike on every rank when their dtypes differ."""
+    everyone = gather_objects((tuple(local.shape), str(local.dtype)), mesh)
+    if len({dtype for _, dtype in everyone}) > 1:
+        raise ShapeError(
+            "from_local",
+            "ranks disagree on the dtype of their local tensors",
+            [f"rank {i} of {mesh}  {dtype}, local {list(shape)}" for i, (shape, dtype) in enumerate(everyone)],
+            [("local.to(dtype)", "the same dtype on every rank")],
+        )
+    return [shape for shape, _ in everyone]
 
 
 def _agreed_shape(shapes: list[tuple[int, ...]], mesh: Mesh, placements) -> tuple[int, ...]:

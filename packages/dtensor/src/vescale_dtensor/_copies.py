@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _events
-from ._convert import describe, shares_storage
+from ._convert import describe, own_copy, shares_storage
 from ._errors import ViewError
 from ._events import function_name
 from ._layout import Layout
@@ -48,7 +48,7 @@ def _sever(tensor: Tensor) -> Tensor:
     """A clone for the sake of later writes alone."""
     _events.severing = True
     try:
-        return tensor.clone()
+        return own_copy(tensor)
     finally:
         _events.severing = False
 

@@ -6,11 +6,12 @@ import contextlib
 import zlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor, PlainTensorError, Replicate, Shard, from_local
+from vescale_dtensor import DTensor, PlacementError, PlainTensorError, Replicate, ShapeError, Shard, from_local
 from vescale_dtensor.engine import (
     INVARIANT,
     PENDING,
@@ -32,6 +33,7 @@ from .plan import Plan, PlanError
 
 # Ranks compare what they were given in the first calls, and then in every so many.
 FIRST_CHECKS, CHECK_EVERY = 3, 100
+_calls_of: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()  # of `shard_batch`
 
 
 class RootBorder:
@@ -94,7 +96,18 @@ def shard_batch(plan: Plan, batch: Any) -> Any:
     """See `Plan.shard_batch`."""
     join()
     mesh = mesh_of(tensor_mesh(plan))
+    calls = _calls_of.get(mesh, 0)
+    _calls_of[mesh] = calls + 1
+    if calls < FIRST_CHECKS or calls % CHECK_EVERY == 0:
+        check_agreement(batch, mesh, "Plan.shard_batch", "a batch to be cut is")
     return map_tensors(batch, lambda tensor: distributed(tensor, mesh, plan.data_axes))
+
+
+_PART_REMEDIES = [
+    ("DataLoader(..., drop_last=True)", "the last batch of a stream, of which a rank has fewer rows, or none"),
+    ("plan.shard_batch(batch)", "of the global batch, the same on every rank, of any size"),
+    ("model(batch)", "of what is a DTensor already, or the global batch"),
+]
 
 
 def local_batch(plan: Plan, batch: Any) -> Any:
@@ -104,7 +117,14 @@ def local_batch(plan: Plan, batch: Any) -> Any:
     names = mesh_of(device_mesh).names
     sharded = [Shard(0) if name in plan.data_axes else Replicate() for name in names]
     whole = [Replicate()] * len(names)
-    return map_tensors(batch, lambda tensor: from_local(tensor, device_mesh, sharded if tensor.ndim else whole))
+
+    def part(tensor: Tensor) -> Tensor:
+        try:
+            return from_local(tensor, device_mesh, sharded if tensor.ndim else whole)
+        except (ShapeError, PlacementError) as error:
+            raise type(error)("Plan.local_batch", error.rule, error.operands, _PART_REMEDIES) from None
+
+    return map_tensors(batch, part)
 
 
 def parts(plan: Plan, batch: Any, model: nn.Module | None) -> Iterator[Any]:
@@ -128,7 +148,9 @@ def parts(plan: Plan, batch: Any, model: nn.Module | None) -> Iterator[Any]:
             yield part
 
 
-def check_agreement(inputs: Any, mesh: Mesh) -> None:
+def check_agreement(
+    inputs: Any, mesh: Mesh, operation: str = "model", what: str = "plain tensors that enter the model are"
+) -> None:
     """Raises PlainTensorError, on all ranks alike, when plain inputs differ between ranks.
 
     Cost: one small all-gather per mesh axis.
@@ -146,9 +168,9 @@ def check_agreement(inputs: Any, mesh: Mesh) -> None:
         if theirs != everyone[0]:
             which = next((i for i, (a, b) in enumerate(zip(everyone[0], theirs)) if a != b), 0)
             raise PlainTensorError(
-                "model",
-                f"plain input tensor {which} differs between ranks 0 and {rank} of {mesh}: plain tensors that enter "
-                "the model are the global batch, the same on every rank",
+                operation,
+                f"plain input tensor {which} differs between ranks 0 and {rank} of {mesh}: {what} the global batch, "
+                "the same on every rank",
                 [f"rank {r}  {list(d[which][0]) if which < len(d) else 'absent'}" for r, d in enumerate(everyone)],
                 [
                     ("model(plan.local_batch(batch))", "when every rank loads its own part of the batch"),

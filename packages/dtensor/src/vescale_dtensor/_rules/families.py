@@ -17,6 +17,7 @@ from . import join as join
 from . import loss as loss
 from . import matmul as matmul
 from . import matrix as matrix
+from . import memory as memory
 from . import metadata as metadata
 from . import norm as norm
 from . import optim as optim

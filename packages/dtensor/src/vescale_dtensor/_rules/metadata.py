@@ -13,9 +13,8 @@ from .traits import VIEWS, Trait
 _PROPERTIES = """dtype device requires_grad is_leaf grad_fn is_cpu is_cuda is_meta is_mps is_xpu is_sparse is_sparse_csr
     is_quantized is_nested is_mkldnn is_vulkan is_ipu is_xla is_mtia is_maia output_nr itemsize names name _version
     retains_grad _backward_hooks _post_accumulate_grad_hooks volatile layout _python_dispatch is_ort""".split()
-_METHODS = """is_floating_point is_signed is_inference is_conj is_neg element_size get_device is_pinned
-    is_shared has_names data_ptr is_contiguous stride storage_offset untyped_storage storage _is_view _is_zerotensor
-    retain_grad requires_grad_ is_set_to __hash__ _typed_storage dim_order _has_symbolic_sizes_strides storage_type
+_METHODS = """is_floating_point is_signed is_inference is_conj is_neg element_size get_device is_pinned is_shared
+    has_names _is_view _is_zerotensor retain_grad requires_grad_ __hash__ _has_symbolic_sizes_strides storage_type
     is_coalesced is_sparse is_nonzero_""".split()
 
 
