@@ -208,7 +208,8 @@ LOCAL = {
     "the object itself, or Python's protocol of classes": """
         __annotations__ __class__ __delattr__ __dict__ __doc__ __getattribute__ __getstate__ __init__ __init_subclass__
         __module__ __new__ __setattr__ __setstate__ __subclasshook__ __torch_dispatch__ __torch_function__ __weakref__
-        _make_subclass _make_wrapper_subclass _dtensor__new__ as_subclass _clear_non_serializable_cached_data""",
+        __slotnames__ _make_subclass _make_wrapper_subclass _dtensor__new__ as_subclass
+        _clear_non_serializable_cached_data""",
     "handles of C++, for who keeps objects apart": """
         _cdata _use_count _fix_weakref __dlpack_c_exchange_api__ record_stream share_memory_ storage_type""",
     "autograd's own bookkeeping": """
