@@ -18,7 +18,7 @@ from ._convert import alias, convert, convert_plain, describe
 from ._errors import GradientError
 from ._layout import Layout
 from ._state import INVARIANT, PENDING, VARYING
-from ._tensor import DTensor, local_only, plain_class, stamp
+from ._tensor import DTensor, local_only, plain_class, source_of, stamp
 
 
 def as_gradient_of(tensor: DTensor, value: Tensor, operation: str) -> DTensor:
@@ -139,6 +139,10 @@ def start_backward(
     if gradient is not None or inputs is not None or layout.shape or VARYING in layout.states:
         seeds = None if gradient is None else [gradient]
         return _run_backward([tensor], seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+    source = source_of(tensor) if layout.is_number else None
+    if source is not None:
+        _engine_backward([source], [None], retain_graph=retain_graph, create_graph=create_graph)
+        return _finish_backward()
     tensor.__class__ = plain_class(tensor)
     try:
         _engine_backward([tensor], [None], retain_graph=retain_graph, create_graph=create_graph)

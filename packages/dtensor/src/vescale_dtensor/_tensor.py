@@ -235,7 +235,9 @@ def stamp(local: Tensor, layout: Layout) -> DTensor:
     Never call it on a tensor that somebody else holds: it changes the object.
     """
     if layout.is_number:
-        local = local.as_subclass(DTensor)
+        source, local = local, local.as_subclass(DTensor)
+        if source.grad_fn is not None:
+            local._source = (source, source._version)  # where a backward may start, past the node between them
     else:
         local.__class__ = DTensor
     local._layout = layout
@@ -251,6 +253,16 @@ class LocalNumber(Tensor):
     def __torch_dispatch__(cls, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
         with _DisableTorchDispatch():
             return function(*args, **kwargs or {})
+
+
+def source_of(number: DTensor) -> Tensor | None:
+    """What a number was made from, plain, where a backward from it is one from the number: nobody wrote to it since,
+    or hooked it."""
+    source, version = number.__dict__.get("_source", (None, 0))
+    with local_only():
+        if source is None or number._version != version or number._backward_hooks or number.retains_grad:
+            return None
+    return source
 
 
 def plain_class(tensor: DTensor) -> type[Tensor]:

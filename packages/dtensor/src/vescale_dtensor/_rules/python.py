@@ -77,7 +77,7 @@ def deep_copy(function, args, kwargs):
         fresh = tensor.detach().clone(memory_format=torch.preserve_format)
     fresh = stamp(fresh, tensor._layout.base).requires_grad_(needs_grad)
     memo[id(tensor)] = fresh
-    skipped = {"_layout", "_conversions", "_settled_grad", "_owner"}
+    skipped = {"_layout", "_conversions", "_settled_grad", "_owner", "_source"}
     for name, item in tensor.__dict__.items():
         if name not in skipped:
             setattr(fresh, name, copy.deepcopy(item, memo))
