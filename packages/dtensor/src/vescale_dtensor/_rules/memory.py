@@ -22,7 +22,7 @@ from .._errors import OperatorError
 from .._events import function_name
 from .._layout import Layout
 from .._tensor import DTensor, is_global, local_only
-from .registry import TABLE, handler
+from .registry import handler
 
 _REMEDIES = [
     ("tensor.full_tensor()", "the whole tensor, plain: an all-gather or all-reduce, on every rank"),
@@ -148,20 +148,6 @@ def is_set_to(function: Callable, args: tuple, kwargs: dict) -> bool:
         return False
     with local_only():
         return function(one, other)
-
-
-def _set(tensor: DTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`x.set_(y)`, as `x.data = y`; of a storage, or with sizes, it is refused. (torch asks no subclass of it.)"""
-    if not is_global():
-        return Tensor.set_(tensor, *args, **kwargs)
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-        _refuse(Tensor.set_, tensor, "memory is set to that of another tensor alone, `x.set_(y)`")
-    set_data = Tensor.data.__set__
-    TABLE[set_data].handler(set_data, (tensor, args[0]), {})
-    return tensor
-
-
-DTensor.set_ = _set
 
 
 # --- strides -----------------------------------------------------------------------------
