@@ -68,6 +68,15 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
 
 
+def _contents(value: Any) -> Any:
+    """Fresh containers around the same objects."""
+    if type(value) in (list, tuple):
+        return type(value)(_contents(item) for item in value)
+    if type(value) is dict:
+        return {key: _contents(item) for key, item in value.items()}
+    return set(value) if type(value) is set else value
+
+
 def _same(value: Any, before: Any) -> bool:
     """Whether it is the same object, or a container of the same."""
     if value is before:
@@ -90,9 +99,9 @@ class Kept:
         self._containers: list[tuple[Any, Any]] = []
         for _, module in self._modules:
             for leaf, value in _attributes(module):
-                self._before[id(module), leaf] = copied(value)
-                if isinstance(value, _CONTAINERS):
-                    self._containers.append((value, copied(value) if not isinstance(value, set) else set(value)))
+                self._before[id(module), leaf] = _contents(value)
+                if type(value) in _CONTAINERS:
+                    self._containers.append((value, _contents(value)))
         self._objects = {
             (id(module), leaf): value for _, module in self._modules for leaf, value in _attributes(module)
         }
