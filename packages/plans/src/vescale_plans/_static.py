@@ -26,6 +26,7 @@ from vescale_dtensor.engine import Difference, check_order, grad_state, is_stric
 from . import _passes
 from ._static_frame import Frame
 from ._static_key import foreign_global_hooks, is_ours, knows_plain, take_key
+from ._static_reads import Changed, Reads
 from ._static_record import Recording
 from ._static_region import Eager, Nested, Region, StaleRegion, StaticWarning
 from .plan import PlanError
@@ -285,8 +286,23 @@ def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Regi
             if nested.setdefault(child.site, found) != found:
                 return None, Difference(f"calls {child.site.name} with inputs in two layouts", child.site.line)
             waiting.append(child)
+    try:
+        reads = _reads_of(frame)
+    except Changed as changed:
+        return None, Difference(f"finds another {changed} in one of the modules that it calls", frame.site.line)
+    frame.guard.watch(reads)
     unseen = {sites[id(m)] for m in frame.module.modules()} - set(nested) - {frame.site}
     return Region(frame, nested, borders, unseen, backend), None
+
+
+def _reads_of(frame: Frame) -> Reads:
+    """What the code of a frame, and of all that it calls, has read."""
+    reads, waiting = Reads(), [frame]
+    while waiting:
+        one = waiting.pop()
+        reads.merge(one.reads)
+        waiting += one.children
+    return reads
 
 
 def _note(verdicts: dict, site: Site, verdict: str, reason: Difference | None) -> None:

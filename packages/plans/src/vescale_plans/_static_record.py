@@ -24,10 +24,12 @@ from vescale_dtensor.engine import (
 )
 
 from ._passes import entered
-from ._static_frame import RANDOM, Frame, changed, kept_by, layout_at, tensors_of
+from ._static_frame import Frame, layout_at, tensors_of
 from ._static_guard import Guard
 from ._static_key import take_key
-from ._static_trial import judge
+from ._static_scan import scan
+from ._static_scan_state import Unseen
+from ._static_trial import explained, judge
 
 
 class Recording:
@@ -62,7 +64,6 @@ class Recording:
             with local_only():
                 inputs = refs_of((args, kwargs), self._storages)
             parent.tape.append(Crossing(frame, inputs))
-        before = kept_by(site.module, (args, kwargs))
         self._stack.append(frame)
         self._taping.tapes.append(frame.tape)
         try:
@@ -70,30 +71,18 @@ class Recording:
         finally:
             self._taping.tapes.pop()
             self._stack.pop()
-        self._end(frame, before)
+        self._end(frame)
         return out
 
-    def _end(self, frame: Frame, before: dict[str, Any]) -> None:
+    def _end(self, frame: Frame) -> None:
         frame.outputs = [layout_at(tensor) for tensor in tensors_of(frame.out)]
         with _silent(self._taping):
-            frame.reason = self._outside(frame, before) or judge(frame, self._storages)
+            seen = _looked_through(frame)
+            frame.reason = _outside(frame) or seen or judge(frame, self._storages)
         for child in frame.children:
             child.forget()
         if not self._stack:
             frame.forget()
-
-    def _outside(self, frame: Frame, before: dict[str, Any]) -> Difference | None:
-        """What the module did beside computing: attributes, hooks of its children, Python's random numbers."""
-        name = changed(before, kept_by(frame.module, (frame.args, frame.kwargs)))
-        if name:
-            what = "draws from a generator of Python or numpy" if name == RANDOM else f"sets {name}"
-            return Difference(what, frame.site.line)
-        if frame.site.has_odd_border():
-            return Difference("has a border of the plan that changes its parameters for the call", frame.site.line)
-        for child in frame.children:
-            if child.site.has_foreign_hooks():
-                return Difference(f"calls {child.site.name}, which has hooks of yours", child.site.line)
-        return None
 
     def at_border(self, converter: Any, tensor: Tensor) -> Tensor:
         """Converts, noting whose border it is."""
@@ -120,6 +109,28 @@ class Recording:
             refs = (self._storages.ref(tensor), self._storages.ref(result))
         taping.tapes[-1].append(Conversion(tensor, source, result, target, cause, line, self._by, refs))
         return result
+
+
+def _outside(frame: Frame) -> Difference | None:
+    """What hooks and borders say against a region."""
+    if frame.site.has_odd_border():
+        return Difference("has a border of the plan that changes its parameters for the call", frame.site.line)
+    for child in frame.children:
+        if child.site.has_foreign_hooks():
+            return Difference(f"calls {child.site.name}, which has hooks of yours", child.site.line)
+    return None
+
+
+def _looked_through(frame: Frame) -> Difference | None:
+    """What the module's own code reads; a difference where that cannot be known: then it is not run again either."""
+    blind = next((child for child in frame.children if child.reads is None), None)
+    if blind is not None:
+        return Difference(f"calls {blind.site.name}, which is eager", blind.reason.line)
+    try:
+        frame.reads, frame.returns = scan(frame)
+    except Unseen as unseen:
+        return explained(Difference(unseen.what, unseen.line))
+    return None
 
 
 @contextlib.contextmanager

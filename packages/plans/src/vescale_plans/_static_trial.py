@@ -342,7 +342,7 @@ def _compare(frame: Frame, tape: list, taping: Taping, done: list[Tensor], out: 
     pairs = Pairs()
     difference = first_difference(tape, taping.tapes[-1], pairs)
     if difference is not None:
-        return _explained(difference)
+        return explained(difference)
     if len(tried) != len(done) or odd_value(out) or _skeleton(out) != _skeleton(frame.out):
         return Difference("returns something else", frame.site.line)
     wanted = [frame.sources.get(i, tensor) for i, tensor in enumerate(done)]
@@ -376,7 +376,7 @@ def _at_part(frame: Frame, tape: list, taping: Taping, why: str, error: Exceptio
     """The reason of a trial that was left early: the first difference so far, or what happened at its end."""
     difference = first_difference(tape, taping.tapes[-1], Pairs(), whole=False)
     if difference is not None:
-        return _explained(difference)
+        return explained(difference)
     if error is None:
         return Difference(why, frame.site.line)
     line = _line_of(error) or frame.site.line
@@ -395,7 +395,7 @@ def _line_of(error: Exception) -> str:
     return found
 
 
-def _explained(difference: Difference) -> Difference:
+def explained(difference: Difference) -> Difference:
     return Difference(f"{difference.what}{_source(difference.line)}", difference.line)
 
 
