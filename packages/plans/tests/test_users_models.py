@@ -319,3 +319,87 @@ def test_what_a_flat_buffer_cannot_take_is_refused():
             model(*batch(0))
 
     run_ranks(2, work)
+
+
+# --- hooks on gradients --------------------------------------------------------------------
+
+
+def stepped_in_hooks(model):
+    """The recipe that saves gradient memory: an optimizer per parameter, stepped when its gradient is there. Returns
+    (name, gradient) of every step, and of what lay in gradients then the most elements."""
+    optimizers = {p: torch.optim.AdamW([p], lr=0.02, foreach=False) for p in model.parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    seen, most = [], [0]
+
+    def step(parameter):
+        held = [one.grad for one in model.parameters() if one.grad is not None]
+        most[0] = max(most[0], sum(getattr(one, "mesh_layout", one).shape.numel() for one in held))
+        seen.append((names[parameter], full(parameter.grad).clone()))
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return seen, most
+
+
+class Deep(Net):
+    """Twice the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.extend(Block() for _ in range(3))
+
+
+@pytest.mark.parametrize("kind", [*PLANS, "zero1", "offload"])
+def test_an_optimizer_stepped_in_hooks(kind):
+    """`p.grad` was None there, or not reduced; under ZeRO-3 nothing trained."""
+
+    def work():
+        torch.manual_seed(0)
+        alone = Deep()
+        model = copy.deepcopy(alone)
+        more = {"zero1": {"zero": 1}, "offload": {"zero": 2, "offload": True}}.get(kind)
+        plan = plan_of("dp", 2).override(**more) if more else plan_of(kind, 2)
+        model, _ = parallelize(plan, model)
+        results = []
+        for one in (alone, model):
+            seen, most = stepped_in_hooks(one)
+            losses = []
+            for step in range(STEPS):
+                loss = one(*batch(step))
+                loss.backward()
+                losses.append(loss.item())
+                assert all(parameter.grad is None for parameter in one.parameters())
+            found = {name: full(p.detach()).clone() for name, p in one.named_parameters()}
+            results.append((losses, dict(seen), len(seen), found, most[0]))
+        (losses, last, steps, found, _), (mine, my_last, my_steps, my_found, most) = results
+        torch.testing.assert_close(mine, losses, rtol=1e-5, atol=0)
+        assert my_steps == steps
+        close(my_last, last)
+        close(my_found, found)
+        total = sum(parameter.numel() for parameter in alone.parameters())
+        return most / total
+
+    shares = run_ranks(2, work)
+    if kind == "zero3":  # units are blocks there; below, all of so small a model is one bucket
+        assert max(shares) < 0.5
+
+
+def test_tensor_hooks_of_parameters_under_zero3_see_whole_gradients():
+    """Registered at rest they took the layout of the flat part."""
+
+    def work():
+        torch.manual_seed(0)
+        alone = Net()
+        model, _ = parallelize(plan_of("zero3", 2), copy.deepcopy(alone))
+        found = []
+        for one in (alone, model):
+            norms = {}
+            for name, parameter in one.named_parameters():
+                parameter.register_hook(lambda g, name=name, norms=norms: norms.update({name: full(g).norm()}) or 2 * g)
+            one(*batch(0)).backward()
+            found.append((norms, {name: full(p.grad) for name, p in one.named_parameters()}))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+
+    run_ranks(2, work)

@@ -252,7 +252,8 @@ def _check_scalar(tensors, starts, operation: str) -> None:
 def register_hook(function: Any, args: tuple, kwargs: dict) -> Any:
     """`Tensor.register_hook`: the hook sees, and may return, a DTensor in the gradient's layout."""
     tensor, hook = args
-    layout = tensor._layout.gradient
+    owner = tensor.__dict__.get("_owner")  # of a parameter that computes under another layout than it rests in
+    layout = tensor._layout.gradient if owner is None else owner.full_layout.gradient
 
     def wrapped(gradient: Tensor) -> Tensor | None:
         seen = stamp(alias(gradient), layout)
@@ -266,7 +267,10 @@ def register_hook(function: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def accumulate_hook(function: Any, args: tuple, kwargs: dict) -> Any:
-    """`Tensor.register_post_accumulate_grad_hook`: the hook gets the tensor itself."""
+    """`Tensor.register_post_accumulate_grad_hook`: the hook gets the tensor itself, once its gradient is reduced."""
     tensor, hook = args
+    owner = tensor.__dict__.get("_owner")
+    if owner is not None and owner.hooks is not None:
+        return owner.register(hook)
     with local_only():
         return function(tensor, hook)

@@ -22,6 +22,7 @@ class InFlight:
 
     def __init__(self, buffer: Buffer, pending: PendingReduction | None, missing: list[int]) -> None:
         self.buffer, self.pending, self.missing = buffer, pending, missing
+        self.usage: Usage | None = None  # its own, where it is finished before the others
 
     def advance(self) -> None:
         if self.pending is not None:
@@ -29,7 +30,9 @@ class InFlight:
 
     def finish(self, usage: Usage | None = None) -> None:
         summed = self.buffer.master[:0] if self.pending is None else self.pending.finish()
-        self.buffer.settle(summed, self.missing, usage)
+        self.buffer.settle(summed, self.missing, self.usage or usage)
+        if self.usage is not None:
+            self.usage.close()
 
 
 class Usage:

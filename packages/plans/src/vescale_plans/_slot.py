@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor, Layout, PlacementError
 from vescale_dtensor.engine import INVARIANT, PENDING, Mesh, convert, convert_plain, forget, local_only
@@ -40,7 +43,7 @@ class Slot:
 
     __slots__ = (
         "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
-        "gradient_layout", "full", "master", "optimized", "gradient", "is_away", "arriving", "is_copied",
+        "gradient_layout", "full", "master", "optimized", "gradient", "arriving", "is_copied", "is_away", "hooks",
     )  # fmt: skip
 
     parameter: DTensor
@@ -55,6 +58,13 @@ class Slot:
     arriving: Tensor | None  # on the host, where the gradients of an offloaded parameter arrive
     is_copied: bool  # whether `optimized` is a copy of the master, on the host
     is_away: bool  # the parameter was pointed at memory of somebody else's
+    hooks: OrderedDict[int, Callable] | None  # the user's, for the reduced gradient; None where nothing is reduced
+
+    def register(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """`register_post_accumulate_grad_hook` of the parameter."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
 
     def show(self, whole: bool) -> None:
         """Points the parameter at `full` or at `master`. Call with dispatch disabled."""

@@ -313,9 +313,15 @@ class DataParallel:
     def _start(self, unit: Unit) -> None:
         with torch.no_grad():
             for buffer in unit.reduced:
-                self._running.append(buffer.start())
+                self._running.append(flight := buffer.start())
+                if buffer.is_hooked and self.sharing.zero >= 2:
+                    flight.usage = Usage([flight], self.sharing.mesh)
             for flight in self._running[:-_IN_FLIGHT]:
                 flight.advance()
+            while len(self._running) > _IN_FLIGHT and self._running[0].buffer.is_hooked:  # its gradients may go then
+                flight = self._running.pop(0)
+                flight.finish()
+                flight.buffer.tell()
 
     def finish(self) -> None:
         """Starts what is left, waits for all, and hands out the reduced gradients."""
@@ -340,6 +346,8 @@ class DataParallel:
                 if usage is not None:
                     usage.close()
                 self._apart.tell()
+                for flight in running:
+                    flight.buffer.tell()
             else:
                 for unit in self._order:
                     for buffer in unit.reduced:
