@@ -1,6 +1,6 @@
 # Every target works from a bare Python 3.11 or newer; `make setup` comes by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test verify bench bench-history dashboard torchtitan torchtitan-setup check smoke-install clean
+.PHONY: help setup demo test verify bench bench-history dashboard torchtitan torchtitan-setup check smoke-install gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -53,6 +53,9 @@ check: $(STAMP) ## ruff, and the layering of the packages
 
 smoke-install: $(STAMP) ## install each package from the network into an empty environment, and use it
 	@$(RUN) tools/fresh_install.py
+
+gpu: ## on a machine with a GPU, offline, with its own torch (PYTHON=...): everything that only a GPU can show, in 20 minutes
+	@PYTHONPATH=tools $(PYTHON) -m gpu $(PARTS)
 
 clean: ## remove .venv; the next target makes it again
 	@rm -rf $(VENV)

@@ -1,0 +1,101 @@
+"""Runs the parts; see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+TOP = Path(__file__).absolute().parents[2]
+
+
+class Bounded(NamedTuple):
+    """A part and the seconds that it may take; all of them fit in 20 minutes."""
+
+    name: str
+    seconds: float
+
+
+PARTS = (
+    Bounded("random_numbers", 120), Bounded("training", 420), Bounded("host_waits", 90), Bounded("block_ratios", 210),
+    Bounded("memory", 90), Bounded("calibration", 150), Bounded("premise", 90),
+)  # fmt: skip
+GRACE = 30  # a part that does not stop by itself is ended
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[part.name for part in PARTS] + [[]], help="these alone")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "second"])
+    parser.add_argument("--again", action="store_true", help="forget what earlier runs of today found")
+    parser.add_argument("--share", type=float, default=1.0, help="of each part's time: a short rehearsal")
+    given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("make gpu: torch sees no GPU here; `python -m gpu --device second` rehearses without one")
+        return 2
+    day = datetime.now(UTC).strftime("%Y-%m-%d")
+    kept = TOP / ".gpu" / f"{day}-{given.device}"
+    kept.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for part in PARTS:
+        if given.parts and part.name not in given.parts:
+            continue
+        path = kept / f"{part.name}.json"
+        if given.again:
+            path.unlink(missing_ok=True)
+        print(f"{part.name}:", flush=True)
+        status = _run(part, given.device, path, part.seconds * given.share)
+        if status:
+            failed.append(f"{part.name} ({status})")
+    name = f"{day}-gpu.json" if given.device == "cuda" else f"{day}-gpu-rehearsal.json"
+    found = {part.name: json.loads(path.read_text()) for part in PARTS if (path := kept / f"{part.name}.json").exists()}
+    report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **_facts(given.device), "parts": found}
+    if failed:
+        report["cut off"] = failed
+    (TOP / "results" / name).write_text(json.dumps(report, indent=1) + "\n")
+    bad = [f"{part}: {key}" for part, all_ in found.items() for key, said in all_.items() if _is_bad(said)]
+    print(f"make gpu: results/{name}; {len(bad)} finding(s) to look at", *bad, *failed, sep="\n  ")
+    return bool(bad or failed)
+
+
+def _run(part: Bounded, device: str, path: Path, seconds: float) -> str:
+    """ "" when the part came to its end."""
+    sources = [str(TOP / "packages" / name / "src") for name in os.listdir(TOP / "packages")]
+    sources += [str(TOP / "tools"), str(TOP / "examples"), str(TOP)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", f"gpu.{part.name}", "--device", device, "--out", str(path)]
+    began = time.monotonic()
+    process = subprocess.Popen([*command, "--seconds", str(seconds)], env=environment, cwd=TOP)
+    try:
+        status = process.wait(seconds + GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return f"ended after {time.monotonic() - began:.0f} s"
+    return f"exit status {status}" if status else ""
+
+
+def _is_bad(said: Any) -> bool:
+    return isinstance(said, dict) and ("failed" in said or said.get("holds") is False)
+
+
+def _facts(device: str) -> dict[str, Any]:
+    facts = {"device": "the second device, on the CPU: a rehearsal", "torch": torch.__version__}
+    if device == "cuda":
+        facts["device"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        facts |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=TOP, check=False)
+    return facts | {"python": platform.python_version(), "commit": git.stdout.strip() or "unknown"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
