@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from vescale_dtensor import Replicate
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, expert_drops, expert_load, parallelize
+from vescale_plans._expert_capacity import counted
 
 warm_up("torch._dynamo", "vescale_plans")
 
@@ -110,3 +111,9 @@ def test_what_is_dropped_is_what_one_device_drops(mesh, factor):
 def test_without_overflow_nothing_is_dropped():
     for worst, _, drops, _ in run_ranks(4, against_one_device, MESHES["dp2 ep2"], 7.0, 5):
         assert worst < 1e-13 and sum(drops) == 0
+
+
+@pytest.mark.parametrize("rows", [0, 1, 50])
+def test_rows_are_counted_as_bincount_counts_them(rows):
+    chosen = torch.randint(5, (rows,), generator=torch.Generator().manual_seed(rows))
+    assert torch.equal(counted(chosen, 7), torch.bincount(chosen, minlength=7))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from vescale_rng import Geometry, _cuda_fill
 from vescale_rng._cuda_launch import dropout, fills
-from vescale_rng._cuda_numbers import fused, fused_dropout_, recipe, words
+from vescale_rng._cuda_numbers import fused, fused_dropout_, recipe, told, words
 from vescale_rng._philox import words_at
 from vescale_rng._region import Region
 
@@ -289,6 +289,17 @@ def differences_of_the_kernel():
     if not torch.equal(_triton.words_at(places, key), words_at(places, key)):
         found.append("words of the philox stream")
     return found
+
+
+def test_a_draws_numbers_are_copied_to_the_device_once():
+    device = torch.device("cpu")
+    for name, args, dtype in ALL:
+        made = recipe(function_of(name), args, {}, dtype)
+        numbers, integers = told(made, device)
+        assert numbers.tolist() == list(made.numbers) and integers.tolist() == list(made.integers)
+        assert told(made, device)[0] is numbers
+    zeros = [told(recipe(Tensor.normal_, (mean, 1.0), {}, torch.float32), device)[0] for mean in (0.0, -0.0)]
+    assert zeros[0].signbit().sum() != zeros[1].signbit().sum()  # equal numbers, but other bits
 
 
 def test_the_triton_kernel_under_its_interpreter():

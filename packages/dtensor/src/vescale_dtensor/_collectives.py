@@ -73,6 +73,9 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
             else:
                 call(_wire(out), _wire(local)).wait()
         except RuntimeError as error:
+            if is_away(local, mesh):
+                noted[0] = DONE
+                return gather(local.to(mesh.device_type))
             raise _failure(error, kind, mesh, axes) from error
         noted[0] = DONE
         if event is not None:
@@ -89,6 +92,8 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     if not local.numel():
         return local.clone()
     received = 2 * local.nbytes * (count - 1) // count
+    if is_away(local, mesh):
+        local = local.to(mesh.device_type)
     if _engine(mesh, axes).reduces:
         out = local.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         options = AllreduceOptions()
@@ -108,6 +113,12 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     whole = torch.empty_like(padded)
     _run(kind, mesh, axes, received // 2, group._allgather_base, _wire(whole), _wire(mine), count=0)
     return _shaped(whole, local.shape)
+
+
+def is_away(local: Tensor, mesh: Mesh) -> bool:
+    """Whether a tensor lies on the host while the mesh does not: an offloaded parameter at rest. Collectives of it run
+    on the device, and that is where their results are."""
+    return local.device.type == "cpu" != mesh.device_type
 
 
 def _shaped(flat: Tensor, shape: torch.Size) -> Tensor:
@@ -163,6 +174,9 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
                 out = torch.empty_like(rows)
                 call(_wire(out), _wire(rows), [], []).wait()
         except RuntimeError as error:
+            if is_away(rows, mesh):
+                noted[0] = DONE
+                return scatter(rows.to(mesh.device_type))
             raise _failure(error, kind, mesh, axes) from error
         noted[0] = DONE
         if event is not None:

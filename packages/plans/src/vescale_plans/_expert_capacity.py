@@ -28,7 +28,7 @@ def room(indices: Tensor, layout: Layout, experts: int, factor: float, name: str
     """
     capacity = max(1, ceil(factor * layout.numel / experts))
     axes = tuple(axis for axis, state in enumerate(layout.states) if state.is_sharded and layout.mesh.sizes[axis] > 1)
-    counts = torch.bincount(indices.reshape(-1), minlength=experts)
+    counts = counted(indices.reshape(-1), experts)
     if not axes:
         return torch.full_like(counts, capacity)
     set_cause(Cause("expert capacity", name))
@@ -39,6 +39,11 @@ def room(indices: Tensor, layout: Layout, experts: int, factor: float, name: str
         place = place * mesh.sizes[axis] + mesh.coordinate[axis]
     earlier = everyone.view(-1, experts)[:place].sum(0)
     return (capacity - earlier).clamp(min=0)
+
+
+def counted(chosen: Tensor, experts: int) -> Tensor:
+    """How many rows chose every expert. (`bincount` makes the host wait for the largest index.)"""
+    return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def positions(sorted_experts: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from vescale_dtensor.debug import Cause
 from vescale_dtensor.engine import Mesh, PendingRows, set_cause
 
-from ._expert_capacity import positions
+from ._expert_capacity import counted, positions
 
 
 class Spread:
@@ -49,7 +49,7 @@ class Route:
         dry = indices.is_meta
         flat = torch.arange(indices.numel()) % spread.experts if dry else indices.reshape(-1)  # dry: an even load
         self.order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=spread.experts)
+        counts = counted(flat, spread.experts)
         self.dropped = torch.zeros_like(counts)
         self._drops = room is not None and not dry
         if self._drops:
@@ -83,7 +83,7 @@ class Route:
     def arrived_ids(self) -> Tensor:
         """The local expert of every row that arrived: by rank of origin, then by expert."""
         experts = torch.arange(self.spread.local, device=self.arrived.device).repeat(self.spread.ranks)
-        return torch.repeat_interleave(experts, self.arrived.view(-1))
+        return torch.repeat_interleave(experts, self.arrived.view(-1), output_size=sum(self.receives))
 
     def begin(self, copies: Tensor) -> None:
         """Starts what `Out` will wait for: compute between the two goes on meanwhile."""

@@ -50,7 +50,7 @@ from vescale_dtensor.engine import (
 
 from ._expert_beside import Beside
 from ._expert_bias import added_last
-from ._expert_capacity import positions, room
+from ._expert_capacity import counted, positions, room
 from ._expert_route import Back, Out, Route, Spread
 from ._parts import PlanError
 
@@ -249,7 +249,7 @@ class _Call:
         if indices.is_meta:
             border.load = []
             return self._weights
-        counts = torch.bincount(flat, minlength=border.experts.experts)
+        counts = counted(flat, border.experts.experts)
         kept = counts if takes is None else torch.minimum(counts, takes)
         border.load, border.dropped = kept.tolist(), counts - kept
         if takes is None:
@@ -310,7 +310,7 @@ class _WholeCall:
         border.replicas = tuple(axis for axis, state in enumerate(states) if not state.is_sharded)
         local = indices.to_local() if type(indices) is DTensor else indices
         count = border.experts.experts
-        border.load = [] if local.is_meta else torch.bincount(local.reshape(-1), minlength=count).tolist()
+        border.load = [] if local.is_meta else counted(local.reshape(-1), count).tolist()
         self._parameters = dict(module._parameters)
         for name, parameter in self._parameters.items():
             if parameter is not None:

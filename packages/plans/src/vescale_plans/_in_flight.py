@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from vescale_dtensor.debug import Cause
 from vescale_dtensor.engine import Mesh, PendingGather, PendingReduction, set_cause
@@ -55,7 +57,7 @@ class Usage:
         self._everyone: list[int] | None = None
         self._pending: PendingGather | None = None
         if axes:
-            part = torch.tensor(mine, dtype=torch.uint8, device=flights[0].buffer.device)
+            part = _on_device(bytes(mine), flights[0].buffer.device)
             self._out = part.new_empty(mesh.count(axes) * len(mine))
             set_cause(SYNC)
             self._pending = PendingGather(self._out, part, mesh, axes)
@@ -70,6 +72,12 @@ class Usage:
         """Waits, so that nothing stays under way."""
         if self._pending is not None:
             self._pending.wait()
+
+
+@lru_cache(maxsize=64)
+def _on_device(values: bytes, device: torch.device) -> Tensor:
+    """The bytes there; most backwards tell the same, so that the host waits for no copy."""
+    return torch.tensor(list(values), dtype=torch.uint8, device=device)
 
 
 class Apart:
@@ -87,7 +95,7 @@ class Apart:
         mine = [slot.parameter.grad is not None for buffer in self._buffers for slot in buffer.slots]
         if not mine:
             return
-        part = torch.tensor(mine, dtype=torch.uint8, device=self._buffers[0].device)
+        part = _on_device(bytes(mine), self._buffers[0].device)
         out = part.new_empty(self._mesh.count(self._axes) * len(mine))
         set_cause(SYNC)
         PendingGather(out, part, self._mesh, self._axes).wait()

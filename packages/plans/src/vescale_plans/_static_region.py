@@ -27,6 +27,7 @@ from vescale_dtensor.engine import (
 from . import _passes
 from ._boundary import replaceable
 from ._containers import map_first, map_tensors
+from ._generators import random_states, set_random_states
 from ._static_frame import Border, Frame, Step, parameter_place, tensors_of
 from ._static_guard import FORWARD_HOOKS
 
@@ -101,7 +102,7 @@ class Region:
         made: list[Tensor] = []
         outer, self._made = self._made, made
         before, _passes.running = _passes.running, self
-        state = torch.get_rng_state() if self._random else None
+        state = random_states() if self._random else None
         if self._others:
             erased += erase(self._others)
         plain, sharded = nn.Parameter, DTensor
@@ -116,7 +117,7 @@ class Region:
             out = self._across(self.border, self.site, forward, args, kwargs)
         except StaleRegion:
             if state is not None:
-                torch.set_rng_state(state)
+                set_random_states(state)
             raise
         finally:
             _passes.running = before

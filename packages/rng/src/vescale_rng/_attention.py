@@ -1,4 +1,4 @@
-"""Dropout inside scaled_dot_product_attention, drawn as one CPU device draws it.
+"""Dropout inside scaled_dot_product_attention, drawn for the shard: as one CPU device draws it, and on others alike.
 
 With dropout_p > 0 a CPU takes the math path (its flash kernel has no dropout: ATen/native/transformers/
 sdp_utils_cpp.cpp, check_for_dropout), which drops entries of the weights after softmax:
@@ -6,12 +6,19 @@ at::dropout(weights, dropout_p), over the contiguous [..., heads, rows, columns]
 (ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math; causal and masked entries take their
 numbers, too). So the noise is a dropout noise of that shape, cut like the result: by batch, heads and rows. How the
 operands lie is decided by vescale_dtensor's rule for attention without dropout; its kernel is this module's.
+
+An accelerator's fused kernels draw numbers of their own within a tile, which nobody else can make. So there, too, the
+math path is taken, with noise that the mesh does not change: of the philox stream where it is on, else of the device's
+generator (on CUDA a closed form; elsewhere drawn whole and cut). Nothing is gathered. That one device's own kernel
+would have drawn others is said once.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from math import sqrt
 
 import torch
@@ -24,16 +31,19 @@ from vescale_dtensor.rules import Call, Decision
 
 from ._dropout import drawn_noise
 from ._fills import settled
+from ._materialize import cut
+from ._select import current_stream
 
 _without_dropout = TABLE[F.scaled_dot_product_attention].rule
 _POSITION = 4  # of dropout_p
+_log = logging.getLogger("vescale")
 
 
 @register_rule(F.scaled_dot_product_attention, exact=True)
 def scaled_dot_product_attention(call: Call):
-    """Without dropout the rule of vescale_dtensor; on other devices than CPU dropout stays the fallback's."""
+    """The rule of vescale_dtensor; with dropout, its layouts."""
     p = call.get(_POSITION, "dropout_p", 0.0)
-    if not p or call.mesh.device_mesh.device_type != "cpu":
+    if not p:
         return _without_dropout(call)
     kwargs = {name: value for name, value in call.kwargs.items() if name != "dropout_p"}
     args = (*call.args[:_POSITION], 0.0, *call.args[_POSITION + 1 :]) if len(call.args) > _POSITION else call.args
@@ -54,10 +64,30 @@ def _dropping(decision: Decision, weights: Layout, p: float) -> Callable:
         dtype = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
         noise = query.new_empty(weights.local_shape, dtype=dtype)
         with torch.no_grad():
-            noise = noise.zero_() if p == 1 else drawn_noise(noise, weights, p).div_(1 - p)
+            noise = noise.zero_() if p == 1 else _noise(noise, weights, p).div_(1 - p)
         return kernel(query, key, value, attn_mask, noise, *args, **kwargs)
 
     return run
+
+
+def _noise(local: Tensor, weights: Layout, p: float) -> Tensor:
+    """This rank's part of the zeros and ones of the weights; `local` may be overwritten."""
+    device = local.device.type
+    if device in ("cpu", "meta") or current_stream() == "philox":
+        return drawn_noise(local, weights, p)
+    _say_once(device)
+    if device == "cuda":
+        return drawn_noise(local, weights, p)
+    return cut(local.new_empty(weights.shape).bernoulli_(1 - p), weights)
+
+
+@lru_cache(maxsize=8)
+def _say_once(device: str) -> None:
+    _log.warning(
+        "attention dropout on %s draws its mask by global place, the same on every mesh; a fused kernel of one device "
+        'draws another. With vescale.use_rng_stream("philox") it is the same on every kind of device, too',
+        device,
+    )
 
 
 def attend(

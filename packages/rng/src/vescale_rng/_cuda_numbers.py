@@ -13,8 +13,10 @@ the last places, about 1e-6 relative.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -253,3 +255,16 @@ _MADE: dict[str, Callable[[Recipe, Words, Tensor, torch.dtype], Tensor]] = {
     "geometric": _made_geometric,
     "integers": _made_integers,
 }
+
+
+def told(made: Recipe, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The recipe's numbers and integers on the device; kept, for the host waits for a copy."""
+    return (
+        _copied(array("d", made.numbers).tobytes(), torch.float64, device),
+        _copied(array("q", made.integers).tobytes(), torch.int64, device),
+    )
+
+
+@lru_cache(maxsize=256)
+def _copied(values: bytes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.uint8).view(dtype).to(device)

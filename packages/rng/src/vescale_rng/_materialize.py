@@ -63,7 +63,7 @@ def materialize_shard(tensor: Deferred, layout: Layout) -> Tensor:
     """
     with torch.no_grad():
         local = None if layout.is_replicated else _shard(tensor._slot, layout)
-        return _cut(value_of(tensor._slot), layout) if local is None else local
+        return cut(value_of(tensor._slot), layout) if local is None else local
 
 
 def materialize(target: nn.Module | Tensor) -> nn.Module | Tensor:
@@ -143,7 +143,7 @@ def _on_shards(entry: Entry, layout: Layout, values: dict) -> Tensor | list[Tens
     if entry.constant is not None:
         if entry.constant.dim() and entry.constant.shape != layout.shape:
             raise _Whole
-        return _cut(entry.constant.clone(), layout)
+        return cut(entry.constant.clone(), layout)
     parts = [values[one] for one in tree_flatten((args, kwargs))[0] if isinstance(one, Slot)]
     if any(isinstance(part, list) for part in parts):
         if function not in _CONSTANT:
@@ -177,7 +177,7 @@ def _is_elementwise(function: Callable) -> bool:
     return torch.Tag.pointwise in function.tags or torch.Tag.pointwise in one.tags
 
 
-def _cut(value: Tensor, layout: Layout) -> Tensor:
+def cut(value: Tensor, layout: Layout) -> Tensor:
     """This rank's part of the whole `value`; a number is whole everywhere."""
     here = layout.mesh.coordinate
     if not value.dim():

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._cuda_launch import Launch
-from ._cuda_numbers import Recipe
+from ._cuda_numbers import Recipe, told
 from ._region import Region
 
 COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
@@ -157,8 +157,7 @@ def _fill(
 
 def fill_part(target: Tensor, region: Region, launches: list[Launch], seed: int, made: Recipe) -> None:
     """Overwrites `target`, which holds `region` of a tensor that the launches make. On the current stream."""
-    numbers = torch.tensor(made.numbers, dtype=torch.float64, device=target.device)
-    integers = torch.tensor(made.integers, dtype=torch.int64, device=target.device)
+    numbers, integers = told(made, target.device)
     for sizes, base, strides, own in _boxes(target, region):
         count = prod(sizes)
         for launch in launches:

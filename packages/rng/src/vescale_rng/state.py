@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Generator, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,14 +53,18 @@ def fork(seed: int | None = None, generator: Generator | None = None) -> Iterato
 
 
 def check_in_step(device_mesh: DeviceMesh, generator: Generator | None = None) -> None:
-    """Checks that the generators of all ranks of the mesh are in the same state. Call it on every rank.
+    """Checks that the generators of all ranks of the mesh, the host's and the device's, are in the same state. Call it
+    on every rank.
 
     Raises RandomStateError, on every rank alike, that names the first rank that drifted and the draws between
     which it did. Communication: some KB from every rank.
     """
     mesh = mesh_of(device_mesh)
-    own = generator_or_default(generator)
-    reports = gather_objects((fingerprint(own), list(entries)), mesh)
+    own = [generator_or_default(generator)]
+    if generator is None and mesh.device_type != "cpu":
+        module = torch.get_device_module(mesh.device_type)
+        own.append(module.default_generators[module.current_device()])
+    reports = gather_objects((tuple(map(fingerprint, own)), list(entries)), mesh)
     finals = [final for final, _ in reports]
     if len(set(finals)) == 1:
         return
@@ -77,7 +82,7 @@ def check_in_step(device_mesh: DeviceMesh, generator: Generator | None = None) -
     )
 
 
-def _first_drift(finals: list[int], logs: list[dict[int, Entry]]) -> tuple[list[int], str, str]:
+def _first_drift(finals: list[tuple[int, ...]], logs: list[dict[int, Entry]]) -> tuple[list[int], str, str]:
     """The places in the mesh that differ first, and the draws before and after that, as text.
 
     That is since all were last in step: an older drift may have been mended by a seed.

@@ -21,6 +21,7 @@ from .attention import attend, kernel_for
 from .call import ALONE
 from .forms import FORMS
 from .grid import ReproducibleError, Splits
+from .premise import require_premise
 from .table import ATTENTION, Overlay, Plain, compact
 
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -131,6 +132,8 @@ class reproducible(TorchFunctionMode):
 
     def _decide(self, plain: Plain, args: tuple, kwargs: dict, tensors: list[Tensor]):
         """The form's decision on a mesh without axes; where DTensors would run whole, the same; or `_AS_IT_IS`."""
+        if any(t.is_floating_point() or t.is_complex() for t in tensors):  # integers are exact in any order
+            require_premise(tensors[0].device.type)
         operands = [Operand(layout_of(ALONE, (), tuple(t.shape)), False, i) for i, t in enumerate(tensors)]
         queue = iter(operands)
         abstract = substitute(args, lambda _: next(queue))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from .grid import ReproducibleError
 from .steady import STEADY, WIDTH, steadied
 
 # Blocks of products as models have them, and odd ones, of which kernels treat the edges apart.
@@ -48,6 +50,28 @@ def check_premise(device: torch.device | str = "cpu", shapes: Sequence[tuple[int
     finally:
         torch.set_num_threads(threads)
     return found
+
+
+@lru_cache(maxsize=8)
+def require_premise(device_type: str) -> None:
+    """Asks `check_premise` of an accelerator, once: that it holds on CPUs is tested, of accelerators nobody knows.
+
+    Raises ReproducibleError with what does not hold.
+    """
+    if device_type in ("cpu", "meta"):
+        return
+    with torch._C.DisableTorchFunction():  # the mode may be on
+        found = check_premise(device_type)
+    if found:
+        raise ReproducibleError(
+            "reproducible",
+            f"kernels of {device_type} do not give the same bits for the same numbers, which the mode relies on",
+            found,
+            [
+                ("torch.use_deterministic_algorithms(True)", "with CUBLAS_WORKSPACE_CONFIG=:4096:8, from the start"),
+                ("run on the CPU", "where it holds"),
+            ],
+        )
 
 
 def _operations(shapes, generator, device) -> Iterator[tuple[str, Callable, list[Tensor]]]:

@@ -30,6 +30,7 @@ from .._signature import Signature
 from .call import ALONE
 from .forms import FORMS, elementwise, of_lists
 from .grid import Splits
+from .premise import require_premise
 from .steady import Contiguous, steady_form, steady_run
 from .stretch import grouped_attention
 
@@ -79,9 +80,19 @@ class Overlay:
         rule = _rule_of(function, ordinary, self.splits)
         if rule is None:
             return None
-        entry = Entry(function, rule=rule, traits=ordinary.traits)
+        entry = Entry(function, rule=_after_premise(rule), traits=ordinary.traits)
         entry.exact = ordinary.exact or function in FORMS
         return entry
+
+
+def _after_premise(rule: Callable) -> Callable:
+    """The rule, once the device's kernels were asked for the mode's premise: before anything of a first step runs."""
+
+    def asked(call: Call) -> Any:
+        require_premise(call.mesh.device_type)
+        return rule(call)
+
+    return asked
 
 
 class Plain:
