@@ -58,6 +58,7 @@ COMMUNICATES = {
     "vescale": {
         "_probes",  # times sends
         "calibrate",  # starts ranks that measure together
+        "_device_check",  # whether accelerators reach each other
         "doctor",  # whether ranks reach each other
         "record",  # collects what ranks measured
         "_scaler",  # whether any rank's gradients are not finite

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vescale import doctor
+from vescale import _device_check, doctor
 from vescale.cli import app
 from vescale.doctor import BAD, GOOD, NOTE, examine
 from vescale_dtensor.testing import run_ranks, warm_up
@@ -163,3 +163,33 @@ def test_under_torchrun():
     said = subprocess.run([*command, "-m", "vescale", "doctor"], capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stdout + said.stderr
     assert said.stdout.count("2 reach each other, on 1 machine(s)") == 1
+
+
+def test_groups_that_are_tried_are_the_axes_of_meshes():
+    assert _device_check.lines(4, 4) == {"the world": [[0, 1, 2, 3]]}
+    assert _device_check.lines(4, 2) == {
+        "the world": [[0, 1, 2, 3]],
+        "each machine": [[0, 1], [2, 3]],
+        "one rank per machine": [[0, 2], [1, 3]],
+    }
+
+
+def test_accelerators_are_tried_by_their_own_backend():
+    def run():
+        return [(one.check, one.state, one.found) for one in doctor.between_ranks() if one.check == "second"]
+
+    found = run_ranks(2, run, device="second", timeout=120)
+    said = "an all-reduce over the world; a send and a receive between neighbours"
+    assert found == [[("second", "good", said)]] * 2
+
+
+def test_a_collective_that_hangs_is_named_within_its_bound():
+    def run():
+        before, _device_check.waited = _device_check.waited, lambda works: before(works) or "not done after 30 s"
+        try:
+            return [(one.state, one.found) for one in doctor.between_ranks() if one.check == "second"]
+        finally:
+            _device_check.waited = before
+
+    (state, said), = run_ranks(2, run, device="second", timeout=120)[1]
+    assert state == "bad" and said == "an all-reduce over the world failed on rank 0: not done after 30 s (2 ranks)"

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import _device_check
+
 GOOD, NOTE, BAD = "good", "note", "bad"
 OLDEST_TORCH, TESTED_TORCH = (2, 11), (2, 13)
 SHARED_MEMORY_GIB, OPEN_FILES = 1.0, 4096
@@ -259,8 +261,27 @@ def clock() -> Iterator[Finding]:
 CHECKS = (python_and_torch, packages, devices, backends, network, port, threads, shared_memory, open_files, clock)
 
 
+def device_collectives(group: Any) -> Iterator[Finding]:
+    """Whether the accelerators reach each other, by the backend that torch has for them. `group`: of the host."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    backend = dist.Backend.default_device_backend_map.get(found.type, "gloo") if found is not None else "gloo"
+    if backend == "gloo":
+        return
+    device, done = found.type, []
+    for what, failed in _device_check.tried(device, backend, group):
+        if failed is not None:
+            yield Finding(backend, BAD, f"{what} failed {failed}", _NCCL_FIX)
+            return
+        done.append(what)
+    yield Finding(backend, GOOD, "; ".join(done))
+
+
+_NCCL_FIX = "NCCL_DEBUG=INFO says where it stops; one GPU per rank, NCCL_SOCKET_IFNAME, and 8 GiB of /dev/shm"
+
+
 def between_ranks() -> Iterator[Finding]:
-    """What must be alike on all ranks, and whether they reach each other at all."""
+    """What must be alike on all ranks, and whether they reach each other at all: on the host, and by the device's own
+    backend where there is one."""
     mine: dict[str, Any] = {
         "torch": torch.__version__,
         "vescale": metadata.version("vescale"),
@@ -275,6 +296,7 @@ def between_ranks() -> Iterator[Finding]:
         dist.barrier(group)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, (mine, time.time(), socket.gethostname()), group=group)
+        tried = list(device_collectives(group))
     finally:
         if joined:
             dist.destroy_process_group()
@@ -287,6 +309,7 @@ def between_ranks() -> Iterator[Finding]:
         if len(by_value) > 1:
             found = "; ".join(f"{value} on ranks {_ranges(ranks)}" for value, ranks in by_value.items())
             yield Finding(f"same {what}", BAD, found, "one environment on all machines")
+    yield from tried
     skew = max(when for _, when, _ in everybody) - min(when for _, when, _ in everybody)
     if skew > SKEW_S:
         yield Finding("clocks", NOTE, f"{skew:.1f} s apart", "start chronyd or systemd-timesyncd on every machine")
