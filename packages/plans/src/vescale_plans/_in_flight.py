@@ -74,10 +74,16 @@ class Usage:
             self._pending.wait()
 
 
-@lru_cache(maxsize=64)
 def _on_device(values: bytes, device: torch.device) -> Tensor:
-    """The bytes there; most backwards tell the same, so that the host waits for no copy."""
+    """The bytes there. On an accelerator they are kept: most backwards tell the same, and the host waits for a copy."""
+    return (_made if device.type in ("cpu", "meta") else _kept)(values, device)
+
+
+def _made(values: bytes, device: torch.device) -> Tensor:
     return torch.tensor(list(values), dtype=torch.uint8, device=device)
+
+
+_kept = lru_cache(maxsize=64)(_made)
 
 
 class Apart:
