@@ -135,6 +135,6 @@ def _place(filename: str) -> str:
     if path.name.startswith("<") or path.name in ("_worker.py", "contextlib.py", "threading.py"):
         return ""
     for i, part in enumerate(parts[:-1]):
-        if part.startswith("vescale"):
+        if part.startswith("vescale") and parts[i - 1] in ("src", "site-packages"):
             return "/".join([part.removeprefix("vescale_"), *parts[i + 1 :]])
     return path.name
