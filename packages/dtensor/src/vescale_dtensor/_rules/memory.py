@@ -99,7 +99,7 @@ class GlobalStorage:
         return hash(self._identity)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):
+        if name.startswith("_"):  # torch looks with `hasattr` for what a storage has of its own
             raise AttributeError(name)
         return self._raise(name)
 
