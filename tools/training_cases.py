@@ -20,8 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 VOCABULARY, POSITIONS, BATCH, STEPS = 64, 8, 8, 4
+ATTENTION = SDPBackend.MATH  # on every device: kernels that fuse it round otherwise
 # Ranks compare what they were given in the first three calls: the last step has what every step has.
 
 
@@ -41,7 +43,6 @@ class Case:
         mode: of `parallelize`.
         beside: what is done beside training: "evaluate", "deferred", "save", "async save", "load", "reshard",
             "record".
-        exact: losses are one device's to the bit: nothing is summed in another order.
         like_ranks: one device is no reference, the same plan on gloo is: reduced precision.
     """
 
@@ -55,7 +56,6 @@ class Case:
     clip: bool = False
     mode: str = "eager"
     beside: str = ""
-    exact: bool = False
     like_ranks: bool = False
 
     @property
@@ -211,7 +211,7 @@ def train(case: Case, device: str) -> Outcome:
         tokens = tokens.to(device)
         with _beside(case, step, plan, model, optimizer) as state:
             model, optimizer = state["model"], state["optimizer"]
-            with _waits(device) as found:
+            with _waits(device) as found, sdpa_kernel(ATTENTION):
                 losses.append(_step(case, model, optimizer, tokens))
         waits = found
     whole = {name: _whole(parameter) for name, parameter in model.named_parameters()}
@@ -318,8 +318,9 @@ def single(case: Case) -> Outcome:
     for tokens in batches():
         total = 0.0
         for rows in tokens.chunk(case.microbatches):
-            loss = loss_of(case, model, rows) / case.microbatches
-            loss.backward()
+            with sdpa_kernel(ATTENTION):
+                loss = loss_of(case, model, rows) / case.microbatches
+                loss.backward()
             total += loss.item()
         if case.clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)

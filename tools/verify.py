@@ -210,6 +210,14 @@ CHECKS: tuple[Check, ...] = (
     Check(18, 0, "traits of functions, by numbers", tests("packages/dtensor/tests/test_traits.py"), 30 * MINUTES),
     Check(12, 0, "an environment's faults, named and mended", tests("packages/vescale/tests/test_doctor.py")),
     Check(12, 0, "a step's timeline over ranks", tests("packages/vescale/tests/test_timeline.py")),
+    Check(
+        19,
+        1,
+        "every training on the second device",
+        tests("packages/vescale/tests/test_second_device.py"),
+        20 * MINUTES,
+    ),
+    Check(19, 1, "its manners", tests("packages/dtensor/tests/test_second_device.py")),
 )
 
 

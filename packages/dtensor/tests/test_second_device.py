@@ -192,6 +192,16 @@ def test_waits_within_backward_are_counted_on_its_thread():
     assert on_one(waiting) == 1
 
 
+def test_a_wait_that_no_function_of_python_asked_for_is_counted():
+    def waiting():
+        x = torch.ones(3, device=DEVICE, requires_grad=True)
+        with host_waits() as found:
+            x.prod().backward()  # where x is zero: nonzero(), on autograd's thread, from C++
+        return dict(found.sites)
+
+    assert on_one(waiting) == {"nonzero  autograd": 1}
+
+
 def test_without_a_compiler_one_sentence_says_so(monkeypatch, tmp_path):
     from vescale_dtensor._second import _build
 

@@ -104,7 +104,7 @@ def host_waits() -> Iterator[HostWaits]:
     extension, found = register(), HostWaits()
 
     def heard(what: str) -> None:
-        found.sites[f"{what}  {_asker(sys._getframe(1))}"] += 1
+        found.sites[f"{what}  {_asker(sys._getframe().f_back)}"] += 1
 
     extension.listen(heard)
     try:
@@ -121,7 +121,8 @@ def _asker(frame: FrameType | None) -> str:
         if place and (not found or found[-1][0] != place):
             found.append((place, frame.f_code.co_name))
         frame = frame.f_back
-    return " < ".join(f"{file}:{function}" for file, function in found)
+    # A kernel of a backward that is all C++ has no caller in Python on autograd's thread.
+    return " < ".join(f"{file}:{function}" for file, function in found) or "autograd"
 
 
 @lru_cache(maxsize=4096)
