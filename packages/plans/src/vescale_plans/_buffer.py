@@ -107,7 +107,8 @@ class Buffer:
         self._move_in([slot.take_back(False) if one is None else (one, True) for slot, one in zip(self.slots, made)])
         self._pending: PendingGather | None = None
         self.flat: Tensor | None = None
-        self.filled: set[int] = set()
+        self.filled: set[int] = set()  # who has a gradient pending
+        self.came: set[int] = set()  # of these, who got one in the backward that runs
 
     # --- making -------------------------------------------------------------------------
 
@@ -312,6 +313,7 @@ class Buffer:
                 self._put(i, slot, now)
                 _set_grad(slot.parameter, slot.gradient)
         self.filled.add(i)
+        self.came.add(i)
 
     def _put(self, i: int, slot: Slot, gradient: Tensor) -> None:
         """A gradient that autograd did not add into the buffer; with dispatch off."""
@@ -325,6 +327,7 @@ class Buffer:
 
     def leave_pending(self) -> None:
         """After a backward whose gradients stay pending: who got none has none."""
+        self.came = set()
         with local_only():
             for i, slot in enumerate(self.slots):
                 if i not in self.filled and slot.gradient is not None and _get_grad(slot.parameter) is slot.gradient:
@@ -332,7 +335,7 @@ class Buffer:
 
     @property
     def is_full(self) -> bool:
-        return len(self.filled) == len(self.slots) or self.is_elsewhere
+        return len(self.came) == len(self.slots) or self.is_elsewhere
 
     def start(self) -> InFlight:
         """Starts the sum over ranks, and leaves nothing pending. Ranks without a gradient take part all the same."""
@@ -348,7 +351,7 @@ class Buffer:
                     missing.append(i)
                     _fill_negative_zero(flat[slot.start : slot.start + slot.numel])
                 slot.gradient = None
-        self.flat, self.filled = None, set()
+        self.flat, self.filled, self.came = None, set(), set()
         if self.is_elsewhere:
             return InFlight(self, None, missing)  # all it could sum with have none of it either
         set_cause(SYNC)
