@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ._containers import copied, map_tensors, tensors_in
 from ._errors import PipelineError
-from ._placeholder import Placeholder, version_of
+from ._placeholder import Placeholder, local_only, version_of
 
 _MACHINERY = frozenset(
     (
@@ -163,10 +163,15 @@ def kept_as_it_was(model: nn.Module) -> Iterator[Kept]:
         if arrays is not None:
             numpy.random.set_state(arrays)
         kept.restore()
-        with torch.no_grad():
+        with torch.no_grad(), local_only():
             for buffer, before, version in buffers:
-                if buffer.shape == before.shape and version_of(buffer) != version:
+                if buffer.shape == before.shape and _is_written(buffer, before, version):
                     buffer.copy_(before)
+
+
+def _is_written(buffer: Tensor, before: Tensor, version: int) -> bool:
+    """By its version, or its values: kernels of batch normalization count no write. With dispatch off."""
+    return buffer._version != version or (not buffer.is_meta and not torch.equal(buffer, before))
 
 
 @contextmanager
