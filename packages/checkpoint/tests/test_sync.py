@@ -125,6 +125,20 @@ def test_three_requests_per_rank_and_beat_at_4096_ranks():
     assert all(ranks[0].last(rank).operation == "save" for rank in range(1, RANKS)) and ranks[7].last(0) is not None
 
 
+def test_a_beat_from_before_the_first_rank_began_is_seen():
+    """It may be the last one of a rank that died since."""
+    store = Counted()
+    first, early = (Presence(store.of(rank), rank, 3) for rank in (0, 1))
+    early.enter(0, "save")
+    early.beat()
+    first.begin()
+    try:
+        first.watch()
+        assert first.last(1).operation == "save" and first.last(2) is None
+    finally:
+        first.end()
+
+
 @pytest.mark.parametrize("values", [[b""] * 5, [b"a", b"a", b"b", b"a"], [b"%d:[" % i for i in range(9)], [b"", b"\0"]])
 def test_payloads_are_packed_and_unpacked(values):
     assert _unpacked(_packed(values)) == values

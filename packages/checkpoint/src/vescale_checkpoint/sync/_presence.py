@@ -76,10 +76,10 @@ class Presence:
 
     def begin(self) -> None:
         """Raises RuntimeError where the store is gone."""
-        if self.rank == 0:  # so that all keys are there, which can be read at once
-            keys = [f"{_ROOT}/{rank}" for rank in range(1, self.size)]
-            if self.store.has_extended_api():
-                self.store.multi_set(keys, [_MISSING] * len(keys))
+        if self.rank == 0 and self.store.has_extended_api():
+            # All keys are to be there, to be read at once; a beat that is there stays: it may be the last one.
+            for rank in range(1, self.size):
+                self.store.compare_set(f"{_ROOT}/{rank}", "", _MISSING)
         self.beat()
         self._thread = threading.Thread(target=self._keep_beating, name="vescale-checkpoint-beat", daemon=True)
         self._thread.start()
