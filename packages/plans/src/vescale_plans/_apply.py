@@ -14,6 +14,7 @@ from vescale_dtensor import reproducible as Reproducible
 from vescale_dtensor.engine import Mesh, check_order, mesh_of, on_device
 from vescale_rng import distribute, is_deferred, materialize
 
+from ._adopt import MOVED, check_given, moved, take_over, watch
 from ._agreement import check_same_plan, check_same_values, checksums
 from ._boundary import install_boundary, install_scopes
 from ._expert_lists import ListBorder
@@ -41,7 +42,7 @@ and gives the plan and the mesh of this stage's ranks, and what is to be called 
 def parallelize(
     plan: Plan,
     model: nn.Module,
-    optimizer_fn: OptimizerFn | None = None,
+    optimizer_fn: OptimizerFn | torch.optim.Optimizer | None = None,
     *,
     loss_fn: LossFn | None = None,
     mode: str = "eager",
@@ -59,7 +60,8 @@ def parallelize(
         plan: see `Plan`.
         model: a single-device model, built with the same values on every rank (same seed). If it was built
             under `deferred_init`, this rank's shards are all that is allocated.
-        optimizer_fn: makes the optimizer from an iterable of parameters.
+        optimizer_fn: makes the optimizer from an iterable of parameters; or an optimizer that was made of the model's,
+            with or without states, which is taken over. Another one that was made of them raises in its step.
         loss_fn: for a model whose forward does not compute the loss. From then on
             `model(...)` returns `loss_fn(output, ...)`, called with the arguments of the
             call: `model(batch)` is `loss_fn(output, batch)`. Keyword arguments that the
@@ -92,7 +94,7 @@ def parallelize(
 def _parallelized(
     plan: Plan,
     model: nn.Module,
-    optimizer_fn: OptimizerFn | None,
+    optimizer_fn: OptimizerFn | torch.optim.Optimizer | None,
     loss_fn: LossFn | None,
     mode: str,
     stages: Stages | None,
@@ -106,6 +108,8 @@ def _parallelized(
         if plan.pipeline is not None and stages is None:
             remedies = [("vescale.parallelize(plan, model, ...)", "which brings the pipeline's runtime")]
             raise PlanError("parallelize", "the plan has a pipeline, and this package has no runtime", (), remedies)
+        if isinstance(optimizer_fn, torch.optim.Optimizer):
+            check_given(optimizer_fn, model)
         fitted = fit(plan, model)
         experts = find_experts(plan, model)
         placed = place_experts(plan, model, experts, fitted.parameters)
@@ -120,6 +124,8 @@ def _parallelized(
         whole = plan
         if len(plan.mesh) == 1:  # a stage's tensors need a mesh, be it of one rank
             plan = plan.override(mesh={**plan.mesh, "dp": 1})
+        for name, parameter in model.named_parameters():
+            moved(parameter, name, None)  # until it is known what this stage holds
         plan, device_mesh, pipelined = stages(plan, model, make_mesh(plan))
         keep_stage_mesh(whole, device_mesh)
     mesh = mesh_of(device_mesh)
@@ -138,12 +144,16 @@ def _parallelized(
         lists = [model.get_submodule(name) for name in experts.listed]
         sync = DataParallel(model, _sharing(plan, mesh), plan.blocks, lists)
         object.__setattr__(model, "_vescale", Parallelized(plan, device_mesh, sync, loss_fn, borders))
+        watch(sync)
         _register_foreign_functions()
     optimizer = None
     if optimizer_fn is not None:
         with together("making the optimizer"):
-            optimizer = optimizer_fn(model.parameters())
-            optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
+            if isinstance(optimizer_fn, torch.optim.Optimizer):
+                optimizer = take_over(optimizer_fn, model, sync)
+            else:
+                optimizer = optimizer_fn(model.parameters())
+                optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
     if pipelined is not None:
         pipelined()
     if mode != "eager":
@@ -236,7 +246,9 @@ def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -
                 sharded = distribute(parameter.detach(), device_mesh, placements)
                 shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             for key, value in parameter.__dict__.items():
-                setattr(shard, key, value)
+                if key != MOVED:
+                    setattr(shard, key, value)
+            moved(parameter, name, shard)
             shards[parameter] = shard
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = shard

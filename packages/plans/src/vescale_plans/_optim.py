@@ -46,6 +46,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
+    _free_step(optimizer)
     methods = elementwise_methods(optimizer)
     own = {name: _on_parts(name) for name in methods or ()}
     optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__, **own})
@@ -68,6 +69,27 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     elif methods is not None:
         _state_made_early(optimizer)
     return optimizer
+
+
+def _free_step(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler that was made before has bound the step of the optimizer's class of then: now that of its new one."""
+    bound = optimizer.__dict__.get("step")
+    if bound is None:
+        return
+    if not hasattr(bound, "_wrapped_by_lr_sched"):
+        raise PlanError(
+            "parallelize",
+            f"the step of the {type(optimizer).__name__} was replaced: what it calls would not know of the shards",
+            [f"step  {bound}"],
+            [("replace it after parallelize", "what it then wraps knows of them")],
+        )
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True
+    optimizer.step = step
 
 
 class Sharded:

@@ -33,6 +33,7 @@ from vescale_plans import Precision as Precision
 from vescale_plans import SeededSamples as SeededSamples
 from vescale_plans import StaticWarning as StaticWarning
 from vescale_plans import DryRun as DryRun
+from vescale_plans import adopt as adopt
 from vescale_plans import dry_run as dry_run
 from vescale_plans import expert_drops as expert_drops
 from vescale_plans import expert_load as expert_load

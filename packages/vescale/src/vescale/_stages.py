@@ -32,7 +32,7 @@ from ._scaler import lines
 def parallelize(
     plan: Plan,
     model: nn.Module,
-    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
     *,
     loss_fn: Callable[..., Any] | None = None,
     mode: str = "eager",
