@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-# The meta package last: its pins are met by the five before it, in the same pip call.
+# The meta package last: the five that it requires come before it, in the same pip call.
 PACKAGES := dtensor rng plans pipeline checkpoint vescale
 EXTRAS_dtensor := [testing]
 EXTRAS_vescale := [demo]

@@ -2,6 +2,7 @@
 
 - The siblings that a package imports, those that its pyproject.toml requires and those that its Bazel library depends
   on are the same set, and lie within its row of the table in docs/design.md. The meta package requires them all.
+- Siblings are required by ranges, which hold the versions in the tree.
 - Every third-party import is declared, as a requirement or in an extra.
 - Only the modules of COMMUNICATES import torch.distributed; values that it defines (VALUES) are for all.
 - A module has one noun: at most 700 lines, and a warning from 400 on; none is called utils, common or helpers.
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
 
 from build_graph import BuildGraph, read_build_graph
 from package_tree import Package, read_packages
@@ -135,6 +138,18 @@ def check_siblings(repository: Repository) -> Iterator[str]:
                 yield f"packages/{package.name}/{what}: names {_set(actual)}; {reason} {_set(expected)}"
 
 
+def check_ranges(repository: Repository) -> Iterator[str]:
+    """Siblings are required by ranges that hold what is in the tree, so that each is released apart."""
+    versions = {package.distribution: package.version for package in repository.packages}
+    for package in repository.packages:
+        for name, stated in package.requirements.items():
+            if name in versions and "==" in stated:
+                yield f"packages/{package.name}/pyproject.toml: pins {name}; a range lets it be released apart"
+            elif name in versions and versions[name] not in SpecifierSet(stated):
+                found = f"requires {name}{stated}, and the tree has {versions[name]}"
+                yield f"packages/{package.name}/pyproject.toml: {found}"
+
+
 def check_third_party(repository: Repository) -> Iterator[str]:
     """Every other import is declared; torch is, always."""
     own = {package.module for package in repository.packages} | set(sys.stdlib_module_names)
@@ -191,6 +206,7 @@ def check_readmes(repository: Repository) -> Iterator[str]:
 CHECKS: tuple[Callable[[Repository], Iterator[str]], ...] = (
     check_table,
     check_siblings,
+    check_ranges,
     check_third_party,
     check_communication,
     check_modules,

@@ -45,6 +45,7 @@ def tree(tmp_path):
             "README.md": "",
             "CHANGELOG.md": "",
             f"src/{module}/py.typed": "",
+            f"src/{module}/_version.py": '__version__ = "0.1.0"\n',
             f"src/{module}/__init__.py": "".join(f"import vescale_{sibling}\n" for sibling in siblings),
         }
         for file, text in files.items():
@@ -122,6 +123,21 @@ def test_a_package_without_a_row(tree):
 def test_a_third_party_import_that_is_not_declared(tree):
     write(tree / "packages/dtensor/src/vescale_dtensor/_a.py", "import json\nimport numpy.linalg\n")
     assert findings(tree) == ["packages/dtensor/src/vescale_dtensor/_a.py:2: imports numpy, which is not declared"]
+
+
+def test_a_sibling_that_is_pinned(tree):
+    edit(tree / "packages/plans/pyproject.toml", "vescale-dtensor>=0.1,<0.2", "vescale-dtensor==0.1.0")
+    assert findings(tree) == [
+        "packages/plans/pyproject.toml: pins vescale-dtensor; a range lets it be released apart"
+    ]
+
+
+def test_a_range_that_the_tree_has_left(tree):
+    edit(tree / "packages/dtensor/src/vescale_dtensor/_version.py", "0.1.0", "0.2.0")
+    assert findings(tree) == [
+        f"packages/{package}/pyproject.toml: requires vescale-dtensor>=0.1,<0.2, and the tree has 0.2.0"
+        for package in ("plans", "vescale")
+    ]
 
 
 def test_another_range_of_torch(tree):

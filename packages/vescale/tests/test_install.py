@@ -39,6 +39,29 @@ def test_an_import_that_is_not_required_is_caught(packages, tmp_path):
         fresh_install(pipeline, changed, folder=tmp_path / "environment", offline=True)
 
 
+def changed_version(packages, name, version, folder):
+    """The packages once more, one of them under another version."""
+    shutil.copytree(packages[0].folder.parent, folder / "packages")
+    changed = read_packages(folder)
+    (package,) = (found for found in changed if found.name == name)
+    (package.source / "_version.py").write_text(f'__version__ = "{version}"\n')
+    return read_packages(folder)
+
+
+def test_a_sibling_of_another_release_within_the_range_works(packages, tmp_path):
+    changed = changed_version(packages, "dtensor", "0.1.7", tmp_path / "source")
+    (plans,) = (found for found in changed if found.name == "plans")
+    fresh_install(plans, changed, folder=tmp_path / "environment", offline=True)
+
+
+@pytest.mark.parametrize("version", ["0.0.9", "0.2.0"])
+def test_a_sibling_outside_the_range_is_refused_by_name(packages, tmp_path, version):
+    changed = changed_version(packages, "dtensor", version, tmp_path / "source")
+    (plans,) = (found for found in changed if found.name == "plans")
+    with pytest.raises(InstallError, match=f"Cannot install vescale-dtensor {version}.* and vescale-plans"):
+        fresh_install(plans, changed, folder=tmp_path / "environment", offline=True)
+
+
 def test_the_siblings_are_those_named_and_theirs(packages):
     named = {package.name: {found.name for found in siblings(package, packages)} for package in packages}
     assert named["dtensor"] == set()
