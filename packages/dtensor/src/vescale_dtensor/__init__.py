@@ -1,5 +1,6 @@
 """vescale_dtensor: tensors sharded over a device mesh, programmed as if on one device."""
 
+from . import _constructors as _constructors
 from . import _methods as _methods
 from . import _number as _number
 from ._canonical.grid import ReproducibleError as ReproducibleError

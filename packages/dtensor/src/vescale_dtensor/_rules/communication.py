@@ -11,13 +11,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.nn import functional as differentiable
 
+from .._arguments import collect
 from .._convert import describe
 from .._errors import OperatorError
 from .._events import function_name, user_line
@@ -95,6 +98,42 @@ def asked_by_collective(function: Callable, args: tuple, kwargs: dict) -> bool:
         refuse(frame.f_back.f_code.co_name if name.startswith("<") else name, [args[0]])
     with local_only():
         return function(*args)
+
+
+_check_list = distributed_c10d._check_tensor_list
+
+
+def _check_tensor_list(tensors: Any, name: str) -> None:
+    """torch's own look at every list of tensors that a collective takes: `reduce_scatter` asks nothing else of them."""
+    _check_list(tensors, name)
+    found = [tensor for tensor in tensors if type(tensor) is DTensor]
+    if found:
+        refuse(sys._getframe(1).f_code.co_name, found)
+
+
+distributed_c10d._check_tensor_list = _check_tensor_list
+
+
+def _refusing(function: Callable) -> Callable:
+    """A differentiable collective, which on gloo is several plain ones: refused before the first of them."""
+
+    @wraps(function)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        found: list[Tensor] = []
+        collect((args, kwargs), found)
+        found = [tensor for tensor in found if type(tensor) is DTensor]
+        if found:
+            refuse(f"nn.functional.{function.__name__}", found)
+        return function(*args, **kwargs)
+
+    return collective
+
+
+for _name in (*_ALIKE, *_PARTS):
+    if hasattr(differentiable, _name):
+        _collective = _refusing(getattr(differentiable, _name))
+        setattr(differentiable, _name, _collective)
+        setattr(torch.distributed.nn, _name, _collective)
 
 
 def _is_functional() -> bool:
