@@ -164,11 +164,12 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[DataParallel]:
-    """Whose parameters the optimizer steps on, which nobody adopted; in the same order on all ranks."""
+    """Whose parameters the optimizer steps on, which nobody adopted; in the same order on all ranks. None of those
+    that are amid a backward, whose hook the step is: what it needs and changes is seen to around the hooks."""
     found: list[DataParallel] = []
     if _parallels:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if type(parameter) is DTensor or isinstance(parameter, DTensor):
                     found += [one for one in _parallels if one not in found and one.slot_of(parameter) is not None]
-    return found
+    return [one for one in found if not one.tells]

@@ -105,6 +105,7 @@ class Buffer:
         self._refuse_exchange = [weakref.ref(one) for one in self._parameters] if self.lets_go else []
         made = [fulfil(slot.parameter, slot.master_layout) for slot in self.slots]
         self._move_in([slot.take_back(False) if one is None else (one, True) for slot, one in zip(self.slots, made)])
+        self.tells = False  # while users' hooks run
         self._pending: PendingGather | None = None
         self.flat: Tensor | None = None
         self.filled: set[int] = set()  # who has a gradient pending
@@ -376,9 +377,13 @@ class Buffer:
             self.let_go()
         elif self.shards:
             self.expose(False)
-        for slot in told:
-            for hook in tuple(slot.hooks.values()):
-                hook(slot.parameter)
+        self.tells = True
+        try:
+            for slot in told:
+                for hook in tuple(slot.hooks.values()):
+                    hook(slot.parameter)
+        finally:
+            self.tells = False
         self.updated()
         if self.shards and not self.separate:
             self.wait()

@@ -141,6 +141,11 @@ class DataParallel:
         finally:
             self.enabled = saved
 
+    @property
+    def tells(self) -> bool:
+        """Whether users' hooks on gradients run, with parameters at rest already."""
+        return any(buffer.tells for unit in self.units for buffer in unit.buffers)
+
     def rest(self) -> None:
         """Parameters are the masters, where they are not the same memory: a write to one stays."""
         for unit in self.units:
