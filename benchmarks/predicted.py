@@ -11,8 +11,8 @@ each on every mesh, steps with AdamW, one thread a rank. `report` prints every p
 rank correlation over all points, the median error, and what the plan that is predicted fastest loses to the measured
 best. Nothing is fitted to what was measured.
 
-`memory` is the peak that a dry run predicts against the live storage bytes of real runs, of random plans; and whether
-the collectives that it counts are those that the run issues, one by one.
+`memory` is the peaks that a dry run and the closed form predict against what the allocator gives out in real runs, of
+random plans; and whether the collectives that a dry run counts are those that the run issues, one by one.
 """
 
 from __future__ import annotations

@@ -78,9 +78,9 @@ class PendingReduction:
         if self._advanced:
             return
         self._advanced = True
-        mesh, work = self._mesh, self._work
-        _wait(work, self._kind, mesh, self._inner)
-        self._work = self._travels = None
+        mesh = self._mesh
+        _wait(self._work, self._kind, mesh, self._inner)
+        self._work = self._travels = None  # gloo's would keep what has arrived
         chunk = self._buffer if self._native else self._sum()
         if self._outer:
             chunk = all_reduce(chunk, mesh, self._outer)

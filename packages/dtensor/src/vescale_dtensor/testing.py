@@ -46,13 +46,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import _worker
 from vescale_dtensor._agreement import assert_ranks_agree
+from vescale_dtensor._allocations import Allocations, allocations
 from vescale_dtensor._worker import Answer, dumps, loads
 from vescale_dtensor._worker_pool import WorldStartError, pool
 
 __all__ = [
+    "Allocations",
     "RankError",
     "RankTimeout",
     "WorldStartError",
+    "allocations",
     "assert_ranks_agree",
     "dumps",
     "fake_world",

@@ -4,8 +4,8 @@ Real tensors may meet meta ones, and the result is meta: so integers can stay re
 them), and a model that reads them runs, while nothing of size is computed.
 
 Every tensor that an operator makes is noted with the storage behind it, and the storage's end with a finalizer, so
-that what is counted is what is alive, views counted once: nothing is modelled. Work inside a kernel (a softmax's
-scratch, cuBLAS workspaces) is not seen, nor is an allocator's rounding.
+that what is counted is what is alive, views counted once: nothing is modelled, but for what gloo takes to gather (as
+much again as it gathers). Work inside a kernel (cuBLAS workspaces) is not seen, nor is an allocator's rounding.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class Meter(TorchDispatchMode):
     of the kind that `kind` was when it appeared, or that `label` gave it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: str = "") -> None:
+        """`scratch`: of a backend, whose collectives take memory of their own."""
         super().__init__()
+        self._scratch = SCRATCH.get(scratch, {})
         self.kind = "other"
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
@@ -62,6 +64,8 @@ class Meter(TorchDispatchMode):
                 kwargs = {**kwargs, "device": _CPU}  # asked for on the device of another tensor, which is meta
             out = STAND_INS.get(function, function)(*args, **kwargs)
             self.flops += flops_of(function.overloadpacket, args, kwargs, out)
+            if (taken := self._scratch.get(function)) is not None:
+                self._note(taken(*args, **kwargs), self.kind)
             for tensor in tree_iter(out):
                 if isinstance(tensor, Tensor):
                     self._note(tensor, self.kind)
@@ -93,6 +97,10 @@ class Meter(TorchDispatchMode):
         kind, size = self._known.pop(key)
         if kind != HOST:
             self.live[kind] -= size
+
+
+SCRATCH = {"gloo": {torch.ops.c10d._allgather_base_.default: lambda out, *rest, **more: torch.empty_like(out)}}
+"""Backend -> collective -> what it allocates while it runs."""
 
 
 def _attention(query, key, value, *args, out_val=None, **kwargs) -> int:

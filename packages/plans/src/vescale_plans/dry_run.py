@@ -109,7 +109,9 @@ def dry_run(
         loss_fn: as for `parallelize`.
         step: (model, batch) -> the loss, when it is neither what the model returns nor its `.loss`.
         backend: whose way reductions go. On "gloo" a sum is an all-to-all and a local sum, which takes a buffer as
-            large as what is summed.
+            large as what is summed, and a gather takes as much again as it gathers. On any other, an optimizer that
+            does not say otherwise treats all parameters at once (`foreach`), as torch's do on a GPU, which takes
+            memory of the size of the parameters.
 
     A forward that reads a floating point value (`item()`, `if x.any()`) cannot run without one, and raises as torch
     says it. Integers are real.
@@ -123,7 +125,7 @@ def dry_run(
             (),
             [("call it before the world is joined", "a dry run has a world of its own")],
         )
-    meter = Meter()
+    meter = Meter(backend)
     with _world(plan.world_size), faking(backend), fused_attention(), torch.no_grad():
         model = _without_values(model)
         batch = map_tensors(batch, _blank)
@@ -131,6 +133,8 @@ def dry_run(
             model, optimizer = parallelize(plan, model, optimizer_fn, loss_fn=loss_fn)
             meter.label(_state(model), "parameters")
             meter.label(model._vescale.sync.on_host(), HOST)
+            if optimizer is not None and backend != "gloo":
+                _all_at_once(optimizer)
             if plan.offload and optimizer is not None:  # states that the constructor made
                 meter.label((one for kept in optimizer.state.values() for one in kept.values()), HOST)
             for _ in range(2):
@@ -150,6 +154,13 @@ def dry_run(
                     optimizer.zero_grad()
             timeline = recorder.timeline(plan.mesh)
             return DryRun(plan, timeline.collectives, meter.flops, _kinds(meter.peak), _kinds(meter.live), timeline)
+
+
+def _all_at_once(optimizer: torch.optim.Optimizer) -> None:
+    """What torch's optimizers take by default on a GPU; a meta tensor does not look like one."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", True) is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
