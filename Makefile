@@ -11,7 +11,7 @@ PACKAGES := dtensor rng plans pipeline checkpoint vescale
 EXTRAS_dtensor := [testing]
 EXTRAS_vescale := [demo]
 BUILD_TOOLS := editables hatchling
-TOOLS := asv expecttest hypothesis numpy nvidia-ml-py pytest pytest-benchmark rich ruff safetensors
+TOOLS := asv expecttest hypothesis mypy numpy nvidia-ml-py pytest pytest-benchmark rich ruff safetensors
 
 STAMP := $(VENV)/.installed
 STAMP_INPUTS := Makefile constraints.txt $(wildcard packages/*/pyproject.toml packages/*/src/*/_version.py)
@@ -47,9 +47,10 @@ torchtitan-setup: $(STAMP) ## make .venv-torchtitan, for the comparison with Tor
 torchtitan: $(STAMP) ## run the same Llama on veScale and TorchTitan, where its environment is
 	@$(RUN) benchmarks/torchtitan/side_by_side.py all
 
-check: $(STAMP) ## ruff, and the layering of the packages
+check: $(STAMP) ## ruff, the layering of the packages, and the types of what is public
 	@$(RUN) -m ruff check .
 	@$(RUN) tools/check_layers.py
+	@$(RUN) tools/check_types.py
 
 smoke-install: $(STAMP) ## install each package from the network into an empty environment, and use it
 	@$(RUN) tools/fresh_install.py

@@ -147,7 +147,8 @@ def _load(
         restore.check([json.loads(text) for text in session.gather("extra", json.dumps(restore.extra).encode())])
         plan = plan_reads(restore.targets, manifest.block_bytes)
         files = Files(source.storage, source.folder, manifest.files, bool(verify))
-        block, places = manifest.block_bytes, set()
+        block = manifest.block_bytes
+        places: set[int] = set()
         try:
             files.check(sorted(plan))
             session.gather("planned")

@@ -78,7 +78,8 @@ class _Folder:
             offset = None if key.get("offset") is None else _sizes(key["offset"])
             place = (plain_name(_text(found["relative_path"])), _natural(found["offset"]), _natural(found["length"]))
             places[_text(key["fqn"]), offset] = place
-        tensors, values = {}, {}
+        tensors: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         try:
             for name, kept in self._fields["state_dict_metadata"].items():
                 if _text(name) and kept.kind.name == "TensorStorageMetadata":

@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -76,8 +77,12 @@ def read_folder(storage: Storage, folder: str, prefix: str) -> Manifest:
     Raises StorageError, and FormatError for what is no such folder.
     """
     index = _weights(storage, folder)
-    files = _indexed(storage, folder, index) if index.endswith(".json") else {index: None}
-    infos, tensors = {}, {}
+    if index is None:
+        raise FormatError("load", "the folder holds no weights of safetensors", [f"path  {folder}"])
+    files: dict[str, list[str] | None] = {}
+    files |= _indexed(storage, folder, index) if index.endswith(".json") else {index: None}
+    infos: dict[str, FileInfo] = {}
+    tensors: dict[str, Stored] = {}
     for file, wanted in files.items():
         path = f"{folder}/{file}"
         with guarded("load", path, "cannot read the header"):
@@ -200,7 +205,7 @@ def export_huggingface(
     with session_of("export") as session:
         first = first_names(model)
         tensors = [
-            Whole(name, _dtype(name, value), tuple(value.shape), lambda value=value: _full(value))
+            Whole(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
             for name, value in model.state_dict().items()
             if isinstance(value, Tensor) and first.get(name, name) == name
         ]
@@ -245,7 +250,7 @@ def write_folder(
                 "weight_map": {tensor.name: name for name, shard in zip(names, shards) for tensor in shard},
             }
             _write_text(storage, f"{draft}/{INDEX}", json.dumps(index, indent=2))
-        if local:
+        if isinstance(storage, LocalStorage):
             finish(draft)
             with guarded("export", folder, "cannot commit the folder"):
                 storage.sync_dir(draft)
@@ -326,7 +331,8 @@ def _dtype(name: str, tensor: Tensor) -> str:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    return tensor.detach().full_tensor() if type(tensor) is DTensor else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def prefix_of(state: Mapping[str, Any]) -> str:

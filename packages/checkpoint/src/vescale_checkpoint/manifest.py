@@ -118,7 +118,8 @@ class Manifest:
 def tensor_parts(tensors: Mapping[str, Stored]) -> list[str]:
     """The text of `tensors` in parts. Of the parts with an odd index, which alternate, one is a section's file, in
     quotes, and the next its checks, without; the sections in order."""
-    parts, text = [], "{"
+    parts: list[str] = []
+    text = "{"
     known: dict[Any, str] = {}
     for i, (name, (dtype, shape, sections, tied)) in enumerate(tensors.items()):
         comma, shape_text = "," if i else "", _compact(shape, known)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -178,7 +179,7 @@ def export(
     """
     prefix = f"{key}."
     tensors = [
-        Whole(name[len(prefix) :], kept.dtype, kept.shape, lambda name=name: read_tensor(source, name))
+        Whole(name[len(prefix) :], kept.dtype, kept.shape, partial(read_tensor, source, name))
         for name, kept in source.manifest.tensors.items()
         if name.startswith(prefix)
     ]

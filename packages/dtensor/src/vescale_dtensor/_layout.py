@@ -47,6 +47,7 @@ class Layout:
     )
 
     mesh: Mesh
+    base: Layout
     states: tuple[State, ...]
     shape: torch.Size
     flat_axis: int | None  # the axis whose ranks hold parts of the flattened shard, if there is one

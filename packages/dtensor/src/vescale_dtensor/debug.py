@@ -17,6 +17,7 @@ import pdb
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,8 +52,8 @@ class Trace:
         return self.count()
 
     def __str__(self) -> str:
-        rows = collections.Counter()
-        received = collections.Counter()
+        rows: collections.Counter[tuple] = collections.Counter()
+        received: collections.Counter[tuple] = collections.Counter()
         for event in self.events:
             cause = event.cause
             key = (event.kind, ",".join(event.axes), cause.direction, cause.function, cause.module, cause.line)
@@ -136,7 +137,7 @@ def breakpoint(rank: int = 0) -> None:
         distributed.barrier()
 
 
-def _matches(event: Event, name: str, value: object) -> bool:
+def _matches(event: Event, name: str, value: Any) -> bool:
     if name == "axes":
         return event.axes == ((value,) if isinstance(value, str) else tuple(value))
     if name == "module":

@@ -109,7 +109,7 @@ def local_map(
         out = function(*local, **kwargs)
         many = isinstance(out, (tuple, list))
         outs = list(out) if many else [out]
-        places = list(out_placements) if many else [out_placements]
+        places: list[Any] = list(out_placements) if many else [out_placements]
         results = []
         for i, (one, placement) in enumerate(zip(outs, places)):
             shape = tuple(shapes[i]) if shapes is not None else None
@@ -152,9 +152,9 @@ def register_function(function: type[torch.autograd.Function]) -> type[torch.aut
 
     functools.update_wrapper(apply, original, assigned=("__doc__",), updated=())
     apply.__name__ = f"{function.__name__}.apply"
-    apply._local = on_shards
-    function._vescale_apply = original
-    function.apply = staticmethod(apply)
+    vars(apply)["_local"] = on_shards
+    setattr(function, "_vescale_apply", original)  # noqa: B010  # a class has no writable __dict__
+    setattr(function, "apply", staticmethod(apply))  # noqa: B010
     rule(apply)(lambda _: composite(gathered))
     return function
 

@@ -144,7 +144,7 @@ def run_ranks(
     """
     answers = _call(world_size, function, args, kwargs, timeout, device, expected=())
     if all(answer.kind == "returned" for answer in answers):
-        return [loads(answer.value) for answer in answers]
+        return [loads(answer.value or b"") for answer in answers]
     raise _error_of(answers, function, timeout)
 
 

@@ -133,14 +133,15 @@ class Schedule:
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | str) -> Schedule:
         """Reads what `to_json` gives, or its text. Raises ScheduleError for anything of another shape."""
+        fields: Any = value
         if isinstance(value, str):
             try:
-                value = json.loads(value)
+                fields = json.loads(value)
             except json.JSONDecodeError as error:
                 raise ScheduleError("Schedule.from_json", f"the text is not JSON: {error}") from error
-        _check_fields(value)
-        actions = tuple(tuple(map(_read_action, of_rank)) for of_rank in value["actions"])
-        return cls(**{**value, "placement": tuple(value["placement"]), "actions": actions})
+        _check_fields(fields)
+        actions = tuple(tuple(map(_read_action, of_rank)) for of_rank in fields["actions"])
+        return cls(**{**fields, "placement": tuple(fields["placement"]), "actions": actions})
 
 
 _INTEGERS = ("version", "ranks", "microbatches", "stages")
@@ -156,7 +157,8 @@ def _check_fields(value: Any) -> None:
     operation = "Schedule.from_json"
     if not isinstance(value, Mapping):
         raise ScheduleError(operation, f"a schedule is a mapping, not {type(value).__name__}")
-    if _is_integer(version := value.get("version")) and version > FORMAT_VERSION:
+    version: Any = value.get("version")
+    if _is_integer(version) and version > FORMAT_VERSION:
         raise ScheduleError(
             operation,
             f"format version {version} is newer than {FORMAT_VERSION}, the newest that this vescale reads",

@@ -165,7 +165,7 @@ class _Meter:
             output = model(**batch)
         else:
             output = model(*batch) if isinstance(batch, tuple) else model(batch)
-        loss = loss_in(output)
+        loss: Any = loss_in(output)
         if loss is None:
             loss = sum(tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -33,19 +33,44 @@ from ._validate import fit
 from ._zero import DataParallel
 from .plan import Plan, PlanError
 
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+Mode = Literal["eager", "static", "compile"]
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Stages = Callable[[Plan, nn.Module, Any], tuple[Plan, Any, Callable[[], None]]]
 """What the facade does for a plan with a pipeline, given the mesh: takes the other stages' parameters off the model,
 and gives the plan and the mesh of this stage's ranks, and what is to be called last."""
 
 
+@overload
+def parallelize(
+    plan: Plan,
+    model: Model,
+    optimizer_fn: None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    mode: Mode = "eager",
+    reproducible: Mapping[str, int] | Reproducible | None = None,
+    stages: Stages | None = None,
+) -> tuple[Model, None]: ...
+@overload
+def parallelize(
+    plan: Plan,
+    model: Model,
+    optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer] | Optimizer,
+    *,
+    loss_fn: LossFn | None = None,
+    mode: Mode = "eager",
+    reproducible: Mapping[str, int] | Reproducible | None = None,
+    stages: Stages | None = None,
+) -> tuple[Model, Optimizer]: ...
 def parallelize(
     plan: Plan,
     model: nn.Module,
     optimizer_fn: OptimizerFn | torch.optim.Optimizer | None = None,
     *,
     loss_fn: LossFn | None = None,
-    mode: str = "eager",
+    mode: Mode = "eager",
     reproducible: Mapping[str, int] | Reproducible | None = None,
     stages: Stages | None = None,
 ) -> tuple[nn.Module, Any]:

@@ -132,7 +132,7 @@ def dry_run(
         with torch.enable_grad(), comm_trace(model) as trace, meter:
             model, optimizer = parallelize(plan, model, optimizer_fn, loss_fn=loss_fn)
             meter.label(_state(model), "parameters")
-            meter.label(model._vescale.sync.on_host(), HOST)
+            meter.label(vars(model)["_vescale"].sync.on_host(), HOST)
             if optimizer is not None and backend != "gloo":
                 _all_at_once(optimizer)
             if plan.offload and optimizer is not None:  # states that the constructor made

@@ -116,10 +116,9 @@ def from_huggingface(
             own = [module._parameters[leaf] for module in found if module._parameters.get(leaf) is not None]
             if f"{key}.{leaf}" not in shipped:
                 _place(placed, f"{key}.{leaf}", own, style, tensor_axis)
-        sides = {"input": style.takes, "output": style.gives}
-        sides = {side: {tensor_axis: placement} for side, placement in sides.items() if placement is not None}
-        if found and sides:
-            boundaries[key] = Boundary(**sides)
+        takes, gives = ({} if side is None else {tensor_axis: side} for side in (style.takes, style.gives))
+        if found and (takes or gives):
+            boundaries[key] = Boundary(input=takes, output=gives)
     if not used:
         rule = f"the tp_plan of {kind} names nothing that this model has"
         remedies = [("vescale_plans.library", "has plans by hand for several families")]

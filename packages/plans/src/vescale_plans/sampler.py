@@ -137,7 +137,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             position = self._next(position)[1]
         return position
 
-    def _part(self, places: range) -> list[GlobalIndex]:
+    def _part(self, places: range) -> list[int]:
         """This rank's part of a global batch."""
         order = self._order_of(places.start // self._size)
         start, stop = self._ranges(len(places))
@@ -221,7 +221,7 @@ class SeededSamples(Dataset):
         self._dataset, self._seed = dataset, seed
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._dataset)  # type: ignore[arg-type]  # torch says Sized nowhere
 
     def __getitem__(self, index: int) -> Any:
         seed = self._seed * 1_000_003 + getattr(index, "place", int(index))

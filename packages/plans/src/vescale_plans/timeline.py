@@ -10,8 +10,8 @@ the end.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
@@ -98,7 +98,7 @@ class Timeline:
 
     def seconds(self, hardware: Hardware) -> Seconds:
         """Of the step on `hardware`."""
-        spent: Counter[str] = Counter()
+        spent: defaultdict[str, float] = defaultdict(float)
         for (_, _, operation), count in self.operations.items():
             spent[_sort(operation)] += count * operation.seconds(hardware)
         crowded = max(1.0, prod(self.mesh.values()) / hardware.at_once) if hardware.at_once else 1.0
@@ -232,7 +232,7 @@ def _bmm(a: Tensor, b: Tensor, *_: object) -> tuple[int, int, int, int]:
 
 
 aten = torch.ops.aten
-_PRODUCTS = {
+_PRODUCTS: dict[object, Callable[..., tuple[int, int, int, int]]] = {
     aten.mm: _mm,
     aten.bmm: _bmm,
     aten.addmm: lambda bias, a, b, *_: _mm(a, b),

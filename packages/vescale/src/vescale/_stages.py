@@ -8,17 +8,17 @@ with its layout told once.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import vescale_dtensor
 import vescale_plans
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import INVARIANT, Mesh, first_ending, from_plain, is_reproducible, layout_of, mesh_of
@@ -28,23 +28,14 @@ from vescale_plans import Plan, PlanError
 
 from ._scaler import lines
 
+if TYPE_CHECKING:  # one signature, with its overloads, for both
+    from vescale_plans import parallelize as parallelize
+else:
 
-def parallelize(
-    plan: Plan,
-    model: nn.Module,
-    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    mode: str = "eager",
-    reproducible: Mapping[str, int] | vescale_dtensor.reproducible | None = None,
-) -> tuple[nn.Module, Any]:
-    stages = _stages if plan.pipeline is not None else None
-    return vescale_plans.parallelize(
-        plan, model, optimizer_fn, loss_fn=loss_fn, mode=mode, reproducible=reproducible, stages=stages
-    )
-
-
-parallelize.__doc__ = vescale_plans.parallelize.__doc__
+    @functools.wraps(vescale_plans.parallelize)
+    def parallelize(plan: Plan, *args: Any, **kwargs: Any) -> Any:
+        stages = _stages if isinstance(plan, Plan) and plan.pipeline is not None else None
+        return vescale_plans.parallelize(plan, *args, stages=stages, **kwargs)
 
 
 def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan, DeviceMesh, Callable[[], None]]:

@@ -163,8 +163,8 @@ def _rounds(
     for _ in range(MORE * rounds):
         before = (own_seconds(), busy_seconds(), time.perf_counter())
         seconds = [_timed(probe, repeat, stop) for probe, repeat in zip(probes, repeats)]
-        facts = [own_seconds() - before[0], busy_seconds() - before[1], time.perf_counter() - before[2]]
-        facts = torch.tensor([*facts, *seconds], device=here)
+        passed_here = [own_seconds() - before[0], busy_seconds() - before[1], time.perf_counter() - before[2]]
+        facts = torch.tensor([*passed_here, *seconds], device=here)
         dist.all_reduce(facts)
         own, busy, passed, *seconds = facts.tolist()
         seconds = [one / dist.get_world_size() for one in seconds]
@@ -196,7 +196,7 @@ def _after(probe: _probes.Probe, repeat: int, stop: Callable) -> float:
     """Of a collective that all ranks come to at once, each after it computed."""
     seconds = 0.0
     for _ in range(repeat):
-        given = probe.before()
+        given = None if probe.before is None else probe.before()
         stop()
         dist.barrier()
         began = time.perf_counter()
@@ -211,7 +211,7 @@ def _waited(probe: _probes.Probe, stop: Callable) -> float:
     computation as it is priced (CPU seconds, times the ranks that share a core)."""
     shared = dist.get_backend() == "gloo"
     clock = time.thread_time if shared else time.perf_counter
-    crowded = max(1.0, dist.get_world_size() / os.cpu_count()) if shared else 1.0
+    crowded = max(1.0, dist.get_world_size() / (os.cpu_count() or 1)) if shared else 1.0
     began, computed = time.perf_counter(), clock()
     probe.run()
     stop()
@@ -251,9 +251,9 @@ def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) ->
 
     alone()
     compute(1)
-    count = torch.tensor([max(1, round(timed(alone) / max(1e-6, timed(compute, 1))))], device=here)
-    dist.broadcast(count, 0)
-    count = int(count.item())
+    agreed = torch.tensor([max(1, round(timed(alone) / max(1e-6, timed(compute, 1))))], device=here)
+    dist.broadcast(agreed, 0)
+    count = int(agreed.item())
     taken = [(timed(alone), timed(compute, count), timed(both, count)) for _ in range(BESIDE * rounds)]
     communication, computation, together = (median(times) for times in zip(*taken))
     share = (communication + computation - together) / min(communication, computation)

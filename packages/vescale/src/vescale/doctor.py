@@ -264,7 +264,9 @@ CHECKS = (python_and_torch, packages, devices, backends, network, port, threads,
 def device_collectives(group: Any) -> Iterator[Finding]:
     """Whether the accelerators reach each other, by the backend that torch has for them. `group`: of the host."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    backend = dist.Backend.default_device_backend_map.get(found.type, "gloo") if found is not None else "gloo"
+    if found is None:
+        return
+    backend = dist.Backend.default_device_backend_map.get(found.type, "gloo")
     if backend == "gloo":
         return
     device, done = found.type, []

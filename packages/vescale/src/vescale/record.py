@@ -181,11 +181,11 @@ class Recorder:
 
         def undo() -> None:
             if own is not None:
-                optimizer.step = own
+                vars(optimizer)["step"] = own
             else:
                 del optimizer.step
 
-        optimizer.step = step
+        vars(optimizer)["step"] = step
         self._undo.append(undo)
 
     def _note_gradients(self) -> None:
@@ -213,12 +213,13 @@ class Recorder:
             place = (*place[:3], f"{place[3]}, again")
         with torch.no_grad():
             tensor = tensor.detach()
-            shape, part = tuple(tensor.shape), ()
+            shape = tuple(tensor.shape)
+            part: tuple[int, ...] = ()
             boxes = [(tuple((0, size) for size in shape), 0)] if tensor.numel() else []
             if type(tensor) is DTensor:
                 layout = tensor.mesh_layout
                 if layout.is_pending:
-                    layout = layout.with_states(INVARIANT if s is PENDING else s for s in layout.states)
+                    layout = layout.with_states([INVARIANT if s is PENDING else s for s in layout.states])
                     tensor = convert(tensor, layout, "record")
                 tensor, coordinate = tensor.to_local(), layout.mesh.coordinate
                 boxes = layout.boxes_at(coordinate)
@@ -254,7 +255,7 @@ class Recorder:
 
     def _together(self, work: Callable[[], None]) -> None:
         """Rank 0 does it; what fails there fails on all ranks."""
-        problem = [None]
+        problem: list[str | None] = [None]
         if self._rank == 0:
             try:
                 work()
@@ -329,8 +330,10 @@ def _entry(path: Path, name: str, rows: Mapping[int, Row]) -> dict[str, Any]:
 
 def _store(path: Path, name: str, one: Row, rows: Iterable[tuple[int, Row]]) -> str:
     """Puts a kept tensor together and writes its bytes, row-major; the name of the file."""
+    assert one.kept is not None
     whole = torch.empty(torch.Size(one.shape).numel(), dtype=one.kept[1].dtype)
     for _, row in rows:
+        assert row.kept is not None
         index, values = row.kept
         whole[index] = values
     file = "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in name) + ".bin"

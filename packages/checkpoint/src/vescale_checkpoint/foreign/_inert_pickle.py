@@ -40,7 +40,8 @@ class Record:
     __slots__ = ("kind", "arguments", "state")
 
     def __init__(self, kind: Global, arguments: tuple) -> None:
-        self.kind, self.arguments, self.state = kind, arguments, None
+        self.kind, self.arguments = kind, arguments
+        self.state: Any = None
 
 
 class InertError(ValueError):
