@@ -5,7 +5,6 @@ import types
 from pathlib import Path
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
 from package_tree import read_packages
 
@@ -234,18 +233,3 @@ def test_version(module):
     changelog = (package.folder / "CHANGELOG.md").read_text()
     newest = next(line for line in changelog.splitlines() if line.startswith("## "))
     assert newest == f"## {package.version}"
-
-
-@pytest.mark.parametrize("module", sorted(PACKAGES))
-def test_sibling_ranges_hold_the_siblings(module):
-    siblings = {package.distribution: package for package in PACKAGES.values()}
-    for distribution, versions in PACKAGES[module].requirements.items():
-        if distribution in siblings:
-            assert siblings[distribution].version in SpecifierSet(versions)
-
-
-def test_the_meta_package_pins_exactly():
-    meta = PACKAGES["vescale"]
-    pins = {name: versions for name, versions in meta.requirements.items() if name.startswith("vescale-")}
-    others = [package for package in PACKAGES.values() if package is not meta]
-    assert pins == {package.distribution: f"=={package.version}" for package in others}
