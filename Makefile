@@ -1,6 +1,6 @@
 # Every target works from a bare Python 3.11 or newer; `make setup` comes by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test verify bench bench-history dashboard torchtitan torchtitan-setup check smoke-install gpu clean
+.PHONY: help setup demo test verify bench bench-history dashboard torchtitan torchtitan-setup check docs smoke-install gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ PACKAGES := dtensor rng plans pipeline checkpoint vescale
 EXTRAS_dtensor := [testing]
 EXTRAS_vescale := [demo]
 BUILD_TOOLS := editables hatchling
-TOOLS := asv expecttest hypothesis mypy numpy nvidia-ml-py pytest pytest-benchmark rich ruff safetensors
+TOOLS := asv expecttest furo hypothesis mypy myst-parser numpy nvidia-ml-py pytest pytest-benchmark rich ruff safetensors sphinx
 
 STAMP := $(VENV)/.installed
 STAMP_INPUTS := Makefile constraints.txt $(wildcard packages/*/pyproject.toml packages/*/src/*/_version.py)
@@ -51,6 +51,9 @@ check: $(STAMP) ## ruff, the layering of the packages, and the types of what is 
 	@$(RUN) -m ruff check .
 	@$(RUN) tools/check_layers.py
 	@$(RUN) tools/check_types.py
+
+docs: $(STAMP) ## build the documentation with a reference of every public name, into build/docs
+	@$(RUN) tools/make_docs.py
 
 smoke-install: $(STAMP) ## install each package from the network into an empty environment, and use it
 	@$(RUN) tools/fresh_install.py

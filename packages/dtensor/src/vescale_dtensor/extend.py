@@ -37,6 +37,8 @@ def register_rule(
     None; see `vescale_dtensor.rules`. Functions that do not come to
     `__torch_function__` by themselves must be called through `local_map` instead.
 
+    Example::
+
         @register_rule(torch.ops.mylib.scale, traits=Trait.ELEMENTWISE | Trait.LINEAR)
         def scale(call):
             dims = tuple(range(call.operands[0].ndim))

@@ -154,7 +154,7 @@ class Plan:
         return cls(**import_hf.from_huggingface(model, mesh, tensor_axis, fields))
 
     def diff(self, other: Plan) -> _plan_table.PlanDiff:
-        """What differs in `other`: `Change(where, before, after)`s, none for equal plans; prints as a table."""
+        """What differs in `other`, a `Change(where, before, after)` each, none for equal plans; prints as a table."""
         return _plan_table.diff(self, other)
 
     def override(self, **changes: Any) -> Plan:

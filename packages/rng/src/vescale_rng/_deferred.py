@@ -42,6 +42,8 @@ _CPU = torch.device("cpu")
 def deferred_init() -> Iterator[None]:
     """Within the block tensors are made without memory; `parallelize` or `materialize` gives them theirs, and values.
 
+    Example::
+
         with vescale.deferred_init():
             model = AutoModelForCausalLM.from_config(config)
         model, optimizer = vescale.parallelize(plan, model, optimizer_fn)  # only shards are ever allocated

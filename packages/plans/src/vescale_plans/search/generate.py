@@ -35,7 +35,9 @@ ROUNDS = 3
 def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None, **asked: Any) -> Plan:
     """The plan that a cost model finds fastest among all that fit; the model is not changed, nor is its code read.
 
-    Arguments, as keywords, or in one mapping `constraints`, or in both:
+    What is asked comes as keywords, or in one mapping `constraints`, or in both.
+
+    Arguments:
         world_size: ranks.
         batch: rows of the global batch.
         seq: positions of a row; by default those of `sample`.
