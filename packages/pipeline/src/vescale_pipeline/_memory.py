@@ -23,7 +23,7 @@ from ._placeholder import Placeholder, local_only, version_of
 _MACHINERY = frozenset(
     (
         *nn.Module().__dict__,
-        *("_call_impl", "parameters", "_vescale", "_is_hf_initialized"),
+        *("_call_impl", "__deepcopy__", "parameters", "_vescale", "_is_hf_initialized"),
     )
 ) - {"training"}
 _CONTAINERS = (list, dict, set)

@@ -14,23 +14,18 @@ from vescale_dtensor import reproducible as Reproducible
 from vescale_dtensor.engine import Mesh, check_order, mesh_of, on_device
 from vescale_rng import distribute, is_deferred, materialize
 
-from ._adopt import MOVED, check_given, moved, take_over, watch
+from ._adopt import MOVED, check_given, moved, take_over
 from ._agreement import check_same_plan, check_same_values, checksums
-from ._boundary import install_boundary, install_scopes
-from ._expert_lists import ListBorder
-from ._expert_structure import Experts, find_experts, place_experts
-from ._experts import ExpertsBorder
-from ._inputs import RootBorder
+from ._expert_structure import find_experts, place_experts
 from ._join import join, keep_stage_mesh, make_mesh, settle_device
-from ._loss import LossBorder, LossFn
+from ._loss import LossFn
 from ._optim import wrap
 from ._promise import promise
-from ._recompute import install_recompute
-from ._slot import Sharing
 from ._static import check_mode, static
 from ._together import together
 from ._validate import fit
-from ._zero import DataParallel
+from .installed._copies import may_be_copied
+from .installed._recipe import Recipe, install
 from .plan import Plan, PlanError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -158,18 +153,9 @@ def _parallelized(
         _shard_parameters(plan, model, device_mesh, placed)
         materialize(model)  # what is no parameter: buffers
         _move_buffers(model, mesh)
-        install_recompute(model, fitted)
-        for name, boundary in fitted.boundaries.items():
-            install_boundary(model.get_submodule(name), name, boundary)
-        borders = _borders(plan, model, experts, mesh)
-        install_scopes(model)
-        if loss_fn is not None:
-            LossBorder(model, loss_fn)
-        RootBorder(model, mesh, plan.data_axes)
-        lists = [model.get_submodule(name) for name in experts.listed]
-        sync = DataParallel(model, _sharing(plan, mesh), plan.blocks, lists)
-        object.__setattr__(model, "_vescale", Parallelized(plan, device_mesh, sync, loss_fn, borders))
-        watch(sync)
+        names = fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.blocks
+        sync = install(model, Recipe(plan, device_mesh, *names, experts, loss_fn)).sync
+        may_be_copied(model)
         _register_foreign_functions()
     optimizer = None
     if optimizer_fn is not None:
@@ -184,22 +170,6 @@ def _parallelized(
     if mode != "eager":
         static(model, compiler="inductor" if mode == "compile" else "")
     return model, optimizer
-
-
-class Parallelized:
-    """What `parallelize` keeps with a model: the plan, the mesh, its buffers, the loss, the experts."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        device_mesh,
-        sync: DataParallel,
-        loss_fn: LossFn | None,
-        experts: list[ExpertsBorder | ListBorder],
-    ) -> None:
-        self.plan, self.device_mesh, self.sync, self.loss_fn = plan, device_mesh, sync, loss_fn
-        self.experts = experts
-        self.static = None  # what `static` makes
 
 
 @contextlib.contextmanager
@@ -223,35 +193,6 @@ def expert_drops(model: nn.Module) -> dict[str, list[int]]:
     All zeros unless the plan has a `capacity_factor`. Cost: one small all-gather per experts module.
     """
     return {border.name: border.total_dropped() for border in model._vescale.experts}
-
-
-def _borders(plan: Plan, model: nn.Module, experts: Experts, mesh: Mesh) -> list[ExpertsBorder | ListBorder]:
-    found: list[ExpertsBorder | ListBorder] = []
-    for name, count in experts.stacked.items():
-        block, module = _owner(model, name), model.get_submodule(name)
-        capacity = plan.capacity_factor
-        found.append(ExpertsBorder(module, name, mesh, plan.expert_axis, count, block=block, capacity=capacity))
-    for name, count in experts.listed.items():
-        if _is_spread(model.get_submodule(name), mesh.axis(plan.expert_axis)):
-            found.append(ListBorder(_owner(model, name), name, count, mesh, plan.expert_axis))
-    return found
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module | None:
-    """The module of which the one of that name is a child; None for the model."""
-    return model.get_submodule(name.rpartition(".")[0]) if name else None
-
-
-def _is_spread(experts: nn.ModuleList, axis: int) -> bool:
-    """A plan may keep the experts of a list whole: its block then computes as any module does."""
-    return all(parameter.mesh_layout.states[axis].is_sharded for parameter in experts.parameters())
-
-
-def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
-    """How the plan shares buffers over the mesh: ZeRO shards over the innermost data axis."""
-    lead = mesh.axis(plan.data_axes[-1]) if plan.data_axes else None
-    dtypes = (plan.precision.compute, plan.precision.reduce, plan.precision.sent) if plan.precision else (None,) * 3
-    return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload)
 
 
 def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> None:

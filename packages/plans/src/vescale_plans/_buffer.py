@@ -62,7 +62,8 @@ GATHER = Cause("parameter gather")
 _ALIGN_BYTES = 64
 
 _get_grad = Tensor.grad.__get__
-_is_away, _owner_of = attrgetter("is_away"), attrgetter("_owner")
+_is_away, _is_lent, _owner_of = attrgetter("is_away"), attrgetter("is_lent"), attrgetter("_owner")
+_version_of = Tensor._version.__get__
 _set_grad = Tensor.grad.__set__
 
 
@@ -104,9 +105,12 @@ class Buffer:
         # it would exchange some on one rank alone: those whose graph nodes are of another shape than they.
         self._refuse_exchange = [weakref.ref(one) for one in self._parameters] if self.lets_go else []
         made = [fulfil(slot.parameter, slot.master_layout) for slot in self.slots]
-        self._move_in([slot.take_back(False) if one is None else (one, True) for slot, one in zip(self.slots, made)])
+        self._move_in([slot.take_back(False) if one is None else one for slot, one in zip(self.slots, made)])
+        for slot in self.slots:
+            slot.parameter._owner = slot
         self.tells = False  # while users' hooks run
         self._pending: PendingGather | None = None
+        self._versions: list[int] = []
         self.flat: Tensor | None = None
         self.filled: set[int] = set()  # who has a gradient pending
         self.came: set[int] = set()  # of these, who got one in the backward that runs
@@ -124,7 +128,8 @@ class Buffer:
         slot.full_layout = slot.master_layout = layout
         slot.numel, slot.shape = prod(layout.local_shape), layout.local_shape
         slot.gradient = slot.optimized = slot.arriving = None
-        slot.is_copied = slot.is_away = False
+        slot.is_copied = slot.is_away = slot.is_lent = False
+        slot.is_separate = self.separate
         slot.hooks = OrderedDict() if self.reduces else None
         if self.shards:
             cut = flat(layout.ndim, self.packing.units(i, largest_shard(layout)))
@@ -238,6 +243,8 @@ class Buffer:
 
     def fetch(self) -> None:
         """Starts to make `full` what the masters say; pairs with `wait`."""
+        if self.ready and not self.lets_go and self._is_written:
+            self.ready = False
         if self.ready or self._pending is not None:
             return
         if self.lets_go:
@@ -245,12 +252,33 @@ class Buffer:
         # From the host the copy is waited for: it must not be overtaken by what a user writes to a parameter at rest.
         part = self.master.to(self.device) if self.hosted else self.master
         part = part if self.compute is self.dtype else part.to(self.compute)
+        self._note_versions()
         if not self.shards or self.is_elsewhere:
             self._sink.copy_(part)
             self.ready = True
             return
         set_cause(GATHER)
         self._pending = PendingGather(self._sink, part, self.sharing.mesh, (self.lead,))
+
+    def _note_versions(self) -> None:
+        if not self.lets_go:
+            with local_only():
+                self._versions = list(map(_version_of, self._parameters))
+            for slot in self.slots:
+                slot.is_lent = False
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether somebody else than an optimizer of ours may have written to a parameter since `full` was made."""
+        if not self.separate:
+            return False
+        with local_only():
+            return list(map(_version_of, self._parameters)) != self._versions or any(map(_is_lent, self.slots))
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether `full` is what the masters said, or is to be."""
+        return self.ready or self._pending is not None
 
     def wait(self) -> None:
         """`full` is there, and the parameters are it."""

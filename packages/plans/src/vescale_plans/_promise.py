@@ -1,7 +1,7 @@
-"""Deferred parameters under ZeRO-3: their values are made where they will lie, in this rank's part of a flat buffer.
+"""Parameters whose values are made, or come from elsewhere, where they will lie: in this rank's part of a flat buffer.
 
-Until the buffers are made such a parameter is a promise: it has its layout, and no memory. So no rank ever holds what
-the data axis shards.
+Until the buffers are made such a parameter is a promise: it has its layout, and no memory. So of a deferred parameter
+under ZeRO-3 no rank ever holds what the data axis shards, and a copy of a model takes the copy's memory alone.
 """
 
 from __future__ import annotations
@@ -13,24 +13,42 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, Layout, Placement, distribute_tensor
-from vescale_dtensor.engine import stamp
-from vescale_rng import materialize_shard
+from vescale_dtensor.engine import convert, local_only, stamp
+from vescale_rng import is_deferred, materialize_shard
 
-_SOURCE = "_deferred"
+_SOURCE = "_promised"
 
 
 def promise(deferred: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
     """A parameter laid out as `distribute_tensor` would lay it out, without memory."""
     blank = torch.empty(deferred.shape, dtype=deferred.dtype, device="meta")
     layout = distribute_tensor(blank, device_mesh, placements)._layout.base
-    local = torch.empty(layout.local_shape, dtype=deferred.dtype, device=layout.mesh.device_type)
+    return _blank(deferred.detach(), layout, deferred.requires_grad)
+
+
+def promise_copy(held: DTensor, layout: Layout, requires_grad: bool) -> nn.Parameter:
+    """A parameter of `layout` that will have the values of `held`, which lies so, or as a part of it."""
+    return _blank(held, layout, requires_grad)
+
+
+def _blank(source: Tensor, layout: Layout, requires_grad: bool) -> nn.Parameter:
+    local = torch.empty(layout.local_shape, dtype=source.dtype, device=layout.mesh.device_type)
     local.untyped_storage().resize_(0)
-    found = nn.Parameter(stamp(local, layout), requires_grad=deferred.requires_grad)
-    setattr(found, _SOURCE, deferred.detach())
+    found = nn.Parameter(stamp(local, layout), requires_grad=requires_grad)
+    setattr(found, _SOURCE, source)
     return found
 
 
-def fulfil(parameter: DTensor, layout: Layout) -> Tensor | None:
-    """Of a promise, this rank's part under `layout`, plain; None of a parameter that has its values."""
+def fulfil(parameter: DTensor, layout: Layout) -> tuple[Tensor, bool] | None:
+    """Of a promise, its values, local and plain, and whether they are this rank's part under `layout` alone; None of a
+    parameter that has its values. Cost: nothing, but where what is copied lies in parts that were cut otherwise."""
     source = parameter.__dict__.pop(_SOURCE, None)
-    return None if source is None else materialize_shard(source, layout)
+    if source is None:
+        return None
+    if is_deferred(source):
+        return materialize_shard(source, layout), True
+    is_part = source._layout.base is not parameter._layout.base
+    if is_part:
+        source = convert(source, layout, "deepcopy")
+    with local_only():
+        return source.detach(), is_part

@@ -29,29 +29,37 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable import checkpoint
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vescale_dtensor import GradientError
 from vescale_dtensor.debug import Cause
 from vescale_dtensor.engine import Route, communicates, local_only, route_between, set_cause, set_watch
 
-from ._validate import CONTAINERS, Fit
+from ._validate import CONTAINERS
 
 Watch = Callable[..., Tensor]
 """What `set_watch` takes: called in place of a conversion, with what would make it."""
+CHECKPOINT_KEYS = STATE_KEY, REGISTRY_KEY
+"""Attributes of a module that torch's checkpoint adds."""
 CAUSE = Cause("regather", direction="backward")
 
 
-def install_recompute(model: nn.Module, fitted: Fit) -> None:
-    """Install before boundaries: what a border converts on the way in lies inside."""
-    for name in fitted.checkpointed:
+def install_recompute(model: nn.Module, checkpointed: tuple[str, ...], regathered: Mapping[str, bool]) -> None:
+    """Install before boundaries: what a border converts on the way in lies inside. Arguments: see `Fit`."""
+    for name in checkpointed:
         module = model.get_submodule(name)
         checkpoint(module)
         module.register_forward_pre_hook(_without_cache, with_kwargs=True)
-    for module, regathers in _turns(model, fitted.regathered, fitted.checkpointed):
+    for module, regathers in _turns(model, regathered, checkpointed):
         region = Regathering() if regathers else Keeping()
         module.register_forward_pre_hook(region.enter, prepend=True)
         module.register_forward_hook(region.leave, always_call=True)
+
+
+def is_checkpoints(hook: Callable) -> bool:
+    """Whether a module's hook is torch's checkpoint's."""
+    return getattr(hook, "__module__", "") == checkpoint.__module__
 
 
 def _without_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -77,7 +85,9 @@ def _turns(
     model: nn.Module, decided: Mapping[str, bool], checkpointed: tuple[str, ...]
 ) -> Iterator[tuple[nn.Module, bool]]:
     """The modules at which the decision is another than around them. A checkpoint gathers again by itself."""
-    effective = {"": False}
+    effective = {"": decided.get("", False)}
+    if effective[""]:  # a part, copied, of a model of which all that is around it regathers
+        yield model, True
     for name, module in model.named_modules():
         if not name:
             continue

@@ -43,7 +43,8 @@ class Slot:
 
     __slots__ = (
         "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
-        "gradient_layout", "full", "master", "optimized", "gradient", "arriving", "is_copied", "is_away", "hooks",
+        "gradient_layout", "full", "master", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
+        "is_separate", "hooks",
     )  # fmt: skip
 
     parameter: DTensor
@@ -57,7 +58,9 @@ class Slot:
     gradient: Tensor | None
     arriving: Tensor | None  # on the host, where the gradients of an offloaded parameter arrive
     is_copied: bool  # whether `optimized` is a copy of the master, on the host
+    is_separate: bool  # whether `full` is memory of its own, which rests empty, or as a copy in another dtype
     is_away: bool  # the parameter was pointed at memory of somebody else's
+    is_lent: bool  # its memory was given to somebody whose writes do not count the parameter's version up
     hooks: OrderedDict[int, Callable] | None  # the user's, for the reduced gradient; None where nothing is reduced
 
     def register(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
@@ -65,6 +68,11 @@ class Slot:
         handle = RemovableHandle(self.hooks)
         self.hooks[handle.id] = hook
         return handle
+
+    @property
+    def at_rest(self) -> tuple[Tensor, Layout]:
+        """The memory that holds the parameter's values between steps, and how it is laid out."""
+        return (self.master, self.master_layout) if self.is_separate else (self.full, self.full_layout)
 
     def show(self, whole: bool) -> None:
         """Points the parameter at `full` or at `master`. Call with dispatch disabled."""

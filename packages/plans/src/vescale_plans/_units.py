@@ -7,7 +7,6 @@ no block, is the last. When they are gathered and reduced is `_zero.py`'s.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from fnmatch import fnmatchcase
 from math import prod
 
 from torch import nn
@@ -67,8 +66,16 @@ class Unit:
             buffer.expose(True)
         self.is_open = True
 
+    def hide(self) -> None:
+        """Outside of the model's calls parameters are the masters, so that a write to one stays; what was gathered is
+        kept for the backward that comes."""
+        for buffer in self.fetched:
+            buffer.wait()
+            buffer.expose(False)
+        self.is_open = not self.fetched
+
     def close(self) -> None:
-        if self.is_open or any(buffer.ready for buffer in self.fetched):
+        if self.is_open or any(buffer.is_gathered for buffer in self.fetched):
             for buffer in self.fetched:
                 buffer.let_go()
         self.is_open = not self.fetched
@@ -90,12 +97,13 @@ class Unit:
 def units_of(
     model: nn.Module, sharing: Sharing, rows: Mapping[str, int], closed: Collection[nn.Module] = ()
 ) -> list[Unit]:
-    """The units of a model in its order, the root's last. `closed`: lists whose members are no blocks."""
+    """The units of a model in its order, the root's last. `rows`: by parameter name, see `Plan.blocks`; `closed`: lists
+    whose members are no blocks."""
     blocks = blocks_of(model, closed)
     owner = owners(model, blocks)
     named: dict[int, list[tuple[str, DTensor]]] = {}
     for name, parameter in model.named_parameters():
-        if type(parameter) is DTensor:
+        if type(parameter) is DTensor and "_owner" not in parameter.__dict__:  # else of a parallelized model inside
             named.setdefault(owner[id(parameter)], []).append((name, parameter))
     groups: list[tuple[list[str], list[nn.Module], list[tuple[str, DTensor]]]] = []
     root = list(named.get(-1, ()))
@@ -147,11 +155,7 @@ def _buffers(named: list[tuple[str, DTensor]], sharing: Sharing, rows: Mapping[s
         if mine is None or (sharing.zero < 3 and _bytes(mine) + _bytes([(name, parameter)]) > BUCKET_BYTES):
             groups.append((key, mine := []))
         mine.append((name, parameter))
-    return [Buffer(group, key[0], sharing, [_rows(name, rows) for name, _ in group]) for key, group in groups]
-
-
-def _rows(name: str, rows: Mapping[str, int]) -> int:
-    return next((value for glob, value in rows.items() if fnmatchcase(name, glob)), 0)
+    return [Buffer(group, key[0], sharing, [rows.get(name, 0) for name, _ in group]) for key, group in groups]
 
 
 def _bytes(named: list[tuple[str, DTensor]]) -> int:

@@ -147,7 +147,8 @@ class DataParallel:
         return any(buffer.tells for unit in self.units for buffer in unit.buffers)
 
     def rest(self) -> None:
-        """Parameters are the masters, where they are not the same memory: a write to one stays."""
+        """Parameters are the masters, where they are not the same memory: a write to one stays. What is gathered ahead
+        goes: it may be older than a write."""
         for unit in self.units:
             unit.close()
 
@@ -190,6 +191,8 @@ class DataParallel:
     def _begin(self, root: nn.Module, args: tuple) -> None:
         if _current_graph_task_id() == -1:
             self.take_in()
+            if not self.holds:
+                self.rest()
 
     def _cast(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Floating inputs in the dtype that the model computes in."""
@@ -256,7 +259,11 @@ class DataParallel:
         if unit.fetched and _current_graph_task_id() == -1:
             # The root's parameters, and those of the block that backward begins with, are needed again at once.
             stays = in_graph and (root or unit is self.units[-2])
-            if not stays and not self.holds:
+            if root and not self.holds:
+                with torch._C.DisableTorchFunction():
+                    for each in {unit, self.units[-2] if len(self.units) > 1 else unit}:
+                        each.hide() if in_graph else each.close()
+            elif not stays and not self.holds:
                 with torch._C.DisableTorchFunction():
                     unit.close()
 

@@ -50,7 +50,7 @@ def is_same_size(function, args, kwargs):
     return tuple(args[0].shape) == tuple(args[1].shape)
 
 
-@rule(Tensor.detach, torch.detach, Tensor.data.__get__, traits=Trait.ELEMENTWISE | VIEWS)
+@rule(Tensor.detach, torch.detach, traits=Trait.ELEMENTWISE | VIEWS)
 def detach(call: Call) -> Decision:
     return Decision(out=call.operands[0].layout)
 

@@ -17,7 +17,7 @@ from .._errors import OperatorError
 from .._memo import forget
 from .._tensor import DTensor, local_only, stamp
 from .registry import handler
-from .traits import Trait
+from .traits import VIEWS, Trait
 
 
 def whole(tensor: DTensor, cause: object) -> Tensor:
@@ -64,7 +64,8 @@ def identity_hash(function, args, kwargs):
 
 @handler(Tensor.__deepcopy__)
 def deep_copy(function, args, kwargs):
-    """A leaf with its own storage, the same layout, attributes and gradient."""
+    """A leaf with its own storage, the same layout, attributes and gradient; of a parameter, as torch's, the values
+    alone."""
     tensor, memo = args
     if id(tensor) in memo:
         return memo[id(tensor)]
@@ -77,6 +78,9 @@ def deep_copy(function, args, kwargs):
         fresh = tensor.detach().clone(memory_format=torch.preserve_format)
     fresh = stamp(fresh, tensor._layout.base).requires_grad_(needs_grad)
     memo[id(tensor)] = fresh
+    if getattr(tensor, "_is_param", False):
+        fresh._is_param = True
+        return fresh
     skipped = {"_layout", "_conversions", "_settled_grad", "_owner", "_source"}
     for name, item in tensor.__dict__.items():
         if name not in skipped:
@@ -96,7 +100,7 @@ def reduce_ex(function, args, kwargs):
         [
             ("tensor.full_tensor()", "the whole tensor: an all-gather"),
             ("tensor.to_local()", "this rank's shard: no communication"),
-            ("vescale_checkpoint.save", "for checkpoints"),
+            ('vescale_checkpoint.save(path, {"model": model})', "a checkpoint: any plan and number of ranks loads it"),
         ],
     )
 
@@ -119,6 +123,18 @@ def set_data(function, args, kwargs):
     with local_only():
         Tensor.data.__set__(tensor, value.detach())
     tensor._layout = value._layout.base
+
+
+@handler(Tensor.data.__get__, traits=Trait.ELEMENTWISE | VIEWS)
+def get_data(function, args, kwargs):
+    """`x.data`: the same memory under another count of versions, of which the owner of that memory hears."""
+    tensor = args[0]
+    owner = tensor.__dict__.get("_owner")
+    if owner is not None:
+        owner.is_lent = True
+    with local_only():
+        data = function(tensor)
+    return stamp(data, tensor._layout.base)
 
 
 def set_memory(tensor: Tensor, *source, **options) -> Tensor:

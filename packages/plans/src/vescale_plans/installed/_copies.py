@@ -1,0 +1,132 @@
+"""`copy.deepcopy` of a parallelized model, or of one of its modules: a parallelized model of its own.
+
+The modules are copied as they were without what `parallelize` put on them, the users' own hooks with them; the same is
+then put on the copy. Its parameters lie in flat buffers of its own, filled from the memory of the original's: a rank's
+shard from a rank's shard. As on one device a copied parameter has no gradient, and none of its hooks.
+
+Cost: no communication, so that one rank alone may copy; but where the copy's buffers are cut otherwise than the
+original's (under ZeRO-3, of modules whose parameters have been frozen or thawed since, or that shared a buffer), where
+each parameter is converted, on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from vescale_dtensor import OperatorError
+from vescale_dtensor.engine import stamp
+
+from .._promise import promise_copy
+from .._recompute import CHECKPOINT_KEYS, is_checkpoints
+from .._slot import Slot
+from .._static import Site, static
+from .._static_key import is_ours
+from ._recipe import Recipe, install
+
+_COPIER = "__deepcopy__"
+
+
+class Copier:
+    """What a module of a parallelized model answers `copy.deepcopy` with, as an attribute of the object."""
+
+    def __init__(self, root: nn.Module, module: nn.Module) -> None:
+        self.root, self._module = root, module
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        return _copied(self.root, self._module, memo)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise OperatorError(
+            "pickle",
+            f"{type(self._module).__name__} is parallelized: it names process groups of this process",
+            (),
+            [
+                ('vescale.save(path, {"model": model})', "a checkpoint: any plan and number of ranks loads it"),
+                ("{n: t.full_tensor() for n, t in model.state_dict().items()}", "on all ranks: plain, for torch.save"),
+            ],
+        )
+
+
+def may_be_copied(model: nn.Module) -> None:
+    """From now on `copy.deepcopy` of the model, and of its modules, gives parallelized models."""
+    for module in model.modules():
+        held = module.__dict__
+        if _COPIER not in held:
+            others = dict(held)
+            held.clear()
+            held[_COPIER] = Copier(model, module)  # first, so that it is the first thing that a pickle comes to
+            held.update(others)
+
+
+def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    held = root._vescale
+    if getattr(held, "runtime", None) is not None:
+        raise OperatorError(
+            "deepcopy",
+            "the model is a pipeline, and a stage's connections cannot be copied",
+            (),
+            [("copy.deepcopy(model) before parallelize", "then parallelize(plan, copied), with the same plan")],
+        )
+    held.sync.take_in()
+    for parameter in module.parameters():
+        slot = held.sync.slot_of(parameter)
+        if slot is not None:
+            memo.setdefault(id(parameter), _promised(slot))
+    names = {id(each): name for name, each in root.named_modules()}
+    recipe = held.recipe.below(names[id(module)]) if id(module) in names else None
+    modules = [each for each in module.modules() if getattr(each.__dict__.get(_COPIER), "root", None) is root]
+    with _taken_off(modules, held.recipe):
+        copied = copy.deepcopy(module, memo)
+    if recipe is not None:
+        install(copied, recipe.among(copied))
+        may_be_copied(copied)
+        if held.static is not None:
+            static(copied, held.static.verify_every, compiler=held.static.backend)
+    return copied
+
+
+def _promised(slot: Slot) -> nn.Parameter:
+    """The copy's parameter: no memory yet, its values are the original's at rest."""
+    value, layout = slot.at_rest
+    return promise_copy(stamp(value.detach(), layout), slot.full_layout, slot.parameter.requires_grad)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+@contextlib.contextmanager
+def _taken_off(modules: Sequence[nn.Module], recipe: Recipe) -> Iterator[None]:
+    """The modules are for a while as they were before `parallelize`, but for their parameters."""
+    kept: list[tuple[dict, dict]] = []
+    for module in modules:
+        held = module.__dict__
+        mine = {name for name in ("_vescale", _COPIER) if name in held}
+        if recipe.checkpointed:
+            mine |= {name for name in CHECKPOINT_KEYS if name in held}
+        forward = held.get("forward")
+        hooks = {
+            id_ for name in _HOOKS for id_, hook in held[name].items() if is_ours(hook) or is_checkpoints(hook)
+        }
+        kept.append((held, dict(held)))
+        for name in mine:
+            del held[name]
+        if isinstance(forward, Site):
+            if forward.own is None:
+                del held["forward"]
+            else:
+                held["forward"] = forward.own
+        for name in (*_HOOKS, *_MARKS):
+            held[name] = OrderedDict((id_, value) for id_, value in held[name].items() if id_ not in hooks)
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            held.clear()
+            held.update(before)

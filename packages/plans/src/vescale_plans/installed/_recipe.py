@@ -1,0 +1,126 @@
+"""What of a plan is done to one model's modules, by name: a value, so that a copy of the model, or of a part of it, can
+have the same done to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor.engine import Mesh, mesh_of
+
+from .._adopt import watch
+from .._boundary import install_boundary, install_scopes
+from .._expert_lists import ListBorder
+from .._expert_structure import Experts
+from .._experts import ExpertsBorder
+from .._inputs import RootBorder
+from .._loss import LossBorder, LossFn
+from .._recompute import install_recompute
+from .._slot import Sharing
+from .._zero import DataParallel
+from ..plan import Boundary, Plan
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done to a model whose parameters are on the mesh; names are those of its modules."""
+
+    plan: Plan
+    device_mesh: DeviceMesh
+    boundaries: Mapping[str, Boundary]
+    checkpointed: tuple[str, ...]
+    regathered: Mapping[str, bool]
+    blocks: Mapping[str, int]
+    experts: Experts
+    loss_fn: LossFn | None = None
+
+    def below(self, name: str) -> Recipe:
+        """For that one of the model's modules, as a model of its own."""
+        if not name:
+            return self
+        experts = Experts(_below(self.experts.stacked, name), _below(self.experts.listed, name))
+        checkpointed = tuple(_below(dict.fromkeys(self.checkpointed), name))
+        around = [self.regathered[one] for one in self.regathered if f"{name}.".startswith(f"{one}.")]
+        regathered = ({"": around[-1]} if around else {}) | _below(self.regathered, name)
+        return replace(
+            self, boundaries=_below(self.boundaries, name), checkpointed=checkpointed, regathered=regathered,
+            blocks=_below(self.blocks, name), experts=experts, loss_fn=None,
+        )  # fmt: skip
+
+    def among(self, model: nn.Module) -> Recipe:
+        """For those of the modules that the model has still."""
+        names = {name for name, _ in model.named_modules()}
+
+        def kept(named: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in named.items() if name in names}
+
+        return replace(
+            self, boundaries=kept(self.boundaries), checkpointed=tuple(kept(dict.fromkeys(self.checkpointed))),
+            regathered=kept(self.regathered), experts=Experts(kept(self.experts.stacked), kept(self.experts.listed)),
+        )  # fmt: skip
+
+
+def _below(named: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What concerns a module and those inside it, by their names in it."""
+    return {one.removeprefix(name).removeprefix("."): value for one, value in named.items()
+            if f"{one}.".startswith(f"{name}.")}  # fmt: skip
+
+
+class Parallelized:
+    """What `parallelize` keeps with a model: the plan, the mesh, its buffers, the loss, the experts."""
+
+    def __init__(self, recipe: Recipe, sync: DataParallel, experts: list[ExpertsBorder | ListBorder]) -> None:
+        self.recipe, self.plan, self.device_mesh, self.loss_fn = recipe, recipe.plan, recipe.device_mesh, recipe.loss_fn
+        self.sync, self.experts = sync, experts
+        self.static = None  # what `static` makes
+
+
+def install(model: nn.Module, recipe: Recipe) -> Parallelized:
+    """Puts all of it on the model, whose parameters are on the mesh already."""
+    mesh, plan = mesh_of(recipe.device_mesh), recipe.plan
+    install_recompute(model, recipe.checkpointed, recipe.regathered)
+    for name, boundary in recipe.boundaries.items():
+        install_boundary(model.get_submodule(name), name, boundary)
+    borders = _borders(plan, model, recipe.experts, mesh)
+    install_scopes(model)
+    if recipe.loss_fn is not None:
+        LossBorder(model, recipe.loss_fn)
+    RootBorder(model, mesh, plan.data_axes)
+    lists = [model.get_submodule(name) for name in recipe.experts.listed]
+    made = Parallelized(recipe, DataParallel(model, _sharing(plan, mesh), recipe.blocks, lists), borders)
+    object.__setattr__(model, "_vescale", made)
+    watch(made.sync)
+    return made
+
+
+def _borders(plan: Plan, model: nn.Module, experts: Experts, mesh: Mesh) -> list[ExpertsBorder | ListBorder]:
+    found: list[ExpertsBorder | ListBorder] = []
+    for name, count in experts.stacked.items():
+        block, module = _owner(model, name), model.get_submodule(name)
+        capacity = plan.capacity_factor
+        found.append(ExpertsBorder(module, name, mesh, plan.expert_axis, count, block=block, capacity=capacity))
+    for name, count in experts.listed.items():
+        if name and _is_spread(model.get_submodule(name), mesh.axis(plan.expert_axis)):
+            found.append(ListBorder(_owner(model, name), name, count, mesh, plan.expert_axis))
+    return found
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of which the one of that name is a child; None for the model."""
+    return model.get_submodule(name.rpartition(".")[0]) if name else None
+
+
+def _is_spread(experts: nn.ModuleList, axis: int) -> bool:
+    """A plan may keep the experts of a list whole: its block then computes as any module does."""
+    return all(parameter.mesh_layout.states[axis].is_sharded for parameter in experts.parameters())
+
+
+def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
+    """How the plan shares buffers over the mesh: ZeRO shards over the innermost data axis."""
+    lead = mesh.axis(plan.data_axes[-1]) if plan.data_axes else None
+    dtypes = (plan.precision.compute, plan.precision.reduce, plan.precision.sent) if plan.precision else (None,) * 3
+    return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload)
