@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from html import escape
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from vescale_plans import Plan, PlanError, dry_run
 from vescale_plans.search import InfeasibleError, generate_plan, plan_of
+from vescale_plans.search.decision import number, operations
+from vescale_plans.search.explain_html import MEMORY, TIME, page
 
 
 class Heads(nn.Module):
@@ -160,3 +163,58 @@ def test_what_was_not_chosen_cannot_be_explained():
     for plan in (Plan(mesh={"dp": 2}, parameters={"*": {}}), made().override(zero=1), Plan.from_json(made().to_json())):
         with pytest.raises(PlanError, match="was not made by generate_plan"):
             plan.explain()
+
+
+def test_another_choice_is_priced_and_its_losses_add_up():
+    plan = made(memory=10**8)
+    best = plan.explain().chosen
+    other = plan.explain(against={"tp": 4})
+    assert other.other.candidate.tp == 4
+    assert sum(more for _, more in other.losses) == pytest.approx(other.other.cost.total - best.cost.total)
+    assert other.other == made(memory=10**8, pin={"tp": 4}).explain().chosen
+    assert "instead, with tp=4: " in str(other)
+    assert "memory: " in str(other)
+    same = plan.explain(against={"tp": best.candidate.tp, "dp": best.candidate.dp, "zero": best.candidate.zero})
+    assert "that is the choice" in str(same)
+
+
+def test_another_choice_that_does_not_fit_says_by_how_much():
+    loose = made(pin={"dp": 8, "zero": 0, "microbatches": 1, "checkpointing": True}).explain().chosen.memory.total
+    plan = made(memory=loose - 1)
+    other = plan.explain(against={"dp": 8, "zero": 0, "microbatches": 1})
+    assert not other.fits
+    assert str(other).endswith("it does not fit")
+    assert "missing" in str(other)
+    assert other.other.memory.total == loose  # with all computed again that may be
+
+
+def test_another_choice_that_nobody_can_make_is_refused():
+    with pytest.raises(InfeasibleError, match="3"):
+        made().explain(against={"tp": 3})
+    with pytest.raises(PlanError, match="'width'"):
+        made().explain(against={"width": 3})
+
+
+def test_a_decision_is_told_in_the_terms_of_the_field():
+    explained = made(hardware="h100", world_size=16, precision=None).explain()
+    text = str(explained)
+    parameters = sum(one.numel() for one in Model().parameters())
+    assert f"{parameters / 1e3:.3g}K parameters on 16 x h100" in text
+    for name in ("computes in: float32", "a step: ", "positions: ", "(MFU)", "memory: ", "schedule: ", "binds: "):
+        assert name in text
+    pinned = str(made(hardware="h100", world_size=16, pin={"tp": 4, "dp": 4}).explain())
+    assert "axis tp: 4 ranks 1 apart, inside a node" in pinned
+    assert "axis dp: 4 ranks 4 apart, crosses borders of nodes of 8" in pinned
+    weights, meeting = 4 * (2 * 32**2 + 2 * 16 * 32 + 8 * 32**2) + 32 * 64, 4 * 2 * 64 * 32
+    assert operations(explained.request) == 6 * 16 * 64 * (weights + meeting)
+    assert [number(value) for value in (999.6, 24_700, 7.24e9, 12)] == ["1K", "24.7K", "7.24B", "12"]
+
+
+def test_bars_do_not_vanish_against_a_limit_that_is_far():
+    explained = made(hardware="h100").explain()
+    text = page(explained)
+    memory = ElementTree.fromstring(re.findall(r"<svg.*?</svg>", text, re.DOTALL)[1])
+    assert max(float(box.get("width")) for box in memory.iter("rect")) > 100
+    assert "and not drawn" in text
+    assert not set(TIME.values()) & set(MEMORY.values())
+    assert escape(str(explained)) in text  # the page says all that the text says

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from ._parts import Precision as Precision
 from ._self_check import check_itself
 
 if TYPE_CHECKING:
+    from .search.decision import Against
     from .search.explain import Explanation
 
 
@@ -181,17 +182,25 @@ class Plan:
                 changes[name] = {glob: v for glob, v in value.items() if v is not None} | kept
         return replace(self, **changes)
 
-    def explain(self) -> Explanation:
+    @overload
+    def explain(self) -> Explanation: ...
+    @overload
+    def explain(self, against: Mapping[str, Any]) -> Against: ...
+    def explain(self, against: Mapping[str, Any] | None = None) -> Explanation | Against:
         """Why `generate_plan` made this plan: the next best, what binds each, per block why; prints as tables, and
         writes itself as a page (`write_html`).
 
-        Raises PlanError for a plan that was written, overridden or read from JSON: nothing was weighed for it.
+        With `against`, such as {"tp": 8}: what the best plan with these settings (as for `pin`) would take, and where
+        it loses to this one.
+
+        Raises PlanError for a plan that was written, overridden or read from JSON: nothing was weighed for it;
+        InfeasibleError where no candidate has the settings asked for.
         """
         explanation = self.__dict__.get("_explanation")
         if explanation is None:
             remedies = [("generate_plan(model, world_size=..., batch=...).explain()", "says what it weighed")]
             raise PlanError("Plan.explain", "this plan was not made by generate_plan", (), remedies)
-        return explanation
+        return explanation if against is None else explanation.against(against)
 
     def validate(self, model: nn.Module, *, even: bool = False) -> None:
         """Raises PlanError for the first thing in which the plan does not fit `model`.

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vescale_plans.search import Hardware
-from vescale_plans.search.hardware import calibrated_path
+from vescale_plans.search.profiles import calibrated_path
 
 from .calibrate import calibrate as _calibrate
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vescale_plans.search.hardware import PROFILES
+from vescale_plans.search.profiles import PROFILES
 
 
 @dataclass(frozen=True)

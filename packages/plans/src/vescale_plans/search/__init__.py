@@ -18,6 +18,7 @@ from .tensor_plan import tensor_parallel_plan as tensor_parallel_plan
 from .candidates import Candidate as Candidate
 from .cost import Cost as Cost
 from .cost import cost_of as cost_of
+from .decision import Against as Against
 from .explain import Explanation as Explanation
 from .generate import generate_plan as generate_plan
 from .generate import plan_of as plan_of
@@ -25,7 +26,7 @@ from .hardware import Curve as Curve
 from .hardware import Hardware as Hardware
 from .hardware import Link as Link
 from .hardware import Product as Product
-from .hardware import hardware_of as hardware_of
+from .profiles import hardware_of as hardware_of
 from .memory import Memory as Memory
 from .memory import memory_of as memory_of
 from .predict import Prediction as Prediction

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .candidates import Candidate
+from .decision import Against, against, facts, number
 from .hardware import GIB
 from .ranking import Estimate, Pricer, Request
 from .structure import Group as Split
@@ -152,11 +153,12 @@ class Explanation:
         dry = [] if self.peak is None else [self._headroom(self.peak, "in a dry run")]
         dry += [f"demoted: {one}, {size / GIB:.3g} GiB in a dry run" for one, size in self.demoted]
         return [
-            f"{asked.structure.parameters / 1e9:.3g}B parameters on {asked.world_size} x {asked.hardware.name}, "
+            f"{number(asked.structure.parameters)} parameters on {asked.world_size} x {asked.hardware.name}, "
             f"{asked.batch} rows of {asked.seq} positions in {str(asked.dtype).removeprefix('torch.')}, "
             f"for the least {asked.objective}",
             f"chosen: {best.candidate}",
-            f"{best.cost.total:.4g} s a step, {best.memory.total / GIB:.2f} of {asked.limit / GIB:.2f} GiB a rank; "
+            *(f"{name}: {value}" for name, value in facts(asked, best)),
+            f"binds: {self.binds(best)}",
             f"{len(self.priced)} candidates, {fit} of which fit with blocks dealt out evenly",
             *dry,
         ]
@@ -164,6 +166,13 @@ class Explanation:
     def _headroom(self, peak: int, where: str) -> str:
         free = (self.request.limit - peak) / GIB
         return f"{where} {peak / GIB:.2f} GiB at the peak, {free:.2f} GiB below the limit"
+
+    def against(self, pin: Mapping[str, Any]) -> Against:
+        """What {"tp": 8}, or any other settings as in `pin`, would have cost, and where it loses; prints as lines.
+
+        Raises InfeasibleError where no candidate has them, PlanError for a name that is none.
+        """
+        return against(self.request, self.chosen, pin)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.console import Group
@@ -184,9 +193,9 @@ class Explanation:
         table = Table(title="the choice, and the next best", title_justify="left")
         for name in ("", "plan", "s/step", "GiB", "what binds", "loses"):
             table.add_column(name, justify="right" if name in ("s/step", "GiB") else "left")
-        for number, one in enumerate(self.ranked):
+        for place, one in enumerate(self.ranked):
             seconds, size = f"{one.cost.total:.4g}", f"{one.memory.total / GIB:.2f}"
-            table.add_row(str(number + 1), str(one.candidate), seconds, size, self.binds(one), self.loses(one))
+            table.add_row(str(place + 1), str(one.candidate), seconds, size, self.binds(one), self.loses(one))
         yield table
         table = Table(title="where the choice spends time and memory", title_justify="left")
         for name in ("s/step", "", "GiB", ""):

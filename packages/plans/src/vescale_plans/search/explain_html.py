@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
-from math import log10
+from math import floor, log10
 from typing import TYPE_CHECKING
 
 from .hardware import GIB
@@ -13,7 +13,19 @@ from .hardware import GIB
 if TYPE_CHECKING:
     from .explain import Explanation
 
-COLOURS = ("#4878a8", "#e08f3c", "#5a9e6f", "#c25b5b", "#8d76b0", "#8c6d5c", "#d58bb8", "#7f7f7f", "#b7b04a")
+TIME = {
+    "compute": "#1f4e79", "elementwise": "#4f81bd", "tensor": "#9dc3e6", "experts": "#2e8b8b", "data": "#7fc8c8",
+    "pipeline": "#8a8fbf", "optimizer": "#b9bcdc",
+}  # fmt: skip
+MEMORY = {
+    "parameters": "#7f3b08", "gradients": "#c8601a", "states": "#f0a04b", "activations": "#f6cf8e",
+    "gathered": "#a68a64",
+}  # fmt: skip
+RANKS = ("#4d4d4d", "#7a7a7a", "#a3a3a3", "#c9c9c9")
+FITS, BEYOND, FRONT, CHOSEN = "#5a9e6f", "#d9d9d9", "#8d76b0", "#c2185b"
+"""Blues are seconds, browns are bytes, greys are ranks: one colour means one thing on the whole page."""
+NEAR = 2.0
+"""A limit that is more times as far as the longest bar is named beside the bars: drawn to its scale they vanish."""
 WIDE, ROW, LEFT = 960, 26, 390
 SHOWN = {"stages": 8, "replicas": 4, "ranks": 8}
 
@@ -27,8 +39,8 @@ def page(explained: Explanation) -> str:
     head = "\n".join(escape(line) for line in explained.headline())
     parts = [
         ("The mesh", mesh(explained)),
-        ("Memory of the fullest rank, GiB", bars(labels, memory, limit=explained.request.limit / GIB)),
-        ("One step, seconds", bars(labels, seconds)),
+        ("Memory of the fullest rank", bars(labels, memory, MEMORY, "GiB", limit=explained.request.limit / GIB)),
+        ("One step", bars(labels, seconds, TIME, "seconds")),
         ("Time against memory: every candidate, and the front that no other beats", front(explained)),
         ("Tables", f"<pre>{escape(str(explained))}</pre>"),
     ]
@@ -36,27 +48,52 @@ def page(explained: Explanation) -> str:
     return _PAGE.format(head=head, body=body)
 
 
-def bars(labels: Sequence[str], rows: Sequence[dict[str, float]], *, limit: float | None = None) -> str:
-    """Stacked bars, a row per label, with a legend; `limit` is a line."""
+def bars(
+    labels: Sequence[str],
+    rows: Sequence[dict[str, float]],
+    colours: Mapping[str, str],
+    unit: str,
+    *,
+    limit: float | None = None,
+) -> str:
+    """Stacked bars, a row per label, over a scale in `unit`, with a legend. `limit` is a line where it is near, and
+    said where it is not."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
-    most = max([sum(row.values()) for row in rows] + [limit or 0.0]) or 1.0
+    longest = max(sum(row.values()) for row in rows) or 1.0
+    near = limit is not None and limit <= NEAR * longest
+    most = max(longest, limit if near else 0.0)
     scale = (WIDE - LEFT - 90) / most
     made = []
     for number, (label, row) in enumerate(zip(labels, rows)):
         top, left = ROW * number, float(LEFT)
         made.append(_text(LEFT - 8, top + 17, label, anchor="end"))
-        for at, name in enumerate(names):
+        for name in names:
             width = row[name] * scale
-            tip = f"{name} {row[name]:.4g}"
-            made.append(_box(left, top + 4, width, ROW - 8, COLOURS[at % len(COLOURS)], tip))
+            tip = f"{name} {row[name]:.4g} {unit}"
+            made.append(_box(left, top + 4, width, ROW - 8, colours[name], tip))
             left += width
         made.append(_text(left + 6, top + 17, f"{sum(row.values()):.4g}"))
     high = ROW * len(rows)
-    if limit:
+    for tick in _round(most):
+        at = LEFT + tick * scale
+        made.append(f'<path d="M{at:.1f} {high} v5" stroke="#666"/>')
+        made.append(_text(at, high + 17, f"{tick:g}", anchor="middle"))
+    said = unit
+    if limit and near:
         at = LEFT + limit * scale
         made.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{high}" stroke="#000" stroke-dasharray="4 3"/>')
-        made.append(_text(at, high + 14, f"limit {limit:.4g}", anchor="middle"))
-    return _svg(high + 18, made) + _legend(names)
+        said += f"; the dashed line is the limit, {limit:.4g}"
+    elif limit:
+        said += f"; the limit is {limit:.4g}, {limit / longest:.3g} times the longest bar, and not drawn"
+    made.append(_text(LEFT, high + 34, said))
+    return _svg(high + 40, made) + _legend({name: colours[name] for name in names})
+
+
+def _round(most: float) -> list[float]:
+    """Some four round numbers from 0 to `most`."""
+    step = 10.0 ** floor(log10(most / 4))
+    step *= next(m for m in (1, 2, 5, 10) if m * step * 4 >= most * 0.8)
+    return [at * step for at in range(int(most / step) + 1)]
 
 
 def front(explained: Explanation) -> str:
@@ -80,10 +117,10 @@ def front(explained: Explanation) -> str:
                 made.append(f'<line x1="70" x2="{WIDE - 30}" y1="{at:.1f}" y2="{at:.1f}" stroke="#eee"/>')
     for one in points:
         tip = f"{one.candidate}: {one.seconds:.4g} s, {one.bytes / GIB:.3g} GiB"
-        colour = COLOURS[0] if one.fits else "#ccc"
+        colour = FITS if one.fits else BEYOND
         made.append(_dot(across(log10(one.seconds)), up(log10(one.bytes / GIB)), 3, colour, tip))
     line = " ".join(f"{across(log10(p.seconds)):.1f},{up(log10(p.bytes / GIB)):.1f}" for p in explained.front)
-    made.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[1]}" stroke-width="1.5"/>')
+    made.append(f'<polyline points="{line}" fill="none" stroke="{FRONT}" stroke-width="1.5"/>')
     limit = log10(explained.request.limit / GIB) if explained.request.limit > 0 else None
     if limit is not None and min(ys) <= limit <= max(ys):
         made.append(
@@ -92,9 +129,10 @@ def front(explained: Explanation) -> str:
         )
         made.append(_text(WIDE - 32, up(limit) - 5, "limit", anchor="end"))
     ring = f'cx="{across(xs[-1]):.1f}" cy="{up(ys[-1]):.1f}" r="7"'
-    made.append(f'<circle {ring} fill="none" stroke="{COLOURS[3]}" stroke-width="2.5"><title>chosen</title></circle>')
-    names = {"fits": COLOURS[0], "does not fit": "#ccc", "front": COLOURS[1], "chosen": COLOURS[3]}
-    return _svg(high, made) + _legend(list(names), list(names.values()))
+    made.append(f'<circle {ring} fill="none" stroke="{CHOSEN}" stroke-width="2.5"><title>chosen</title></circle>')
+    made.append(_text(WIDE - 30, high - 2, "seconds of a step, logarithmic", anchor="end"))
+    made.append(_text(4, 12, "GiB of the fullest rank, logarithmic"))
+    return _svg(high, made) + _legend({"fits": FITS, "does not fit": BEYOND, "front": FRONT, "chosen": CHOSEN})
 
 
 def mesh(explained: Explanation) -> str:
@@ -122,7 +160,7 @@ def mesh(explained: Explanation) -> str:
             for rank in range(ranks):
                 number = (stage * one.dp + replica) * one.tp + rank
                 tip = f"rank {number}: pp {stage}, dp {replica}, tp {rank}"
-                colour = COLOURS[(replica % one.ep if one.ep > 1 else replica) % 4]
+                colour = RANKS[(replica % one.ep if one.ep > 1 else replica) % 4]
                 made.append(_box(left + 4 + rank * cell, top + 5, cell - 3, high - 10, colour, tip))
     more = [
         f"{name}: {number} in all, {shown} drawn"
@@ -168,11 +206,8 @@ def _svg(high: float, parts: Sequence[str]) -> str:
     return f'<svg viewBox="0 0 {WIDE} {high:.0f}" width="{WIDE}" role="img">\n' + "\n".join(parts) + "\n</svg>\n"
 
 
-def _legend(names: Sequence[str], colours: Sequence[str] = COLOURS) -> str:
-    keys = [
-        f'<span><i style="background:{colours[at % len(colours)]}"></i>{escape(name)}</span>'
-        for at, name in enumerate(names)
-    ]
+def _legend(colours: Mapping[str, str]) -> str:
+    keys = [f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in colours.items()]
     return f'<p class="legend">{" ".join(keys)}</p>'
 
 

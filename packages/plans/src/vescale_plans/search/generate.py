@@ -13,9 +13,9 @@ from torch import nn
 from ..plan import Pipeline, Placements, Plan, PlanError, Precision
 from .candidates import Candidate
 from .explain import Explanation
-from .hardware import hardware_of
 from .probe_sample import POSITIONS, Sample, sample_of
 from .probe_structure import structure_of
+from .profiles import hardware_of
 from .progress import Bar
 from .ranking import MARGIN, Estimate, Request, rank
 from .refusals import InfeasibleError, beyond
@@ -41,7 +41,8 @@ def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None
         world_size: ranks.
         batch: rows of the global batch.
         seq: positions of a row; by default those of `sample`.
-        hardware: a profile's name ("a100", "h100", "h200", "l40s", "cpu"), a `Hardware`, or "auto".
+        hardware: a profile's name ("a100", "h100", "h200", "b200", "gb200", "v100", "l40s", "cpu"), a `Hardware`,
+            or "auto".
         memory: bytes of one device that may be used; by default the profile's, less a margin.
         precision: of the plan, see `Precision`; without one it computes in the parameters' dtype. Time and activations
             are priced as computed.

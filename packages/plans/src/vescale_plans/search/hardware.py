@@ -7,17 +7,12 @@ product's time and curves of operators and collectives, which then count instead
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from math import log, prod
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
-
-import torch
 
 from ..plan import PlanError
 
@@ -105,6 +100,8 @@ class Hardware:
         device: what was measured, in words.
         backend: of the collectives, as `dry_run` takes it.
         wide: `flops` in float32, where `itemsize` is less; None for the same.
+        peak: dense products per second of the data sheet in that dtype, of which utilisation is a share; None where
+            it is not known.
         waits: seconds that a rank waits, on average, at a collective that all come to after so many seconds of
             computation, since none computes as fast as it did before; None for nothing.
     """
@@ -130,6 +127,7 @@ class Hardware:
     backend: str = "nccl"
     wide: float | None = None
     waits: Curve | None = field(default=None, repr=False)
+    peak: float | None = None
 
     def computing(self, itemsize: int) -> Hardware:
         """The same device at work in numbers of so many bytes: float32 beyond the profile's; nothing that was measured
@@ -139,7 +137,11 @@ class Hardware:
     def link(self, stride: int, size: int) -> Link:
         """Of a mesh axis of `size` ranks that lie `stride` ranks apart: inside where no group of it crosses a node's
         border. Ranks fill one node after the other, and groups begin at multiples of their extent."""
-        return self.inside if self.node % (stride * size) == 0 else self.across
+        return self.across if self.crosses(stride, size) else self.inside
+
+    def crosses(self, stride: int, size: int) -> bool:
+        """Whether a group of that axis has ranks in two nodes."""
+        return self.node % (stride * size) != 0
 
     def joining(self, ranks: int) -> Hardware:
         """The same for a world of so many ranks: one that fits in a node crosses no border."""
@@ -227,70 +229,12 @@ def _computing(hardware: Hardware, itemsize: int) -> Hardware:
         each = itemsize / hardware.itemsize
         terms = (product.left * each, product.right * each, product.result * each)
         product = Product(product.launch, product.flop * slower, *terms)
-    return replace(hardware, itemsize=itemsize, flops=hardware.flops / slower, product=product)
+    peak = hardware.peak and hardware.peak / slower
+    return replace(hardware, itemsize=itemsize, flops=hardware.flops / slower, product=product, peak=peak)
 
 
 ATTENTION = 0.6
 """Share of `flops` that a fused attention kernel reaches where nothing was measured."""
-
-
-PROFILES: Mapping[str, Hardware] = MappingProxyType(
-    {
-        one.name: one
-        for one in (
-            Hardware("a100", 250e12, 64, 2.0e12, 80 * GIB, 6e-6, 8, Link(8e-6, 230e9), Link(2e-5, 22e9), wide=18e12),
-            Hardware("h100", 740e12, 128, 3.35e12, 80 * GIB, 6e-6, 8, Link(8e-6, 370e9), Link(2e-5, 46e9), wide=52e12),
-            Hardware("h200", 740e12, 128, 4.3e12, 141 * GIB, 6e-6, 8, Link(8e-6, 370e9), Link(2e-5, 46e9), wide=52e12),
-            Hardware("l40s", 180e12, 128, 0.8e12, 48 * GIB, 6e-6, 8, Link(1e-5, 22e9), Link(3e-5, 12e9), wide=60e12),
-            Hardware("cpu", 50e9, 16, 8e9, 8 * GIB, 5e-6, 1 << 30, Link(3e-4, 1e9), Link(3e-4, 1e9), 4, backend="gloo"),
-        )
-    }
-)
-"""Start values from data sheets and published measurements, in bfloat16 and, `wide`, in float32 as torch multiplies by
-default (no TF32); `cpu` is gloo on a small shared machine, in float32."""
-
-
-def calibrated_path() -> Path:
-    """Where `vescale calibrate` leaves this machine's profile, and "auto" looks for it."""
-    base = os.environ.get("VESCALE_HARDWARE") or os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    path = Path(base).expanduser()
-    return path if path.suffix == ".json" else path / "vescale" / "hardware.json"
-
-
-def hardware_of(name: str | os.PathLike | Hardware) -> Hardware:
-    """The profile of that name, or in that file.
-
-    "auto" is what `vescale calibrate` wrote on this machine; else the profile whose name the first GPU here carries,
-    "cpu" without a GPU.
-
-    Raises PlanError for a name that no profile has, and for a file that is none.
-    """
-    if isinstance(name, Hardware):
-        return name
-    if name == "auto":
-        if calibrated_path().is_file():
-            return _read(calibrated_path())
-        device = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "cpu"
-        name = next((one for one in PROFILES if one in device), device)
-    if name in PROFILES:
-        return PROFILES[name]
-    if isinstance(name, os.PathLike) or str(name).endswith(".json"):
-        return _read(Path(name))
-    raise PlanError(
-        "generate_plan",
-        f"no hardware profile is called {name!r}",
-        [f"profiles  {', '.join(PROFILES)}"],
-        [('hardware="h100"', ""), ('hardware="profile.json"', "that vescale calibrate wrote")],
-    )
-
-
-def _read(path: Path) -> Hardware:
-    try:
-        return Hardware.from_json(path.read_text())
-    except OSError as error:
-        remedies = [("vescale calibrate --out FILE", "writes one")]
-        rule = f"the profile {path.name} cannot be read: {error.strerror}"
-        raise PlanError("hardware", rule, (), remedies) from error
 
 
 def _curve(points: list) -> Curve:

@@ -24,7 +24,8 @@ from .._parts import Pipeline
 from ..dry_run import DryRun, dry_run
 from ..plan import Plan
 from ..timeline import BESIDE
-from .hardware import Hardware, hardware_of
+from .hardware import Hardware
+from .profiles import hardware_of
 
 Pace = Callable[[int], float]
 """How many times as long all ranks take while so many of them compute; those that share cores slow each other down."""

@@ -1,0 +1,164 @@
+"""What a decision means, in the field's terms: throughput, utilisation, time with its band, where axes lie, schedule.
+
+One list of rows, which text and page both print, and what another choice would have lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Any
+
+from .candidates import Candidate
+from .hardware import GIB
+from .ranking import Estimate, Pricer, Request, rank
+from .refusals import InfeasibleError, nothing_legal
+
+BAND = (0.12, 0.30)
+"""Error of a step's time by data sheets: the median, and the worst, of nine published runs that no constant was chosen
+by. Nothing is said of a run unlike them."""
+UNITS = ("", "K", "M", "B", "T")
+
+
+def number(value: float) -> str:
+    """Three digits and a unit of thousands: 24.7K, 7.24B."""
+    at = 0
+    while abs(value) >= 999.5 and at + 1 < len(UNITS):
+        value, at = value / 1000, at + 1
+    return f"{value:.3g}{UNITS[at]}"
+
+
+def seconds(value: float) -> str:
+    """With a unit that suits it."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.4g} {unit}"
+    return f"{value * 1e6:.3g} us"
+
+
+def operations(request: Request) -> float:
+    """Multiplications and additions that a step of the model itself takes, forward and backward, whoever does them:
+    nothing that is computed again counts. Attention as if every position met every other."""
+    structure, rows = request.structure, request.batch * request.seq
+    chosen = {name: one.chosen for one in structure.experts for name in one.parameters}
+    per_position = sum(one.inward * one.outward * chosen.get(one.parameter, 1) for one in structure.matrices)
+    meeting = sum(group.features for group in structure.groups if group.positions_meet)
+    return 6 * rows * (per_position + 2 * request.seq * meeting)
+
+
+def facts(request: Request, chosen: Estimate) -> Iterator[tuple[str, str]]:
+    """(what, how much) of the choice."""
+    total, ranks, positions = chosen.cost.total, request.world_size, request.batch * request.seq
+    hardware = request.hardware.joining(ranks)
+    half, worst = BAND
+    yield "computes in", str(request.dtype).removeprefix("torch.")
+    yield "a step", f"{seconds(total)}; {seconds(total * (1 - worst))} to {seconds(total * (1 + worst))} is the band"
+    yield "the band", (
+        f"{worst:.0%} either way, the worst of nine published runs that no constant was chosen by; half were within "
+        f"{half:.0%}"
+    )
+    if total > 0:
+        yield "positions", f"{number(positions / total)} a second, {number(positions / total / ranks)} of each rank"
+        done = operations(request) / total / ranks
+        of = f", {done / hardware.peak:.1%} of the data sheet's peak (MFU)" if hardware.peak else ""
+        yield "model operations", f"{number(done)} a second and rank{of}, nothing computed again counted"
+    yield "memory", headroom(request, chosen.memory.total)
+    yield from places(request, chosen.candidate)
+    yield "schedule", schedule(chosen)
+
+
+def headroom(request: Request, size: float) -> str:
+    free = request.limit - size
+    kept = request.hardware.memory - request.limit
+    beside = f"; beside it {kept / GIB:.2f} GiB for the allocator and the communication library" if kept > 0 else ""
+    what = "free" if free >= 0 else "missing"
+    return f"{size / GIB:.2f} of {request.limit / GIB:.2f} GiB, {abs(free) / GIB:.2f} {what}{beside}"
+
+
+def places(request: Request, candidate: Candidate) -> Iterator[tuple[str, str]]:
+    """Where each axis lies: its ranks' distance, and whether a group of it has ranks in two nodes."""
+    hardware, stride = request.hardware.joining(candidate.ranks), 1
+    sizes = {"tp": candidate.tp, "ep": candidate.ep, "dp": candidate.dp // candidate.ep, "pp": candidate.pp}
+    for name, size in sizes.items():
+        if size > 1:
+            far = hardware.crosses(stride, size)
+            link = hardware.across if far else hardware.inside
+            where = f"crosses borders of nodes of {hardware.node}" if far else "inside a node"
+            yield f"axis {name}", f"{size} ranks {stride} apart, {where}: {link.bandwidth / 1e9:.3g} GB/s a rank"
+        stride *= size
+
+
+def schedule(chosen: Estimate) -> str:
+    one, cost = chosen.candidate, chosen.cost
+    if one.pp == 1:
+        return f"{one.microbatches} backwards a step" if one.microbatches > 1 else "one forward, one backward"
+    waits = cost.pipeline / cost.total if cost.total else 0.0
+    return f"1F1B, {one.pp} stages, {one.microbatches} microbatches; {waits:.0%} of the step is waiting and transfers"
+
+
+@dataclass(frozen=True)
+class Against:
+    """The choice, and the best of what was asked for instead.
+
+    Arguments:
+        request: what was asked.
+        pin: what was asked for instead.
+        chosen, other: priced alike; `other` with the least that fits computed again, or, where it does not fit, all.
+    """
+
+    request: Request
+    pin: Mapping[str, Any]
+    chosen: Estimate
+    other: Estimate
+
+    @property
+    def fits(self) -> bool:
+        return self.other.memory.total <= self.request.limit
+
+    @property
+    def losses(self) -> tuple[tuple[str, float], ...]:
+        """What the other takes more of, in seconds (less is negative), the most first."""
+        own, best = asdict(self.other.cost), asdict(self.chosen.cost)
+        changes = ((name, own[name] - best[name]) for name in own)
+        return tuple(sorted(((name, more) for name, more in changes if more), key=lambda one: -one[1]))
+
+    def __str__(self) -> str:
+        own, best = self.other.cost.total, self.chosen.cost.total
+        asked = ", ".join(f"{name}={value}" for name, value in self.pin.items())
+        lines = [f"chosen: {self.chosen.candidate}", f"instead, with {asked}: {self.other.candidate}"]
+        if self.other.candidate == self.chosen.candidate:
+            return "\n".join([*lines, "that is the choice"])
+        lines.append(f"a step: {seconds(own)} against {seconds(best)}, {own / best - 1:+.1%}")
+        lines += [f"  {name}  {'+' if lost > 0 else '-'}{seconds(abs(lost))}" for name, lost in self.losses]
+        lines.append(f"memory: {headroom(self.request, self.other.memory.total)}")
+        sizes, ours = asdict(self.other.memory), asdict(self.chosen.memory)
+        more = {name: sizes[name] - ours[name] for name in sizes if sizes[name] != ours[name]}
+        lines += [f"  {name}  {size / GIB:+.2f} GiB" for name, size in more.items()]
+        lines += [f"{name}: {where}" for name, where in places(self.request, self.other.candidate)]
+        verdict = "it does not fit" if not self.fits else "it fits, and is no faster" if own >= best else "it is faster"
+        return "\n".join([*lines, verdict])
+
+
+def against(request: Request, chosen: Estimate, pin: Mapping[str, Any]) -> Against:
+    """Prices the best candidate with these settings, beside those that were pinned anyway.
+
+    Raises InfeasibleError where no candidate has them, PlanError for a name that is none.
+    """
+    asked = replace(request, pin={**(request.pin or {}), **pin})
+    try:
+        other = rank(asked)[0]
+    except InfeasibleError:
+        legal = asked.candidates()
+        if not legal:
+            raise nothing_legal(asked) from None
+        other = _lightest(asked, legal)
+    return Against(request, dict(pin), chosen, other)
+
+
+def _lightest(request: Request, legal: list[Candidate]) -> Estimate:
+    """Of candidates that do not fit, the one that needs the least."""
+    pricer = Pricer(replace(request, limit=inf))
+    held = ((memory.total, one) for one in legal if (memory := pricer.least(one)) is not None)
+    _, candidate = min(held, default=(0, legal[0]))
+    return pricer.exactly(candidate, whole=True) or pricer.evenly(candidate)
