@@ -26,7 +26,9 @@ def write_pages(top: Path, folder: Path) -> None:
     shutil.copy(top / "docs/site/index.md", folder)
     packages = read_packages(top)
     files = [file for file in sorted(top.glob("docs/**/*")) if file.suffix in COPIED and "site" not in file.parts]
+    files.append(top / "CONTRIBUTING.md")
     files += [file for package in packages for file in sorted(package.folder.glob("*")) if file.suffix in COPIED]
+    files += [file for package in packages for file in package.source.rglob("*.py")]  # what pages link to
     for file in files:
         target = folder / file.relative_to(top)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ import pytest
 from readme_blocks import readme_program
 
 TOP = Path(__file__).absolute().parents[3]
-GUIDES = [TOP / "docs/cluster.md", TOP / "docs/debugging.md", *sorted(TOP.glob("docs/concepts/*.md"))]
+PAGES = [TOP / name for name in ("CONTRIBUTING.md", "docs/cluster.md", "docs/debugging.md")]
+GUIDES = [*PAGES, *sorted(TOP.glob("docs/concepts/*.md"))]
 READMES = [TOP / "README.md", *sorted(TOP.glob("packages/*/README.md")), *GUIDES]
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
