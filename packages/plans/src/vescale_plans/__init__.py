@@ -13,6 +13,8 @@ from ._static import StaticWarning as StaticWarning
 from ._static import explain_static as explain_static
 from ._static import static as static
 from ._version import __version__ as __version__
+from .data import Loader as Loader
+from .data import loader as loader
 from .dry_run import DryRun as DryRun
 from .dry_run import dry_run as dry_run
 from .plan import Boundary as Boundary

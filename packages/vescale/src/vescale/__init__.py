@@ -39,6 +39,7 @@ from vescale_plans import expert_drops as expert_drops
 from vescale_plans import expert_load as expert_load
 from vescale_plans import explain_static as explain_static
 from vescale_plans import generate_plan as generate_plan
+from vescale_plans import loader as loader
 from vescale_plans import no_sync as no_sync
 from vescale_plans import register_elementwise as register_elementwise
 from vescale_plans import static as static

@@ -1,0 +1,116 @@
+"""Which rows of a global batch are this rank's, and the DTensors of what they were collated to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from vescale_dtensor.engine import canonical_states, gather_objects, layout_of, mesh_of
+
+from .._containers import tensors_in
+from .._join import join, make_mesh
+from .._parts import PlanError
+from ..plan import Plan
+
+_BY_ROW = {
+    (default_collate.__module__, default_collate.__qualname__),
+    ("transformers.data.data_collator", "default_data_collator"),
+    ("transformers.data.data_collator", "DefaultDataCollator"),
+    ("transformers.data.data_collator", "torch_default_data_collator"),
+}
+"""Collate functions that stack samples and look at nothing else: parts of a batch are the batch of the parts."""
+
+
+def is_by_row(collate: Any) -> bool:
+    """Whether a collate function is known to make of a part of the samples that part of the batch."""
+    while (inner := getattr(collate, "data_collator", None)) is not None:  # transformers' wrapper, which drops columns
+        collate = inner
+    kind = collate if hasattr(collate, "__qualname__") else type(collate)
+    return (getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)) in _BY_ROW
+
+
+class Cut:
+    """The rows of batches over a plan's data axes, as torch.chunk cuts them."""
+
+    def __init__(self, plan: Plan) -> None:
+        join()
+        self.plan = plan
+        self.mesh = mesh_of(make_mesh(plan))
+        self.is_whole = all(self.mesh.sizes[self.mesh.axis(name)] == 1 for name in plan.data_axes)
+
+    def rows(self, count: int) -> tuple[int, int] | None:
+        """(start, stop) of this rank's rows; None where some rank would have none."""
+        states = canonical_states("vescale.loader", self.plan.batch_placements, self.mesh, (count,))
+        layout = layout_of(self.mesh, states, (count,))
+        last = tuple(size - 1 for size in self.mesh.sizes)
+        if not count or not layout.shape_at(last)[0]:
+            return None
+        start, stop = layout.region_at(self.mesh.coordinate)[0][0]
+        return start, stop
+
+    def check_alike(self, value: Any, what: str, remedies: Sequence[tuple[str, str]]) -> None:
+        """Raises PlanError, on all ranks alike, when ranks hold other values. Cost: a small all-gather."""
+        everyone = gather_objects(value, self.mesh)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                shown = [f"rank {at}  {_short(everyone[at])}" for at in (0, rank)]
+                raise PlanError("vescale.loader", f"ranks 0 and {rank} of {self.mesh} {what}", shown, remedies)
+
+    def joined(self, batch: Any) -> Any:
+        """The batch of which every rank has collated its rows, as DTensors. Cost: a small all-gather of shapes."""
+        tensors = tensors_in(batch)
+        if not tensors or _has_others(batch):
+            raise PlanError(
+                "vescale.loader",
+                "a batch holds what is no tensor: its other rows are on other ranks",
+                (),
+                [("vescale.loader(loader, plan, parts=False)", "every rank loads whole batches")],
+            )
+        shapes = gather_objects(tuple(tuple(one.shape[1:]) for one in tensors), self.mesh)
+        for rank, theirs in enumerate(shapes):
+            if theirs != shapes[0]:
+                at = next((i for i, (a, b) in enumerate(zip(shapes[0], theirs)) if a != b), 0)
+                raise PlanError(
+                    "vescale.loader",
+                    f"rows of one batch have other shapes on ranks 0 and {rank} of {self.mesh}: on one device the "
+                    "collate function would see all of them",
+                    [f"rank {r}  tensor {at}: {list(shapes[r][at])} per row" for r in (0, rank) if at < len(shapes[r])],
+                    [
+                        ("vescale.loader(loader, plan, parts=False)", "every rank collates whole batches"),
+                        ("pad all samples to one length", ""),
+                    ],
+                )
+        return self.plan.local_batch(batch)
+
+
+Collate = Callable[[list], Any]
+
+
+def _has_others(batch: Any) -> bool:
+    others = False
+
+    def look(value: Any) -> None:
+        nonlocal others
+        if isinstance(value, Tensor):
+            return
+        if isinstance(value, dict):
+            for item in value.values():
+                look(item)
+        elif hasattr(value, "keys") and hasattr(value, "data"):  # a UserDict: BatchEncoding
+            look(dict(value.data))
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                look(item)
+        else:
+            others = True
+
+    look(batch)
+    return others
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,197 @@
+"""`loader`: any DataLoader, of which every rank loads its part; its position is that of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from .._containers import tensors_in
+from .._parts import PlanError
+from ..plan import Plan
+from ._cut import Cut, is_by_row
+from ._indexed import Batches, PlacedSamples, Walk, check_border
+from ._streamed import CollateRows, StreamedRows
+
+_START: dict[str, Any] = {"batches": 0, "samples": 0, "generators": []}
+"""The state at the beginning of an epoch whose order is not drawn yet."""
+
+
+def loader(loader: DataLoader, plan: Plan, *, parts: bool | None = None) -> Loader:
+    """A DataLoader of one device under a plan: its batches are the global batches, of which each rank loads its rows.
+
+    The loop stays: `for batch in vescale.loader(loader, plan)`. Batches that were loaded in parts are DTensors of the
+    global batch; batches that every rank loads whole are as the loader gives them, and models cut them. The state of
+    the loader (`vescale.save(path, {"loader": loader, ...})`) is how many samples all ranks have been given: it goes on
+    with the next one under any other plan, with workers that fetch ahead, and with another batch size.
+
+    Random numbers that a dataset draws follow from a sample's place in the epoch where batches are loaded in parts; so
+    they are the same under all plans, and other ones than those of a DataLoader that is not wrapped.
+
+    Arguments:
+        loader: of a dataset with indices or an iterable one, with any number of workers. All ranks make it alike, with
+            samplers that shuffle from the same seed, for the batch of all ranks together. A StatefulDataLoader is one.
+        plan: says which rows of a batch are this rank's: torch.chunk's, over the data axes.
+        parts: whether ranks load their rows alone. None: where the collate function is known to stack samples, and
+            otherwise all ranks load whole batches, for a function that pads to the longest sample, or draws a mask,
+            has to see all. True is the promise that it looks at each sample alone.
+
+    Batches of which some rank would get nothing are loaded whole. Of an iterable dataset every rank reads the whole
+    stream; workers share it as under torch.
+
+    Communicates, for batches in parts: a small all-gather of shapes per batch, and of indices in the first ones. Raises
+    PlanError, on all ranks alike, where ranks draw other samples, or rows have other shapes.
+    """
+    return Loader(loader, plan, parts)
+
+
+class Loader(DataLoader):
+    """See `loader`. Attributes are those of the DataLoader that it stands for; what it loads by is `_own`."""
+
+    def __init__(self, loader: DataLoader, plan: Plan, parts: bool | None) -> None:
+        _check(loader)
+        self._is_stream = isinstance(loader.dataset, IterableDataset)
+        if self._is_stream or loader.batch_sampler is None:
+            batches = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            batches |= {} if self._is_stream else {"sampler": loader.sampler}
+        else:
+            batches = {"batch_sampler": loader.batch_sampler}
+        super().__init__(loader.dataset, **batches, **_options(loader))
+        self.__dict__.update(batch_size=loader.batch_size, drop_last=loader.drop_last, sampler=loader.sampler)
+        self._given, self._cut = loader, Cut(plan)
+        self._in_parts = _loads_parts(loader, parts)
+        self._own = self._made()
+        self._state = dict(_START)
+        self._resumed: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._resumed = self._resumed, None
+        state = self._state = dict(resumed or _START)
+        for batch, rows in self._run(state):
+            state["batches"] += 1
+            state["samples"] += rows
+            yield batch
+        self._state = dict(_START)  # the next one draws its own order
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: batches and samples given in this epoch, and what its order was drawn from. The same on all
+        ranks."""
+        return dict(self._state if self._resumed is None else self._resumed)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration goes on after what the state has given. The sampler draws that epoch's order anew, from
+        the generators as they were; the generators themselves are left as they are."""
+        self._resumed = dict(state) if state["batches"] else None
+        self._state = dict(state)
+
+    # --- an epoch ------------------------------------------------------------------------
+
+    def _run(self, state: dict[str, Any]) -> Iterator[tuple[Any, int]]:
+        """(batch, its global rows) from the state's position on."""
+        skip = state["samples"]
+        if isinstance(self._own.batch_sampler, Batches):
+            walk = Walk(self._given.batch_sampler, self._cut, self._in_parts, self._generators(), state)
+            self._own.batch_sampler.walk = walk
+            for batch in self._started(skip):
+                rows, whole = walk.handed.popleft()
+                yield self._joined(batch, whole), rows
+            return
+        taken = 0
+        for read in self._started(skip):
+            rows, whole, batch = read if self._in_parts else (_rows_of(read), True, read)
+            taken += rows
+            if taken > skip:
+                check_border(taken - rows, skip, taken)
+                yield self._joined(batch, whole), rows
+
+    def _started(self, goes_on: int) -> Iterator[Any]:
+        """The iterator of this rank's DataLoader, which draws a seed for workers; in an epoch that goes on that was
+        drawn when it began."""
+        generators = self._generators() if goes_on else []
+        now = [generator.get_state() for generator in generators]
+        started = iter(self._own)
+        for generator, state in zip(generators, now):
+            generator.set_state(state)
+        return started
+
+    def _joined(self, batch: Any, whole: bool) -> Any:
+        return batch if whole or self._cut.is_whole else self._cut.joined(batch)
+
+    def _generators(self) -> list[torch.Generator]:
+        """What the order of samples may be drawn from."""
+        held = (self._given.generator, getattr(self._given.sampler, "generator", None), torch.default_generator)
+        found: list[torch.Generator] = []
+        for one in held:
+            if isinstance(one, torch.Generator) and all(one is not other for other in found):
+                found.append(one)
+        return found
+
+    def _made(self) -> DataLoader:
+        """The DataLoader that this rank loads by."""
+        given, options = self._given, _options(self._given)
+        if self._is_stream and self._in_parts:
+            options["collate_fn"] = CollateRows(given.collate_fn)
+            rows = StreamedRows(given.dataset, given.batch_size, given.drop_last, self._cut)
+            return DataLoader(rows, batch_size=None, **options)
+        if self._is_stream:
+            return DataLoader(given.dataset, batch_size=given.batch_size, drop_last=given.drop_last, **options)
+        if given.batch_sampler is None:
+            return DataLoader(given.dataset, batch_size=None, sampler=given.sampler, **options)
+        samples = PlacedSamples(given.dataset) if self._in_parts else given.dataset
+        return DataLoader(samples, batch_sampler=Batches(lambda: len(given.batch_sampler)), **options)
+
+
+def _options(loader: DataLoader) -> dict[str, Any]:
+    """What a DataLoader is made with, beside its dataset, samplers and batches."""
+    names = "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor"
+    names += " persistent_workers pin_memory_device in_order"
+    return {name: getattr(loader, name) for name in names.split() if hasattr(loader, name)}
+
+
+def _rows_of(batch: Any) -> int:
+    """Rows of a batch that was loaded whole, of what has any; else it counts as one."""
+    return next((one.shape[0] for one in tensors_in(batch) if one.ndim), 1)
+
+
+def _check(loader: DataLoader) -> None:
+    if not isinstance(loader, DataLoader) or isinstance(loader, Loader):
+        raise PlanError(
+            "vescale.loader",
+            f"a {type(loader).__name__} is not a torch DataLoader of one device",
+            (),
+            [("vescale.loader(DataLoader(dataset, ...), plan)", "once")],
+        )
+    sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise PlanError(
+            "vescale.loader",
+            "the loader's DistributedSampler gives each rank samples of its own already, of a part by itself",
+            [f"sampler  replica {sampler.rank} of {sampler.num_replicas}"],
+            [
+                ("DataLoader(dataset, shuffle=True, batch_size=the batch of all ranks)", "the plan says what is whose"),
+                ("model(plan.local_batch(batch))", "keep the sampler, without vescale.loader"),
+            ],
+        )
+
+
+def _loads_parts(loader: DataLoader, wanted: bool | None) -> bool:
+    if not getattr(loader, "in_order", True):
+        return False
+    if isinstance(loader.dataset, IterableDataset):
+        has_batches = loader.batch_size is not None
+    else:
+        has_batches = loader.batch_sampler is not None
+    if wanted and not has_batches:
+        raise PlanError(
+            "vescale.loader",
+            "the dataset's items are batches already: a rank's rows of one are not known before it is loaded",
+            (),
+            [("parts=None", "every rank loads whole batches"), ("DataLoader(..., batch_size=n)", "of samples")],
+        )
+    return has_batches and (is_by_row(loader.collate_fn) if wanted is None else wanted)
