@@ -63,6 +63,7 @@ COMMUNICATES = {
         "calibrate",  # starts ranks that measure together
         "_device_check",  # whether accelerators reach each other
         "doctor",  # whether ranks reach each other
+        "accelerate",  # of integrations: waits for all ranks where a script does
         "record",  # collects what ranks measured
         "_scaler",  # whether any rank's gradients are not finite
         "_stages",  # makes the groups of pipelines

@@ -1,0 +1,158 @@
+"""transformers' own Trainer under a plan, against the same script on one device."""
+
+import contextlib
+import os
+
+import pytest
+import torch
+
+import vescale
+from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_plans import library
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+warm_up("vescale", "vescale.integrations.transformers", "transformers")
+
+LOSS, PARAMETER = 1e-5, 1e-4  # the standard tolerances of docs/design.md, section 11
+CONFIG = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+WIDTH = 16
+PLANS = {
+    "one": lambda: library.llama({"tp": 1}, sequence_parallel=False),
+    "dp2": lambda: vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=1),
+    "dp2 zero 3": lambda: vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3),
+    "tp2": lambda: library.llama({"tp": 2}, sequence_parallel=True),
+    "dp2 tp2 zero 3": lambda: library.llama({"dp": 2, "tp": 2}, sequence_parallel=False).override(zero=3),
+}
+RANKS = {"one": 1, "dp2": 2, "dp2 zero 3": 2, "tp2": 2, "dp2 tp2 zero 3": 4}
+
+
+@contextlib.contextmanager
+def torchrun():
+    """The environment that torchrun gives a rank; accelerate's shared state is fresh."""
+    from accelerate.state import AcceleratorState
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+    names |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    kept = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(value) for name, value in names.items()} if world > 1 else {"OMP_NUM_THREADS": "1"})
+    AcceleratorState._reset_state(True)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(True)
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def dataset(rows, seed=3):
+    """Token lists of many lengths, of which the labels of some positions do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(rows):
+        length = int(torch.randint(5, WIDTH, (1,), generator=generator))
+        tokens = torch.randint(1, 61, (length,), generator=generator)
+        labels = torch.where(torch.rand(length, generator=generator) < 0.3, -100, tokens)
+        made.append({"input_ids": tokens.tolist(), "labels": labels.tolist()})
+    return made
+
+
+class PadToLongest:
+    """Of the batch, as collators of transformers do; each batch has another width."""
+
+    def __call__(self, samples):
+        width = max(len(sample["input_ids"]) for sample in samples)
+        fill = {"input_ids": 0, "labels": -100}
+        made = {n: torch.tensor([s[n] + [v] * (width - len(s[n])) for s in samples]) for n, v in fill.items()}
+        return made | {"attention_mask": torch.tensor([[1] * len(s["input_ids"]) + [0] * (width - len(s["input_ids"]))
+                                                       for s in samples])}  # fmt: skip
+
+
+def padded(rows):
+    """All of one width, for the default collator."""
+    fill = {"input_ids": 0, "labels": -100}
+    return [{n: one[n] + [v] * (WIDTH - len(one[n])) for n, v in fill.items()} for one in dataset(rows)]
+
+
+def script(folder, plan, resume=None, max_steps=10, model_init=False, **options):
+    """A user's script; two lines are ours. Per step the logs, parameters, evaluation and the trainer."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+    from vescale.integrations.transformers import parallelize
+
+    by_length = options.pop("by_length", True)
+    arguments = {
+        "per_device_train_batch_size": 6, "per_device_eval_batch_size": 4, "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5,
+    }  # fmt: skip
+    args = TrainingArguments(
+        folder, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, max_steps=max_steps, seed=1,
+        save_strategy=options.pop("save_strategy", "no"), **{**arguments, **options},
+    )  # fmt: skip
+    set_seed(0)
+    make = lambda: LlamaForCausalLM(LlamaConfig(**CONFIG, attention_dropout=0.1))
+    data = {"data_collator": PadToLongest()} if by_length else {}
+    rows = dataset if by_length else padded
+    trainer = Trainer(
+        model=None if model_init else make(), model_init=make if model_init else None, args=args,
+        train_dataset=rows(40), eval_dataset=rows(11), **data,
+    )  # fmt: skip
+    if plan is not None:
+        trainer = parallelize(PLANS[plan](), trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    evaluated = trainer.evaluate()["eval_loss"]
+    predicted = trainer.predict(rows(5))
+    parameters = {
+        name: (p.detach().full_tensor() if plan is not None else p.detach()).clone()
+        for name, p in trainer.model.named_parameters()
+    }
+    return logs, parameters, evaluated, torch.from_numpy(predicted.predictions), predicted.metrics["test_loss"]
+
+
+def compared(folder, plan, **options):
+    with torchrun():
+        found = script(f"{folder}/plan", plan, **options)
+    with torchrun():
+        os.environ.pop("LOCAL_RANK", None), os.environ.pop("RANK", None), os.environ.pop("WORLD_SIZE", None)
+        wanted = script(f"{folder}/one{torch.distributed.get_rank()}", None, **options)
+    return errors(found, wanted)
+
+
+def errors(found, wanted):
+    logs, parameters, evaluated, predictions, tested = found
+    assert len(logs) == len(wanted[0]) > 0
+    assert [one["learning_rate"] for one in logs] == [one["learning_rate"] for one in wanted[0]]
+    return {
+        "loss": max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(logs, wanted[0])),
+        "norm": max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in zip(logs, wanted[0])),
+        "parameter": max(((parameters[n] - p).norm() / p.norm()).item() for n, p in wanted[1].items()),
+        "evaluation": abs(evaluated - wanted[2]) / wanted[2],
+        "prediction": ((predictions - wanted[3]).norm() / wanted[3].norm()).item(),
+        "test": abs(tested - wanted[4]) / wanted[4],
+    }
+
+
+OPTIONS = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 3, "max_steps": 5},
+    "fixed width": {"by_length": False},
+    "activation checkpointing": {"gradient_checkpointing": True},
+    "model_init": {"model_init": True},
+    "fused": {"optim": "adamw_torch_fused"},
+    "smoothing": {"label_smoothing_factor": 0.1},
+}
+"""What a script asks of the Trainer."""
+CASES = [(plan, option) for plan in PLANS for option in OPTIONS if plan != "one" or option == "plain"]
+
+
+@pytest.mark.parametrize(("plan", "option"), slice_of(CASES, 6))
+def test_trains_as_one_device(plan, option, tmp_path):
+    for found in run_ranks(RANKS[plan], compared, str(tmp_path), plan, **OPTIONS[option], timeout=240):
+        assert {n: e for n, e in found.items() if not e <= (PARAMETER if n == "parameter" else LOSS)} == {}
