@@ -156,3 +156,108 @@ CASES = [(plan, option) for plan in PLANS for option in OPTIONS if plan != "one"
 def test_trains_as_one_device(plan, option, tmp_path):
     for found in run_ranks(RANKS[plan], compared, str(tmp_path), plan, **OPTIONS[option], timeout=240):
         assert {n: e for n, e in found.items() if not e <= (PARAMETER if n == "parameter" else LOSS)} == {}
+
+
+RESUMED = [("dp2 tp2 zero 3", "dp2"), ("dp2", "tp2"), ("tp2", "one"), ("one", "dp2 zero 3")]
+
+
+def first_half(folder, plan, **options):
+    with torchrun():
+        script(folder, plan, max_steps=10, save_strategy="steps", save_steps=5, save_total_limit=2, **options)
+    return sorted(os.listdir(folder))
+
+
+def second_half(folder, plan, **options):
+    """The rest of the training from the first checkpoint, against the whole of it on one device."""
+    with torchrun():
+        found = script(folder, plan, resume=f"{folder}/checkpoint-5", **options)
+    with torchrun():
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        wanted = script(f"{folder}/one{torch.distributed.get_rank()}", None, **options)
+    return errors((found[0], *found[1:]), wanted)
+
+
+@pytest.mark.parametrize(("first", "second"), slice_of(RESUMED, 2))
+def test_resumes_under_another_mesh(first, second, tmp_path):
+    for options in ({}, {"by_length": False}):
+        folder = str(tmp_path / str(len(options)))
+        written = run_ranks(RANKS[first], first_half, folder, first, timeout=240, **options)[0]
+        assert written == ["checkpoint-10", "checkpoint-5"]
+        for found in run_ranks(RANKS[second], second_half, folder, second, timeout=240, **options):
+            assert {n: e for n, e in found.items() if not e <= (PARAMETER if n == "parameter" else LOSS)} == {}
+
+
+def exported(folder, plan):
+    """What `save_model` writes, as `from_pretrained` reads it, against the trainer's parameters."""
+    from transformers import LlamaForCausalLM
+
+    with torchrun():
+        _, parameters, *_ = script(folder, plan, max_steps=2, save_strategy="steps", save_steps=2)
+    again = LlamaForCausalLM.from_pretrained(f"{folder}/checkpoint-2")
+    return all(torch.equal(p, parameters[name]) for name, p in again.named_parameters())
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero 3", "tp2"])
+def test_checkpoints_are_those_of_transformers(plan, tmp_path):
+    assert all(run_ranks(RANKS[plan], exported, str(tmp_path), plan, timeout=120))
+
+
+def logged_once(folder):
+    with torchrun():
+        from transformers import TrainerCallback
+
+        class Counts(TrainerCallback):
+            def __init__(self):
+                self.first = 0
+
+            def on_log(self, args, state, control, **kwargs):
+                self.first += state.is_world_process_zero
+
+        import transformers
+
+        counts = Counts()
+        kept = transformers.Trainer.__init__
+
+        def with_counts(self, *args, **kwargs):
+            kept(self, *args, callbacks=[counts], **kwargs)
+
+        transformers.Trainer.__init__ = with_counts
+        try:
+            script(folder, "dp2", max_steps=2)
+        finally:
+            transformers.Trainer.__init__ = kept
+    return counts.first > 0
+
+
+def test_the_first_rank_alone_logs(tmp_path):
+    assert run_ranks(2, logged_once, str(tmp_path), timeout=120) == [True, False]
+
+
+def mixed(folder, plan):
+    with torchrun():
+        return [entry["loss"] for entry in script(folder, plan, bf16=True)[0]]
+
+
+def test_bf16_trains_as_one_device_in_bf16(tmp_path):
+    wanted = run_ranks(1, mixed, str(tmp_path), "one", timeout=120)[0]
+    for found in run_ranks(2, mixed, str(tmp_path), "dp2 zero 3", timeout=120):
+        assert max(abs(a - b) / b for a, b in zip(found, wanted)) <= 5e-3  # eight bits of mantissa
+
+
+def no_optimizer(folder):
+    with torchrun():
+        script(folder, "dp2", max_steps=2, save_strategy="steps", save_steps=1)
+    import shutil
+
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(f"{folder}/checkpoint-1/vescale")
+    torch.distributed.barrier()
+    with torchrun(), pytest.raises(vescale.PlanError) as found:
+        script(folder, "dp2", max_steps=2, resume=f"{folder}/checkpoint-1")
+    return str(found.value)
+
+
+def test_a_checkpoint_without_the_optimizer_is_refused(tmp_path):
+    first, second = run_ranks(2, no_optimizer, str(tmp_path), timeout=120)
+    assert first == second and "no optimizer state that veScale wrote" in first

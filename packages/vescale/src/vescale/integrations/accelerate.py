@@ -99,8 +99,8 @@ class Planned:
         return _whole(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As accelerate's own on one process, of whole plain tensors: a value repeated for rows that the last batch does
-        not have is cut off."""
+        """As accelerate's own on one process, of whole plain tensors: what was repeated for rows that the last batch
+        does not have is cut off."""
         return super().gather_for_metrics(_whole(input_data), use_gather_object)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
