@@ -15,6 +15,7 @@ Groups stay as the user made them, for every parameter has a plain one of its ow
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
@@ -46,7 +47,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    _free_step(optimizer)
+    scheduled = _without_step(optimizer)
     methods = elementwise_methods(optimizer)
     own = {name: _on_parts(name) for name in methods or ()}
     optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__, **own})
@@ -54,6 +55,8 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     optimizer._parameter_names = names
     optimizer._owners = None
     optimizer._whole = methods is None and kind not in MATRIX
+    if scheduled:
+        optimizer.step = _scheduled_step(optimizer)
     if methods is None and any(buffer.offloads for unit in data_parallel.units for buffer in unit.buffers):
         raise PlanError(
             "parallelize",
@@ -71,25 +74,30 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     return optimizer
 
 
-def _free_step(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler that was made before has bound the step of the optimizer's class of then: now that of its new one."""
+def _without_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Takes off the step that a scheduler bound, of the optimizer's class of then; says whether there was one."""
     bound = optimizer.__dict__.get("step")
-    if bound is None:
-        return
-    if not hasattr(bound, "_wrapped_by_lr_sched"):
+    if bound is not None and not hasattr(bound, "_wrapped_by_lr_sched"):
         raise PlanError(
             "parallelize",
             f"the step of the {type(optimizer).__name__} was replaced: what it calls would not know of the shards",
-            [f"step  {bound}"],
+            [f"step  {getattr(bound, '__qualname__', type(bound).__name__)}"],
             [("replace it after parallelize", "what it then wraps knows of them")],
         )
+    return optimizer.__dict__.pop("step", None) is not None
+
+
+def _scheduled_step(optimizer: torch.optim.Optimizer) -> Any:
+    """The step of its class of now, which tells schedulers that it ran."""
+    made = weakref.ref(optimizer)
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = made()
         optimizer._opt_called = True
         return type(optimizer).step(optimizer, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True
-    optimizer.step = step
+    return step
 
 
 class Sharded:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader
 from vescale_checkpoint import load, save
 from vescale_dtensor import DTensor
 from vescale_plans import Plan, PlanError, adopt, loader, no_sync
+from vescale_rng.state import get_state, set_state
 
 from .._stages import parallelize as _parallelize
 
@@ -138,9 +141,30 @@ class Planned:
             "scheduler": self._schedulers,
             "loader": loaders,
             "object": self._custom_objects,
+            "random": [_Generators()],
         }
         state = {f"{kind}_{at}": one for kind, group in groups.items() for at, one in enumerate(group)}
         return state | ({"scaler": self.scaler} if self.scaler is not None else {})
+
+
+class _Generators:
+    """torch's, Python's and numpy's generators, which are alike on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        version, numbers, gauss = random.getstate()
+        name, keys, *rest = numpy.random.get_state()
+        return {
+            "torch": get_state(),
+            "python": [version, list(numbers), gauss],
+            "numpy": [name, keys.tolist(), *rest],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state(state["torch"])
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, keys, *rest))
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
