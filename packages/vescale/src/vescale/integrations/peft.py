@@ -1,0 +1,92 @@
+"""PEFT: `adapted(plan, model)`, the plan of the base model for what `get_peft_model` made of it.
+
+An adapter is placed by the layout of what it adapts, so that its output has its base's state and nothing is
+communicated for it alone. Of a weight [out, in]:
+
+    base's weight      lora_A [r, in]     lora_B [out, r]    magnitude [out] (DoRA)
+    Shard(0), out      replicated         Shard(0)           Shard(0)
+    Shard(1), in       Shard(1)           replicated         replicated
+    replicated         replicated         replicated         replicated
+
+An embedding's weight [rows, out] is the other way round: of Shard(0) lora_embedding_A [r, rows] is Shard(1), of
+Shard(1) lora_embedding_B [out, r] is Shard(0). Every rank has the same adapter to train, a shard of it or the whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from vescale_dtensor import Placement, Shard
+from vescale_plans import Plan, PlanError
+
+PREFIX = "base_model.model."
+"""Of all names of the base model, in a PEFT model."""
+_WRAPPER = re.compile(r"\.base_layer|\.original_module|\.modules_to_save\.[^.]+")
+_ADAPTER = re.compile(
+    r"(?P<base>.*)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\."
+)
+_FOLLOWS: Mapping[str, Mapping[int, int]] = {
+    "lora_A": {1: 1},
+    "lora_B": {0: 0},
+    "lora_magnitude_vector": {0: 0},
+    "lora_embedding_A": {0: 1},
+    "lora_embedding_B": {1: 0},
+}
+"""Part of an adapter -> dim that shards the base's weight -> dim that then shards the part."""
+
+
+def adapted(plan: Plan, model: nn.Module) -> Plan:
+    """The plan for a PEFT model, from one for its base model: names get their prefix, adapters their base's layout.
+
+    Arguments:
+        plan: for the model that was given to `get_peft_model`.
+        model: what that returned, before `parallelize`.
+
+    Raises PlanError for a model that is not PEFT's, or a pipeline, whose cuts are named by hand.
+    """
+    base = getattr(model, "base_model", None)
+    inner = getattr(base, "model", None)
+    if not hasattr(model, "peft_config") or not isinstance(inner, nn.Module):
+        remedies = [("adapted(plan, get_peft_model(model, config))", "")]
+        raise PlanError("vescale.integrations.peft.adapted", f"{type(model).__name__} is no PEFT model", (), remedies)
+    if plan.pipeline is not None:
+        raise PlanError(
+            "vescale.integrations.peft.adapted",
+            "a pipeline's cuts name modules of the base model",
+            [f"cuts  {', '.join(plan.pipeline.cuts)}"],
+            [(f'adapted(plan.override(pipeline=None), model).override(pipeline=Pipeline(cuts=("{PREFIX}...",)))', "")],
+        )
+    names = [name for name, _ in model.named_parameters()]
+    placed = {}
+    for name in names:
+        if not _ADAPTER.match(name):
+            old = _old_name(name)
+            placed[old] = next((to for glob, to in plan.parameters.items() if fnmatchcase(old, glob)), {})
+    parameters = {}
+    for name in names:
+        found = _ADAPTER.match(name)
+        if found is None:
+            parameters[name] = placed[_old_name(name)]
+        else:
+            parameters[name] = _followed(found["part"], placed.get(f"{_old_name(found['base'])}.weight", {}))
+    globs = {
+        field: {glob if glob.startswith("*") else PREFIX + glob: value for glob, value in getattr(plan, field).items()}
+        for field in ("boundaries", "checkpointing", "regather", "blocks")
+    }
+    return replace(plan, parameters=parameters, **globs)
+
+
+def _old_name(name: str) -> str:
+    """What a parameter of the base model was called before it was adapted."""
+    return _WRAPPER.sub("", name.removeprefix(PREFIX))
+
+
+def _followed(part: str, weight: Mapping[str, Placement]) -> dict[str, Placement]:
+    """The placements of a part of the adapter of a weight."""
+    dims = _FOLLOWS[part]
+    return {axis: Shard(dims[one.dim]) for axis, one in weight.items() if type(one) is Shard and one.dim in dims}

@@ -1,0 +1,131 @@
+"""Adapters of PEFT under a plan: placed by what they adapt, trained as on one device, saved, loaded and merged by PEFT."""
+
+import pytest
+import torch
+
+import vescale
+from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_plans import library
+
+pytest.importorskip("peft", reason="these tests are of PEFT")
+warm_up("vescale", "vescale.integrations.peft", "vescale.integrations.accelerate", "transformers")
+
+CONFIG = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+PLANS = {
+    "dp2 zero 3": lambda: vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3),
+    "tp2": lambda: library.llama({"tp": 2}, sequence_parallel=False),
+    "tp2 sp": lambda: library.llama({"tp": 2}, sequence_parallel=True),
+    "dp2 tp2 zero 3": lambda: library.llama({"dp": 2, "tp": 2}, sequence_parallel=True).override(zero=3),
+}
+RANKS = {"dp2 zero 3": 2, "tp2": 2, "tp2 sp": 2, "dp2 tp2 zero 3": 4}
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS = {
+    "lora": {"target_modules": ["q_proj", "v_proj"]},
+    "every projection": {"target_modules": EVERY, "lora_dropout": 0.1},
+    "dora": {"target_modules": EVERY, "use_dora": True},
+    "embedding and head": {"target_modules": [*EVERY, "embed_tokens", "lm_head"]},
+    "whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def build(adapter):
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **ADAPTERS[adapter]))
+
+
+def trained(model, optimizer, steps=10):
+    torch.manual_seed(5)
+    losses = []
+    for step in range(steps):
+        tokens = torch.randint(61, (4, 12), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(model):
+    return {n: getattr(p.detach(), "full_tensor", p.detach)() for n, p in model.named_parameters()}
+
+
+def compared(plan, adapter, folder):
+    from peft import PeftModel, set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from vescale.integrations.accelerate import whole_state
+    from vescale.integrations.peft import adapted
+
+    make = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+    one, model = build(adapter), build(adapter)
+    fitted = adapted(PLANS[plan](), model)
+    model, optimizer = vescale.parallelize(fitted, model, make)
+    losses, wanted = trained(model, optimizer), trained(one, make(one.parameters()))
+    found, expected = whole(model), whole(one)
+    assert all(torch.equal(found[n], expected[n]) for n, p in one.named_parameters() if not p.requires_grad)
+    error = max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in found)
+    # Saved by PEFT, and loaded by it into a model of one device and into another one of the plan.
+    state = whole_state(model)
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+    torch.distributed.barrier()
+    torch.manual_seed(0)
+    again = PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**CONFIG)), folder)
+    same = all(torch.equal(p, found[n]) for n, p in again.named_parameters() if "lora_" in n or "modules_to_save" in n)
+    other = build(adapter)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if "lora_" in name:
+                parameter.zero_()
+    other, _ = vescale.parallelize(fitted, other)
+    set_peft_model_state_dict(other, load_peft_weights(folder))
+    loaded = whole(other)
+    same = same and all(torch.equal(loaded[n], found[n]) for n in found if "lora_" in n)
+    # Merged into the shards, against one device's merge of the same adapter.
+    merged, wanted_merge = whole(other.merge_and_unload()), whole(again.merge_and_unload())
+    apart = max(((merged[n] - p).norm() / p.norm()).item() for n, p in wanted_merge.items())
+    return max(abs(a - b) / b for a, b in zip(losses, wanted)), error, same, apart
+
+
+CASES = [(plan, adapter) for plan in PLANS for adapter in ADAPTERS]
+
+
+@pytest.mark.parametrize(("plan", "adapter"), slice_of(CASES, 4))
+def test_trains_saves_loads_and_merges_as_one_device(plan, adapter, tmp_path):
+    for loss, parameter, same, merged in run_ranks(RANKS[plan], compared, plan, adapter, str(tmp_path), timeout=200):
+        assert loss <= 1e-5 and parameter <= 1e-4 and same and merged <= 1e-6
+
+
+def collectives(adapter):
+    """Of a forward and backward under TP: with adapters, and of the base model alone."""
+    from vescale.integrations.peft import adapted
+
+    counts = []
+    for is_adapted in (True, False):
+        model = build(adapter)
+        plan = PLANS["tp2"]()
+        if is_adapted:
+            plan = adapted(plan, model)
+        else:
+            model = model.unload()
+        model, _ = vescale.parallelize(plan, model)
+        tokens = torch.randint(61, (4, 12), generator=torch.Generator().manual_seed(1))
+        model(input_ids=tokens, labels=tokens)
+        with vescale.comm_trace(model) as trace, torch.no_grad():
+            model(input_ids=tokens, labels=tokens)
+        counts.append(trace.count())
+    return counts
+
+
+def test_adapters_of_columns_communicate_nothing_of_their_own():
+    for with_adapters, alone in run_ranks(2, collectives, "lora", timeout=100):
+        assert with_adapters == alone
