@@ -1,4 +1,4 @@
-"""Adapters of PEFT under a plan: placed by what they adapt, trained as on one device, saved, loaded and merged by PEFT."""
+"""Adapters of PEFT under a plan: placed by what they adapt; trained, saved, loaded and merged as on one device."""
 
 import pytest
 import torch
