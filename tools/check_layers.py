@@ -34,9 +34,11 @@ COMMUNICATES = {
     "dtensor": {
         "_collectives",  # executes conversions
         "_endings",  # tells why a rank ended
+        "guard",  # asks which ranks a group has
         "_group",  # the process group of the second device, for tests
         "_hang",  # tells what ranks wait for that hang
         "_mesh",  # looks up the process groups of a mesh
+        "session",  # what ranks tell each other while they stand in the debugger
         "_worker",  # a rank of the test pool
         "communication",  # answers calls of torch.distributed on DTensors; sends nothing
         "testing",

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pdb
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import nn
 
-import vescale_dtensor
 from vescale_dtensor import (
     ImplicitCommunicationError,
     Partial,
@@ -183,46 +179,3 @@ def test_strict_leaves_backward_alone() -> None:
         assert x.grad is not None
 
     run_ranks(4, run)
-
-
-# --- breakpoint -------------------------------------------------------------------------
-
-
-class Recorder(pdb.Pdb):
-    """A debugger that notes where it was stopped."""
-
-    stopped: ClassVar[list] = []
-
-    def set_trace(self, frame=None) -> None:
-        self.stopped.append((frame.f_code.co_name, getattr(self, "prompt", "")))
-
-
-def test_breakpoint_in_a_world_of_one(monkeypatch) -> None:
-    monkeypatch.setattr(pdb, "Pdb", Recorder)
-    monkeypatch.setattr(Recorder, "stopped", [])
-
-    def callers_function() -> None:
-        vescale_dtensor.breakpoint()
-
-    callers_function()
-    assert [name for name, _ in Recorder.stopped] == ["callers_function"]
-
-
-def test_breakpoint_stops_one_rank_and_the_others_wait() -> None:
-    def run() -> list:
-        import pdb
-
-        stopped = []
-
-        class Here(pdb.Pdb):
-            def set_trace(self, frame=None) -> None:
-                stopped.append((frame.f_code.co_name, self.prompt))
-
-        original, pdb.Pdb = pdb.Pdb, Here
-        try:
-            vescale_dtensor.breakpoint(rank=2)
-        finally:
-            pdb.Pdb = original
-        return stopped
-
-    assert run_ranks(4, run) == [[], [], [("run", "(rank 2) ")], []]

@@ -15,6 +15,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+ALONE = frozenset({"fake", "simulated"})
+"""Backends of worlds whose ranks are not processes."""
 MOST_TEXT = 2000
 """Characters of an exception's text that are told."""
 _RAISED, _LEFT = "vescale/raised", "vescale/left"
@@ -24,7 +26,7 @@ def tell_endings() -> None:
     """From now on the other ranks can know why this process ended. Call it once the ranks have joined; again does
     nothing."""
     global _before
-    if _before is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+    if _before is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() not in ALONE:
         _before, sys.excepthook = sys.excepthook, _tell
         atexit.register(_leave)
 

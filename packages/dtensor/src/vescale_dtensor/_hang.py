@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 
 from . import _flight
+from ._debugger.session import answer_where, is_open
+from ._endings import ALONE
 from ._events import is_users
 
 LOOK_S, LOOKS_PER_S = 2.0, 200
@@ -41,7 +43,7 @@ _MOST_STACK = 30
 def watch_for_hangs() -> None:
     """Starts this process's watch over its joined world; again does nothing. Not in a world without processes."""
     global _watch
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ALONE:
         return
     if _watch is None or _watch.world is not dist.group.WORLD:
         if _watch is not None:
@@ -88,15 +90,27 @@ class Watch:
 
     def _look(self) -> None:
         pause = min(max(LOOK_S, self._size / LOOKS_PER_S), max(self._bound / 4, 0.05))
+        asked = None
         while not self._ended.wait(pause):
             try:
-                stuck = self._is_stuck()
+                asked = answer_where(self._store, self._rank, asked, self._place)
+                stuck = self._is_stuck() and not is_open(self._store)
                 if stuck:
                     self._store.compare_set(_SEEN, "", str(self._rank))
                 if stuck or self._store.check([_SEEN]):
                     return self._tell(pause)
             except RuntimeError:  # the store is gone, and the world with it
                 return
+
+    def _place(self) -> str:
+        """Where this rank is, in a line."""
+        waits = [
+            f"in {entry[1]} over axis {', '.join(entry[2].axes)}"
+            for entry in list(_flight.ring)
+            if entry[_flight.STATE] == _flight.WAITING
+        ]
+        at = next(iter(_user_lines(self._main)), "no line of the user's")
+        return ", waiting ".join([f"it is at {at}", *waits[-1:]])
 
     def _is_stuck(self) -> bool:
         """Whether the host waits for a collective for too long, or the device for one that came last."""

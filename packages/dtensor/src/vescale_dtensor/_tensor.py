@@ -10,6 +10,7 @@ so that torch's own Python functions run on it unchanged.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ from ._functorch import TensorType, check_not_mapped
 from ._layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -191,10 +192,15 @@ class DTensor(Tensor, metaclass=TensorType):
         return to_plain(convert(self, self._layout.base.invariant, "full_tensor", own=True))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        # Never communicates: a debugger calls this on one rank.
+        # Never communicates: a debugger calls this on one rank, unless it goes through all of them in lockstep.
+        states = ", ".join(map(repr, self._layout.states))
+        if _prints_whole:
+            with contextlib.suppress(RuntimeError), torch.no_grad():  # a rank stands elsewhere: what is here is shown
+                whole = self.full_tensor()
+                with local_only():
+                    return f"DTensor({whole!r}, {states} on {self._layout.mesh})"
         with local_only():
             local = Tensor.__repr__(self.detach())
-        states = ", ".join(map(repr, self._layout.states))
         shape = ", ".join(map(str, self._layout.shape))
         parameter = "Parameter, " if getattr(self, "_is_param", False) else ""
         return f"DTensor({parameter}[{shape}] {states} on {self._layout.mesh}, local={local})"
@@ -205,6 +211,20 @@ class DTensor(Tensor, metaclass=TensorType):
         if self._layout.shape == () and spec:
             return format(self.item(), spec)
         return repr(self) if self._layout.shape else str(self.item())
+
+
+@contextlib.contextmanager
+def printing_whole() -> Iterator[None]:
+    """Within the block all ranks print the same: a DTensor shows the global tensor, for which it communicates."""
+    global _prints_whole
+    before, _prints_whole = _prints_whole, True
+    try:
+        yield
+    finally:
+        _prints_whole = before
+
+
+_prints_whole = False
 
 
 # --- below autograd ---------------------------------------------------------------

@@ -1,28 +1,31 @@
 """Seeing communication, forbidding it, and stopping in a debugger.
 
-    with comm_trace(model) as trace:
-        loss = model(batch)
-        loss.backward()
-    print(trace)                      # every collective, by cause
+with comm_trace(model) as trace:
+    loss = model(batch)
+    loss.backward()
+print(trace)                      # every collective, by cause
 
-    with strict():                    # an implicit collective is an error
-        y = model(batch)
+with strict():                    # an implicit collective is an error
+    y = model(batch)
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import pdb
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from . import _events
+from ._debugger.prompt import stop_here
+from ._debugger.quiet import is_unstopped
+from ._debugger.session import world
+from ._errors import MeshError
 from ._events import Cause as Cause
 from ._events import Event as Event
 
@@ -114,27 +117,39 @@ def strict() -> Iterator[None]:
 
 
 def breakpoint(rank: int = 0) -> None:
-    """Stops `rank` in pdb at the caller's line; the other ranks wait for it at most `timeout` of their group.
+    """Stops all ranks at the caller's line, in Python's debugger, which `rank` drives.
 
-    All ranks must call it. Type `c` to go on.
+    What is typed there is executed by every rank in its own frame: commands (`n`, `s`, `u`, `b`, `c`), expressions and
+    statements, with collectives in them. The driving rank answers, and answers of others that differ follow with their
+    ranks. Tensors print whole.
+    Who does not come to the line is named; a collective that it would have to be part of is refused, as is one that not
+    all ranks begin. A person may think for an hour (VESCALE_BREAKPOINT_SECONDS): the ranks wait outside of any
+    collective, and after that go on.
+
+    Call it on all ranks, at the same line. Where user code runs on samples (`generate_plan`, `dry_run`) it does not
+    stop.
     """
-    distributed = torch.distributed
-    if not distributed.is_initialized():
-        pdb.Pdb().set_trace(sys._getframe(1))
+    if is_unstopped():
         return
-    if distributed.get_rank() == rank:
-        # under torchrun standard input is not the terminal's
-        with contextlib.ExitStack() as stack:
-            stdin = sys.stdin if sys.stdin is not None and sys.stdin.isatty() else None
-            if stdin is None:
-                with contextlib.suppress(OSError):
-                    stdin = stack.enter_context(open("/dev/stdin"))
-            debugger = pdb.Pdb(stdin=stdin, stdout=sys.stdout) if stdin is not None else pdb.Pdb()
-            debugger.prompt = f"(rank {rank}) "
-            debugger.set_trace(sys._getframe(1))
-            distributed.barrier()
-    else:
-        distributed.barrier()
+    if not 0 <= rank < world()[1]:
+        raise MeshError(
+            "breakpoint", f"rank {rank} of a world of {world()[1]}", (), [("vescale.breakpoint()", "rank 0 drives")]
+        )
+    stop_here(sys._getframe(1), rank)
+
+
+def hook_breakpoints() -> None:
+    """From now on Python's own `breakpoint()` stops all ranks, in a world of several.
+
+    A hook that somebody else has set, or PYTHONBREAKPOINT, is left alone.
+    """
+    if world()[1] > 1 and sys.breakpointhook is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
+        sys.breakpointhook = _stop_callers
+
+
+def _stop_callers(*args: object, **kwargs: object) -> None:
+    if not is_unstopped():
+        stop_here(sys._getframe(1), 0)
 
 
 def _matches(event: Event, name: str, value: Any) -> bool:

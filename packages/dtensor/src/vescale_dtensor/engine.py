@@ -9,12 +9,14 @@ from ._canonical.mode import is_reproducible as is_reproducible
 from ._collectives import connection_lost as connection_lost
 from ._collectives import faking as faking
 from ._collectives import gather_objects as gather_objects
+from ._collectives import simulated as simulated
 from ._conversion import communicates as communicates
 from ._convert import convert as convert
 from ._convert import convert_plain as convert_plain
 from ._convert import from_plain as from_plain
 from ._convert import on_device as on_device
 from ._copies import check_writable as check_writable
+from ._debugger.quiet import unstopped as unstopped
 from ._endings import first_ending as first_ending
 from ._endings import raised_here as raised_here
 from ._endings import tell_endings as tell_endings
@@ -85,3 +87,4 @@ from ._tensor import requires_grad as requires_grad
 from ._tensor import settle as settle
 from ._tensor import stamp as stamp
 from ._tensor import take_pending_grad as take_pending_grad
+from .debug import hook_breakpoints as hook_breakpoints

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import MeshError
-from vescale_dtensor.engine import raised_here, tell_endings, watch_for_hangs
+from vescale_dtensor.engine import hook_breakpoints, raised_here, tell_endings, watch_for_hangs
 
 from .plan import Plan, PlanError
 
@@ -31,12 +31,14 @@ def join() -> None:
 
     Does nothing when somebody joined already; they then also leave. A group that is
     not destroyed may abort the process at exit, so whoever joins leaves. From then on
-    ranks tell each other what ended them, and what hangs. Raises MeshError, on all ranks of a machine alike,
+    ranks tell each other what ended them, and what hangs, and `breakpoint()` stops all of them.
+    Raises MeshError, on all ranks of a machine alike,
     when it has fewer devices than ranks.
     """
     if dist.is_initialized():
         tell_endings()
         watch_for_hangs()
+        hook_breakpoints()
         return
     device = accelerator()
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{_backend_of(device)}"
@@ -52,6 +54,7 @@ def join() -> None:
     atexit.register(leave)
     tell_endings()
     watch_for_hangs()
+    hook_breakpoints()
 
 
 def _own_index(devices: int) -> int:
@@ -95,7 +98,7 @@ def _backend_of(device: str) -> str | None:
     return None if name == "gloo" else name
 
 
-_HOSTS_TOO = frozenset({"gloo", "mpi", "ucc", "fake"})
+_HOSTS_TOO = frozenset({"gloo", "mpi", "ucc", "fake", "simulated"})
 """Backends that serve the host and accelerators alike: that a world has one says nothing of where its tensors lie."""
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_dtensor.debug import Event, comm_trace
-from vescale_dtensor.engine import faking
+from vescale_dtensor.engine import faking, unstopped
 from vescale_rng import is_deferred
 
 from ._apply import OptimizerFn, parallelize
@@ -126,7 +126,8 @@ def dry_run(
             [("call it before the world is joined", "a dry run has a world of its own")],
         )
     meter = Meter(backend)
-    with _world(plan.world_size), faking(backend), fused_attention(), torch.no_grad():
+    running = unstopped("the dry run ran the model on tensors without values")
+    with _world(plan.world_size), faking(backend), fused_attention(), torch.no_grad(), running:
         model = _without_values(model)
         batch = map_tensors(batch, _blank)
         with torch.enable_grad(), comm_trace(model) as trace, meter:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_dtensor.engine import unstopped
+
 from ..plan import Pipeline, Placements, Plan, PlanError, Precision
 from .candidates import Candidate
 from .explain import Explanation
@@ -71,7 +73,7 @@ def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None
                 "generate_plan", f"{name} is {request.get(name)!r}, not a positive number", (), [(f"{name}=8", "")]
             )
     sample = sample_of(model, request.get("sample"))
-    with Bar() as bar:
+    with Bar() as bar, unstopped("generate_plan ran the model on samples"):
         return _generated(model, sample, request, bar)
 
 
