@@ -1,27 +1,34 @@
-"""Published configurations: the planner's closed forms against step times that others reported, and their choices.
+"""Published configurations: what the shipped planner says of runs that others reported, and what it would choose.
 
     python benchmarks/published.py [--json FILE] [--only TEXT]
 
-For each row: the step time that the reported throughput means, what the cost model says for that configuration, and
-where the configuration lies, by the model's time, among all degrees, microbatches and interleavings that fit the
-machine, with what the model says is lost by it. Sequence parallelism, ZeRO and recomputation stay as reported: what a
-system did not have, its authors could not choose. Degrees that were not reported are taken as the model has them
-fastest.
+Nothing is priced here: a configuration is priced by `Pricer`, and the choice is made by `rank`, as in `generate_plan`
+and `vescale plan`, for a `Request` with the row's hardware. For each row: the step time that the reported throughput
+means, the planner's for that configuration, whether the configuration is in the space that is searched (and why not),
+whether it fits by the planner's own account, and what the planner chooses instead among plans with the row's sequence
+parallelism, ZeRO stage and recomputation: what a system did not have, its authors could not choose.
 
-The constants are those of the hardware profiles and of `vescale_plans.search.cost`; none is tuned here. But what the
-model covers was extended after its misses on these rows were seen, those marked "aside" among them: only rows that
-are not in this file are a blind check. Of the systems this is known: elementwise kernels are fused;
-Megatron did not overlap the reduction of gradients in 2021 and 2022; its tensor ranks each send their share of the
-positions to experts, once per node. Memory is the planner's own.
+What a row says of its system is data of its hardware: kernels are fused (`stream=8`), Megatron did not overlap the
+reduction of gradients in 2021 and 2022 (`hidden=0`), its dispatcher sends rows to a node once (`once`), torchtitan's
+boards take 500 W. Degrees that were not reported are taken as the planner has them fastest. Half of a recomputation
+(every second product) lies between none and all; it is not in the space.
 
-Structures are probed from models of transformers on the meta device. Not covered, and so left out: context
-parallelism (Llama-3 405B at 131k), asynchronous tensor parallelism, expert overlap schedules. Experts over 32 ranks of
-which some are tensor ranks ("Qwen3-235B, ep32") are taken as over the 16 data ranks.
+Blind rows. A row is blind if the constants were frozen before its figures were read. The protocol: (1) a commit holds
+`frozen()`, the hash of the profiles and of the modules that price, in FROZEN, together with BLIND_SOURCES, at least
+eight public reports of which no figure is in this file; (2) a later commit enters every run of these reports that
+qualifies (a model that transformers builds, hardware with a profile, degrees and batch given, no fp8, no context
+parallelism), whatever it says, in a table BLIND, reported apart; (3) the record says whether the hash is still FROZEN.
+No blind row was entered so far: no report was at hand that was not used before.
+
+Structures are probed from models of transformers on the meta device. Not covered, and so left out: context parallelism
+(Llama-3 405B at 131k), asynchronous tensor parallelism, expert overlap schedules, fp8. Experts over 32 ranks of which
+some are tensor ranks ("Qwen3-235B, ep32") are taken as over the 16 data ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -32,9 +39,9 @@ from statistics import median
 
 import torch
 
-BUDGETS = {"median error": 0.10, "recovered": 0.8}
+BUDGETS = {"median error": 0.08, "worst error": 0.25, "recovered": 0.8}
 GAIN = 0.05
-"""Predicted regret within which a published configuration counts as found."""
+"""What the choice may gain, by the planner, over a published configuration that counts as found."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,18 @@ ROWS = (
 
 VIRTUAL = (1, 2, 3, 4)
 """Interleaved stages per rank."""
+FROZEN: str | None = None
+BLIND_SOURCES: tuple[str, ...] = ()
+PRICING = ("candidates", "cost", "hardware", "memory", "profiles", "ranking", "sizes", "stages")
+
+
+def frozen() -> str:
+    """Of all that a price depends on: the profiles, and the modules that price (hex, 16 digits)."""
+    from vescale_plans import search
+
+    folder = Path(search.__file__).parent
+    texts = [(folder / f"{name}.py").read_bytes() for name in PRICING]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
 @cache
@@ -146,7 +165,7 @@ def profile(name: str, overlaps: bool = True):
         base = profile("h100", overlaps)
         return replace(base, name=name, flops=0.85 * base.flops, bandwidth=2.4e12, memory=95 * 2**30)
     known = hardware_of(name)
-    return replace(known, stream=8, hidden=known.hidden if overlaps else 0.0)
+    return replace(known, stream=8, hidden=known.hidden if overlaps else 0.0, once=True)
 
 
 @cache
@@ -220,17 +239,36 @@ def reported_seconds(one: Row) -> float:
     return operations(one) / (value * 1e12 * ranks)
 
 
-# --- what the model says ------------------------------------------------------------------
+# --- what the planner says ----------------------------------------------------------------
 
 
-def candidate_of(one: Row):
-    """As reported; what was not reported as the model has it fastest."""
+def request_of(one: Row):
+    """As `generate_plan` would have it, with what the system of the row had."""
+    from vescale_plans.search import Candidate, Request
+    from vescale_plans.search.ranking import MARGIN
+
+    hardware, known = profile(one.hardware, one.overlaps), Candidate(**dict(one.degrees))
+    pin = {"sp": known.sp} if known.sp else {}
+    forbid = () if known.sp else ("sp",)
+    if known.dp > 1:
+        pin["zero"] = known.zero
+    if one.again in (0.0, 1.0):
+        pin["checkpointing"] = bool(one.again)
+    limit = MARGIN * hardware.memory
+    return Request(
+        structure(one.model), ranks_of(one), one.batch, one.seq, hardware, limit, "time", pin, forbid, torch.bfloat16
+    )
+
+
+def candidate_of(one: Row, pricer):
+    """As reported; what was not reported as the planner has it fastest."""
     from vescale_plans.search import Candidate
 
     known = Candidate(**dict(one.degrees))
     if not one.unknown:
         return known
-    return min((replace(known, virtual=virtual) for virtual in VIRTUAL), key=lambda way: seconds(one, way))
+    ways = [replace(known, virtual=virtual) for virtual in VIRTUAL]
+    return min(ways, key=lambda way: pricer.evenly(way).cost.total)
 
 
 def ranks_of(one: Row) -> int:
@@ -238,156 +276,69 @@ def ranks_of(one: Row) -> int:
     return degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("dp", 1)
 
 
-def seconds(one: Row, candidate) -> float:
-    """Of a step; partial recomputation lies between none and all."""
-    return between(one.again, lambda again: step_seconds(one, again_in(candidate, again)))
+def priced(one: Row, pricer, candidate) -> tuple[float, float]:
+    """(seconds, bytes), with blocks dealt out evenly, as the reports have it."""
+    found = [pricer.evenly(replace(candidate, checkpointing=again)) for again in (False, True)]
+    seconds, sizes = [each.cost.total for each in found], [each.memory.total for each in found]
+    return between(one.again, *seconds), between(one.again, *sizes)
 
 
-def step_seconds(one: Row, candidate) -> float:
-    """With blocks dealt out evenly over the stages, as the reports have it: the fullest one counts, which is the one
-    with the head, or with a block more."""
-    from vescale_plans.search import cost_of
-
-    hardware, sizes = profile(one.hardware, one.overlaps), sizes_at(one.model, candidate.tp)
-    sent = exchanged(one, candidate)
-    cost = cost_of(sizes, candidate, hardware, one.batch, one.seq)
-    cost = replace(cost, experts=cost.experts * sent)
-    if candidate.pp == 1:
-        return cost.total
-    kinds, of = parts_at(one.model, candidate.tp)
-    plain = replace(candidate, pp=1)
-    priced = [cost_of(kind, plain, hardware, one.batch, one.seq) for kind in kinds]
-    each = [replace(part, experts=part.experts * sent).busy / candidate.microbatches for part in priced]
-    times, chunks = [each[kind] for kind in of], candidate.pp * candidate.virtual
-    borders = [at * len(times) // chunks for at in range(chunks + 1)]
-    stages = [0.0] * candidate.pp
-    for at in range(chunks):
-        stages[at % candidate.pp] += sum(times[borders[at] : borders[at + 1]])
-    total, longest = sum(stages), max(stages)
-    even = cost.busy / candidate.microbatches * (candidate.pp - 1) / candidate.virtual
-    passes = candidate.microbatches * longest + (total - longest) / candidate.virtual
-    return passes + cost.pipeline - even + cost.data + cost.optimizer
+def between(share: float, none: float, whole: float) -> float:
+    return none + share * (whole - none)
 
 
-def exchanged(one: Row, candidate) -> float:
-    """Rows that the report's system sends to experts, over those that ours does: of each tensor rank its share of the
-    positions, and one copy for all experts of a node."""
-    if candidate.ep == 1:
-        return 1.0
-    chosen, nodes = one.model[-1], max(1, candidate.tp * candidate.ep // profile(one.hardware).node)
-    ours = chosen * (candidate.ep - 1) / candidate.ep
-    theirs = min(chosen, nodes) * (nodes - 1) / nodes if nodes > 1 else ours
-    return theirs / ours / candidate.tp
-
-
-@cache
-def parts_at(model: tuple, tp: int):
-    """Sizes of each kind of block, and the kind of each; the first and the last hold what lies before and after."""
-    from vescale_plans.search import parts_of
-
-    kinds, of = [], []
-    for part in parts_of(structure(model), tp):
-        if part not in kinds:
-            kinds.append(part)
-        of.append(kinds.index(part))
-    return kinds, of
-
-
-def memory(one: Row, candidate) -> float:
-    from vescale_plans.search import memory_of
-
-    hardware, sizes = profile(one.hardware, one.overlaps), sizes_at(one.model, candidate.tp)
-    return between(
-        one.again, lambda again: memory_of(sizes, again_in(candidate, again), hardware, one.batch, one.seq).total
-    )
-
-
-def again_in(candidate, again: bool):
-    return replace(candidate, checkpointing=again)
-
-
-def between(share: float, value) -> float:
-    """`value(True)` for a share of 1, `value(False)` for 0."""
-    if share in (0.0, 1.0):
-        return value(bool(share))
-    return value(False) + share * (value(True) - value(False))
-
-
-@cache
-def sizes_at(model: tuple, tp: int):
-    from vescale_plans.search import sizes_of
-
-    return sizes_of(structure(model), tp)
-
-
-def others(one: Row) -> Iterator:
-    """The degrees that the planner chooses between, and what the reports use besides: parts of the batch one after the
-    other without a pipeline, interleaved stages, experts spread under a pipeline."""
-    from vescale_plans.search.candidates import Candidate, divisors
-
-    built, reported = structure(one.model), Candidate(**dict(one.degrees))
-    ranks, blocks = ranks_of(one), max(1, len(built.block_names))
-    for tp in (1, *built.degrees):
-        for pp in divisors(ranks // tp) if ranks % tp == 0 else ():
-            dp = ranks // tp // pp
-            if pp > blocks or one.batch % dp:
-                continue
-            local = one.batch // dp
-            parts = [m for m in divisors(local) if pp <= m and local // m <= 16]
-            stages = [v for v in VIRTUAL if pp * v <= blocks] if pp > 1 else [1]
-            spread = [1, *(d for d in built.expert_degrees if dp % d == 0)]
-            zero = reported.zero if dp > 1 and not (reported.zero == 3 and pp > 1) else min(reported.zero, 2) * (dp > 1)
-            for microbatches in parts:
-                for virtual in stages:
-                    for ep in spread:
-                        yield replace(
-                            reported, pp=pp, dp=dp, tp=tp, ep=ep, zero=zero, microbatches=microbatches, virtual=virtual,
-                            sp=reported.sp and tp > 1,
-                        )  # fmt: skip
+def outside(one: Row, legal: list, candidate) -> list[str]:
+    """Why the configuration is not among those that are searched; empty where it is."""
+    reasons = [f"{candidate.virtual} stages a rank"] * (candidate.virtual > 1)
+    reasons += ["half of a recomputation"] * (one.again not in (0.0, 1.0))
+    plain = replace(candidate, virtual=1, checkpointing=one.again == 1.0)
+    return reasons + ["degrees"] * (plain not in legal)
 
 
 def compared(one: Row) -> dict:
     """One row's figures."""
-    from vescale_plans.search.ranking import MARGIN
+    from vescale_plans.search import InfeasibleError, rank
+    from vescale_plans.search.ranking import Pricer
 
-    published = candidate_of(one)
-    predicted, measured = seconds(one, published), reported_seconds(one)
-    limit = MARGIN * profile(one.hardware).memory
-    priced = sorted(
-        ((seconds(one, way), way) for way in others(one) if memory(one, way) <= limit), key=lambda pair: pair[0]
-    )
-    times = [time for time, _ in priced]
-    place = sum(time < predicted * (1 - 1e-9) for time in times) + 1
-    regret = predicted / times[0] - 1 if times else 0.0
+    request = request_of(one)
+    pricer, legal = Pricer(request), request.candidates()
+    published = candidate_of(one, pricer)
+    predicted, size = priced(one, pricer, published)
+    measured = reported_seconds(one)
+    try:
+        best = rank(request)[0]
+    except InfeasibleError:
+        best = None
+    regret = predicted / best.cost.total - 1 if best else 0.0
     return {
         "row": one.name, "source": one.source, "aside": one.aside, "gpus": ranks_of(one),
         "configuration": str(published), "reported s": round(measured, 3), "predicted s": round(predicted, 3),
-        "error": round(predicted / measured - 1, 4), "fits": memory(one, published) <= limit,
-        "rank": place, "of": len(times), "regret": round(max(0.0, regret), 4),
-        "found": place <= max(1, len(times) / 10) or regret <= GAIN,
-        "fastest": str(priced[0][1]) if priced else None,
+        "error": round(predicted / measured - 1, 4), "GiB": round(size / 2**30, 1), "fits": size <= request.limit,
+        "outside": outside(one, legal, published), "searched": len(legal), "chosen": best and str(best.candidate),
+        "chosen s": best and round(best.cost.total, 3), "regret": round(max(0.0, regret), 4), "found": regret <= GAIN,
     }  # fmt: skip
 
 
 def table(rows: list[dict]) -> Iterator[str]:
-    yield "| run | GPUs | configuration | reported | predicted | error | rank by the model | regret |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| run | GPUs | configuration | reported | predicted | error | searched | fits | what is chosen gains |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for one in rows:
-        aside = " *" * one["aside"]
-        yield (
-            f"| {one['row']}{aside} | {one['gpus']} | {one['configuration']} | {one['reported s']:.2f} s | "
-            f"{one['predicted s']:.2f} s | {one['error']:+.0%} | {one['rank']} / {one['of']} | {one['regret']:.0%} |"
-        )
+        inside = "no: " + ", ".join(one["outside"]) if one["outside"] else "yes"
+        fits = f"{one['GiB']} GiB" + ", no" * (not one["fits"])
+        times = f"{one['reported s']:.2f} s | {one['predicted s']:.2f} s | {one['error']:+.0%}"
+        run = f"{one['row']}{' *' * one['aside']} | {one['gpus']} | {one['configuration']}"
+        yield f"| {run} | {times} | {inside} | {fits} | {one['regret']:.0%} |"
 
 
 def summed(rows: list[dict]) -> dict:
     errors = [abs(one["error"]) for one in rows]
     apart = [one for one in rows if one["aside"]]
     return {
-        "rows": len(rows), "median error": round(median(errors), 4), "worst error": round(max(errors), 4),
+        "rows": len(rows), "blind rows": 0, "constants": frozen(), "frozen": frozen() == FROZEN,
+        "median error": round(median(errors), 4), "worst error": round(max(errors), 4),
+        "searched": sum(not one["outside"] for one in rows), "fits": sum(one["fits"] for one in rows),
         "recovered": round(sum(one["found"] for one in rows) / len(rows), 4), "rows aside": len(apart),
         "median error of these": round(median(abs(one["error"]) for one in apart), 4) if apart else None,
-        "recovered of these": round(sum(one["found"] for one in apart) / len(apart), 4) if apart else None,
     }  # fmt: skip
 
 
@@ -409,7 +360,8 @@ def main() -> int:
         print(line)
     record = summed(rows)
     print(json.dumps(record))
-    return int(record["median error"] > BUDGETS["median error"] or record["recovered"] < BUDGETS["recovered"])
+    errors = ("median error", "worst error")
+    return int(any(record[name] > BUDGETS[name] for name in errors) or record["recovered"] < BUDGETS["recovered"])
 
 
 if __name__ == "__main__":

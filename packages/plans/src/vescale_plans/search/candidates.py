@@ -121,7 +121,7 @@ def _all(structure: Structure, world_size: int, batch: int, seq: int | None) -> 
 def _microbatches(pp: int, local_batch: int, batch: int) -> list[int]:
     if pp == 1:
         return [m for m in divisors(local_batch) if batch % m == 0]
-    return [m for m in divisors(local_batch) if pp <= m <= 8 * pp] or [local_batch]
+    return [m for m in divisors(local_batch) if m >= pp] or [local_batch]
 
 
 def divisors(number: int) -> list[int]:

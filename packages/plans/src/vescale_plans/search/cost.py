@@ -120,14 +120,16 @@ def _exchanges(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions
     """One direction: each stack of experts is sent the rows chosen for it, and sends back as many."""
     if candidate.ep == 1:
         return 0.0
-    moved = (candidate.ep - 1) / candidate.ep * positions * hardware.itemsize
-    return sum(
-        times
-        * 2
-        * hardware.collective_seconds("all_to_all", candidate.ep, moved * branch.chosen * branch.stream, candidate.tp)
-        for branch, times in sizes.branches.items()
-        if branch.chosen
-    )
+    nodes = candidate.tp * candidate.ep // hardware.node
+    time = 0.0
+    for branch, times in sizes.branches.items():
+        copies = branch.chosen * (candidate.ep - 1) / candidate.ep
+        if hardware.once:
+            copies = (min(branch.chosen, nodes) * (nodes - 1) / nodes if nodes > 1 else copies) / candidate.tp
+        if copies:
+            moved = copies * positions * hardware.itemsize * branch.stream
+            time += times * 2 * hardware.collective_seconds("all_to_all", candidate.ep, moved, candidate.tp)
+    return time
 
 
 def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float) -> float:

@@ -100,6 +100,8 @@ class Hardware:
         device: what was measured, in words.
         backend: of the collectives, as `dry_run` takes it.
         wide: `flops` in float32, where `itemsize` is less; None for the same.
+        once: rows for experts are sent to a node once, and each tensor rank sends its share of them, as Megatron's
+            dispatcher does; ours sends each row to every rank that has an expert of it.
         peak: dense products per second of the data sheet in that dtype, of which utilisation is a share; None where
             it is not known.
         waits: seconds that a rank waits, on average, at a collective that all come to after so many seconds of
@@ -128,6 +130,7 @@ class Hardware:
     wide: float | None = None
     waits: Curve | None = field(default=None, repr=False)
     peak: float | None = None
+    once: bool = False
 
     def computing(self, itemsize: int) -> Hardware:
         """The same device at work in numbers of so many bytes: float32 beyond the profile's; nothing that was measured

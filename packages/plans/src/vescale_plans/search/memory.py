@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from .candidates import Candidate
@@ -13,6 +13,8 @@ STATES = 8
 """Bytes per parameter of the optimizer's states: two fp32 moments."""
 KEPT_OF_INPUT, KEPT_OF_STREAM = 1, 6
 """Activations kept per position: of a split contraction's input, once; of the stream around a group, in its width."""
+KEPT_OF_ROW = 3
+"""Of the rows sorted by expert, in the stream's width: what enters the experts, leaves them, and is weighed."""
 SUMMED = 2
 """Gradients of all that a stage computes with, in a pipeline: the sum over microbatches, and what is added to it."""
 LOGITS = 3
@@ -21,7 +23,11 @@ LOGITS = 3
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, by what they are for."""
+    """Bytes of one rank at the peak of a step, by what they are for.
+
+    Arguments:
+        gathered: parameters that ZeRO-3 gathers, and what a block takes while it is computed again.
+    """
 
     parameters: int
     gradients: int
@@ -56,6 +62,10 @@ def memory_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int
     gathered = (dense + spread) * 4 if candidate.zero == 3 else 0  # a stage gathers a block once a step, and keeps it
     if candidate.pp == 1:
         gathered = 2 * gathered // max(1, sizes.blocks)
+    if candidate.checkpointing:
+        whole = _kept_per_position(sizes, replace(candidate, checkpointing=False)) * hardware.itemsize
+        block = int(positions * whole / max(1, sizes.blocks))
+        gathered += block if candidate.pp > 1 else max(0, block - logits)  # the loss is behind by then
     return Memory(
         parameters=part(3, 4),
         gradients=part(2, 4) if candidate.pp == 1 else SUMMED * (dense + spread) * 4,
@@ -73,6 +83,10 @@ def _kept_per_position(sizes: Sizes, candidate: Candidate) -> float:
         if candidate.checkpointing:
             kept += times * branch.stream / stream
             continue
-        inner = (branch.inner + KEPT_OF_INPUT * branch.features) * max(1, branch.chosen)
-        kept += times * (KEPT_OF_STREAM * branch.stream / stream + inner / (candidate.tp if branch.split else 1))
+        inner = branch.inner + KEPT_OF_INPUT * branch.features
+        if branch.chosen:  # a grouped product gathers what the tensor axis splits: its rows are whole
+            inner = branch.chosen * (inner + KEPT_OF_ROW * branch.stream)
+        elif branch.split:
+            inner /= candidate.tp
+        kept += times * (KEPT_OF_STREAM * branch.stream / stream + inner)
     return kept

@@ -168,10 +168,10 @@ class Pricer:
         )
         memory = self._memory(candidate, rough, found)
         again = tuple(name for at, name in enumerate(self._names) if at in found.again)
-        if not again:  # it may compute blocks again, and need not
+        if not again and candidate.checkpointing:  # it may compute blocks again, and need not
             candidate = replace(candidate, checkpointing=False)
+            memory = replace(memory, gathered=self.evenly(candidate).memory.gathered)
         return Estimate(candidate, cost, memory, tuple(self._names[at] for at in found.starts[1:]), again)
-
 
     def _memory(self, candidate: Candidate, rough: Estimate, found: Stages, batch: int | None = None) -> Memory:
         """Of the fullest stage of a cut, by kind."""
