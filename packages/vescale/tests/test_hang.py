@@ -66,15 +66,15 @@ def test_a_rank_that_stays_away_is_named_with_its_line(tmp_path):
     assert told.startswith("rank 0 is at collective ") and "over axis 'dp'" in told and f"{script}:{backward}" in told
     assert "rank 1 has come to " in told and f"at {script}:{away}" in told
     for text in files:
-        _, _, events = text.partition("last collectives, newest first:\n")
+        _, _, events = text.partition("last collectives, and transfers, newest first:\n")
         assert len(events.splitlines()) >= 6 and "axis dp" in events
     assert "CommunicationError" in said[0] and "hang: " in said[0]  # the error of the rank that waited
 
 
-def event(number, kind, state="done", axes=("dp",), ranks=(0, 1)):
+def event(number, kind, state="done", axes=("dp",), ranks=(0, 1), of="collective", ago=1.0):
     return {
-        "number": number, "kind": kind, "axes": list(axes), "ranks": list(ranks), "bytes": 4,
-        "cause": "linear (forward)", "state": state, "seconds_ago": 1.0,
+        "of": of, "number": number, "kind": kind, "axes": list(axes), "ranks": list(ranks), "bytes": 4,
+        "cause": "linear (forward)", "state": state, "seconds_ago": ago,
     }  # fmt: skip
 
 
@@ -107,4 +107,4 @@ def test_who_waits_elsewhere_comes_after_who_does_not():
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks_that_agree_lost_a_connection(world):
     reports = {rank: told_by(rank, event(3, "all_reduce", "waited for")) for rank in range(world)}
-    assert compared(reports, world).startswith("all ranks are at the same collective")
+    assert compared(reports, world).startswith("all ranks are at the same communication")

@@ -1,9 +1,10 @@
 """What a hang was: when a wait passes its bound, every rank writes what it is in, and one verdict compares them.
 
-A thread looks, every few seconds, for two things: a collective that this rank's host waits for, or an accelerator
-that is busy with one, for longer than `bound_seconds`; and word in the store that another rank has seen that. Then it
-puts what this rank is in and its last collectives (`_flight.py`) into the store, waits a little for the others', and
-writes a file: which ranks disagree, since which collective, and asked for by which lines of code. Errors about the
+A thread looks, every few seconds, for two things: a collective or a transfer between stages of a pipeline that this
+rank's host waits for, or an accelerator that is busy with one, for longer than `bound_seconds`; and word in the store
+that another rank has seen that. Then it puts what this rank is in and its last collectives and transfers
+(`_flight.py`) into the store, waits a little for the others', and writes a file: which ranks disagree, since which
+communication (`_disagreements.py`), and asked for by which lines of code. Errors about the
 broken connections that follow say the same (`verdict`). The bound is below that of the backend, whose own end of a hang
 may be the process's.
 
@@ -21,7 +22,6 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from . import _flight
 from ._debugger.session import answer_where, is_open
+from ._disagreements import compared
 from ._endings import ALONE
 from ._events import is_users
 
@@ -114,7 +115,7 @@ class Watch:
 
     def _is_stuck(self) -> bool:
         """Whether the host waits for a collective for too long, or the device for one that came last."""
-        events = list(_flight.ring)
+        events = sorted([*_flight.ring, *_flight.transfers], key=lambda event: event[_flight.BEGAN])
         if not events:
             return False
         now = time.monotonic()
@@ -154,7 +155,7 @@ def _device_is_busy() -> bool:
 
 def report(rank: int, main: int | None) -> dict[str, Any]:
     """What a rank is in: where its code stands, the collectives it waits for, its last events, newest first."""
-    events = [_flight.told(entry) for entry in reversed(_flight.ring)]
+    events = [_flight.told(one) for ring in (_flight.ring, _flight.transfers) for one in list(ring)[::-1]]
     found: dict[str, Any] = {
         "rank": rank,
         "host": socket.gethostname(),
@@ -178,93 +179,16 @@ def _user_lines(main: int | None) -> list[str]:
     return lines
 
 
-def compared(reports: Mapping[int, dict], size: int) -> str:
-    """Which ranks disagree, and since which collective. Pure."""
-    found = [text for _, text in sorted(_disagreements(reports), key=lambda one: one[0])]
-    silent = [rank for rank in range(size) if rank not in reports]
-    if silent:
-        found.append(f"{_ranks(silent)} did not answer: gone, or stopped")
-    return "; ".join(found[:3]) if found else "all ranks are at the same collective of every axis: a lost connection?"
-
-
-def _disagreements(reports: Mapping[int, dict]) -> list[tuple[tuple, str]]:
-    """(order of importance, text) per line of ranks that disagree."""
-    lines: dict[tuple, dict[int, dict[int, dict]]] = defaultdict(dict)  # (axes, ranks) -> rank -> number -> event
-    for rank, one in reports.items():
-        for event in one["events"]:
-            lines[tuple(event["axes"]), tuple(event["ranks"])].setdefault(rank, {})[event["number"]] = event
-    found = []
-    for (axes, ranks), by_rank in lines.items():
-        members = [rank for rank in ranks if rank in reports]
-        known = {rank: by_rank.get(rank, {}) for rank in members}
-        axis = ", ".join(map(repr, axes))
-        odd = _first_odd(known)
-        if odd is not None:
-            said = " and ".join(
-                f"{_ranks(who)} in {kind}, asked for by {_asked(reports, known, who[0], odd)}"
-                for kind, who in _by(known, odd).items()
-            )
-            found.append(((0, odd), f"collective {odd} over axis {axis} is not the same on all ranks: {said}"))
-            continue
-        last = {rank: max(events, default=0) for rank, events in known.items()}
-        least, most = min(last.values()), max(last.values())
-        if least == most:
-            continue
-        behind = [rank for rank in members if last[rank] < most]
-        ahead = [rank for rank in members if last[rank] == most]
-        number = least + 1
-        shown = next((rank for rank in ahead if number in known[rank]), ahead[0])
-        event = known[shown].get(number, known[shown][most])
-        waits = any(reports[rank]["waiting"] for rank in behind)
-        there = f"at collective {event['number']} over axis {axis} ({event['kind']}, asked for by"
-        found.append((
-            (1 + waits, number),
-            f"{_ranks(ahead)} {'are' if len(ahead) > 1 else 'is'} {there} "
-            f"{_asked(reports, known, shown, event['number'])}), {_ranks(behind)} "
-            f"{'have' if len(behind) > 1 else 'has'} come to {least}, at {_place(reports[behind[0]])}",
-        ))  # fmt: skip
-    return found
-
-
-def _first_odd(known: Mapping[int, Mapping[int, dict]]) -> int | None:
-    """The first collective that is of another kind on some rank."""
-    numbers = sorted({number for events in known.values() for number in events})
-    return next((number for number in numbers if len(_by(known, number)) > 1), None)
-
-
-def _by(known: Mapping[int, Mapping[int, dict]], number: int) -> dict[str, list[int]]:
-    kinds: dict[str, list[int]] = {}
-    for rank, events in known.items():
-        if number in events:
-            kinds.setdefault(events[number]["kind"], []).append(rank)
-    return kinds
-
-
-def _asked(reports: Mapping[int, dict], known: Mapping[int, Mapping[int, dict]], rank: int, number: int) -> str:
-    event = known[rank][number]
-    waits = event["state"] == _flight.WAITING
-    return f"{event['cause']} at {_place(reports[rank])}" if waits else event["cause"]
-
-
-def _place(one: Mapping[str, Any]) -> str:
-    return one["lines"][0] if one["lines"] else "no line of the user's"
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
 def written(text: str, one: Mapping[str, Any]) -> str:
     """A rank's file."""
     head = [text, "", f"rank {one['rank']} on {one['host']}, process {one['pid']}", *map("  {}".format, one["lines"])]
     rows = [
-        f"{e['number']:8} {e['kind']:15} axis {','.join(e['axes']):10} {e['bytes']:12,} B  {e['state']:10} "
+        f"{e['of']:10} {e['number']:8} {e['kind']:15} axis {','.join(e['axes']):10} {e['bytes']:12,} B  {e['state']:10} "
         f"{e['seconds_ago']:9.3f} s ago  {e['cause']}"
         for e in one["events"]
     ]
     more = ["", "torch's flight recorder:", json.dumps(one["torch"], indent=1)] if "torch" in one else []
-    return "\n".join([*head, "", "last collectives, newest first:", *rows, *more]) + "\n"
+    return "\n".join([*head, "", "last collectives, and transfers, newest first:", *rows, *more]) + "\n"
 
 
 _watch: Watch | None = None

@@ -349,6 +349,13 @@ class Pool:
                 world = self._worlds[size, device] = World(server, size, device)
             return world.call(request, seconds)
 
+    def end(self, size: int, device: str) -> None:
+        """End the ranks of one world, which nobody knows to be sound: the next call of its size starts new ones."""
+        with self._lock:
+            world = self._worlds.pop((size, device), None)
+            if world is not None and world.is_open:
+                world.close(kill=True)
+
     def close(self) -> None:
         """End all processes; a later call starts new ones."""
         with self._lock:

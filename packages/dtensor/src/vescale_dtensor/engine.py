@@ -29,9 +29,11 @@ from ._events import set_watch as set_watch
 from ._events import user_line as user_line
 from ._events import watched as watched
 from ._fallback import gathered as gathered
+from ._flight import Transfers as Transfers
 from ._gradient import after_backward as after_backward
 from ._gradient import in_backward as in_backward
 from ._gradient import settled_layout as settled_layout
+from ._hang import verdict as verdict
 from ._hang import watch_for_hangs as watch_for_hangs
 from ._layout import canonical_states as canonical_states
 from ._layout import layout_of as layout_of

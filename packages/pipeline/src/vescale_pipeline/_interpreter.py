@@ -14,7 +14,8 @@ from ._call import Call
 from ._errors import PipelineError
 from ._loss import loss_in
 from ._memory import Memories
-from ._p2p import PARTS, Arrival, Header, part_of
+from ._messages import PARTS
+from ._p2p import Arrival, Header, part_of
 from ._placeholder import memory_of
 from .action import Action
 from .recording import is_recording, note

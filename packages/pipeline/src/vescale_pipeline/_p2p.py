@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._messages import UNUSED_TAG, Message, Recorder, Tags
 from ._words import LinkError, Words
 
 
@@ -65,38 +66,18 @@ def _flat(tensor: Tensor) -> Tensor:
 Header = tuple[Part | None, ...]
 
 
-PARTS = 64
-"""Tensors in one message, at most."""
-UNUSED_TAG = (1 << 31) - 1
-"""Of no message."""
-_KINDS = ("F", "B", "header F", "header B", "greet", "loss", "norm", "tied", "memory")
-
-
-class Tags:
-    """A number for each message of a call; the same message of the next call follows it in order.
-
-    Activations and gradients (F, B) are numbered by the stage that they reach.
-    """
-
-    def __init__(self, stages: int, microbatches: int) -> None:
-        self._stages, self._microbatches = stages, microbatches
-
-    def __call__(self, kind: str, stage: int = 0, microbatch: int = 0) -> int:
-        return ((_KINDS.index(kind) * self._stages + stage) * self._microbatches + microbatch) * PARTS
-
-
 class Arrival:
     """A message that was posted to be received."""
 
-    __slots__ = ("header", "tensors", "_works", "_link", "_peer")
+    __slots__ = ("header", "tensors", "_link", "_works")
 
-    def __init__(self, header: Header, tensors: list[Tensor | None], works: list, link: Link, peer: int) -> None:
-        self.header, self.tensors, self._works, self._link, self._peer = header, tensors, works, link, peer
+    def __init__(self, header: Header, tensors: list[Tensor | None], works: list, link: Link) -> None:
+        self.header, self.tensors, self._works, self._link = header, tensors, works, link
 
     def wait(self) -> list[Tensor | None]:
         works, self._works = self._works, []
         while works:
-            self._link.wait(works.pop(0), self._peer)
+            self._link.wait(*works.pop(0))
         return self.tensors
 
 
@@ -107,7 +88,9 @@ class Link:
         ranks: the pipeline's global ranks, in order; `peer` below is a place among them.
         timeout: of every wait of the host.
         name: of the pipeline, in the store.
+        tags: what messages are called.
         failed: whether the pipeline is known to have failed.
+        recorder: is told of every transfer.
     """
 
     def __init__(
@@ -117,7 +100,9 @@ class Link:
         timeout: timedelta,
         group: Any,
         name: str,
+        tags: Tags,
         failed: Callable[[], bool] = lambda: False,
+        recorder: Recorder | None = None,
     ) -> None:
         self.ranks, self.device, self.timeout = ranks, device, timeout
         self.rank = ranks.index(dist.get_rank())
@@ -125,7 +110,9 @@ class Link:
         self._words = None if has_tags else Words(name, ranks, self.rank, timeout, failed)
         self._group = group
         self._wire = group._get_backend(device)  # without the dispatcher's share of the cost
-        self._sent: list[tuple[Any, int, Tensor]] = []
+        self._tags, self._recorder = tags, recorder or Recorder()
+        self.calls = 0
+        self._sent: list[tuple[Any, int, Any, Tensor]] = []
         self._free: dict[tuple, list[Tensor]] = {}
 
     def send(self, peer: int, tag: int, tensors: list[Tensor | None]) -> None:
@@ -133,7 +120,8 @@ class Link:
         for tensor in tensors:
             if tensor is not None:
                 tensor = _flat(tensor.detach())
-                self._sent.append((self._started(self._wire.send, tensor, peer, tag), peer, tensor))
+                mark = self._posted(self.rank, peer, tag, 0)
+                self._sent.append((self._started(self._wire.send, tensor, peer, tag), peer, mark, tensor))
             tag += 1
 
     def post(self, peer: int, tag: int, header: Header) -> Arrival:
@@ -144,10 +132,11 @@ class Link:
             tensor = None
             if part is not None:
                 tensor = self._buffer(part)
-                works.append(self._started(self._wire.recv, _flat(tensor), peer, tag))
+                mark = self._posted(peer, self.rank, tag, tensor.nbytes)
+                works.append((self._started(self._wire.recv, _flat(tensor), peer, tag), peer, mark))
             tensors.append(tensor)
             tag += 1
-        return Arrival(header, tensors, works, self, peer)
+        return Arrival(header, tensors, works, self)
 
     @property
     def has_tags(self) -> bool:
@@ -167,14 +156,19 @@ class Link:
         """A small Python value: two messages where there are tags, else an entry in the store."""
         data = pickle.dumps(value)
         if self._words is not None:
+            mark = self._posted(self.rank, peer, tag, 0, False)
             self._words.send(peer, tag, data)
-            return
+            return self._recorder.ended(mark)
         self.send(peer, tag, [torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)])
 
     def receive_object(self, peer: int, tag: int) -> Any:
         """What `send_object` sent; waits."""
         if self._words is not None:
-            return pickle.loads(self._words.receive(peer, tag))
+            mark = self._posted(peer, self.rank, tag, 0, False)
+            self._recorder.waits(mark)
+            data = self._words.receive(peer, tag)
+            self._recorder.ended(mark)
+            return pickle.loads(data)
         size = self._receive(peer, tag, torch.empty(1, dtype=torch.int64))
         return pickle.loads(bytes(self._receive(peer, tag + 1, torch.empty(int(size), dtype=torch.uint8)).numpy()))
 
@@ -192,16 +186,17 @@ class Link:
         """Waits for all sends."""
         sent, self._sent = self._sent, []
         while sent:
-            self.wait(*sent.pop()[:2])
+            self.wait(*sent.pop()[:3])
 
-    def wait(self, work: Any, peer: int) -> None:
+    def wait(self, work: Any, peer: int, mark: Any) -> None:
         """Waits for one transfer with `peer`; without tags, lets the stream wait. Raises LinkError."""
+        self._recorder.waits(mark)
         try:
             if self._words is None:
                 work.wait(self.timeout)
             else:
                 work.wait()  # with a timeout the host would block
-            return
+            return self._recorder.ended(mark)
         except RuntimeError as error:
             text = _text(error)
         del work  # this frame lives as long as the error, and must not hold a connection
@@ -238,8 +233,14 @@ class Link:
             wire.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def _receive(self, peer: int, tag: int, into: Tensor) -> Tensor:
-        self.wait(self._started(self._wire.recv, into, peer, tag), peer)
+        mark = self._posted(peer, self.rank, tag, into.nbytes)
+        self.wait(self._started(self._wire.recv, into, peer, tag), peer, mark)
         return into
+
+    def _posted(self, source: int, target: int, tag: int, received: int, is_ordered: bool = True) -> Any:
+        """The recorder's mark for a transfer between two places of the pipeline."""
+        message = Message(self._tags, self.calls, self.ranks[source], self.ranks[target], tag)
+        return self._recorder.begin(message, is_ordered and self._words is not None, received)
 
     def _started(self, transfer: Callable, tensor: Tensor, peer: int, tag: int) -> Any:
         try:

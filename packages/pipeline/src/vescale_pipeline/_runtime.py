@@ -29,9 +29,10 @@ from ._faults import Faults, failure
 from ._interpreter import Interpreter
 from ._loss import Gradients, loss_in, no_loss, released, weighted, with_loss
 from ._memory import kept_as_it_was
+from ._messages import PARTS, Recorder, Tags
 from ._microbatches import loss_weights, split
 from ._ownership import Ownership, disown_buffers, let_go
-from ._p2p import PARTS, Link, Part, Tags, part_of
+from ._p2p import Link, Part, part_of
 from ._placeholder import current
 from ._record import dry_run
 from ._reduction import MEAN, Notes, reduction
@@ -60,6 +61,7 @@ class Runtime:
         during: a context for a call's actions, in which reductions of gradients wait: a call's gradients are reduced
             once, when the user's backward releases them.
         ended: what is known of why a rank of the world ended, if anything is: the first cause of a lost connection.
+        recorder: is told of every transfer.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Runtime:
         ended: Callable[[], str | None] = lambda: None,
         timeout: timedelta = TIMEOUT,
         device: torch.device | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.schedule = schedule
         self.codec = codec or Codec()
@@ -86,7 +89,8 @@ class Runtime:
         self._owned = owned
         name = f"vescale_pipeline/{'-'.join(map(str, ranks))}/{_number_of(ranks)}"
         self.ranks, self.faults = ranks, Faults(name, ended)
-        self.link = Link(ranks, device or torch.device("cpu"), timeout, group, name, lambda: self.faults.is_known)
+        device, is_known = device or torch.device("cpu"), lambda: self.faults.is_known
+        self.link = Link(ranks, device, timeout, group, name, self.tags, is_known, recorder)
         self.rank = self.link.rank
         mine = schedule.stages_of(self.rank)
         let_go(model, {name for stage in mine for name in self._owned.names_of(stage)})
@@ -255,7 +259,7 @@ class Runtime:
 
     def _greet(self, call: Call, trains: bool, doing: _Doing) -> None:
         """Neighbours compare what they are about to run. Cost: one message of 32 bytes each way."""
-        self.calls += 1
+        self.calls = self.link.calls = self.calls + 1
         peers = [peer for peer in (self.rank - 1, self.rank + 1) if 0 <= peer < self.schedule.ranks]
         doing.action = f"the beginning of call {self.calls}"
         mine = [self.calls, int(trains), call.digest(self.schedule), self._digest_of_generator(call)]

@@ -3,6 +3,8 @@
 Nothing here is a promise to anybody else.
 """
 
+from ._messages import Message as Message
+from ._messages import Recorder as Recorder
 from ._ownership import Ownership as Ownership
 from ._ownership import let_go as let_go
 from ._ownership import ownership as ownership

@@ -21,7 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import vescale_plans
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import INVARIANT, Mesh, first_ending, from_plain, is_reproducible, layout_of, mesh_of
+from vescale_dtensor.engine import (
+    INVARIANT,
+    Mesh,
+    Transfers,
+    first_ending,
+    from_plain,
+    is_reproducible,
+    layout_of,
+    mesh_of,
+    verdict,
+)
 from vescale_pipeline import Schedule, generate, verify
 from vescale_pipeline.engine import Codec, Runtime, let_go, ownership
 from vescale_plans import Plan, PlanError
@@ -66,10 +76,17 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
             device=device,
             in_order=is_reproducible,
             during=model._vescale.sync.in_parts,
-            ended=first_ending,
+            ended=_ended,
+            recorder=Transfers(axis),
         )
 
     return stage_plan, stage_mesh, finish
+
+
+def _ended() -> str | None:
+    """What is known of why a connection was lost: what ended a rank, else what the ranks disagreed about."""
+    hang = None if (ending := first_ending()) else verdict()
+    return ending or (f"a hang: {hang}" if hang else None)
 
 
 def schedule_of(plan: Plan, device_type: str) -> Schedule:

@@ -1,0 +1,66 @@
+"""What the messages of a pipeline are called: by their tags for the transport, in words for who asks why it hangs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+PARTS = 64
+"""Tensors in one message, at most."""
+UNUSED_TAG = (1 << 31) - 1
+"""Of no message."""
+_WORDS = {
+    "F": "the activation", "B": "the gradient", "header F": "the header of activations",
+    "header B": "the header of gradients", "greet": "the greeting", "loss": "the loss", "norm": "norms of gradients",
+    "tied": "gradients of tied weights", "memory": "buffers",
+}  # fmt: skip
+_KINDS = tuple(_WORDS)
+
+
+class Tags:
+    """A number for each message of a call; the same message of the next call follows it in order.
+
+    Activations and gradients (F, B) are numbered by the stage that they reach.
+    """
+
+    def __init__(self, stages: int, microbatches: int) -> None:
+        self._stages, self._microbatches = stages, microbatches
+
+    def __call__(self, kind: str, stage: int = 0, microbatch: int = 0) -> int:
+        return ((_KINDS.index(kind) * self._stages + stage) * self._microbatches + microbatch) * PARTS
+
+    def told(self, tag: int) -> str:
+        """What travels under a tag."""
+        rest, part = divmod(tag, PARTS)
+        rest, microbatch = divmod(rest, self._microbatches)
+        number, stage = divmod(rest, self._stages)
+        kind = _KINDS[min(number, len(_KINDS) - 1)]  # of tied weights there may be more than there are numbers
+        if kind not in ("F", "B"):
+            return f"{_WORDS[kind]}, part {part}"
+        return f"{_WORDS[kind]} of microbatch {microbatch} for stage {stage}, part {part}"
+
+
+class Message(NamedTuple):
+    """One transfer, with the same words at both of its ends; `source` and `target` are global ranks."""
+
+    tags: Tags
+    call: int
+    source: int
+    target: int
+    tag: int
+
+    def __str__(self) -> str:
+        return f"{self.tags.told(self.tag)}, from rank {self.source} to rank {self.target} in call {self.call}"
+
+
+class Recorder:
+    """Is told of every transfer, when it is posted, waited for and over; this one keeps nothing of it."""
+
+    def begin(self, message: Message, is_ordered: bool, received: int) -> Any:
+        """Of the messages of two ranks that are ordered, the n-th of the one is the n-th of the other. `received`:
+        bytes. What is returned comes back with the next two."""
+
+    def waits(self, mark: Any) -> None:
+        """The host waits for it from now on; on an accelerator its stream does."""
+
+    def ended(self, mark: Any) -> None:
+        pass
