@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 def trained(odd, device, ranks):
     """Three calls, the third with `odd` done before: what this rank says of it, its error, and what it was in."""
-    from vescale_dtensor import _flight, _hang
+    from vescale_dtensor import _hang
     from vescale_dtensor._second import _group
 
     _group.HANG_SECONDS = 60
@@ -130,8 +130,9 @@ def posts_in_another_order(runtime, model):
 
 
 def test_a_send_that_is_left_out_is_named_on_all_ranks():
-    verdicts, errors, _ = hangs(skips_a_send, "cpu")
+    verdicts, errors, reports = hangs(skips_a_send, "cpu")
     assert verdicts[0] == verdicts[1]
+    assert not any(one["waiting"] for one in reports.values())  # what has failed hangs no more
     missing = "the activation of microbatch 1 for stage 1, part 0, from rank 0 to rank 1 in call 3"
     told = verdicts[0].split("; ")[0]
     assert told.startswith(f"rank 1 waits over axis 'pp' for {missing}, at {__file__}:"), told

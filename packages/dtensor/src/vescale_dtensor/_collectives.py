@@ -25,7 +25,7 @@ from . import _events, _flight
 from ._debugger import session
 from ._endings import first_ending
 from ._errors import CommunicationError
-from ._flight import DONE, STARTED, WAITING
+from ._flight import DONE, FAILED, STARTED, WAITING
 from ._hang import verdict
 from ._mesh import Mesh
 
@@ -77,6 +77,7 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
             if is_away(local, mesh):
                 noted[0] = DONE
                 return gather(local.to(mesh.device_type))
+            noted[0] = FAILED
             raise _failure(error, kind, mesh, axes) from error
         noted[0] = DONE
         if event is not None:
@@ -178,6 +179,7 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
             if is_away(rows, mesh):
                 noted[0] = DONE
                 return scatter(rows.to(mesh.device_type))
+            noted[0] = FAILED
             raise _failure(error, kind, mesh, axes) from error
         noted[0] = DONE
         if event is not None:
@@ -226,6 +228,7 @@ def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Call
     try:
         call(*args).wait()
     except RuntimeError as error:
+        noted[0] = FAILED
         raise _failure(error, kind, mesh, axes) from error
     noted[0] = DONE
     if event is not None:
@@ -240,6 +243,7 @@ def _start(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Ca
     try:
         work = call(*args)
     except RuntimeError as error:
+        noted[0] = FAILED
         raise _failure(error, kind, mesh, axes) from error
     _under_way[id(work)] = noted, event
     return work
@@ -251,6 +255,7 @@ def _wait(work, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> None:
     try:
         work.wait()
     except RuntimeError as error:
+        noted[0] = FAILED
         raise _failure(error, kind, mesh, axes) from error
     noted[0] = DONE
     if event is not None:

@@ -2,8 +2,8 @@
 
 Three things are compared, per line of ranks (`_flight.Line`): collectives and ordered transfers by their numbers, of
 which the same must be the same everywhere; and messages, which are known by their names, by who posted them. What
-counts most comes first: what two ranks see differently, or one of them has passed by; then what somebody waits for whose other end does not wait for
-anything itself; then what waits in a chain, the oldest first.
+counts most comes first: what two ranks see differently, or one of them has passed by; then what somebody waits for
+whose other end does not wait for anything itself; then what waits in a chain, the oldest first.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from . import _events
 
 EVENTS = 50
 """So many are kept."""
-STARTED, WAITING, DONE = "under way", "waited for", "done"
+STARTED, WAITING, DONE, FAILED = "under way", "waited for", "done", "failed"
 
 
 COLLECTIVES, TRANSFERS, MESSAGES = "collective", "transfer", "message"
@@ -73,6 +73,9 @@ class Transfers:
 
     def ended(self, entry: list) -> None:
         entry[STATE] = DONE
+
+    def failed(self, entry: list) -> None:
+        entry[STATE] = FAILED
 
 
 def told(entry: list) -> dict:

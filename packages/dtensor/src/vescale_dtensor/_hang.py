@@ -183,8 +183,8 @@ def written(text: str, one: Mapping[str, Any]) -> str:
     """A rank's file."""
     head = [text, "", f"rank {one['rank']} on {one['host']}, process {one['pid']}", *map("  {}".format, one["lines"])]
     rows = [
-        f"{e['of']:10} {e['number']:8} {e['kind']:15} axis {','.join(e['axes']):10} {e['bytes']:12,} B  {e['state']:10} "
-        f"{e['seconds_ago']:9.3f} s ago  {e['cause']}"
+        f"{e['of']:10} {e['number']:8} {e['kind']:15} axis {','.join(e['axes']):10} {e['bytes']:12,} B  "
+        f"{e['state']:10} {e['seconds_ago']:9.3f} s ago  {e['cause']}"
         for e in one["events"]
     ]
     more = ["", "torch's flight recorder:", json.dumps(one["torch"], indent=1)] if "torch" in one else []

@@ -166,7 +166,11 @@ class Link:
         if self._words is not None:
             mark = self._posted(peer, self.rank, tag, 0, False)
             self._recorder.waits(mark)
-            data = self._words.receive(peer, tag)
+            try:
+                data = self._words.receive(peer, tag)
+            except LinkError:
+                self._recorder.failed(mark)
+                raise
             self._recorder.ended(mark)
             return pickle.loads(data)
         size = self._receive(peer, tag, torch.empty(1, dtype=torch.int64))
@@ -199,6 +203,7 @@ class Link:
             return self._recorder.ended(mark)
         except RuntimeError as error:
             text = _text(error)
+        self._recorder.failed(mark)
         del work  # this frame lives as long as the error, and must not hold a connection
         raise LinkError(f"rank {self.ranks[peer]}: {text}")
 
