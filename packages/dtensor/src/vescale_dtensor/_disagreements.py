@@ -50,16 +50,17 @@ def _disagreements(reports: Mapping[int, Report]) -> Iterator[tuple[tuple, str]]
 
 def _unanswered(reports: Mapping[int, Report], members: Mapping[int, list[dict]], axis: str) -> Iterator:
     """Messages that one end waits for and the other has not posted; first, where that has posted others instead."""
-    posted = {rank: {event["kind"] for event in events} for rank, events in members.items()}
+    posted = {rank: {event["kind"]: event["number"] for event in events} for rank, events in members.items()}
     for rank, events in members.items():
         for other in members:
             for event in events if other != rank else ():
                 if event["state"] != _flight.WAITING or event["kind"] in posted[other]:
                     continue
-                instead = [
+                instead = [  # what comes after it, here
                     one["kind"]
                     for one in members[other]
-                    if one["way"] == event["way"] and one["call"] == event["call"] and one["kind"] not in posted[rank]
+                    if one["way"] == event["way"] and one["call"] == event["call"]
+                    if posted[rank].get(one["kind"], event["number"] + 1) > event["number"]
                 ]
                 passed = f"has passed it by, to {instead[-1]}" if instead else "has not come to it"
                 text = (
