@@ -47,7 +47,7 @@ def trained(odd, device, ranks):
     for _ in range(2):
         model(batch).backward()
     _hang._watch.close()
-    os.environ.update(VESCALE_HANG_SECONDS="2", VESCALE_HANG_DIR=os.devnull)
+    os.environ.update(VESCALE_HANG_SECONDS="5", VESCALE_HANG_DIR=os.devnull)
     together("ready", ranks)
     _hang._watch = _hang.Watch()
     runtime = model._vescale.runtime
