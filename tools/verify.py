@@ -217,6 +217,8 @@ CHECKS: tuple[Check, ...] = (
         tests("packages/vescale/tests/test_second_device.py"),
         20 * MINUTES,
     ),
+    Check(19, 3, "mutants of the engine", (PYTHON, "-m", "mutants"), 60 * MINUTES),
+    Check(19, 4, "a hang between stages", tests("packages/vescale/tests/test_hang_pipelines.py")),
     Check(19, 1, "its manners", tests("packages/dtensor/tests/test_second_device.py")),
 )
 

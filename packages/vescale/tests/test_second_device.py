@@ -10,16 +10,15 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
-from training_cases import CASES, single, train
+from training_cases import CASES, train
+from training_verdict import more_waits, waits_of, wanted_of, wrong_numbers
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 
 SNAPSHOT = Path(__file__).with_name("snapshots") / "host_waits.json"
 WRITE = os.environ.get("VESCALE_WRITE_WAITS") == "1"
-LOSS, PARAMETER = 1e-6, 1e-4
 # What fails today, and why: the finding of issue 19 that it shows, or the figure and what is suspected. A case that
 # passes though it is listed here fails.
 FAILING = {
@@ -44,22 +43,13 @@ def test_what_is_known_of_cases_is_of_cases_that_there_are():
 def test_a_case_trains_as_on_one_device(name):
     case = CASES[name]
     outcomes = run_ranks(case.world, train, case, "second", device="second", timeout=240)
-    wanted = (run_ranks(case.world, train, case, "cpu") if case.like_ranks else run_ranks(1, single, case))[0]
-    names = set()
-    for outcome in outcomes:
-        torch.testing.assert_close(outcome.losses, wanted.losses, rtol=LOSS, atol=0)
-        names |= set(outcome.parameters)
-        for parameter, value in outcome.parameters.items():
-            expected = wanted.parameters[parameter]
-            assert (value - expected).norm() <= PARAMETER * expected.norm(), parameter
-    assert names >= set(wanted.parameters)
+    assert not wrong_numbers(outcomes, wanted_of(case))
     if name in FAILING:
         return  # it passes, and so fails: where it waits is written once it is no longer listed
-    sites = [outcome.waits for outcome in outcomes]
-    waits = {site: max(found.get(site, 0) for found in sites) for site in sorted(set().union(*sites))}
+    waits = waits_of(outcomes)
     if WRITE:
         _write(name, waits)
-    more = {site: count for site, count in waits.items() if count > known(name).get(site, 0)}
+    more = more_waits(waits, known(name))
     assert not more, f"the host waits for the device where it did not, or more often: {json.dumps(more, indent=2)}"
 
 

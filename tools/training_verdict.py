@@ -1,0 +1,44 @@
+"""What a training case has to show on the second device: one device's numbers, and no new wait of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from training_cases import Case, Outcome, single, train
+from vescale_dtensor.testing import run_ranks
+
+LOSS, PARAMETER = 1e-6, 1e-4
+"""Relative: of each step's loss, and of each parameter at the end in the norm of its tensor."""
+
+
+def wanted_of(case: Case) -> Outcome:
+    """What one CPU makes of the case; of reduced precision, what the same plan makes on gloo."""
+    return (run_ranks(case.world, train, case, "cpu") if case.like_ranks else run_ranks(1, single, case))[0]
+
+
+def wrong_numbers(outcomes: Sequence[Outcome], wanted: Outcome) -> list[str]:
+    """What the ranks have otherwise; empty where all is as wanted."""
+    found, names = [], set()
+    for rank, outcome in enumerate(outcomes):
+        pairs = list(zip(outcome.losses, wanted.losses, strict=True))
+        if not all(abs(loss - other) <= LOSS * abs(other) for loss, other in pairs):  # NaN is not
+            found.append(f"rank {rank}: losses {outcome.losses}, not {wanted.losses}")
+        names |= set(outcome.parameters)
+        for name, value in outcome.parameters.items():
+            expected = wanted.parameters[name]
+            if not (value - expected).norm() <= PARAMETER * expected.norm():
+                found.append(f"rank {rank}: {name} is {(value - expected).norm() / expected.norm():.2g} off")
+    if missing := set(wanted.parameters) - names:
+        found.append(f"no rank has {', '.join(sorted(missing))}")
+    return found
+
+
+def waits_of(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Where a host waited in the last step: by site, on the rank that did most often."""
+    sites = [outcome.waits for outcome in outcomes]
+    return {site: max(found.get(site, 0) for found in sites) for site in sorted(set().union(*sites))}
+
+
+def more_waits(waits: dict[str, int], known: dict[str, int]) -> dict[str, int]:
+    """Those that are not known, or come more often."""
+    return {site: count for site, count in waits.items() if count > known.get(site, 0)}
