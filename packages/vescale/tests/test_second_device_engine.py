@@ -9,7 +9,9 @@ from torch import nn
 
 import vescale
 from vescale_dtensor import ReproducibleError, Shard, comm_trace, distribute_tensor
+from vescale_dtensor._worker_pool import pool
 from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
+from vescale_pipeline import PipelineError
 from vescale_plans._join import make_mesh
 
 warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
@@ -204,3 +206,28 @@ def test_a_static_region_takes_the_devices_generator_back():
         return torch.equal(one[0], torch.randn(4, device="second")) and torch.equal(one[1], torch.randn(4))
 
     assert on_second(2, run) == [True, True]
+
+
+def test_a_failure_in_a_pipeline_wakes_who_waits_and_leaves_nothing_pending():
+    """No connection closes there: the others find the cause in the store, and abort what they wait in."""
+
+    def run():
+        from vescale_dtensor._second import _group
+
+        _group.HANG_SECONDS = 100  # nobody is to wait so long
+        torch.manual_seed(0)
+        pipeline = vescale.Pipeline(axis="pp", cuts=("layers.1",), schedule="1f1b", microbatches=2)
+        plan = vescale.Plan(mesh={"pp": 2, "dp": 1}, parameters={"*": {}}, pipeline=pipeline)
+        model, _ = vescale.parallelize(plan, Net(), torch.optim.SGD)
+        model(batch(0)).backward()
+        runtime = model._vescale.runtime
+        if runtime.rank == 1:
+            model.layers[1].register_forward_pre_hook(lambda module, args: 1 / 0)
+        with pytest.raises(PipelineError, match="rank 1 raised in stage 1, F of microbatch 0: ZeroDivisionError"):
+            model(batch(1))
+        group = runtime.link._group
+        pending = [w.label for g in _group.groups for w in g.undelivered.values()]
+        return group is None, pending
+
+    assert on_second(2, run) == [(True, []), (True, [])]
+    pool.end(2, "second")
