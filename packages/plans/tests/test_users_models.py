@@ -403,3 +403,43 @@ def test_tensor_hooks_of_parameters_under_zero3_see_whole_gradients():
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
     run_ranks(2, work)
+
+
+# --- gradients of gradients ----------------------------------------------------------------
+
+
+def of_all(model, step):
+    """The penalty of all parameters' gradients, and a forward between it and its backward."""
+    loss = model(*batch(step))
+    first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return model(*batch(step + 30)) + loss + 0.1 * sum(gradient.square().sum() for gradient in first)
+
+
+def of_one_weight(model, step):
+    loss = model(*batch(step))
+    return loss + torch.autograd.grad(loss, model.head.weight, create_graph=True)[0].square().sum()
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in PLANS), ("tp2 x zero3", 4)])
+@pytest.mark.parametrize("loss", [of_all, of_one_weight])
+def test_penalties_of_gradients(loss, kind, ranks):
+    """Under ZeRO-3 the weights were let go before the second backward, and gradients had the layout of flat parts."""
+
+    def work():
+        torch.manual_seed(0)
+        alone = Net((None, None)).double()
+        model, optimizer = parallelize(plan_of(kind, ranks), copy.deepcopy(alone), adamw)
+        results = []
+        for one, steps in ((alone, adamw(alone.parameters())), (model, optimizer)):
+            one.forward = lambda x, targets, forward=one.forward: forward(x.double(), targets)
+            found = []
+            for step in range(STEPS):
+                total = loss(one, step)
+                total.backward()
+                found += [total.detach(), *(full(parameter.grad).clone() for parameter in one.parameters())]
+                steps.step()
+                steps.zero_grad()
+            results.append([full(value) for value in found])
+        torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
+
+    run_ranks(ranks, work)

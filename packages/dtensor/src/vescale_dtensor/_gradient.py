@@ -222,7 +222,7 @@ def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...] 
     found = _engine_grad(roots, inputs, starts, given)
     return tuple(
         # another object: what the graph hands back can be the caller's own seed
-        stamp(alias(g), i._layout.gradient) if type(i) is DTensor and g is not None else g
+        stamp(alias(g), _layout_of_gradient(i)) if type(i) is DTensor and g is not None else g
         for i, g in zip(inputs, found)
     )
 
@@ -249,11 +249,16 @@ def _check_scalar(tensors, starts, operation: str) -> None:
             )
 
 
+def _layout_of_gradient(tensor: DTensor) -> Layout:
+    """What a backward computes for `tensor`."""
+    owner = tensor.__dict__.get("_owner")  # of a parameter that computes under another layout than it rests in
+    return tensor._layout.gradient if owner is None else owner.full_layout.gradient
+
+
 def register_hook(function: Any, args: tuple, kwargs: dict) -> Any:
     """`Tensor.register_hook`: the hook sees, and may return, a DTensor in the gradient's layout."""
     tensor, hook = args
-    owner = tensor.__dict__.get("_owner")  # of a parameter that computes under another layout than it rests in
-    layout = tensor._layout.gradient if owner is None else owner.full_layout.gradient
+    layout = _layout_of_gradient(tensor)
 
     def wrapped(gradient: Tensor) -> Tensor | None:
         seen = stamp(alias(gradient), layout)

@@ -26,6 +26,7 @@ Forward sees the tokens as they are, and weights gathered over the expert axis, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -52,6 +53,7 @@ from ._expert_beside import Beside
 from ._expert_bias import added_last
 from ._expert_capacity import counted, positions, room
 from ._expert_route import Back, Out, Route, Spread
+from ._expert_split import split_problem
 from ._parts import PlanError
 
 
@@ -82,7 +84,7 @@ class ExpertsBorder:
         self.load, self.dropped = [0] * self.experts.local, torch.zeros(experts, dtype=torch.int64)
         self.replicas: tuple[int, ...] = ()
         self.split, self.whole = split_axes(module.named_parameters(recurse=False), at)
-        self._tried = not self.whole
+        self._tried = not (self.whole or self.split)
         self.beside = Beside(block, module) if spread and block is not None else None
         self._running: list[_Call | _WholeCall] = []
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -90,24 +92,25 @@ class ExpertsBorder:
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if not self._tried:
-            self._try_whole(module, args, kwargs)
+            self._try_slices(module, args, kwargs)
         call = (_WholeCall if is_reproducible() else _Call)(self, module, args, kwargs)
         self._running.append(call)
         return call.args, call.kwargs
 
-    def _try_whole(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Raises PlanError, on all ranks alike, for what is whole where the rest is split, and is no bias added last.
+    def _try_slices(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Raises PlanError, on all ranks alike, where slices of experts do not give parts of one sum, and for what is
+        whole where the rest is split, and is no bias added last.
 
-        Cost: once, some forwards on two rows per expert, and a small all-gather.
+        Cost: once, some forwards on a few rows per expert, and small all-gathers.
         """
         given = _tokens_indices_weights(self.name, args, kwargs)
         held = dict(module._parameters)
 
-        def forward(parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor) -> Tensor:
+        def forward(parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor, count: int) -> Tensor:
             replaced = dict(zip(map(id, given), (rows, experts[:, None], rows.new_ones(len(rows), 1))))
             module._parameters.update(parameters)
             for name in self.counters:
-                setattr(module, name, self.experts.local)
+                setattr(module, name, count)
             try:
                 return module.forward(
                     *(replaced.get(id(one), one) for one in args),
@@ -119,10 +122,21 @@ class ExpertsBorder:
                     setattr(module, name, self.experts.experts)
 
         like, width = given[0].to_local().detach(), given[0].shape[-1]
-        shapes = {key: one.mesh_layout.local_shape for key, one in held.items() if one is not None}
-        wrong = {key: self.whole[key] for key in self.whole if not added_last(forward, shapes, key, width, like)}
-        everyone = gather_objects(wrong, self.mesh)
-        refuse_whole(self.name, self.mesh, module.named_parameters(recurse=False), next(filter(None, everyone), {}))
+        if self.whole:
+            shapes = {key: one.mesh_layout.local_shape for key, one in held.items() if one is not None}
+            slices = partial(forward, count=self.experts.local)
+            wrong = {key: self.whole[key] for key in self.whole if not added_last(slices, shapes, key, width, like)}
+            everyone = gather_objects(wrong, self.mesh)
+            told = next(filter(None, everyone), {})
+            refuse_whole(self.name, self.mesh, module.named_parameters(recurse=False), told)
+        if self.split and not like.is_meta:
+            layouts = {key: one.mesh_layout for key, one in held.items() if one is not None}
+            with torch.no_grad():
+                problem = split_problem(
+                    partial(forward, count=1), layouts, self.experts.experts, self.split, self.whole, width, like
+                )
+            if problem is not None:
+                refuse_split(self.name, self.mesh, self.split, held, problem)
         self._tried = True
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -176,6 +190,22 @@ def refuse_whole(name: str, mesh: Mesh, parameters: Iterable[tuple[str, DTensor]
         "added to what they give, so that what each rank adds to its part of the sum cannot be known",
         [f"{key}  {list(parameter.mesh_layout.states)}" for key, parameter in parameters],
         [(f"leave {axis!r} out of the placements of its parameters", "experts are whole there")],
+    )
+
+
+def refuse_split(
+    name: str, mesh: Mesh, split: frozenset[int], held: Mapping[str, DTensor | None], problem: str
+) -> None:
+    """Raises PlanError: experts cannot be split inside as they are."""
+    axis = mesh.names[min(split)]
+    raise PlanError(
+        name,
+        f"over axis {axis!r} its experts are split inside, and {problem}",
+        [f"{key}  {list(one.mesh_layout.states)}" for key, one in held.items() if one is not None],
+        [
+            ("InterleavedShard(dim, 2)", "of a weight that holds two, as gate and up, each cut alike"),
+            (f"leave {axis!r} out of the placements of its parameters", "experts are whole there"),
+        ],
     )
 
 

@@ -83,4 +83,4 @@ def knows_plain(hook: Any) -> bool:
 
 def is_ours(hook: Any) -> bool:
     """Whether a hook is one of this library's."""
-    return getattr(hook, "__module__", "").startswith("vescale")
+    return (getattr(hook, "__module__", "") or "").startswith("vescale")

@@ -28,12 +28,13 @@ _FEW = 1 / 16
 
 class Pass:
     """One call of a block in a forward pass: open in backward from the first gradient of its outputs on, until those
-    of all its inputs are there. (A block that is called twice has two.)"""
+    of all its inputs are there. (A block that is called twice has two.) `left`: of `inputs`, in the backward that
+    runs: there may be several."""
 
-    __slots__ = ("inputs",)
+    __slots__ = ("inputs", "left")
 
     def __init__(self) -> None:
-        self.inputs = 0
+        self.inputs = self.left = 0
 
 
 class Unit:

@@ -68,6 +68,8 @@ class DataParallel:
         self._next_start = 0
         self._running: list[InFlight] = []
         self._touched = False
+        # Whether the backward that runs, and the one before, makes a graph: its own backward computes with parameters.
+        self._makes_graph = self._made_graph = False
         self._last: dict[bool, Unit | None] = {False: None, True: None}
         self.enabled, self.holds = True, False
         forward = [self.units[-1], *self.units[:-1]]  # until it is seen in what order they run
@@ -158,6 +160,7 @@ class DataParallel:
             for buffer in unit.buffers:
                 buffer.updated()
             unit.is_open = not unit.fetched
+        self._made_graph = False
         for unit in self.units:
             for buffer in unit.buffers:
                 if not buffer.separate:
@@ -259,11 +262,11 @@ class DataParallel:
         if unit.fetched and _current_graph_task_id() == -1:
             # The root's parameters, and those of the block that backward begins with, are needed again at once.
             stays = in_graph and (root or unit is self.units[-2])
-            if root and not self.holds:
+            if root and not self._keeps_open:
                 with torch._C.DisableTorchFunction():
                     for each in {unit, self.units[-2] if len(self.units) > 1 else unit}:
                         each.hide() if in_graph else each.close()
-            elif not stays and not self.holds:
+            elif not stays and not self._keeps_open:
                 with torch._C.DisableTorchFunction():
                     unit.close()
 
@@ -274,7 +277,10 @@ class DataParallel:
         if unit.may_wait and not self.enabled:
             return
         self._ask_for_the_end()
-        unit.passes.add(entry)
+        self._makes_graph = torch.is_grad_enabled()
+        if entry not in unit.passes:
+            unit.passes.add(entry)
+            entry.left = entry.inputs
         if unit.fetched:
             self._open(unit, True)
         if not unit.touched:
@@ -282,8 +288,8 @@ class DataParallel:
 
     def _passed(self, unit: Unit, entry: Pass) -> None:
         """The gradient of an input of a unit's block is there; of the last one: this call of the block is through."""
-        entry.inputs -= 1
-        if entry.inputs > 0:
+        entry.left -= 1
+        if entry.left > 0:
             return
         unit.passes.discard(entry)
         if unit.passes:
@@ -291,8 +297,12 @@ class DataParallel:
         if self.enabled and not unit.started and any(buffer.filled for buffer in unit.reduced):
             unit.started = True
             self._start_in_order()
-        if not self.holds:
+        if not self._keeps_open:
             unit.close()
+
+    @property
+    def _keeps_open(self) -> bool:
+        return self.holds or self._makes_graph or self._made_graph
 
     def _arrival(self, unit: Unit, buffer: Buffer, i: int) -> Callable[[Tensor], None]:
         """The hook of a parameter: autograd has added to its gradient."""
@@ -370,7 +380,9 @@ class DataParallel:
             unit.started = unit.touched = False
             unit.entered.clear()
             unit.passes.clear()
-            if not self.holds:
+        self._made_graph, self._makes_graph = self._makes_graph, False
+        for unit in self.units:
+            if not self._keeps_open:
                 unit.close()
 
 
