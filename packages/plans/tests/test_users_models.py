@@ -386,6 +386,29 @@ def test_an_optimizer_stepped_in_hooks(kind):
         assert max(shares) < 0.5
 
 
+@pytest.mark.parametrize("kind", PLANS)
+def test_hooks_run_for_gradients_that_came(kind):
+    """They ran for every gradient that was there: after `autograd.grad`, and after a backward of another part."""
+
+    def work():
+        torch.manual_seed(0)
+        alone = Net()
+        model, _ = parallelize(plan_of(kind, 2), copy.deepcopy(alone))
+        found = []
+        for one in (alone, model):
+            seen = []
+            for name, parameter in one.named_parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name, seen=seen: seen.append(name))
+            one(*batch(0)).backward()
+            torch.autograd.grad(one(*batch(1)), one.head.weight)
+            one.blocks.requires_grad_(False)
+            one(*batch(2)).backward()
+            found.append(sorted(seen))
+        assert found[0] == found[1]
+
+    run_ranks(2, work)
+
+
 def test_tensor_hooks_of_parameters_under_zero3_see_whole_gradients():
     """Registered at rest they took the layout of the flat part."""
 

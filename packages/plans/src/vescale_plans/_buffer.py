@@ -109,6 +109,7 @@ class Buffer:
         for slot in self.slots:
             slot.parameter._owner = slot
         self.tells = False  # while users' hooks run
+        self.settled: list[Slot] = []  # whose reduced gradients came, and hooks have not run yet
         self._pending: PendingGather | None = None
         self._versions: list[int] = []
         self.flat: Tensor | None = None
@@ -398,7 +399,8 @@ class Buffer:
 
         Cost: below ZeRO-3 an all-gather of the buffer, as after a step.
         """
-        told = [slot for slot in self.slots if slot.hooks and slot.parameter.grad is not None]
+        told = [slot for slot in dict.fromkeys(self.settled) if slot.hooks and slot.parameter.grad is not None]
+        self.settled.clear()
         if not told:
             return
         if self.separate:
@@ -420,6 +422,8 @@ class Buffer:
     def used_elsewhere(self, used: Sequence[bool]) -> None:
         """Parameters that other ranks hold get a gradient, of no elements, where they have one there."""
         for slot, there in zip(self.slots, used):
+            if there:
+                self.settled.append(slot)
             if there and slot.parameter.grad is None:
                 layout = slot.gradient_layout if self.keep == "part" else settled(slot.full_layout)
                 settle(slot.parameter, stamp(slot.master.detach().new_empty(layout.local_shape), layout))
@@ -438,6 +442,7 @@ class Buffer:
                 layout = slot.reduced_layout
             if i in missing and not (usage.anywhere(slot) if usage is not None else not _is_negative_zero(piece)):
                 continue
+            self.settled.append(slot)
             piece = stamp(piece if piece.dtype is self.dtype else piece.to(self.dtype), layout)
             before = slot.parameter.__dict__.get("_settled_grad")
             if before is None:
