@@ -179,6 +179,7 @@ CHECKS: tuple[Check, ...] = (
         20, 2, "states that share memory, under any plan",
         tests("packages/vescale/tests/test_checkpoint_states.py"), 60 * MINUTES,
     ),
+    Check(20, 2, "2,000 random trainings", tests("packages/vescale/tests/test_trainings.py"), 120 * MINUTES),
     Check(20, 2, "4,000 harmful inputs of each kind", tests("packages/checkpoint/tests/test_harm.py"), 60 * MINUTES),
     Check(6, 2, "checkpoints from a shell", tests("packages/vescale/tests/test_checkpoint_command.py")),
     Check(6, 3, "checkpoints against raw work", (PYTHON, "benchmarks/checkpoint_ratios.py"), 20 * MINUTES),
