@@ -59,6 +59,7 @@ COMMUNICATES = {
         "_join",  # joins torchrun's process group
         "_recompute",  # torch's checkpoint by hooks lives there
         "_together",  # lets all ranks know how one fared
+        "_wrappers",  # names what torch distributes models by
     },
     "vescale": {
         "_probes",  # times sends

@@ -24,6 +24,7 @@ from ._promise import promise
 from ._static import check_mode, static
 from ._together import together
 from ._validate import fit
+from ._wrappers import check_unwrapped
 from .installed._copies import may_be_copied
 from .installed._recipe import Recipe, install
 from .plan import Plan, PlanError
@@ -130,6 +131,7 @@ def _parallelized(
             raise PlanError("parallelize", "the plan has a pipeline, and this package has no runtime", (), remedies)
         if isinstance(optimizer_fn, torch.optim.Optimizer):
             check_given(optimizer_fn, model)
+        check_unwrapped(model)
         fitted = fit(plan, model)
         experts = find_experts(plan, model)
         placed = place_experts(plan, model, experts, fitted.parameters)

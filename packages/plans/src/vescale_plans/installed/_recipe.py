@@ -21,6 +21,7 @@ from .._inputs import RootBorder
 from .._loss import LossBorder, LossFn
 from .._recompute import install_recompute
 from .._slot import Sharing
+from .._wrappers import refuse_wrappers
 from .._zero import DataParallel
 from ..plan import Boundary, Plan
 
@@ -94,6 +95,7 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     made = Parallelized(recipe, DataParallel(model, _sharing(plan, mesh), recipe.blocks, lists), borders)
     object.__setattr__(model, "_vescale", made)
     watch(made.sync)
+    refuse_wrappers(model)
     return made
 
 
