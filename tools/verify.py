@@ -185,6 +185,10 @@ CHECKS: tuple[Check, ...] = (
     Check(6, 3, "checkpoints against raw work", (PYTHON, "benchmarks/checkpoint_ratios.py"), 20 * MINUTES),
     Check(6, 4, "a HuggingFace Llama and back", tests("packages/vescale/tests/test_checkpoint_huggingface.py")),
     Check(11, 1, "equal to the bit on every mesh", tests("packages/vescale/tests/test_reproducible.py"), 60 * MINUTES),
+    Check(
+        20, 2, "200 random graphs, equal to the bit on four meshes",
+        tests("packages/vescale/tests/test_reproducible_graphs.py"), 60 * MINUTES,
+    ),
     Check(11, 2, "the reproducible mode's cost", (PYTHON, "benchmarks/reproducible.py")),
     Check(11, 3, "ten bugs of one rank, named by compare", tests("packages/vescale/tests/test_compare.py")),
     Check(11, 3, "what recording costs", (PYTHON, "benchmarks/recording.py")),

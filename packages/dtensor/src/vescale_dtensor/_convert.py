@@ -7,6 +7,8 @@ it is itself differentiable.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active
@@ -140,8 +142,16 @@ def _converted(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own:
     return _make(tensor, source, target, fresh, own)
 
 
+# While the reproducible mode is on: conversions with gradient, a node for each use (`_canonical/uses.py`).
+each_use: Callable | None = None
+
+
 def _make(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own: bool) -> Tensor:
     with local_only():
+        if each_use is not None and is_grad_enabled() and tensor.requires_grad:
+            if _are_functorch_transforms_active():
+                check_outside(_events.cause().function)
+            return each_use(tensor, source, target, own)
         known = None if own else recall(tensor, target)
         if known is not None:
             return known

@@ -104,8 +104,11 @@ def call(function: Any, *args: Any, **kwargs: Any) -> Any:
 def ordinary_call(table: Any, function: Any, args: tuple, kwargs: dict) -> Any:
     """`function` as `table` decides it."""
     entry = table.get(function)
-    if entry is None:
-        entry = table.made(function)
+    return call_entry(table.made(function) if entry is None else entry, function, args, kwargs)
+
+
+def call_entry(entry: Entry, function: Any, args: tuple, kwargs: dict) -> Any:
+    """`function` as `entry` decides it."""
     if entry.handler is not None:
         return entry.handler(function, args, kwargs)
     try:

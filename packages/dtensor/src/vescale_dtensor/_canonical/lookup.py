@@ -1,9 +1,9 @@
 """Look-ups in a table, and the loss over classes: what picks rows or entries by index.
 
-    embedding        forward a look-up; the gradient adds up rows of the table per block of tokens, in their order,
-                     then over the tree of blocks
-    cross_entropy    the maximum, the sum of exponentials over the tree of classes, the target's logit; a sharded
-                     vocabulary is never gathered: a number per sample and subtree is
+embedding        forward a look-up; the gradient adds up rows of the table per block of tokens, in their order,
+                 then over the tree of blocks
+cross_entropy    the maximum, the sum of exponentials over the tree of classes, the target's logit; a sharded
+                 vocabulary is never gathered: a number per sample and subtree is
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .call import solved
 from .forms import form
 from .grid import Cut, Splits, block_count
 from .steady import steadied
-from .tree import Total, folded, kept_on_first, tree_sum, unseen, wide
+from .tree import Total, folded, kept_on_first, tree_sum, unseen, unseen_backward, wide
 
 
 class Rows(Function):
@@ -44,9 +44,9 @@ class Rows(Function):
 
     @staticmethod
     @once_differentiable
-    @unseen
-    def backward(ctx, grad: Tensor):
-        (ids, mine), cuts, (v, c) = ctx.saved_tensors, ctx.cuts, ctx.shape
+    @unseen_backward
+    def backward(ctx, saved, grad: Tensor):
+        (ids, mine), cuts, (v, c) = saved, ctx.cuts, ctx.shape
         dtype, grad = grad.dtype, wide(grad)
         if mine is not None:
             ids = ids.masked_fill(~mine, v)  # a row that is thrown away
@@ -124,9 +124,9 @@ class ClassLoss(Function):
 
     @staticmethod
     @once_differentiable
-    @unseen
-    def backward(ctx, grad: Tensor):
-        powers, total, index, mine, kept = ctx.saved_tensors
+    @unseen_backward
+    def backward(ctx, saved, grad: Tensor):
+        powers, total, index, mine, kept = saved
         grad = grad.masked_fill(~kept, 0).unsqueeze(-1)
         likely = powers / total.unsqueeze(-1)
         one = torch.zeros_like(likely).scatter_(-1, index.unsqueeze(-1), mine.to(likely.dtype).unsqueeze(-1))

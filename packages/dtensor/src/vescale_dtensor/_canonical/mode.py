@@ -9,20 +9,23 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import _steps
+from .. import _convert, _steps
 from .._arguments import collect, keyed, substitute
-from .._dispatch import look_into
+from .._dispatch import call_entry, look_into
 from .._layout import layout_of
 from .._rules import attention as attention_rules
 from .._rules.body import body_of
 from .._rules.registry import CACHE_LIMIT, Call, Decision, Operand
+from .._tensor import DTensor
 from . import channels, convolution, lookup, norms, rows  # noqa: F401 - their forms are registered
 from .attention import attend, kernel_for
 from .call import ALONE
+from .draws import in_rows
 from .forms import FORMS
 from .grid import ReproducibleError, Splits
 from .premise import require_premise
 from .table import ATTENTION, Overlay, Plain, compact
+from .uses import converted, places, replaced
 
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _current: reproducible | None = None
@@ -49,7 +52,7 @@ class reproducible(TorchFunctionMode):
     is not made of whole blocks, with the nearest splits; for what computes on shards out of sight (`local_map`, static
     and compiled modules); and when a mode is opened inside another. What a user computes on `to_local()` is the user's.
     Overhead off: none; on: benchmarks/reproducible.py. Communication: every sum over a sharded dim all-gathers the
-    ranks' partial results.
+    ranks' partial results; backward, a conversion sends the gradient of every use by itself (`uses.py`).
     """
 
     def __init__(self, splits: Mapping[str, int] | Splits | None = None, *, threads: int = 1) -> None:
@@ -67,6 +70,7 @@ class reproducible(TorchFunctionMode):
             self._table_before = look_into(self._overlay)
             attention_rules.stand_in = kernel_for
             _steps.whole_on_first = True
+            _convert.each_use = converted
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(self.threads)
             self._depth = 0
@@ -83,6 +87,7 @@ class reproducible(TorchFunctionMode):
         look_into(self._table_before)
         attention_rules.stand_in = None
         _steps.whole_on_first = False
+        _convert.each_use = None
         torch.set_num_threads(self._threads_before)
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -94,8 +99,15 @@ class reproducible(TorchFunctionMode):
         if plain is None:
             if function not in _BACKWARDS:
                 return function(*args, **kwargs)
+            given: list[Tensor] = []
+            collect(args, given)
+            collect(kwargs, given)
             with self:  # a checkpoint recomputes in there
+                if any(type(t) is DTensor for t in given):
+                    return call_entry(self._overlay.made(function), function, args, kwargs)
                 return body_of(function)(*args, **kwargs)
+        if plain.draws:
+            return in_rows(lambda function, args, kwargs: function(*args, **kwargs), function, args, kwargs)
         if plain.steady and not torch.is_grad_enabled() and "alpha" not in kwargs:
             return function(*args, **kwargs)  # in an optimizer: only gradients of what is stretched have a form
         if function is ATTENTION:
@@ -128,6 +140,11 @@ class reproducible(TorchFunctionMode):
         if decision.composite is not None:
             with self:
                 return decision.composite(*args, **kwargs)
+        if len(tensors) > 1 and len({id(t) for t in tensors}) < len(tensors) and torch.is_grad_enabled():
+            writes = plain.entry.inplace or kwargs.get("inplace") is True
+            found = places(tensors, tensors[0] if writes else None)
+            if found is not None:
+                args, kwargs, _ = replaced(args, kwargs, found)
         return decision.run(*args, **kwargs)
 
     def _decide(self, plain: Plain, args: tuple, kwargs: dict, tensors: list[Tensor]):

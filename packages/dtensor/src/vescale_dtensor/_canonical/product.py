@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from .grid import Cut
 from .merging import merges
-from .tree import kept_on_first, tree_sum, unseen, wide
+from .tree import kept_on_first, tree_sum, unseen, unseen_backward, wide
 
 
 class Labels(NamedTuple):
@@ -140,9 +140,9 @@ class Product(Function):
 
     @staticmethod
     @once_differentiable
-    @unseen
-    def backward(ctx, grad: Tensor):
-        (a, b), (left, right, out), cuts = ctx.saved_tensors, ctx.labels, ctx.cuts
+    @unseen_backward
+    def backward(ctx, saved, grad: Tensor):
+        (a, b), (left, right, out), cuts = saved, ctx.labels, ctx.cuts
         of_a = contract(grad, b, Labels(out, right, left), cuts) if ctx.needs_input_grad[0] else None
         of_b = contract(grad, a, Labels(out, left, right), cuts) if ctx.needs_input_grad[1] else None
         return of_a, of_b, None, None

@@ -19,7 +19,7 @@ from .call import expanded, solved
 from .forms import form
 from .grid import Splits
 from .steady import steadied
-from .tree import folded, unseen, wide
+from .tree import folded, unseen, unseen_backward, wide
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -44,9 +44,9 @@ class Normalize(Function):
 
     @staticmethod
     @once_differentiable
-    @unseen
-    def backward(ctx, grad: Tensor):
-        out, scale = ctx.saved_tensors
+    @unseen_backward
+    def backward(ctx, saved, grad: Tensor):
+        out, scale = saved
         n = out.shape[-1]
         inner = grad - out * (row_sum(grad * out) / n)
         if ctx.centered:
@@ -120,9 +120,9 @@ class Softmax(Function):
 
     @staticmethod
     @once_differentiable
-    @unseen
-    def backward(ctx, grad: Tensor):
-        (out,) = ctx.saved_tensors
+    @unseen_backward
+    def backward(ctx, saved, grad: Tensor):
+        (out,) = saved
         if ctx.log:
             return grad - steadied(torch.exp, [out], {}) * row_sum(grad), None, None
         product = grad * out

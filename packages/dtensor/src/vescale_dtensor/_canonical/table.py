@@ -6,13 +6,13 @@ the whole tensor.
     the whole tensor          all else: inputs are gathered, and every rank computes what one device computes
 
 Which of these a function is, its traits say (`_rules/traits.py`), whoever registered it. An entry is made when its
-function is first called in the mode, and anew when it is registered anew. Nothing is asked of a function that has no
-rule: it runs whole in any case (`_fallback.py`).
+function is first called in the mode, and anew when it is registered anew. A function without a rule runs whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import _fallback
 from .._arguments import substitute
+from .._dispatch import call_entry
 from .._flat_rules import on_flat
 from .._rules.pointwise import FUNCTIONS
 from .._rules.registry import TABLE, Call, Decision, Entry, composite, is_inplace
@@ -28,15 +29,15 @@ from .._rules.traits import Trait
 from .._rules.view import _strided
 from .._signature import Signature
 from .call import ALONE
+from .draws import draws_by_place, in_rows
 from .forms import FORMS, elementwise, of_lists
 from .grid import Splits
 from .premise import require_premise
 from .steady import Contiguous, steady_form, steady_run
 from .stretch import grouped_attention
+from .uses import ASKING, apart, handler_of
 
 ATTENTION = F.scaled_dot_product_attention
-# Functions that have no rule, and would run whole on the strides that gathering happens to give.
-_WITHOUT_RULE = frozenset(f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f)
 # The ordinary rule is as good as a form: integers and bools, exact in any order; windows and indexed elements, whose
 # gradients are added up on one rank, in their order; and what is made of other functions.
 _KEPT = frozenset({
@@ -61,13 +62,20 @@ class Overlay:
     def made(self, function: Callable) -> Entry:
         """The entry of a function that was not asked for yet."""
         ordinary = TABLE.get(function) or TABLE.made(function)
-        self._entries[function] = entry = self._canonical(function, ordinary) or ordinary
+        entry = self._canonical(function, ordinary) or ordinary
+        if entry.handler is None:
+            entry = Entry(function, handler=handler_of(entry), traits=entry.traits)
+        if function in ASKING:
+            entry = Entry(function, handler=ASKING[function](ordinary), traits=ordinary.traits)
+        elif draws_by_place(ordinary):
+            entry = Entry(function, handler=partial(in_rows, partial(call_entry, entry)), traits=entry.traits)
+        self._entries[function] = entry
         return entry
 
     def plain_made(self, function: Callable) -> Plain | None:
         """How plain tensors are computed with, of one that was not asked for yet; None where nothing changes."""
         ordinary = TABLE.get(function) or Entry(function)
-        entry = self._canonical(function, ordinary)
+        entry = ordinary if draws_by_place(ordinary) else self._canonical(function, ordinary)
         self._plain[function] = found = None if entry is None else Plain(entry, ordinary.traits)
         return found
 
@@ -97,24 +105,24 @@ def _after_premise(rule: Callable) -> Callable:
 
 class Plain:
     """A function of plain tensors in the mode: its entry, whose decisions are those of a mesh without axes; whether
-    every element is computed by itself; and whether it is as it is while no gradients are taken."""
+    every element is computed by itself; whether it is as it is while no gradients are taken; and whether it draws."""
 
-    __slots__ = ("entry", "by_item", "steady")
+    __slots__ = ("entry", "by_item", "steady", "draws")
 
     def __init__(self, entry: Entry, traits: Trait) -> None:
         self.entry = entry
         self.by_item = Trait.ELEMENTWISE in traits and not traits & _SAFE
+        self.draws = draws_by_place(entry)
         by_element = self.by_item and Trait.LISTS not in traits and entry.function in FUNCTIONS
         self.steady = by_element and steady_form(Call(entry.function, (), {}, [], ALONE)) is None
 
 
 def _rule_of(function: Callable, entry: Entry, splits: Splits) -> Callable | None:
     """The rule in the mode; None where the ordinary one stays, or there is none."""
-    if function in _WITHOUT_RULE and entry.handler is None:
-        return lambda call: whole(function)
     form, ordinary, traits = FORMS.get(function), entry.rule, entry.traits
     if ordinary is None:
-        return None
+        known = entry.handler is not None or is_inplace(function) or _is_attribute(function)
+        return None if known else lambda call: whole(function)
     if form is not None:
         return lambda call: form(call, splits) or whole(function)
     if function is ATTENTION:
@@ -127,6 +135,11 @@ def _rule_of(function: Callable, entry: Entry, splits: Splits) -> Callable | Non
     if by_item:
         return _of_lists(ordinary) if Trait.LISTS in traits else _elementwise(ordinary, function)
     return lambda call: whole(function)
+
+
+def _is_attribute(function: Callable) -> bool:
+    """An attribute of tensors, or a method that is Python's: it computes nothing."""
+    return getattr(function, "__name__", "__get__").startswith("__")
 
 
 def _of_lists(ordinary: Callable) -> Callable:
@@ -162,13 +175,15 @@ def whole(function: Callable) -> Decision:
 
 def compact(function: Callable) -> Callable:
     """`function` on contiguous tensors, and its backward on contiguous gradients: kernels round by strides, too, and
-    what was gathered has others than what was not. In place, and where it gives a view, it is as it is."""
+    what was gathered has others than what was not. It may take an operand several times inside: a node before each
+    makes one contribution of that. In place, and where it gives a view, it is as it is."""
     if is_inplace(function):
         return function
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None or kwargs.get("inplace") is True:
             return function(*args, **kwargs)
+        args, kwargs = apart(args, kwargs)
         out = function(*substitute(args, Tensor.contiguous), **substitute(kwargs, Tensor.contiguous))
         return substitute(out, lambda x: Contiguous.apply(x) if x.requires_grad else x)
 

@@ -44,6 +44,19 @@ def unseen(body: Callable) -> Callable:
     return run
 
 
+def unseen_backward(body: Callable) -> Callable:
+    """Likewise the backward `body(ctx, saved, grad)`. What was saved is asked for before, with the mode in sight: a
+    checkpoint then computes it again, as it was computed first."""
+
+    @functools.wraps(body)
+    def run(ctx, grad):
+        saved = ctx.saved_tensors
+        with torch._C.DisableTorchFunction():
+            return body(ctx, saved, grad)
+
+    return run
+
+
 def wide(x: Tensor) -> Tensor:
     """What sums are made of: float32 for half precision."""
     return x.float() if x.dtype in _HALF else x
