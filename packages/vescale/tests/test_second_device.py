@@ -21,9 +21,7 @@ SNAPSHOT = Path(__file__).with_name("snapshots") / "host_waits.json"
 WRITE = os.environ.get("VESCALE_WRITE_WAITS") == "1"
 # What fails today, and why: the finding of issue 19 that it shows, or the figure and what is suspected. A case that
 # passes though it is listed here fails.
-FAILING = {
-    "gpt-dropout-1f1b": "finding 12: each stage draws from a generator of its own; the first loss is off by 4.6e-4"
-}
+FAILING: dict[str, str] = {}
 
 
 def known(name: str) -> dict[str, int]:

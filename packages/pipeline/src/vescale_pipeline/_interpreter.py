@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._call import Call
 from ._errors import PipelineError
+from ._generators import set_states, states
 from ._loss import loss_in
 from ._memory import Memories
 from ._messages import PARTS
@@ -230,26 +231,28 @@ def _like(known: Header, header: Header, tensors: list, kind: str, stage: int, d
 
 
 class _Random:
-    """The default generator, kept where one device would have it that runs the microbatches one after another.
+    """The default generators, kept where one device would have them that runs the microbatches one after another.
 
-    That of the CPU: what other stages draw is known by its operators there, and kernels elsewhere draw otherwise.
+    What other stages draw is known by the operators of a dry run, replayed on this stage's device. Kernels that take
+    numbers otherwise than these operators do (a fused dropout on CUDA) may leave its generator elsewhere.
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.type != "cpu":
+        if device.type not in ("cpu", torch._C._get_privateuse1_backend_name()):
             warnings.warn(
-                f"vescale_pipeline: random numbers of a pipeline on {device.type} are not those of one device: each "
-                "stage draws from its own generator",
+                f"vescale_pipeline: random numbers of a pipeline on {device.type} may not be those of one device: what "
+                "other stages draw is gone past by operators that fused kernels need not agree with",
                 stacklevel=2,
             )
-        self._states: dict[int, Tensor] = {0: torch.get_rng_state()}
+        self._device = device
+        self._states = {0: states(device)}
 
     def before(self, microbatch: int) -> None:
-        torch.set_rng_state(self._states[microbatch])
+        set_states(self._device, self._states[microbatch])
 
     def after(self, microbatch: int) -> None:
-        self._states.setdefault(microbatch + 1, torch.get_rng_state())
+        self._states.setdefault(microbatch + 1, states(self._device))
 
     def end(self) -> None:
         """Past the last microbatch that was run."""
-        torch.set_rng_state(self._states[max(self._states)])
+        set_states(self._device, self._states[max(self._states)])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ._containers import copied, map_tensors, tensors_in
 from ._errors import PipelineError
+from ._generators import device_of, set_states, states
 from ._placeholder import Placeholder, local_only, version_of
 
 _MACHINERY = frozenset(
@@ -152,13 +153,14 @@ def kept_as_it_was(model: nn.Module) -> Iterator[Kept]:
     real = [buffer for buffer in model.buffers() if type(buffer) is not Placeholder]
     buffers = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in real]
     kept = Kept(model)
-    state, python = torch.get_rng_state(), random.getstate()
+    device = device_of(model)
+    state, python = states(device), random.getstate()
     numpy = sys.modules.get("numpy")
     arrays = numpy.random.get_state() if numpy is not None else None
     try:
         yield kept
     finally:
-        torch.set_rng_state(state)
+        set_states(device, state)
         random.setstate(python)
         if arrays is not None:
             numpy.random.set_state(arrays)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ._containers import copied, map_tensors, tensors_in
 from ._errors import PipelineError
 from ._foreign import check_caller, who_calls
+from ._generators import device_of
 from ._left import Left, forget_values
 from ._memory import Kept, Slot, kept_as_it_was, no_draws_of_python
 from ._placeholder import (
@@ -187,7 +188,7 @@ class Recorder:
         self.written: dict[int, int] = {}  # key of a value -> the stage that writes it in place
         self._checkpoints = False
         self._memory_of: dict[int, int] = {}
-        self.seen = Seen(model, memory, lambda: self._stage)
+        self.seen = Seen(model, memory, lambda: self._stage, device_of(model))
         self._modes = (_Weights(self), self.seen)
 
     def __enter__(self) -> Recorder:

@@ -12,7 +12,6 @@ the forward actions run.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -26,6 +25,7 @@ from ._containers import fill, tensors_in
 from ._elsewhere import Elsewhere, Placed, norms_of_gradients
 from ._errors import PipelineError
 from ._faults import Faults, failure
+from ._generators import digest
 from ._interpreter import Interpreter
 from ._loss import Gradients, loss_in, no_loss, released, weighted, with_loss
 from ._memory import kept_as_it_was
@@ -281,11 +281,8 @@ class Runtime:
                 )
 
     def _digest_of_generator(self, call: Call) -> int:
-        """Of torch's generator, where a call draws anything; on an accelerator each stage draws from its own."""
-        if not call.record.draws_anything or self.link.device.type != "cpu":
-            return 0
-        state = torch.get_rng_state().numpy().tobytes()
-        return int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "big")
+        """Of torch's generators, where a call draws anything."""
+        return digest(self.link.device) if call.record.draws_anything else 0
 
     def _sum_tied(self) -> dict[str, Tensor | None]:
         """Each weight's gradient; of weights tied over stages, the sum over their uses, stage by stage, and where

@@ -58,9 +58,17 @@ class Seen(TorchDispatchMode):
     Arguments:
         memory: plain tensors that stand for what an attribute keeps.
         stage: the stage of the moment.
+        device: where the model computes, and draws.
     """
 
-    def __init__(self, model: nn.Module, memory: Sequence[tuple[Tensor, Slot]], stage: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        memory: Sequence[tuple[Tensor, Slot]],
+        stage: Callable[[], int],
+        device: torch.device,
+    ) -> None:
+        self._device = device
         self.draws: list[Draw] = []
         self.accesses: list[Access] = []
         self._stage = stage
@@ -108,7 +116,7 @@ class Seen(TorchDispatchMode):
 
     def _note_draw(self, function: Any, args: tuple, kwargs: dict) -> None:
         def kept(tensor: Tensor) -> Placeholder:
-            home = torch.device("cpu") if tensor.is_meta else tensor.device
+            home = self._device if tensor.is_meta else tensor.device
             strides = tensor.stride() if type(tensor) in (Tensor, nn.Parameter, Placeholder) else None
             meta = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
             if strides is not None:
