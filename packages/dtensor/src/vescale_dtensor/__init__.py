@@ -29,6 +29,7 @@ from ._errors import VescaleError as VescaleError
 from ._errors import ViewError as ViewError
 from ._fallback import FallbackWarning as FallbackWarning
 from ._layout import Layout as Layout
+from ._module_hooks import see_globally as _see_globally
 from ._recomputation import keep_layouts as _keep_layouts
 from ._rules import families as _families
 from ._rules.communication import GlobalValueWarning as GlobalValueWarning
@@ -52,4 +53,5 @@ from .placement import Replicate as Replicate
 from .placement import Shard as Shard
 
 _keep_layouts()
-del _families, _keep_layouts
+_see_globally()
+del _families, _keep_layouts, _see_globally

@@ -26,12 +26,16 @@ def as_gradient_of(tensor: DTensor, value: Tensor, operation: str) -> DTensor:
 
     Raises GradientError when the global shapes differ.
     """
-    layout = tensor._layout.base
+    return converted_gradient(value, tensor._layout.base, operation)
+
+
+def converted_gradient(value: Tensor, layout: Layout, operation: str) -> DTensor:
+    """`value` as the gradient of a tensor of `layout`; see `as_gradient_of`."""
     if tuple(value.shape) != layout.shape:
         raise GradientError(
             operation,
             f"a gradient of shape {list(value.shape)} for a tensor of shape {list(layout.shape)}",
-            [describe("tensor", tensor, layout)],
+            [describe("tensor", value, layout)],
             [("give a gradient of the tensor's global shape", "")],
         )
     if type(value) is DTensor:

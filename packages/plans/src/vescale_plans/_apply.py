@@ -26,6 +26,7 @@ from ._together import together
 from ._validate import fit
 from ._wrappers import check_unwrapped
 from .installed._copies import may_be_copied
+from .installed._gradient_hooks import carry_hooks
 from .installed._recipe import Recipe, install
 from .plan import Plan, PlanError
 
@@ -152,12 +153,14 @@ def _parallelized(
         keep_stage_mesh(whole, device_mesh)
     mesh = mesh_of(device_mesh)
     with together("sharding the model"):
-        _shard_parameters(plan, model, device_mesh, placed)
+        shards = _shard_parameters(plan, model, device_mesh, placed)
         materialize(model)  # what is no parameter: buffers
         _move_buffers(model, mesh)
         names = fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.blocks
         sync = install(model, Recipe(plan, device_mesh, *names, experts, loss_fn)).sync
         may_be_copied(model)
+        for parameter, shard in shards.items():
+            carry_hooks(parameter, shard)
         _register_foreign_functions()
     optimizer = None
     if optimizer_fn is not None:
@@ -197,8 +200,9 @@ def expert_drops(model: nn.Module) -> dict[str, list[int]]:
     return {border.name: border.total_dropped() for border in model._vescale.experts}
 
 
-def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> None:
-    """Replaces every parameter by its shard; tied parameters, and modules under several names, stay one."""
+def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> dict[nn.Parameter, nn.Parameter]:
+    """Replaces every parameter by its shard; tied parameters, and modules under several names, stay one. Returns the
+    shard of each parameter."""
     held = list(model.named_parameters(remove_duplicate=False))  # a module under two names would show its shard next
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in held:
@@ -220,6 +224,7 @@ def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -
             shards[parameter] = shard
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = shard
+    return shards
 
 
 def _move_buffers(model: nn.Module, mesh: Mesh) -> None:

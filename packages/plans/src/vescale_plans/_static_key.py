@@ -69,7 +69,9 @@ _KNOWING = frozenset(f"vescale_plans.{name}" for name in ("_boundary", "_zero", 
 
 
 def foreign_global_hooks() -> bool:
-    """Whether somebody watches every module's call: such hooks see what modules take."""
+    """Whether somebody watches every module's call: such hooks see what modules take, or its gradients."""
+    if _global._global_backward_hooks or _global._global_backward_pre_hooks:
+        return True
     if not (_global._global_forward_pre_hooks or _global._global_forward_hooks):
         return False
     hooks = (*_global._global_forward_pre_hooks.values(), *_global._global_forward_hooks.values())
