@@ -3,6 +3,8 @@
 batch or heads sharded     stay sharded, whatever the backend; no communication
 q's sequence sharded       stays sharded: k and v are whole, and causality is that of the rows held here
 k's, v's sequence sharded  gathered
+all three, on one axis     stay sharded, and meet in a ring, or by an all-to-all over heads, or k and v are gathered:
+                           context parallelism (`_context/choice.py` says which)
 grouped queries            kv heads sharded like q's where both divide, else whole, each rank taking its own
 v pending                  the result is linear in it -> P
 """
@@ -15,12 +17,13 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
+from .._context.meeting import Meeting, meeting_of, meets, run_for, states_for
 from .._layout import Layout
 from .._signature import Signature, solve
 from .body import run_body
 from .owned import held_ranges, nothing
 from .pointwise import labels_for
-from .registry import Call, Operand, composite, rule
+from .registry import Call, Decision, Operand, composite, rule
 from .traits import Trait
 
 # Gives what runs on the shards in place of a kernel, which then sees whole sequences: the reproducible mode's.
@@ -72,29 +75,50 @@ def _decide(
         sizes = (*shape, query.shape[-2], key.shape[-2])
         names = (*places, "l", "s")
         found[mask.index] = tuple(None if d is None else names[d] for d in labels_for(mask, sizes))
-    decision = solve(
-        call,
-        Signature(
-            [found[operand.index] for operand in call.operands], [(*places, "l", "ev")],
-            whole={"s", "e", "ev", "kv"} | ({"l"} if stand_in is not None else set()), linear=[(value.index,)],
-            shapes=[(*shape, query.shape[-2], value.shape[-1])],
-        ),
+    meeting = None if stand_in is not None else _meeting(call, query, key, value, mask, kernel)
+    signature = Signature(
+        [found[operand.index] for operand in call.operands], [(*places, "l", "ev")],
+        whole={"s", "e", "ev", "kv"} | ({"l"} if stand_in is not None else set()), linear=[(value.index,)],
+        shapes=[(*shape, query.shape[-2], value.shape[-1])],
+        extra=meeting and _extra(meeting, call.operands, query, mask),
     )  # fmt: skip
+    decision = solve(call, signature)
+    if decision is not None and meeting is not None and not meets(meeting, *_decided(decision, query, key)):
+        signature.extra = meeting = None
+        decision = solve(call, signature)
     if decision is None:
         return None
-    here = decision.targets[query.index] or query.layout
+    here, there = _decided(decision, query, key)
     head_axes = here.axes_of(query.ndim - 3) if heads != "h" else ()
     if heads == "alike" and not _groups_stay(here, head_axes, key):
         return None
     rows = causal and bool(here.axes_of(query.ndim - 2))
     own_heads = heads == "whole" and bool(head_axes)
-    if 0 in decision.out.local_shape:
+    if meeting is not None:
+        decision.run = run_for(meeting, here, there, _select(here, key) if own_heads else None)
+    elif 0 in decision.out.local_shape:
         decision.run = _nothing(decision.out)
     elif rows or own_heads:
         decision.run = _local(here, key, rows, own_heads, kernel)
     elif stand_in is not None:
         decision.run = kernel
     return decision
+
+
+def _meeting(call: Call, query: Operand, key: Operand, value: Operand, mask, kernel: Callable) -> Meeting | None:
+    """How q, k and v that are cut by sequence meet, where the rest of the call is as they want it."""
+    swaps = kernel is F.scaled_dot_product_attention and (mask is None or mask.plain)
+    return meeting_of(call.mesh, query, key, value, swaps=swaps)
+
+
+def _extra(meeting: Meeting, operands: list[Operand], query: Operand, mask) -> Callable:
+    """The choice of the axis on which q, k and v meet where they are; `solve` finds that nothing moves for it."""
+    return lambda axis: [states_for(meeting, operands, query, mask)] if axis == meeting.axis else []
+
+
+def _decided(decision: Decision, *operands: Operand) -> tuple[Layout, ...]:
+    """The layouts that operands will have."""
+    return tuple(decision.targets[operand.index] or operand.layout for operand in operands)
 
 
 def _batch_shape(query: Operand, key: Operand, value: Operand, grouped: bool) -> tuple[int, ...] | None:
@@ -159,6 +183,12 @@ def _local(query: Layout, key: Operand, rows: bool, heads: bool, kernel: Callabl
         return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     return run
+
+
+def _select(query: Layout, key: Operand) -> Callable:
+    """Takes the kv heads that this rank's queries need out of all; as many as queries where they make no groups."""
+    owners, _ = _owners(query, key)
+    return lambda tensor: tensor.index_select(-3, torch.tensor(owners, dtype=torch.int64, device=tensor.device))
 
 
 def _owners(query: Layout, key: Operand) -> tuple[tuple[int, ...], bool]:

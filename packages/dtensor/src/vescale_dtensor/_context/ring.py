@@ -1,0 +1,276 @@
+"""Attention in a ring: every rank keeps its queries, and meets the keys and values of one other rank after the other.
+
+In step t rank r gets the block of rank r - t and sends its own to rank r + t, so that a block travels once to each
+rank that needs it, and to no other; while a block is attended, the next is under way. What blocks give is merged by
+the log of the sum of exponentials (Liu et al., Ring Attention, arXiv 2310.01889, where blocks go from neighbour to
+neighbour: the same bytes, but a block that one rank does not need would have to pass through it all the same).
+Backward goes round once more, and sends each block's gradient home, where it is summed in the order of steps.
+
+Cost, of n ranks with causal masks about half: forward (n - 1) blocks of keys and values received, one message each;
+backward as many again, and as many gradients of them. Two foreign blocks are held at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from .. import _events
+from .._errors import GradientError
+from .._mesh import Mesh
+from .._region import Ranges
+from .._tensor import local_only
+from . import transfer
+from .kernels import Kernel, Scores, kernel_for
+from .tiles import Tile, needs, tiles
+
+_HALVES = (torch.bfloat16, torch.float16)
+FORWARD, BACKWARD = "ring", "ring_gradient"
+
+
+@dataclass(frozen=True, eq=False)
+class Circle:
+    """What a ring is made of: the axis, and the places of rows and of columns that each of its ranks holds."""
+
+    mesh: Mesh
+    axis: int
+    rows: tuple[Ranges, ...]
+    columns: tuple[Ranges, ...]
+
+    @property
+    def count(self) -> int:
+        return self.mesh.sizes[self.axis]
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.coordinate[self.axis]
+
+    def width(self, block: int) -> int:
+        """Columns of a block."""
+        return sum(stop - start for start, stop in self.columns[block])
+
+    def steps(self, causal: bool):
+        """Per step after the first: (the block that comes or None, the rank that gets this one's or None)."""
+        needed, rank, count = needs(self.rows, self.columns, causal), self.rank, self.count
+        for step in range(1, count):
+            block, to = (rank - step) % count, (rank + step) % count
+            yield block if needed[rank][block] else None, to if needed[to][rank] else None
+
+    def tiles(self, block: int, causal: bool) -> tuple[Tile, ...]:
+        return tiles(self.rows[self.rank], self.columns[block], causal)
+
+
+def attend(
+    circle: Circle, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, noise: Tensor | None,
+    causal: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    """q [..., H, l, E], k [..., H or fewer, s, E], v [..., as k, s, Ev], this rank's parts -> [..., H, l, Ev].
+
+    mask, noise: this rank's rows (or one for all), all columns (or one for all); see `kernels`.
+    """
+    return _Ring.apply(circle, query, key, value, mask, noise, causal, scale)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, circle, query, key, value, mask, noise, causal, scale):
+        with local_only():
+            kernel = kernel_for(query, key, value, mask, noise)
+            out, lse = _forward(kernel, circle, query, key, value, mask, noise, causal, scale)
+        ctx.save_for_backward(query, key, value, mask, noise, out, lse)
+        ctx.circle, ctx.kernel, ctx.causal, ctx.scale = circle, kernel, causal, scale
+        ctx.cause = _events.current_cause()
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            remedies = [('Plan(..., context="gather")', "keys and values whole: differentiable as often as you like")]
+            rule = "attention in a ring has no second derivative"
+            raise GradientError("scaled_dot_product_attention", rule, (), remedies)
+        with local_only():
+            query, key, value, mask, noise, out, lse = ctx.saved_tensors
+            _events.restore_cause(ctx.cause)
+            needs_mask = mask is not None and ctx.needs_input_grad[4]
+            grads = _backward(
+                ctx.kernel, ctx.circle, grad, query, key, value, mask, noise, out, lse, ctx.causal, ctx.scale,
+                needs_mask,
+            )  # fmt: skip
+        return None, *grads, None, None, None
+
+
+def _forward(
+    kernel: Kernel, circle: Circle, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    noise: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    mesh, axis, rank = circle.mesh, circle.axis, circle.rank
+    merged = _Merged(query, value)
+
+    def meet(block: int, key: Tensor, value: Tensor) -> None:
+        for tile in circle.tiles(block, causal):
+            scores = Scores(_part(mask, tile), _part(noise, tile), tile.triangle, scale)
+            rows, columns = slice(*tile.rows), slice(*tile.columns)
+            part = kernel.forward(query[..., rows, :], key[..., columns, :], value[..., columns, :], scores)
+            merged.add(rows, *part)
+
+    mine = _Blocks(circle, key, value)
+    plan = list(circle.steps(causal))
+    arriving = mine.begin(plan[0]) if plan else None
+    meet(rank, key, value)
+    for at, (block, _) in enumerate(plan):
+        arrived = arriving
+        transfer.wait(arrived.under_way, mesh, axis, FORWARD)
+        arriving = mine.begin(plan[at + 1]) if at + 1 < len(plan) else None
+        if block is not None:
+            meet(block, *arrived.tensors)
+    return merged.out(query.dtype), merged.lse
+
+
+def _backward(
+    kernel: Kernel, circle: Circle, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    noise: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float, needs_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    mesh, axis, rank = circle.mesh, circle.axis, circle.rank
+    wide = torch.float32 if query.dtype in _HALVES else query.dtype
+    grad_query = torch.zeros_like(query, dtype=wide)
+    grad_mask = torch.zeros_like(mask) if needs_mask else None
+    dead = lse == -inf
+    lse = lse.masked_fill(dead, 0.0)
+
+    def meet(block: int, key: Tensor, value: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
+        for tile in circle.tiles(block, causal):
+            scores = Scores(_part(mask, tile), _part(noise, tile), tile.triangle, scale, needs_mask)
+            rows, columns = slice(*tile.rows), slice(*tile.columns)
+            found = kernel.backward(
+                grad[..., rows, :], query[..., rows, :], key[..., columns, :], value[..., columns, :],
+                out[..., rows, :], lse[..., rows], scores,
+            )  # fmt: skip
+            grad_query[..., rows, :] += found[0]
+            grad_key[..., columns, :] += found[1]
+            grad_value[..., columns, :] += found[2]
+            if found[3] is not None:
+                _part(grad_mask, tile).add_(found[3])
+
+    mine = _Blocks(circle, key, value)
+    plan = list(circle.steps(causal))
+    arriving = mine.begin(plan[0]) if plan else None
+    grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+    meet(rank, key, value, grad_key, grad_value)
+    home = None  # the gradients that are under way to whom they belong
+    for at, (block, to) in enumerate(plan):
+        arrived = arriving
+        transfer.wait(arrived.under_way, mesh, axis, BACKWARD)
+        arriving = mine.begin(plan[at + 1], BACKWARD) if at + 1 < len(plan) else None
+        theirs = None
+        if block is not None:
+            foreign_key, foreign_value = arrived.tensors
+            theirs = torch.zeros_like(foreign_key, dtype=wide), torch.zeros_like(foreign_value, dtype=wide)
+            meet(block, foreign_key, foreign_value, *theirs)
+        _come_home(home, grad_key, grad_value, circle)
+        home = mine.send_home(block, theirs, to)
+    _come_home(home, grad_key, grad_value, circle)
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_mask
+
+
+@dataclass
+class _Arrival:
+    under_way: transfer.UnderWay | None
+    tensors: tuple[Tensor, Tensor] | None
+
+
+class _Blocks:
+    """This rank's keys and values as one message, and the messages of the others."""
+
+    def __init__(self, circle: Circle, key: Tensor, value: Tensor) -> None:
+        self._circle, self._key, self._value = circle, key, value
+        self._packed: Tensor | None = None
+        if circle.count > 1:
+            transfer.greet(circle.mesh, circle.axis, key)
+
+    def begin(self, step: tuple[int | None, int | None], kind: str = FORWARD) -> _Arrival:
+        """Starts a step: this rank's block goes to one rank, another's comes."""
+        block, to = step
+        sends = [(to, self._mine())] if to is not None else []
+        tensors, room = None, None
+        if block is not None:
+            room, tensors = self._room(self._circle.width(block))
+        receives = [(block, room)] if block is not None else []
+        return _Arrival(transfer.start(sends, receives, self._circle.mesh, self._circle.axis, kind), tensors)
+
+    def send_home(self, block: int | None, grads: tuple[Tensor, Tensor] | None, to: int | None) -> _Arrival:
+        """Starts the gradients of a block to its owner, and receives this rank's from who had its block."""
+        sends = [] if block is None else [(block, _packed(*(grad.to(self._key.dtype) for grad in grads)))]
+        tensors, room = None, None
+        if to is not None:
+            room, tensors = self._room(self._circle.width(self._circle.rank))
+        receives = [(to, room)] if to is not None else []
+        return _Arrival(transfer.start(sends, receives, self._circle.mesh, self._circle.axis, BACKWARD), tensors)
+
+    def _mine(self) -> Tensor:
+        if self._packed is None:
+            self._packed = _packed(self._key, self._value)
+        return self._packed
+
+    def _room(self, width: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Memory for a block of `width` columns, and its keys and values."""
+        shapes = [(*tensor.shape[:-2], width, tensor.shape[-1]) for tensor in (self._key, self._value)]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        room = self._key.new_empty(sum(sizes))
+        first, second = room.split(sizes)
+        return room, (first.view(shapes[0]), second.view(shapes[1]))
+
+
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+
+def _come_home(home: _Arrival | None, grad_key: Tensor, grad_value: Tensor, circle: Circle) -> None:
+    if home is None:
+        return
+    transfer.wait(home.under_way, circle.mesh, circle.axis, BACKWARD)
+    if home.tensors is not None:
+        grad_key += home.tensors[0]
+        grad_value += home.tensors[1]
+
+
+class _Merged:
+    """Results of tiles, merged: in float32 for halves, and in the memory order that torch's kernels give."""
+
+    def __init__(self, query: Tensor, value: Tensor) -> None:
+        wide = torch.float32 if query.dtype in _HALVES else query.dtype
+        shape = (*query.shape[:-1], value.shape[-1])
+        if query.ndim == 4:
+            batch, heads, rows, width = shape
+            self._out = query.new_zeros((batch, rows, heads, width), dtype=wide).transpose(1, 2)
+        else:
+            self._out = query.new_zeros(shape, dtype=wide)
+        self.lse = query.new_full(shape[:-1], -inf, dtype=wide)
+        self._begun = False
+
+    def add(self, rows: slice, part: Tensor, lse: Tensor) -> None:
+        """A tile's result: weights of the two are their shares of the sum of exponentials."""
+        out, before = self._out[..., rows, :], self.lse[..., rows]
+        if not self._begun:  # nothing to merge with
+            out.copy_(part)
+            before.copy_(lse)
+            self._begun = True
+            return
+        total = torch.logaddexp(before, lse)
+        share = torch.exp(lse - total.masked_fill(total == -inf, 0.0)).unsqueeze(-1)
+        out.lerp_(part.to(out.dtype), share.to(out.dtype))
+        before.copy_(total)
+
+    def out(self, dtype: torch.dtype) -> Tensor:
+        return self._out.to(dtype)
+
+
+def _part(given: Tensor | None, tile: Tile) -> Tensor | None:
+    """A tile's part of a mask or of noise; dims of size 1 are for all."""
+    if given is None:
+        return None
+    if given.shape[-1] > 1:
+        given = given[..., slice(*tile.places)]
+    return given[..., slice(*tile.rows), :] if given.ndim > 1 and given.shape[-2] > 1 else given

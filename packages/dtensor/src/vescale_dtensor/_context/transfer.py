@@ -1,0 +1,78 @@
+"""Blocks between the ranks of one axis: both directions of a step posted together, waited for apart.
+
+On NCCL the messages of a step are one group (`batch_isend_irecv`), so that two ranks may send to each other, and
+match in the order of posting: there are no tags. A wait there is the stream's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _events, _flight
+from .._collectives import _failure, _wire, all_gather
+from .._flight import DONE, STARTED, WAITING
+from .._mesh import Mesh
+
+Message = tuple[int, Tensor]
+"""The other rank's place on the axis, and a contiguous tensor."""
+
+
+class UnderWay(NamedTuple):
+    """What was started: its works, the tensors that they use, and how it was announced."""
+
+    works: list
+    held: tuple
+    noted: list
+    event: _events.Event | None
+
+
+def start(sends: Sequence[Message], receives: Sequence[Message], mesh: Mesh, axis: int, kind: str) -> UnderWay | None:
+    """Posts messages to and from ranks of the axis; None where there is none. Pairs with `wait`.
+
+    Announced as one event with as many messages as are received.
+    """
+    if not sends and not receives:
+        return None
+    group, line = mesh.group((axis,)), mesh.line((axis,))
+    received = sum(tensor.nbytes for _, tensor in receives)
+    event = _events.announce(kind, line.axes, received, len(receives)) if _events.listeners else None
+    noted = _flight.note(kind, line, received, STARTED)
+    posted = [dist.P2POp(dist.isend, _wire(tensor), line.ranks[to], group) for to, tensor in sends]
+    posted += [dist.P2POp(dist.irecv, _wire(tensor), line.ranks[of], group) for of, tensor in receives]
+    try:
+        works = dist.batch_isend_irecv(posted)
+    except RuntimeError as error:
+        raise _failure(error, kind, mesh, (axis,)) from error
+    return UnderWay(works, (sends, receives), noted, event)
+
+
+def wait(started: UnderWay | None, mesh: Mesh, axis: int, kind: str) -> None:
+    """Returns when what was received may be used, and what was sent written to."""
+    if started is None:
+        return
+    started.noted[0], started.noted[-1] = WAITING, monotonic()
+    try:
+        for work in started.works:
+            work.wait()
+    except RuntimeError as error:
+        raise _failure(error, kind, mesh, (axis,)) from error
+    started.noted[0] = DONE
+    _events.settle(started.event)
+
+
+def greet(mesh: Mesh, axis: int, tensor: Tensor) -> None:
+    """Before the first messages of a group: NCCL makes its communicator in a collective of all ranks."""
+    group = mesh.group((axis,))
+    if group not in _greeted:
+        if mesh.backend((axis,)) not in ("gloo", "fake"):
+            all_gather(tensor.new_zeros(1), mesh, (axis,), "greet")
+        _greeted.add(group)
+
+
+_greeted: WeakSet = WeakSet()
