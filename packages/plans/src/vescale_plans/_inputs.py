@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor, PlacementError, PlainTensorError, Replicate, ShapeError, Shard, from_local
+from vescale_dtensor import (
+    DTensor,
+    Placement,
+    PlacementError,
+    PlainTensorError,
+    Replicate,
+    ShapeError,
+    Shard,
+    from_local,
+)
 from vescale_dtensor.engine import (
     INVARIANT,
     PENDING,
@@ -24,6 +33,7 @@ from vescale_dtensor.engine import (
     local_only,
     mesh_of,
     on_device,
+    sharded,
     stamp,
 )
 
@@ -36,12 +46,44 @@ FIRST_CHECKS, CHECK_EVERY = 3, 100
 _calls_of: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()  # of `shard_batch`
 
 
+class Cuts(NamedTuple):
+    """The axes over which what enters the model is cut: rows of the batch, and sequences."""
+
+    data_axes: tuple[str, ...]
+    context_axis: str | None
+
+    def placements(self, tensor: Tensor, names: Iterable[str], lengths: Collection[int]) -> list[Placement]:
+        """Of a tensor, given the lengths of sequences in its batch: a mask's rows are of such a length."""
+        dim = self.sequence(tensor.ndim)
+        if dim == 2 and tensor.shape[2] not in lengths:
+            dim = None
+        rows, sequence = Shard(0) if tensor.ndim else Replicate(), Replicate() if dim is None else Shard(dim)
+        return [
+            rows if name in self.data_axes else sequence if name == self.context_axis else Replicate()
+            for name in names
+        ]  # fmt: skip
+
+    def sequence(self, ndim: int) -> int | None:
+        """Which dim is a sequence: [batch, places, ...], or of a mask's four [batch, heads, places, places]."""
+        return None if self.context_axis is None else _SEQUENCE.get(ndim)
+
+    def lengths(self, batch: Any) -> set[int]:
+        return {t.shape[1] for t in tensors_in(batch) if t.ndim in (2, 3)} if self.context_axis is not None else set()
+
+
+_SEQUENCE = {2: 1, 3: 1, 4: 2}
+
+
+def cuts_of(plan: Plan) -> Cuts:
+    return Cuts(plan.data_axes, plan.context_axis)
+
+
 class RootBorder:
     """Hooks of the root module."""
 
-    def __init__(self, root: nn.Module, mesh: Mesh, data_axes: tuple[str, ...]) -> None:
+    def __init__(self, root: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
         self._mesh = mesh
-        self._data_axes = data_axes
+        self._cuts = cuts
         self._calls = 0
         root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         root.register_forward_hook(self._leave)
@@ -54,11 +96,8 @@ class RootBorder:
         with torch._C.DisableTorchFunction():  # nothing here is the forward's: a pipeline's dry run must not see it
             if checks:
                 check_agreement((args, kwargs), self._mesh)
-            args, kwargs = map_tensors((args, kwargs), self._distribute)
+            args, kwargs = spread((args, kwargs), self._mesh, self._cuts)
         return args, kwargs
-
-    def _distribute(self, tensor: Tensor) -> Tensor:
-        return distributed(tensor, self._mesh, self._data_axes)
 
     def _leave(self, root: nn.Module, args: tuple, output: Any) -> Any:
         """A pending number (a loss) becomes whole here, so that `loss.item()` never communicates."""
@@ -67,15 +106,21 @@ class RootBorder:
         return map_tensors(output, _whole_number)
 
 
-def distributed(tensor: Tensor, mesh: Mesh, data_axes: tuple[str, ...]) -> Tensor:
-    """A plain tensor that all ranks hold alike, with dim 0 sharded over the data axes; a DTensor as it is.
+def spread(batch: Any, mesh: Mesh, cuts: Cuts) -> Any:
+    """The tensors of a batch that all ranks hold alike, cut."""
+    lengths = cuts.lengths(batch)
+    return map_tensors(batch, lambda tensor: distributed(tensor, mesh, cuts, lengths))
+
+
+def distributed(tensor: Tensor, mesh: Mesh, cuts: Cuts, lengths: Collection[int]) -> Tensor:
+    """A plain tensor that all ranks hold alike, cut; a DTensor as it is.
 
     On the mesh's device: what lies elsewhere, a loader's batch, is cut first, then moved.
     """
     if type(tensor) is DTensor:
         return tensor
     shape = tuple(tensor.shape)
-    placements = [Shard(0) if shape and name in data_axes else Replicate() for name in mesh.names]
+    placements = cuts.placements(tensor, mesh.names, lengths)
     states = canonical_states("batch", placements, mesh, shape, replicated=INVARIANT)
     layout = layout_of(mesh, states, shape)
     made = convert_plain(tensor, mesh, layout, "batch")
@@ -100,7 +145,7 @@ def shard_batch(plan: Plan, batch: Any) -> Any:
     _calls_of[mesh] = calls + 1
     if calls < FIRST_CHECKS or calls % CHECK_EVERY == 0:
         check_agreement(batch, mesh, "Plan.shard_batch", "a batch to be cut is")
-    return map_tensors(batch, lambda tensor: distributed(tensor, mesh, plan.data_axes))
+    return spread(batch, mesh, cuts_of(plan))
 
 
 _PART_REMEDIES = [
@@ -110,21 +155,37 @@ _PART_REMEDIES = [
 ]
 
 
-def local_batch(plan: Plan, batch: Any) -> Any:
+def local_batch(plan: Plan, batch: Any, whole_sequences: bool = True) -> Any:
     """See `Plan.local_batch`."""
     join()
     device_mesh = tensor_mesh(plan)
-    names = mesh_of(device_mesh).names
-    sharded = [Shard(0) if name in plan.data_axes else Replicate() for name in names]
-    whole = [Replicate()] * len(names)
+    mesh = mesh_of(device_mesh)
+    cuts = cuts_of(plan)
+    lengths = cuts.lengths(batch)
 
     def part(tensor: Tensor) -> Tensor:
+        placements = cuts.placements(tensor, mesh.names, lengths)
+        given = placements
+        if whole_sequences:
+            given = [Replicate() if name == plan.context_axis else p for name, p in zip(mesh.names, placements)]
         try:
-            return from_local(tensor, device_mesh, sharded if tensor.ndim else whole)
+            made = from_local(tensor, device_mesh, given)
         except (ShapeError, PlacementError) as error:
             raise type(error)("Plan.local_batch", error.rule, error.operands, _PART_REMEDIES) from None
+        return made if given == placements else made.redistribute(device_mesh, placements)
 
     return map_tensors(batch, part)
+
+
+def local_sequence(plan: Plan, length: int) -> range:
+    """See `Plan.local_sequence`."""
+    join()
+    mesh = mesh_of(tensor_mesh(plan))
+    state = sharded(0) if plan.context_axis is not None else INVARIANT
+    states = [state if name == plan.context_axis else INVARIANT for name in mesh.names]
+    layout = layout_of(mesh, states, (length,))
+    ((start, stop),) = layout.region_at(mesh.coordinate)[0] or ((0, 0),)
+    return range(start, stop)
 
 
 def parts(plan: Plan, batch: Any, model: nn.Module | None) -> Iterator[Any]:

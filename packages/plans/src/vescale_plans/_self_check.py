@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vescale_dtensor import Placement
+from vescale_dtensor.engine import WAYS
 
 from ._parts import Boundary, Pipeline, PlanError, Precision, check_count
 
@@ -212,6 +213,25 @@ def _expert_axis(plan: Plan) -> None:
         raise PlanError("Plan", f"capacity_factor={factor} without an expert axis limits nothing", (), remedies)
 
 
+def _context(plan: Plan) -> None:
+    if plan.context not in WAYS:
+        remedies = [(f"context={way!r}", "") for way in WAYS]
+        raise PlanError("Plan", f"context is {plan.context!r}, which is no way of attention", (), remedies)
+    axis = plan.context_axis
+    if axis is None:
+        if plan.context != "auto":
+            remedies = [('context_axis="cp"', "the axis over which sequences are cut")]
+            raise PlanError("Plan", f"context={plan.context!r} without a context axis", (), remedies)
+        return
+    _known_axis(plan, "context_axis", axis)
+    taken = {"data_axis": plan.data_axes, "expert_axis": (plan.expert_axis,)}
+    taken["pipeline"] = (plan.pipeline.axis,) if plan.pipeline is not None else ()
+    for field, axes in taken.items():
+        if axis in axes:
+            remedies = [(f'mesh={{..., "{axis}_context": 2}}', "an axis for each")]
+            raise PlanError("Plan", f"axis {axis!r} is both context_axis and {field}", [f"mesh  {plan.mesh}"], remedies)
+
+
 CHECKS: tuple[Callable[[Plan], None], ...] = (
     _mesh,
     _data_axes,
@@ -223,4 +243,5 @@ CHECKS: tuple[Callable[[Plan], None], ...] = (
     _offload,
     _expert_axis,
     _accumulation,
+    _context,
 )

@@ -54,6 +54,12 @@ class Plan:
         offload: optimizer states live in host memory.
         blocks: glob over parameter names -> rows (dim 0) that ZeRO must not split.
         expert_axis: the axis over which experts are spread.
+        context_axis: the axis over which sequences are cut (dim 1 of tensors that enter the model with two or three
+            dims; dim 2 of masks with four): context parallelism. What treats positions one by one runs on its part;
+            attention meets the rest as `context` says. A tensor whose sequence is another dim gets a
+            `Boundary(arguments=...)` of the root, `""`.
+        context: "ring", "all-to-all" (over heads), "gather" (of keys and values), or "auto", by cost. Where heads do
+            not divide, an all-to-all is a ring.
         capacity_factor: each expert takes at most ceil(capacity_factor * tokens * k / experts) of the rows that
             choose it, the first in the order of the batch's tokens; the others add nothing. None drops nothing.
 
@@ -82,6 +88,8 @@ class Plan:
     expert_axis: str | None = None
     capacity_factor: float | None = None
     accumulation: int = 1
+    context_axis: str | None = None
+    context: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("mesh", *_plan_table.GLOBS):  # a caller's own mapping may change later
@@ -118,7 +126,8 @@ class Plan:
 
     @property
     def batch_placements(self) -> tuple[Placement, ...]:
-        """Of the tensors that enter the model: dim 0 is sharded over the data axes."""
+        """Of the tensors that enter the model: dim 0 is sharded over the data axes (for their sequences see
+        `context_axis`)."""
         return self.placements({axis: Shard(0) for axis in self.data_axes})
 
     def __str__(self) -> str:
@@ -217,7 +226,8 @@ class Plan:
         fit(self, model, even=even)
 
     def shard_batch(self, global_batch: Any) -> Any:
-        """The global batch, the same on every rank, as DTensors sharded over the data axes (dim 0).
+        """The global batch, the same on every rank, as DTensors sharded over the data axes (dim 0), and their sequences
+        over the context axis.
 
         What a model does to plain tensors that enter it, made ahead: a slice, no
         communication, and no check that the ranks agree.
@@ -244,15 +254,30 @@ class Plan:
 
         return parts(self, batch, model)
 
-    def local_batch(self, batch: Any) -> Any:
-        """This rank's part of the batch as DTensors sharded over the data axes (dim 0); nothing is moved.
+    def local_batch(self, batch: Any, *, whole_sequences: bool = True) -> Any:
+        """This rank's part of the batch as DTensors sharded over the data axes (dim 0), and their sequences over the
+        context axis; nothing is moved.
 
-        Arguments: tensors, in any nesting of tuples, lists and dicts. Ranks that differ
-        only along other axes must give the same part.
+        Arguments:
+            batch: tensors, in any nesting of tuples, lists and dicts. Ranks that differ only along other axes must
+                give the same part.
+            whole_sequences: ranks along the context axis give the same whole sequences, which are cut here. False:
+                each gives its part of them, as `local_sequence` cuts it, so that no rank ever holds a whole one.
 
         The ranks exchange shapes (a small all-gather); parts may differ in size as
         torch.chunk's do. Raises ShapeError, on all ranks alike, when they do not fit.
         """
         from ._inputs import local_batch
 
-        return local_batch(self, batch)
+        return local_batch(self, batch, whole_sequences)
+
+    def local_sequence(self, length: int) -> range:
+        """The places of a sequence of `length` that this rank holds, for a loader that reads no others.
+
+        Example:
+            >>> part = plan.local_sequence(len(tokens))
+            >>> batch = plan.local_batch({"input_ids": tokens[None, part.start : part.stop]}, whole_sequences=False)
+        """
+        from ._inputs import local_sequence
+
+        return local_sequence(self, length)

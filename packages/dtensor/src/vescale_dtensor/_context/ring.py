@@ -24,8 +24,9 @@ from .._mesh import Mesh
 from .._region import Ranges
 from .._tensor import local_only
 from . import transfer
+from .empty import Table, blocks_seen
 from .kernels import Kernel, Scores, kernel_for
-from .tiles import Tile, needs, tiles
+from .tiles import Tile, tiles
 
 _HALVES = (torch.bfloat16, torch.float16)
 FORWARD, BACKWARD = "ring", "ring_gradient"
@@ -52,15 +53,19 @@ class Circle:
         """Columns of a block."""
         return sum(stop - start for start, stop in self.columns[block])
 
-    def steps(self, causal: bool):
+    def steps(self, seen: Table) -> list[tuple[int | None, int | None]]:
         """Per step after the first: (the block that comes or None, the rank that gets this one's or None)."""
-        needed, rank, count = needs(self.rows, self.columns, causal), self.rank, self.count
+        rank, count, found = self.rank, self.count, []
         for step in range(1, count):
             block, to = (rank - step) % count, (rank + step) % count
-            yield block if needed[rank][block] else None, to if needed[to][rank] else None
+            found.append((block if seen[rank][block] else None, to if seen[to][rank] else None))
+        return found
 
-    def tiles(self, block: int, causal: bool) -> tuple[Tile, ...]:
-        return tiles(self.rows[self.rank], self.columns[block], causal)
+    def seen(self, causal: bool, mask: Tensor | None) -> Table:
+        return blocks_seen(self.mesh, self.axis, self.rows, self.columns, causal, mask)
+
+    def tiles(self, block: int, causal: bool, seen: Table) -> tuple[Tile, ...]:
+        return tiles(self.rows[self.rank], self.columns[block], causal) if seen[self.rank][block] else ()
 
 
 def attend(
@@ -71,17 +76,18 @@ def attend(
 
     mask, noise: this rank's rows (or one for all), all columns (or one for all); see `kernels`.
     """
-    return _Ring.apply(circle, query, key, value, mask, noise, causal, scale)
+    seen = circle.seen(causal, mask)
+    return _Ring.apply(circle, seen, query, key, value, mask, noise, causal, scale)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, circle, query, key, value, mask, noise, causal, scale):
+    def forward(ctx, circle, seen, query, key, value, mask, noise, causal, scale):
         with local_only():
             kernel = kernel_for(query, key, value, mask, noise)
-            out, lse = _forward(kernel, circle, query, key, value, mask, noise, causal, scale)
+            out, lse = _forward(kernel, circle, seen, query, key, value, mask, noise, causal, scale)
         ctx.save_for_backward(query, key, value, mask, noise, out, lse)
-        ctx.circle, ctx.kernel, ctx.causal, ctx.scale = circle, kernel, causal, scale
+        ctx.circle, ctx.seen, ctx.kernel, ctx.causal, ctx.scale = circle, seen, kernel, causal, scale
         ctx.cause = _events.current_cause()
         return out
 
@@ -94,30 +100,30 @@ class _Ring(torch.autograd.Function):
         with local_only():
             query, key, value, mask, noise, out, lse = ctx.saved_tensors
             _events.restore_cause(ctx.cause)
-            needs_mask = mask is not None and ctx.needs_input_grad[4]
+            needs_mask = mask is not None and ctx.needs_input_grad[5]
             grads = _backward(
-                ctx.kernel, ctx.circle, grad, query, key, value, mask, noise, out, lse, ctx.causal, ctx.scale,
-                needs_mask,
+                ctx.kernel, ctx.circle, ctx.seen, grad, query, key, value, mask, noise, out, lse, ctx.causal,
+                ctx.scale, needs_mask,
             )  # fmt: skip
-        return None, *grads, None, None, None
+        return None, None, *grads, None, None, None
 
 
 def _forward(
-    kernel: Kernel, circle: Circle, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    kernel: Kernel, circle: Circle, seen: Table, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     noise: Tensor | None, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     mesh, axis, rank = circle.mesh, circle.axis, circle.rank
     merged = _Merged(query, value)
 
     def meet(block: int, key: Tensor, value: Tensor) -> None:
-        for tile in circle.tiles(block, causal):
+        for tile in circle.tiles(block, causal, seen):
             scores = Scores(_part(mask, tile), _part(noise, tile), tile.triangle, scale)
             rows, columns = slice(*tile.rows), slice(*tile.columns)
             part = kernel.forward(query[..., rows, :], key[..., columns, :], value[..., columns, :], scores)
             merged.add(rows, *part)
 
     mine = _Blocks(circle, key, value)
-    plan = list(circle.steps(causal))
+    plan = circle.steps(seen)
     arriving = mine.begin(plan[0]) if plan else None
     meet(rank, key, value)
     for at, (block, _) in enumerate(plan):
@@ -130,8 +136,8 @@ def _forward(
 
 
 def _backward(
-    kernel: Kernel, circle: Circle, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-    noise: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float, needs_mask: bool,
+    kernel: Kernel, circle: Circle, seen: Table, grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, noise: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float, needs_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     mesh, axis, rank = circle.mesh, circle.axis, circle.rank
     wide = torch.float32 if query.dtype in _HALVES else query.dtype
@@ -141,7 +147,7 @@ def _backward(
     lse = lse.masked_fill(dead, 0.0)
 
     def meet(block: int, key: Tensor, value: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
-        for tile in circle.tiles(block, causal):
+        for tile in circle.tiles(block, causal, seen):
             scores = Scores(_part(mask, tile), _part(noise, tile), tile.triangle, scale, needs_mask)
             rows, columns = slice(*tile.rows), slice(*tile.columns)
             found = kernel.backward(
@@ -155,7 +161,7 @@ def _backward(
                 _part(grad_mask, tile).add_(found[3])
 
     mine = _Blocks(circle, key, value)
-    plan = list(circle.steps(causal))
+    plan = circle.steps(seen)
     arriving = mine.begin(plan[0]) if plan else None
     grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
     meet(rank, key, value, grad_key, grad_value)

@@ -2,6 +2,7 @@
 
     other dims sharded            stay sharded
     cat of plain shards of one block length along their dim    InterleavedShard, no communication
+    cat with legacy tensors of shape [0] alone                 stays sharded, on its dim, too
     split of an InterleavedShard into whole groups             shards of fewer groups, no communication
     else the dim must be whole    moved to another dim: all-to-all, else all-gather
     pending, I, R                 unchanged; cat of a pending with others is pending
@@ -47,9 +48,11 @@ def cat(call: Call):
     labels = tuple(None if d == dim else d for d in range(ndim))
     shape = list(joined[0].shape)
     shape[dim] = sum(operand.shape[dim] for operand in joined)
+    alone = len(joined) == 1  # beside an empty cache: its dim may stay cut
+    own = tuple(range(ndim))
     return Signature(
-        [labels if operand.ndim == ndim else (None,) for operand in call.operands],
-        [tuple("joined" if d == dim else d for d in range(ndim))],
+        [(own if alone else labels) if operand in joined else (None,) for operand in call.operands],
+        [own if alone else tuple("joined" if d == dim else d for d in range(ndim))],
         linear=[tuple(range(len(call.operands)))],
         shapes=[tuple(shape)],
         extra=_blocks(call, dim) if len(joined) == len(call.operands) else None,

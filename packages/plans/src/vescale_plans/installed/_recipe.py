@@ -10,15 +10,16 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor.engine import Mesh, mesh_of
+from vescale_dtensor.engine import Mesh, mesh_of, pin
 
 from .._adopt import watch
 from .._boundary import install_boundary, install_scopes
 from .._expert_lists import ListBorder
 from .._expert_structure import Experts
 from .._experts import ExpertsBorder
-from .._inputs import RootBorder
+from .._inputs import RootBorder, cuts_of
 from .._loss import LossBorder, LossFn
+from .._masks import MaskBorder
 from .._recompute import install_recompute
 from .._slot import Sharing
 from .._wrappers import refuse_wrappers
@@ -90,7 +91,10 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     install_scopes(model)
     if recipe.loss_fn is not None:
         LossBorder(model, recipe.loss_fn)
-    RootBorder(model, mesh, plan.data_axes)
+    RootBorder(model, mesh, cuts_of(plan))
+    if plan.context_axis is not None:
+        pin(mesh, mesh.axis(plan.context_axis), plan.context)
+        MaskBorder(model, mesh, mesh.axis(plan.context_axis))
     lists = [model.get_submodule(name) for name in recipe.experts.listed]
     made = Parallelized(recipe, DataParallel(model, _sharing(plan, mesh), recipe.blocks, lists), borders)
     object.__setattr__(model, "_vescale", made)

@@ -1,0 +1,76 @@
+"""HuggingFace's attention masks by rows: a rank makes those of its part of the sequence, and no mask is ever whole.
+
+transformers makes a mask by a function of places, applied to an index tensor for rows and one for columns that
+broadcast (`masking_utils`), through a table that is open to whoever brings an attention of his own. While a model with
+a context axis runs, the function is given the rows' places as a tensor that is cut over that axis: what it computes
+from them, causal, sliding window, chunks, padding, documents or a user's own, is cut likewise, by the engine's rules.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+from vescale_dtensor.engine import INVARIANT, Mesh, convert_plain, layout_of, sharded
+
+_ROWS = 2  # of [batch, heads, rows, columns]
+_running: list[tuple[Mesh, int]] = []
+"""The meshes of the models that run, with their context axes, the innermost last."""
+
+
+class MaskBorder:
+    """Hooks of the root module: within its forward masks are made by rows."""
+
+    def __init__(self, root: nn.Module, mesh: Mesh, axis: int) -> None:
+        self._context = mesh, axis
+        root.register_forward_pre_hook(self._enter)
+        root.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, root: nn.Module, args: tuple) -> None:
+        _install()
+        _running.append(self._context)
+
+    def _leave(self, root: nn.Module, args: tuple, output: Any) -> None:
+        if _running and _running[-1] == self._context:  # another hook of the root may have failed before `_enter`
+            _running.pop()
+
+
+def _install() -> None:
+    """Puts the table's functions that build masks of rows and columns behind `_by_rows`; once."""
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        return
+    table = masks.ALL_MASK_ATTENTION_FUNCTIONS
+    for name in ("sdpa", "eager"):
+        made = table.get(name)
+        if made is not None and not hasattr(made, "_vescale"):
+            table.register(name, _by_rows(made))
+
+
+def _by_rows(make: Callable) -> Callable:
+    @wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("mask_function")
+        if _running and given is not None and not kwargs.get("use_vmap"):
+            mesh, axis = _running[-1]
+
+            def of_rows(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+                return given(batch, head, _cut(row, mesh, axis), column)
+
+            kwargs = {**kwargs, "mask_function": of_rows}
+        return make(*args, **kwargs)
+
+    made._vescale = True
+    return made
+
+
+def _cut(rows: Tensor, mesh: Mesh, axis: int) -> Tensor:
+    if type(rows) is DTensor or rows.ndim != 4:
+        return rows
+    states = [sharded(_ROWS) if at == axis else INVARIANT for at in range(mesh.ndim)]
+    return convert_plain(rows, mesh, layout_of(mesh, states, tuple(rows.shape)), "attention mask")
