@@ -17,7 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import torch.nn.functional as F
+
 from .._mesh import Mesh
+from .._rules.registry import TABLE
 
 RING, HEADS, GATHER, AUTO = "ring", "all-to-all", "gather", "auto"
 WAYS = (AUTO, RING, HEADS, GATHER)
@@ -54,7 +57,9 @@ class Choice:
 
 def pin(mesh: Mesh, axis: int, way: str) -> None:
     """From now on, attention over `axis` goes that way where it can."""
-    _pins.setdefault(mesh, {})[axis] = way
+    if pinned(mesh, axis) != way:
+        _pins.setdefault(mesh, {})[axis] = way
+        TABLE[F.scaled_dot_product_attention].cache.clear()  # what was decided before
 
 
 def pinned(mesh: Mesh, axis: int) -> str:

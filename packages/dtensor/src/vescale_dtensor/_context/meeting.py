@@ -16,7 +16,7 @@ from .._region import cut, cut_sizes
 from .._rules.registry import Operand
 from .._state import VARYING, State
 from . import heads, ring
-from .choice import GATHER, HEADS, Choice, Problem, chosen, pinned
+from .choice import HEADS, Choice, Problem, chosen, pinned
 from .ring import Circle
 
 
@@ -28,7 +28,7 @@ class Meeting(NamedTuple):
 
 
 def meeting_of(mesh: Mesh, query: Operand, key: Operand, value: Operand, *, swaps: bool) -> Meeting | None:
-    """The axis that alone cuts the sequence of q, of k and of v; None where there is none, or k and v are gathered.
+    """The axis that alone cuts the sequence of q, of k and of v; None where there is none.
 
     swaps: whether the kernel can attend some of the heads by itself (it draws nothing). The same on all ranks.
     """
@@ -47,7 +47,16 @@ def meeting_of(mesh: Mesh, query: Operand, key: Operand, value: Operand, *, swap
     if value.states[axis].at(0) is not key.states[axis].at(0):
         return None
     choice = chosen(_problem(mesh, axis, query, key, value), pinned(mesh, axis), swaps and _divides(mesh, axis, query))
-    return None if choice.way == GATHER else Meeting(axis, choice)
+    return Meeting(axis, choice)
+
+
+def gathered(meeting: Meeting, operands: list[Operand], *moved: Operand) -> list[Operand]:
+    """The operands with `moved` whole on the axis: what is decided then leaves queries where they are."""
+    found = list(operands)
+    for operand in moved:
+        states = [VARYING if axis == meeting.axis else state for axis, state in enumerate(operand.states)]
+        found[operand.index] = Operand(operand.layout.with_states(states), operand.plain, operand.index)
+    return found
 
 
 def states_for(

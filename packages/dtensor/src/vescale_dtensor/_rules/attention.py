@@ -12,12 +12,14 @@ v pending                  the result is linear in it -> P
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 import torch
 import torch.nn.functional as F
 
-from .._context.meeting import Meeting, meeting_of, meets, run_for, states_for
+from .._context.choice import GATHER
+from .._context.meeting import Meeting, gathered, meeting_of, meets, run_for, states_for
 from .._layout import Layout
 from .._signature import Signature, solve
 from .body import run_body
@@ -76,6 +78,10 @@ def _decide(
         names = (*places, "l", "s")
         found[mask.index] = tuple(None if d is None else names[d] for d in labels_for(mask, sizes))
     meeting = None if stand_in is not None else _meeting(call, query, key, value, mask, kernel)
+    gathers = meeting is not None and meeting.choice.way == GATHER
+    if gathers:
+        moved = gathered(meeting, call.operands, key, value)
+        before, call, meeting = call, replace(call, operands=moved), None
     signature = Signature(
         [found[operand.index] for operand in call.operands], [(*places, "l", "ev")],
         whole={"s", "e", "ev", "kv"} | ({"l"} if stand_in is not None else set()), linear=[(value.index,)],
@@ -88,6 +94,11 @@ def _decide(
         decision = solve(call, signature)
     if decision is None:
         return None
+    if gathers:
+        targets = _decided(decision, *call.operands)
+        decision.targets = tuple(
+            None if target is operand.layout else target for target, operand in zip(targets, before.operands)
+        )
     here, there = _decided(decision, query, key)
     head_axes = here.axes_of(query.ndim - 3) if heads != "h" else ()
     if heads == "alike" and not _groups_stay(here, head_axes, key):
