@@ -42,6 +42,7 @@ COMMUNICATES = {
         "_worker",  # a rank of the test pool
         "communication",  # answers calls of torch.distributed on DTensors; sends nothing
         "testing",
+        "transfer",  # sends and receives blocks of keys and values
     },
     "checkpoint": {
         "_sync",  # what ranks tell each other during a save or a load

@@ -202,6 +202,8 @@ CHECKS: tuple[Check, ...] = (
     Check(8, 4, "changes, and what outlives a call", tests("packages/plans/tests/test_static_changes.py")),
     Check(20, 2, "mutations of what a forward reads", tests("packages/plans/tests/test_static_reads.py"), 30 * MINUTES),
     Check(20, 2, "202 forwards that leave traces", tests("packages/plans/tests/test_static_traces.py"), 20 * MINUTES),
+    Check(24, 1, "long sequences on stock models", tests("packages/vescale/tests/test_context.py"), 30 * MINUTES),
+    Check(24, 5, "300 attention problems; traffic by formula", tests("packages/dtensor/tests/test_context.py")),
     Check(12, 1, "five commits, one slowed", tests("tools/tests/test_benchmark_history.py")),
     Check(12, 1, "five commits of this repository", ("make", "-s", "bench-history", "N=5"), 60 * MINUTES),
     Check(12, 1, "its dashboard, and no headline red", ("make", "-s", "dashboard")),

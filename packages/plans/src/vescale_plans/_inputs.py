@@ -172,7 +172,7 @@ def local_batch(plan: Plan, batch: Any, whole_sequences: bool = True) -> Any:
             made = from_local(tensor, device_mesh, given)
         except (ShapeError, PlacementError) as error:
             raise type(error)("Plan.local_batch", error.rule, error.operands, _PART_REMEDIES) from None
-        return made if given == placements else made.redistribute(device_mesh, placements)
+        return made if given == placements else made.redistribute(placements)
 
     return map_tensors(batch, part)
 

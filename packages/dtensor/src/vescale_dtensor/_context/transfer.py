@@ -43,6 +43,8 @@ def start(sends: Sequence[Message], receives: Sequence[Message], mesh: Mesh, axi
     received = sum(tensor.nbytes for _, tensor in receives)
     event = _events.announce(kind, line.axes, received, len(receives)) if _events.listeners else None
     noted = _flight.note(kind, line, received, STARTED)
+    if not group_sends(mesh, axis):
+        return UnderWay([], (sends, receives), noted, event)
     posted = [dist.P2POp(dist.isend, _wire(tensor), line.ranks[to], group) for to, tensor in sends]
     posted += [dist.P2POp(dist.irecv, _wire(tensor), line.ranks[of], group) for of, tensor in receives]
     try:
@@ -66,11 +68,16 @@ def wait(started: UnderWay | None, mesh: Mesh, axis: int, kind: str) -> None:
     _events.settle(started.event)
 
 
+def group_sends(mesh: Mesh, axis: int) -> bool:
+    """Whether there are processes to send to: in a dry run there are none, and what is received is memory alone."""
+    return mesh.backend((axis,)) != "fake"
+
+
 def greet(mesh: Mesh, axis: int, tensor: Tensor) -> None:
     """Before the first messages of a group: NCCL makes its communicator in a collective of all ranks."""
     group = mesh.group((axis,))
     if group not in _greeted:
-        if mesh.backend((axis,)) not in ("gloo", "fake"):
+        if group_sends(mesh, axis) and mesh.backend((axis,)) != "gloo":
             all_gather(tensor.new_zeros(1), mesh, (axis,), "greet")
         _greeted.add(group)
 
