@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import time
 
 import pytest
 import torch
@@ -226,7 +227,7 @@ def test_a_rank_that_is_gone_while_a_person_thinks_is_named() -> None:
 
         def until_told() -> None:
             while "gone" not in sys.stdout.getvalue():
-                session.wait(0.1)
+                time.sleep(0.1)
 
         receive = session.Stop.receive
         if rank == 2:

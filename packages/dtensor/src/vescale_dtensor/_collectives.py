@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from . import _events, _flight
-from ._debugger import session
 from ._endings import first_ending
 from ._errors import CommunicationError
 from ._flight import DONE, FAILED, STARTED, WAITING
@@ -294,17 +293,6 @@ def faking(backend: str) -> Iterator[None]:
         yield
     finally:
         del _ENGINES[_FAKE]
-
-
-@contextlib.contextmanager
-def simulated(backend: str, simulation: session.Simulation) -> Iterator[None]:
-    """Within the block `backend` is one in this process, whose ranks take turns; what it moves goes the way of gloo."""
-    _ENGINES[backend], session.simulation = _ENGINES["gloo"], simulation
-    try:
-        yield
-    finally:
-        del _ENGINES[backend]
-        session.simulation = None
 
 
 # What a backend can move as it is; anything else travels as bytes. Reductions on gloo sum locally, so they never mind.

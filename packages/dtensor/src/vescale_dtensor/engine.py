@@ -9,7 +9,6 @@ from ._canonical.mode import is_reproducible as is_reproducible
 from ._collectives import connection_lost as connection_lost
 from ._collectives import faking as faking
 from ._collectives import gather_objects as gather_objects
-from ._collectives import simulated as simulated
 from ._context.choice import WAYS as WAYS
 from ._context.choice import pin as pin
 from ._conversion import communicates as communicates

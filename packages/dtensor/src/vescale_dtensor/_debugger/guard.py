@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from .. import _events, _flight
 from .._errors import CommunicationError
-from .session import Stop, wait
+from .session import Stop
 
 MEETING_SECONDS = 120.0
 """So long a rank waits for the others to come to a collective of a command."""
@@ -107,7 +107,7 @@ def _meet(stop: Stop, kind: str, ranks: Sequence[int], key: str, where: str) -> 
         if why is not None:
             stop.wire.put(f"{key}/{stop.rank}", _GAVE_UP)
             raise _refused(kind, where, why)
-        wait(pause)
+        time.sleep(pause)
         pause = min(2 * pause, 0.05)
 
 
