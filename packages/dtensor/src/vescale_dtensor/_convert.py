@@ -74,6 +74,8 @@ class Alias(Function):
 
 def alias(tensor: Tensor) -> Tensor:
     """A plain tensor that shares storage, version and autograd history with `tensor`."""
+    if is_grad_enabled():
+        tensor = read(tensor)
     with local_only():
         if is_grad_enabled() and tensor.requires_grad:
             return Alias.apply(tensor)
@@ -103,6 +105,16 @@ def on_device(tensor: Tensor, mesh: Mesh) -> Tensor:
     return tensor.to(device, non_blocking=here == "cpu" and not tensor.is_pinned())
 
 
+def read(tensor: Tensor) -> Tensor:
+    """What a function computes with: `tensor`, but for a parameter at rest in memory that somebody owns.
+
+    Autograd knows a parameter by one shape, and its part at rest has another: its owner gives a tensor of the same
+    values, through which a gradient finds its way. The layout of such a parameter is an untracked one.
+    """
+    owner = tensor.__dict__.get("_owner") if type(tensor) is DTensor else None
+    return tensor if owner is None or not tensor._layout.is_untracked else owner.read(tensor)
+
+
 def convert(tensor: DTensor, target: Layout, cause: object = "redistribute", *, own: bool = False) -> DTensor:
     """`tensor` under the layout `target`; the tensor itself when it is there already.
 
@@ -112,6 +124,8 @@ def convert(tensor: DTensor, target: Layout, cause: object = "redistribute", *, 
     source = tensor._layout.base
     if source is target:
         return tensor
+    if tensor._layout is not source:
+        tensor = read(tensor)
     _events.set_cause(cause)
     return _converted(tensor, source, target, fresh=True, own=own)
 

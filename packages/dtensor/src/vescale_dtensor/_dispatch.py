@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 from . import _events, _fallback, _forms
 from ._arguments import ATOMS, collect, key_of, keyed, substitute
 from ._conversion import is_alias
-from ._convert import alias, convert_operand, describe
+from ._convert import alias, convert_operand, describe, read
 from ._copies import as_on_one_device, check_writable, mark_copy
 from ._errors import GradientError, InternalError, MeshError, OperatorError, PlainTensorError, VescaleError
 from ._flat_rules import decide_flat
@@ -256,8 +256,15 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
         for tensor in tensors:
             if type(tensor) is not DTensor and tensor.grad_fn is not None:
                 _raise_lost_layout(function, tensor, tensors)
-    for index in decision.untracked:
-        _check_tracked(function, tensors[index])
+    if decision.untracked:
+        for index in decision.untracked:
+            _check_tracked(function, tensors[index])
+        if is_grad_enabled() and Trait.METADATA not in entry.traits:
+            given = [one if i == 0 and entry.inplace else read(one) for i, one in enumerate(tensors)]
+            if any(one is not tensor for one, tensor in zip(given, tensors)):
+                queue = iter(given)
+                args = substitute(args, lambda _: next(queue))
+                return call_entry(entry, function, args, substitute(kwargs, lambda _: next(queue)))
     if decision.composite is not None:
         return decision.composite(*args, **kwargs)
     for index in decision.mutated:

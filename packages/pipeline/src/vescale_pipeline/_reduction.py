@@ -75,6 +75,8 @@ class Notes(TorchFunctionMode):
         given = map_tensors((args, kwargs or {}), self._ref)
         out = function(*args, **(kwargs or {}))
         name = name_of(function)
+        if name == "__set__" and isinstance(args[0], nn.Parameter):
+            return out  # of a plan: parameters are pointed at gathered memory, or at what they rest in
         made = [args[0]] if name in ("__setitem__", "__set__") else tensors_in(out)
         if made or name in _READS:
             outs = tuple(self._new(tensor, strange=False) for tensor in made)

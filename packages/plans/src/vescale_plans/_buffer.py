@@ -130,7 +130,8 @@ class Buffer:
         slot.numel, slot.shape = prod(layout.local_shape), layout.local_shape
         slot.gradient = slot.optimized = slot.arriving = None
         slot.is_copied = slot.is_away = slot.is_lent = False
-        slot.is_separate = self.separate
+        slot.is_separate, slot.is_met = self.separate, False
+        slot.open_gradients = self._open_at_rest
         slot.hooks = OrderedDict() if self.reduces else None
         if self.shards:
             cut = flat(layout.ndim, self.packing.units(i, largest_shard(layout)))
@@ -174,6 +175,7 @@ class Buffer:
             else:
                 low, high = 0, slot.numel
                 slot.master = self.master[slot.start : slot.start + slot.numel].view(slot.shape)
+            slot.held = (low, high) if high > low else (0, 0)
             with torch.no_grad(), local_only():
                 if not self.separate:
                     slot.full.copy_(value.view(slot.shape))
@@ -332,6 +334,15 @@ class Buffer:
                     self.filled.discard(i)
                 _set_grad(slot.parameter, slot.gradient)
 
+    def _open_at_rest(self) -> None:
+        """`open_gradients`, in a backward that comes to parameters at rest."""
+        at_rest = any(slot.parameter._layout.base is not slot.full_layout for slot in self.slots)
+        if at_rest:
+            self.expose(True)  # a gradient has the shape of its tensor when it is set
+        self.open_gradients()
+        if at_rest:
+            self.expose(False)
+
     def arrived(self, i: int) -> None:
         """Autograd has added to a parameter's gradient."""
         slot = self.slots[i]
@@ -342,6 +353,7 @@ class Buffer:
             if now is not slot.gradient:
                 self._put(i, slot, now)
                 _set_grad(slot.parameter, slot.gradient)
+            slot.part()
         self.filled.add(i)
         self.came.add(i)
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor, Layout, PlacementError
-from vescale_dtensor.engine import INVARIANT, PENDING, Mesh, convert, convert_plain, forget, local_only
+from vescale_dtensor.engine import INVARIANT, PENDING, Mesh, convert, convert_plain, forget, local_only, stamp
 
 from ._packing import whole_rows
 
@@ -38,13 +40,35 @@ class Sharing:
     offload: bool = False
 
 
+class Read(Function):
+    """A parameter's part at rest -> the same values; backward, a part's gradient -> what this rank adds to the whole's.
+
+    Parts of different ranks are of different elements, so what is sent is nothing more than the sum over ranks that the
+    gradients of the model's own use take.
+    """
+
+    @staticmethod
+    def forward(ctx, part: Tensor, slot: Slot) -> Tensor:
+        ctx.slot = slot
+        with local_only():
+            return part.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        with local_only():
+            return ctx.slot.spread(grad), None
+
+
+_read = super(Function, Read).apply  # `apply` of others is replaced by one that gathers
+
+
 class Slot:
     """One parameter's place in a buffer."""
 
     __slots__ = (
         "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
         "gradient_layout", "full", "master", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
-        "is_separate", "hooks",
+        "is_separate", "is_met", "hooks", "held", "open_gradients",
     )  # fmt: skip
 
     parameter: DTensor
@@ -59,9 +83,47 @@ class Slot:
     arriving: Tensor | None  # on the host, where the gradients of an offloaded parameter arrive
     is_copied: bool  # whether `optimized` is a copy of the master, on the host
     is_separate: bool  # whether `full` is memory of its own, which rests empty, or as a copy in another dtype
+    is_met: bool  # the parameter at rest is shown whole while autograd adds to its gradient
     is_away: bool  # the parameter was pointed at memory of somebody else's
     is_lent: bool  # its memory was given to somebody whose writes do not count the parameter's version up
     hooks: OrderedDict[int, Callable] | None  # the user's, for the reduced gradient; None where nothing is reduced
+
+    held: tuple[int, int]  # the range of the local shard, flattened, that the master is
+    open_gradients: Callable[[], None]  # the buffer's: autograd adds into its memory from there on
+
+    def read(self, tensor: DTensor) -> Tensor:
+        """The parameter at rest, for a function that computes with it: with gradient, a tensor of its own.
+
+        Autograd knows a parameter by one shape, which is that of the whole, for so the model uses it.
+        """
+        if tensor is not self.parameter or not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor
+        with local_only():
+            self.show(True)
+            node = Tensor.view_as(tensor, tensor).grad_fn.next_functions[0][0]
+            self.show(False)
+            node.register_prehook(self._meet)
+            return stamp(_read(tensor, self), self.master_layout)
+
+    def _meet(self, grads: tuple[Tensor, ...]) -> None:
+        """Before autograd adds to the gradient: the parameter has the gradient's shape, until it was added."""
+        with local_only():
+            if self.parameter._layout.base is not self.full_layout:
+                self.is_met = True
+                self.show(True)
+
+    def part(self) -> None:
+        """After it. With dispatch off."""
+        if self.is_met:
+            self.is_met = False
+            self.show(False)
+
+    def spread(self, grad: Tensor) -> Tensor:
+        """A gradient of the part, as one of the whole local shard: zero elsewhere. With dispatch off."""
+        self.open_gradients()
+        low, high = self.held
+        whole = F.pad(grad.reshape(-1), (low, self.numel - high)).view(self.shape)
+        return whole.to(self.full.device)
 
     def register(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """`register_post_accumulate_grad_hook` of the parameter."""
@@ -79,7 +141,10 @@ class Slot:
         parameter = self.parameter
         forget(parameter)
         _set_data(parameter, self.full if whole else self.master)
-        parameter._layout = self.full_layout if whole else self.master_layout
+        if whole:
+            parameter._layout = self.full_layout
+        else:  # an untracked one, so that what computes with it asks for `read`
+            parameter._layout = self.master_layout.untracked if self.is_separate else self.master_layout
 
     def replace(self, tensor: DTensor, value: Tensor) -> None:
         """`tensor.data = value`, of the parameter: it lies there until the buffer takes the values in. What is over

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 
 from . import _device_check
 
@@ -107,21 +108,22 @@ def python_and_torch() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """The siblings that vescale pins, at the versions that it pins."""
+    """The siblings that vescale requires, in the ranges that it requires."""
     wrong = []
-    pins = [line.split(";")[0].split("==") for line in metadata.requires("vescale") or () if "vescale-" in line]
-    for name, wanted in ((name.strip(), wanted.strip()) for name, wanted in pins):
+    siblings = [one for one in map(Requirement, metadata.requires("vescale") or ()) if one.name.startswith("vescale-")]
+    for sibling in siblings:
         try:
-            version = metadata.version(name)
+            version = metadata.version(sibling.name)
         except metadata.PackageNotFoundError:
-            version = "missing"
-        if version != wanted:
-            wrong.append(f"{name} {version}, not {wanted}")
+            wrong.append(f"{sibling.name} is missing")
+            continue
+        if version not in sibling.specifier:
+            wrong.append(f"{sibling.name} {version}, not {sibling.specifier}")
     own = metadata.version("vescale")
     if wrong:
         yield Finding("packages", BAD, "; ".join(wrong), f'pip install "vescale=={own}"')
     else:
-        yield Finding("packages", GOOD, f"vescale {own} and its {len(pins)} packages match")
+        yield Finding("packages", GOOD, f"vescale {own} and its {len(siblings)} packages match")
 
 
 def devices() -> Iterator[Finding]:

@@ -1,0 +1,128 @@
+"""Parameters read with gradient where they rest as parts, beside the model's own use: penalties, ties, vectors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vescale_dtensor import Replicate, Shard, comm_trace
+from vescale_dtensor.testing import run_ranks, slice_of
+from vescale_plans import Plan, Precision, no_sync, parallelize
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def squares(model, x):
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def one_of_them(model, x):
+    return model.blocks[0][0].weight.abs().sum() + model.head.bias.sum()
+
+
+def used_again(model, x):
+    return F.linear(x, model.blocks[1][0].weight, model.blocks[0][0].bias).square().mean()
+
+
+def as_vector(model, x):
+    return nn.utils.parameters_to_vector(model.parameters()).square().mean()
+
+
+def as_whole(model, x):
+    weight = model.head.weight
+    return weight.redistribute([Replicate()] * weight.device_mesh.ndim).square().sum()
+
+
+def of_norms(model, x):
+    return torch.stack([p.norm() for p in model.parameters()]).sum()
+
+
+def orthogonal(model, x):
+    weight = model.blocks[0][0].weight
+    return (weight @ weight.T - torch.eye(6)).square().sum()
+
+
+def squared_gradient(model, x):
+    weight = model.head.weight
+    (gradient,) = torch.autograd.grad((weight**3).sum(), weight, create_graph=True)
+    return gradient.square().sum()
+
+
+PENALTIES = [squares, one_of_them, used_again, as_vector, as_whole, of_norms, orthogonal, squared_gradient]
+COLUMNS = {"*blocks.*.weight": {"tp": Shard(0)}, "*blocks.*.bias": {"tp": Shard(0)}, "*": {}}
+PLANS = {
+    "zero3": Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3),
+    "zero3 checkpointed": Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3, checkpointing={"blocks.*": True}),
+    "zero2 precision": Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=2, precision=Precision(torch.float32)),
+    "zero3 hybrid": Plan(mesh={"out": 2, "dp": 2}, parameters={"*": {}}, zero=3, data_axis=("out", "dp")),
+    "zero3 tp": Plan(mesh={"dp": 2, "tp": 2}, parameters=COLUMNS, zero=3),
+    "zero1": Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=1),
+}
+WHEN = ["before", "after", "alone", "accumulated"]
+CASES = [(plan, penalty, when) for plan in PLANS for penalty in PENALTIES for when in WHEN]
+
+
+def train(plan, penalty, when):
+    torch.manual_seed(0)
+    model = Net()
+    model, optimizer = parallelize(plan, model, lambda given: torch.optim.AdamW(given, lr=0.05))
+    seen = []
+    for step in range(3):
+        torch.manual_seed(step)
+        parts = torch.randn(2, 4, 6).unbind()
+        for i, x in enumerate(parts if when == "accumulated" else parts[:1]):
+            if when == "accumulated" and i == 0:
+                with no_sync(model):
+                    (model(x).square().mean() + 0.1 * penalty(model, x)).backward()
+                continue
+            loss = 0.1 * penalty(model, x) if when != "after" else 0.0
+            if when != "alone" or step == 0:
+                loss = loss + model(x).square().mean()
+            if when == "after":
+                loss = loss + 0.1 * penalty(model, x)
+            loss.backward()
+            seen.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, [p.detach().full_tensor() for p in model.parameters()]
+
+
+def alone(penalty, when):
+    return run_ranks(1, train, Plan(mesh={}, parameters={"*": {}}), penalty, when)[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "penalty", "when"), slice_of(CASES, 12), ids=lambda value: getattr(value, "__name__", value)
+)
+def test_against_one_device(plan, penalty, when):
+    losses, parameters = alone(penalty, when)
+    ranks = torch.Size(PLANS[plan].mesh.values()).numel()
+    for got, trained in run_ranks(ranks, train, PLANS[plan], penalty, when):
+        assert got == pytest.approx(losses, abs=1e-5)
+        for ours, wanted in zip(trained, parameters, strict=True):
+            torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
+
+
+def moved(plan):
+    """Collectives of a penalty alone, both ways."""
+    model, _ = parallelize(plan, Net(), None)
+    with comm_trace() as trace:
+        loss = model.blocks[0][0].weight.square()
+    return trace.count(), loss.to_local().numel()
+
+
+def test_elementwise_functions_stay_on_the_parts():
+    for count, numel in run_ranks(2, moved, PLANS["zero3"]):
+        assert count == 0
+        assert numel < 36
