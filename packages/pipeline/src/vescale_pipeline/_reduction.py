@@ -72,13 +72,13 @@ class Notes(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = map_tensors((args, kwargs or {}), self._ref)
-        out = function(*args, **(kwargs or {}))
         name = name_of(function)
         if name == "__set__" and isinstance(args[0], nn.Parameter):
-            return out  # of a plan: parameters are pointed at gathered memory, or at what they rest in
+            return function(*args)  # a plan points parameters at gathered memory, or at what they rest in
+        out = function(*args, **(kwargs or {}))
         made = [args[0]] if name in ("__setitem__", "__set__") else tensors_in(out)
         if made or name in _READS:
+            given = map_tensors((args, kwargs or {}), self._ref)
             outs = tuple(self._new(tensor, strange=False) for tensor in made)
             self.notes.append(Note(function, name.strip("_"), *given, outs))
         return out
