@@ -25,6 +25,7 @@ def write_pages(top: Path, folder: Path) -> None:
     """Lays the pages out as the repository does, so that their links between each other hold."""
     shutil.copy(top / "docs/site/index.md", folder)
     packages = read_packages(top)
+    sys.path[:0] = [str(package.source.parent) for package in read_packages(TOP)]  # what is documented is this tree
     files = [file for file in sorted(top.glob("docs/**/*")) if file.suffix in COPIED and "site" not in file.parts]
     files.append(top / "CONTRIBUTING.md")
     files += [file for package in packages for file in sorted(package.folder.glob("*")) if file.suffix in COPIED]
