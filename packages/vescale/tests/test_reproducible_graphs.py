@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import vescale
-from vescale_dtensor import Replicate, Shard
+from vescale_dtensor import Replicate, Shard, comm_trace
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans.plan import Boundary
 
@@ -463,3 +463,37 @@ def test_gradients_of_what_a_border_converted_are_the_values():
     for found in run_ranks(2, gradients_within, MESHES["tp2"]):
         assert len(found) == len(wanted) == 2
         assert all(torch.equal(one, other) for one, other in zip(found, wanted))
+
+
+def gradient_with_zeros(mesh):
+    """The bits of the gradient of a value that a border converts for one use, and how often the backward gathered."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bounded = nn.Linear(WIDTH, WIDTH), nn.Identity()
+
+        def forward(self, x):
+            h = self.linear(x)
+            h.register_hook(lambda g: seen.append(whole(g)))
+            return (self.bounded(h) * (x > 0) * -1.0).sum()
+
+    seen = []
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(BATCH, POSITIONS, WIDTH)
+    with vescale.reproducible(SPLITS), comm_trace() as trace:
+        if mesh is not None:
+            border = {"bounded": Boundary(input={"tp": Shard(1)})}
+            plan = vescale.Plan(mesh=mesh, parameters={"*": {}}, boundaries=border)
+            model, _ = vescale.parallelize(plan, model, lambda p: torch.optim.SGD(p, lr=0.1))
+        loss = model(x)
+        trace.events.clear()
+        loss.backward()
+    return seen[0].view(torch.int32), trace.count(kind="all_gather")
+
+
+def test_the_gradient_of_one_use_keeps_the_signs_of_zeros_and_is_sent_once():
+    wanted, _ = gradient_with_zeros(None)
+    assert (wanted == torch.tensor(-0.0).view(torch.int32)).any()
+    for bits, sent in run_ranks(2, gradient_with_zeros, MESHES["tp2"]):
+        assert torch.equal(bits, wanted) and sent == 1

@@ -44,12 +44,15 @@ class Origin(NamedTuple):
 
 
 class Again(Function):
-    """What a conversion of `source` gave, `known`, for another use: nothing is sent. Backward as the conversion's."""
+    """What a conversion of `source` gave, `known`, for another use: nothing is sent. Backward as the conversion's.
+
+    `known` comes in a tuple, out of autograd's sight: an edge to its node would have that send zeros, and add them.
+    """
 
     @staticmethod
-    def forward(ctx, source: Tensor, known: Tensor, route: Route | None) -> Tensor:
+    def forward(ctx, source: Tensor, known: tuple[Tensor], route: Route | None) -> Tensor:
         ctx.way = (route, _events.current_cause())
-        return known.detach()
+        return known[0].detach()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -90,7 +93,7 @@ def _origin(tensor: Tensor) -> Origin | None:
 
 def _made(source: Tensor, known: Tensor, route: Route | None) -> Tensor:
     base = _base(known)
-    out = Again.apply(source, known, route)
+    out = Again.apply(source, (known,), route)
     if type(known) is DTensor:
         out = stamp(out, known._layout)
         out._stands_for, out._is_free = base, True
