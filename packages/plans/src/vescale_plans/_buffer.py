@@ -130,7 +130,7 @@ class Buffer:
         slot.numel, slot.shape = prod(layout.local_shape), layout.local_shape
         slot.gradient = slot.optimized = slot.arriving = None
         slot.is_copied = slot.is_away = slot.is_lent = False
-        slot.is_separate, slot.is_met = self.separate, False
+        slot.is_separate, slot.met = self.separate, None
         slot.open_gradients = self._open_at_rest
         slot.hooks = OrderedDict() if self.reduces else None
         if self.shards:

@@ -68,7 +68,7 @@ class Slot:
     __slots__ = (
         "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
         "gradient_layout", "full", "master", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
-        "is_separate", "is_met", "hooks", "held", "open_gradients",
+        "is_separate", "met", "hooks", "held", "open_gradients",
     )  # fmt: skip
 
     parameter: DTensor
@@ -83,7 +83,7 @@ class Slot:
     arriving: Tensor | None  # on the host, where the gradients of an offloaded parameter arrive
     is_copied: bool  # whether `optimized` is a copy of the master, on the host
     is_separate: bool  # whether `full` is memory of its own, which rests empty, or as a copy in another dtype
-    is_met: bool  # the parameter at rest is shown whole while autograd adds to its gradient
+    met: tuple[Tensor, Layout] | None  # where it lay before it was shown whole, for autograd to add to its gradient
     is_away: bool  # the parameter was pointed at memory of somebody else's
     is_lent: bool  # its memory was given to somebody whose writes do not count the parameter's version up
     hooks: OrderedDict[int, Callable] | None  # the user's, for the reduced gradient; None where nothing is reduced
@@ -99,9 +99,9 @@ class Slot:
         if tensor is not self.parameter or not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
         with local_only():
-            self.show(True)
+            rest = self._show_whole()
             node = Tensor.view_as(tensor, tensor).grad_fn.next_functions[0][0]
-            self.show(False)
+            self._show_again(rest)
             node.register_prehook(self._meet)
             return stamp(_read(tensor, self), self.master_layout)
 
@@ -109,14 +109,24 @@ class Slot:
         """Before autograd adds to the gradient: the parameter has the gradient's shape, until it was added."""
         with local_only():
             if self.parameter._layout.base is not self.full_layout:
-                self.is_met = True
-                self.show(True)
+                self.met = self._show_whole()
 
     def part(self) -> None:
         """After it. With dispatch off."""
-        if self.is_met:
-            self.is_met = False
-            self.show(False)
+        if self.met is not None:
+            rest, self.met = self.met, None
+            self._show_again(rest)
+
+    def _show_whole(self) -> tuple[Tensor, Layout]:
+        """`show(True)`, for a moment. Returns where the parameter lay, which may be memory of a user's own."""
+        rest = self.parameter.data, self.parameter._layout
+        self.show(True)
+        return rest
+
+    def _show_again(self, rest: tuple[Tensor, Layout]) -> None:
+        forget(self.parameter)
+        data, self.parameter._layout = rest
+        _set_data(self.parameter, data)
 
     def spread(self, grad: Tensor) -> Tensor:
         """A gradient of the part, as one of the whole local shard: zero elsewhere. With dispatch off."""
