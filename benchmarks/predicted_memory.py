@@ -30,7 +30,7 @@ MOST = {"dry run": 0.03, "dry run, ZeRO-3": 0.05, "closed form": 0.10}
 def lived(case: str, text: str) -> tuple[int, dict[str, int], list, int]:
     """Of the warm steps on this rank: the lowest peak, in all and by kind, collectives, floating point operations."""
     import vescale
-    from vescale_plans._meter import Meter
+    from vescale_plans._dry.meter import Meter
 
     plan = vescale.Plan.from_json(text)
     with allocations() as log:

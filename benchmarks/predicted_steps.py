@@ -122,7 +122,7 @@ def train(model, optimizer, batch) -> None:
 
 
 def timed(model, optimizer, batch) -> tuple[float, float]:
-    from vescale._devices import busy_seconds, own_seconds
+    from vescale._machine.devices import busy_seconds, own_seconds
 
     torch.distributed.barrier()
     own, busy = own_seconds(), busy_seconds()
@@ -139,7 +139,7 @@ def timed(model, optimizer, batch) -> tuple[float, float]:
 
 def rest(until: float) -> None:
     """Until others leave the machine alone, or `until`."""
-    from vescale._devices import busy_seconds
+    from vescale._machine.devices import busy_seconds
 
     while True:
         busy = busy_seconds()

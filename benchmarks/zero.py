@@ -103,7 +103,7 @@ BUDGETED_ROWS, BUDGETED_RANKS = 16, 64
 
 
 def packing(_) -> dict:
-    from vescale_plans._packing import pack
+    from vescale_plans._zero.packing import pack
 
     figures = {}
     for name, shapes in MODELS.items():

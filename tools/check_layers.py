@@ -6,6 +6,7 @@
 - Every third-party import is declared, as a requirement or in an extra.
 - Only the modules of COMMUNICATES import torch.distributed; values that it defines (VALUES) are for all.
 - A module has one noun: at most 700 lines, and a warning from 400 on; none is called utils, common or helpers.
+- A folder of sources holds at most 15 loose modules.
 - Every test file is in exactly one Bazel target, and every package is in the table of the top README.md.
 """
 
@@ -26,20 +27,21 @@ from package_tree import Package, read_packages
 TOP = Path(__file__).absolute().parents[1]
 META = "vescale"
 MOST_LINES, MANY_LINES = 700, 400
+MOST_FILES = 15
 NAMELESS = {"utils.py", "common.py", "helpers.py"}
 PYTHON_FOLDERS = ("packages", "tools", "examples", "benchmarks")
 
 # The modules that communicate, per package; all else is pure, and testable without processes.
 COMMUNICATES = {
     "dtensor": {
-        "_collectives",  # executes conversions
-        "_endings",  # tells why a rank ended
+        "collectives",  # executes conversions
+        "endings",  # tells why a rank ended
         "guard",  # asks which ranks a group has
         "_group",  # the process group of the second device, for tests
-        "_hang",  # tells what ranks wait for that hang
-        "_mesh",  # looks up the process groups of a mesh
+        "hang",  # tells what ranks wait for that hang
+        "mesh",  # looks up the process groups of a mesh
         "session",  # what ranks tell each other while they stand in the debugger
-        "_worker",  # a rank of the test pool
+        "worker",  # a rank of the test pool
         "communication",  # answers calls of torch.distributed on DTensors; sends nothing
         "testing",
         "transfer",  # sends and receives blocks of keys and values
@@ -49,23 +51,23 @@ COMMUNICATES = {
         "testing",
     },
     "pipeline": {
-        "_faults",  # tells the first cause of a failure
-        "_p2p",  # sends and receives
-        "_watch",  # shows the other ranks that this one lives
-        "_words",  # tells small values through the store
+        "faults",  # tells the first cause of a failure
+        "p2p",  # sends and receives
+        "watch",  # shows the other ranks that this one lives
+        "words",  # tells small values through the store
     },
     "plans": {
         "_data_parallel",  # reduces gradients
         "dry_run",  # makes a world without processes
-        "_join",  # joins torchrun's process group
-        "_recompute",  # torch's checkpoint by hooks lives there
-        "_together",  # lets all ranks know how one fared
-        "_wrappers",  # names what torch distributes models by
+        "join",  # joins torchrun's process group
+        "recompute",  # torch's checkpoint by hooks lives there
+        "together",  # lets all ranks know how one fared
+        "wrappers",  # names what torch distributes models by
     },
     "vescale": {
-        "_probes",  # times sends
+        "probes",  # times sends
         "calibrate",  # starts ranks that measure together
-        "_device_check",  # whether accelerators reach each other
+        "device_check",  # whether accelerators reach each other
         "doctor",  # whether ranks reach each other
         "accelerate",  # of integrations: waits for all ranks where a script does
         "record",  # collects what ranks measured
@@ -188,6 +190,15 @@ def check_modules(repository: Repository) -> Iterator[str]:
             yield f"{repository.relative(path)}: {lines} lines, more than {MOST_LINES}; split it by noun"
 
 
+def check_folders(repository: Repository) -> Iterator[str]:
+    """How many modules lie loose in a folder of a package's sources."""
+    for package in repository.packages:
+        loose = Counter(path.parent for path in package.source.rglob("*.py") if path.name != "__init__.py")
+        for folder, count in sorted(loose.items()):
+            if count > MOST_FILES:
+                yield f"{repository.relative(folder)}: {count} modules, more than {MOST_FILES}; give some a folder"
+
+
 def check_test_targets(repository: Repository) -> Iterator[str]:
     """Every test file is in exactly one Bazel target."""
     targets = Counter(source for test in repository.graph.tests() for source in test.sources)
@@ -215,6 +226,7 @@ CHECKS: tuple[Callable[[Repository], Iterator[str]], ...] = (
     check_third_party,
     check_communication,
     check_modules,
+    check_folders,
     check_test_targets,
     check_readmes,
 )

@@ -161,8 +161,9 @@ def observe(function: Callable, sample: tuple) -> tuple[str, tuple[str, ...], tu
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_map
 
-    from vescale_dtensor import Replicate, Shard, _fallback, comm_trace, distribute_tensor
-    from vescale_dtensor._events import function_name
+    from vescale_dtensor import Replicate, Shard, comm_trace, distribute_tensor
+    from vescale_dtensor._communication.events import function_name
+    from vescale_dtensor._dispatch import fallback
     from vescale_dtensor._rules.registry import TABLE
     from vescale_dtensor.testing import mesh_of
 
@@ -181,13 +182,13 @@ def observe(function: Callable, sample: tuple) -> tuple[str, tuple[str, ...], tu
         return distribute_tensor(value.detach().clone(), mesh_of(RANKS), [placement])
 
     given, args, kwargs = tree_map(spread, sample)
-    report = _fallback._report
-    _fallback._report = lambda function, wholes: gathered.append(function_name(function))
+    report = fallback._report
+    fallback._report = lambda function, wholes: gathered.append(function_name(function))
     try:
         with comm_trace() as trace, Watch():
             function(given, *args, **kwargs)
     finally:
-        _fallback._report = report
+        fallback._report = report
     if not tensors_in(sample):
         how = "no tensor"
     elif gathered:
@@ -237,7 +238,7 @@ def bypassing() -> list[tuple[str, str, str, str]]:
 
     from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor
     from vescale_dtensor._errors import VescaleError
-    from vescale_dtensor._oracle import spread
+    from vescale_dtensor._test_kit.oracle import spread
     from vescale_dtensor.testing import mesh_of
 
     warnings.simplefilter("ignore")

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 
-from vescale_dtensor._operator_sweep import DATABASE, RAISES, Outcome, check_entry, database, summary
+from vescale_dtensor._test_kit.operator_sweep import DATABASE, RAISES, Outcome, check_entry, database, summary
 from vescale_dtensor.testing import warm_up
 
 SLOW = 10.0

@@ -128,7 +128,7 @@ def raced(width: int, device: str) -> dict[str, Any]:
                 found[way]["gaps"] = round(_gaps(step), 3)
         return found | ({"failed": failed} if failed else {})
     finally:
-        from vescale_plans._join import forget_meshes
+        from vescale_plans._apply.join import forget_meshes
 
         forget_meshes()
         dist.destroy_process_group()

@@ -44,7 +44,7 @@ def waits(case: Case, device: str) -> dict[str, Any]:
         ours = {site: count for site, count in sites.items() if any(one in site for one in OURS)}
         return {"holds": not ours, "ours": ours, "the model's own": {s: n for s, n in sites.items() if s not in ours}}
     finally:
-        from vescale_plans._join import forget_meshes
+        from vescale_plans._apply.join import forget_meshes
 
         forget_meshes()
         dist.destroy_process_group()

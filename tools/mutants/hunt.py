@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import training_cases
 from training_cases import CASES, Case, Outcome, train
 from training_verdict import more_waits, waits_of, wanted_of, wrong_numbers
-from vescale_dtensor._worker_pool import pool
+from vescale_dtensor._test_kit.worker_pool import pool
 from vescale_dtensor.testing import RankError, run_ranks
 
 from .effects import Helper
@@ -24,7 +24,7 @@ from .patched import compiled
 
 TOP = Path(__file__).absolute().parents[2]
 # Not the engine: the second device itself, the pool of ranks, and generators of tests.
-_KITS = ("_second", "testing.py", "_worker", "_oracle", "_operator_sweep", "_program")
+_KITS = ("_second", "testing.py", "_test_kit")
 _MOST_PLACES = 10_000  # of a file
 SECONDS = 60.0
 """A mutant that is not told within these is red: it hangs, where the second device would have told a deadlock."""
@@ -71,7 +71,7 @@ class Verdict:
 
 @lru_cache(maxsize=1)
 def sources() -> dict[str, Path]:
-    """The engine's files: `plans/_buffer.py`."""
+    """The engine's files: `plans/_zero/buffer.py`."""
     found = {}
     for package in sorted((TOP / "packages").iterdir()):
         for path in sorted(package.glob("src/*/**/*.py")):

@@ -156,17 +156,17 @@ def test_another_range_of_torch(tree):
     ],
 )
 def test_communication_in_a_module_that_is_not_named_for_it(tree, source):
-    write(tree / "packages/dtensor/src/vescale_dtensor/_layout.py", source)
+    write(tree / "packages/dtensor/src/vescale_dtensor/_layouts/layout.py", source)
     (finding,) = findings(tree)
-    assert "_layout.py:" in finding and "is not one of the modules that communicate" in finding
+    assert "layout.py:" in finding and "is not one of the modules that communicate" in finding
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("_collectives", "import torch.distributed as dist"),
-        ("_layout", "from torch.distributed.device_mesh import DeviceMesh"),
-        ("_layout", "from torch.distributed.tensor.placement_types import Placement"),
+        ("collectives", "import torch.distributed as dist"),
+        ("layout", "from torch.distributed.device_mesh import DeviceMesh"),
+        ("layout", "from torch.distributed.tensor.placement_types import Placement"),
     ],
 )
 def test_modules_that_communicate_and_values_that_do_not(tree, module, source):
@@ -175,13 +175,13 @@ def test_modules_that_communicate_and_values_that_do_not(tree, module, source):
 
 
 def test_a_module_that_is_too_long(tree):
-    module = tree / "packages/dtensor/src/vescale_dtensor/_tensor.py"
+    module = tree / "packages/dtensor/src/vescale_dtensor/_tensor/tensor.py"
     write(module, "x = 1\n" * (MANY_LINES + 1))
     assert findings(tree) == []
     assert len(list(long_modules(Repository(tree)))) == 1
     write(module, "x = 1\n" * (MOST_LINES + 1))
     assert findings(tree) == [
-        "packages/dtensor/src/vescale_dtensor/_tensor.py: 701 lines, more than 700; split it by noun"
+        "packages/dtensor/src/vescale_dtensor/_tensor/tensor.py: 701 lines, more than 700; split it by noun"
     ]
 
 
@@ -207,3 +207,10 @@ def test_a_package_that_the_readme_does_not_show(tree):
         "packages/plans: has no CHANGELOG.md",
         "README.md: does not link packages/plans/README.md",
     ]
+
+
+def test_a_folder_of_many_modules(tree):
+    for number in range(16):
+        write(tree / f"packages/dtensor/src/vescale_dtensor/_many/one_{number}.py", "")
+    (finding,) = findings(tree)
+    assert finding == "packages/dtensor/src/vescale_dtensor/_many: 16 modules, more than 15; give some a folder"

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_dtensor import comm_trace
-from vescale_dtensor._compressed import BLOCK, compress, expand, sent_numel
-from vescale_dtensor._mesh import mesh_of as engine_mesh
+from vescale_dtensor._communication.compressed import BLOCK, compress, expand, sent_numel
+from vescale_dtensor._layouts.mesh import mesh_of as engine_mesh
 from vescale_dtensor.engine import PendingReduction
 from vescale_dtensor.testing import mesh_of, run_ranks
 

@@ -18,7 +18,7 @@ from vescale_dtensor import (
     comm_trace,
     distribute_tensor,
 )
-from vescale_dtensor._state import INVARIANT, PENDING, VARYING
+from vescale_dtensor._layouts.state import INVARIANT, PENDING, VARYING
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
 R, P = Replicate(), Partial()

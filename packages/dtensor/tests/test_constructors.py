@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import get_ignored_functions
 
 from vescale_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, VescaleError, ViewError
-from vescale_dtensor._oracle import spread
+from vescale_dtensor._test_kit.oracle import spread
 from vescale_dtensor.testing import run_ranks
 
 WHOLE = torch.arange(15.0).view(5, 3) + 1

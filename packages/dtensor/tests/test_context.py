@@ -11,10 +11,10 @@ from vescale_dtensor import GradientError, Replicate, Shard, comm_trace, distrib
 from vescale_dtensor._context.choice import AUTO, GATHER, HEADS, RING, Problem, chosen, pin
 from vescale_dtensor._context.heads import kv_heads
 from vescale_dtensor._context.tiles import needs, tiles
-from vescale_dtensor._mesh import mesh_of as engine_mesh
-from vescale_dtensor._oracle import compare, spread
-from vescale_dtensor._region import cut
-from vescale_dtensor._state import sharded
+from vescale_dtensor._layouts.mesh import mesh_of as engine_mesh
+from vescale_dtensor._layouts.region import cut
+from vescale_dtensor._layouts.state import sharded
+from vescale_dtensor._test_kit.oracle import compare, spread
 from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
 
 SDPA = F.scaled_dot_product_attention

@@ -30,7 +30,7 @@ from vescale_dtensor import (
     distribute_tensor,
     register_function,
 )
-from vescale_dtensor._memo import close_scope, open_scope
+from vescale_dtensor._conversions.memo import close_scope, open_scope
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
 R, P = Replicate(), Partial()

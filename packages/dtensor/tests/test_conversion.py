@@ -17,13 +17,21 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from vescale_dtensor._conversion import COLLECTIVES, STEP, axis_cost, communicates, is_alias, plan, step_elements
-from vescale_dtensor._convert import alias, convert
-from vescale_dtensor._layout import Layout, layout_of
-from vescale_dtensor._mesh import Mesh, mesh_of
-from vescale_dtensor._region import divides
-from vescale_dtensor._state import INVARIANT, PENDING, VARYING, State, sharded
-from vescale_dtensor._tensor import stamp
+from vescale_dtensor._conversions.conversion import (
+    COLLECTIVES,
+    STEP,
+    axis_cost,
+    communicates,
+    is_alias,
+    plan,
+    step_elements,
+)
+from vescale_dtensor._conversions.convert import alias, convert
+from vescale_dtensor._layouts.layout import Layout, layout_of
+from vescale_dtensor._layouts.mesh import Mesh, mesh_of
+from vescale_dtensor._layouts.region import divides
+from vescale_dtensor._layouts.state import INVARIANT, PENDING, VARYING, State, sharded
+from vescale_dtensor._tensor.tensor import stamp
 from vescale_dtensor.testing import mesh_of as device_mesh_of
 from vescale_dtensor.testing import run_ranks, slice_of
 

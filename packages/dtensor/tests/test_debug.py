@@ -6,16 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_dtensor import (
-    ImplicitCommunicationError,
-    Partial,
-    Replicate,
-    Shard,
-    _events,
-    comm_trace,
-    distribute_tensor,
-    strict,
-)
+from vescale_dtensor import ImplicitCommunicationError, Partial, Replicate, Shard, comm_trace, distribute_tensor, strict
+from vescale_dtensor._communication import events
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R = Replicate()
@@ -128,7 +120,7 @@ def test_traces_nest_and_end() -> None:
         assert (len(inner), len(outer)) == (1, 2)
         with pytest.raises(ZeroDivisionError), comm_trace() as broken:
             1 / 0  # noqa: B018
-        assert not _events.listeners and len(broken) == 0
+        assert not events.listeners and len(broken) == 0
 
     run_ranks(4, run)
 
@@ -165,7 +157,7 @@ def test_strict_allows_what_was_asked_for_and_what_is_free() -> None:
             with strict(), pytest.raises(ImplicitCommunicationError):
                 torch.relu(pending)
         torch.relu(pending)
-        assert _events.strict_depth == 0
+        assert events.strict_depth == 0
 
     run_ranks(4, run)
 

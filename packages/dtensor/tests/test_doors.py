@@ -22,7 +22,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, VescaleError
-from vescale_dtensor._oracle import spread
+from vescale_dtensor._test_kit.oracle import spread
 from vescale_dtensor.testing import run_ranks
 
 WHOLE = torch.arange(15.0).view(5, 3) + 1

@@ -44,7 +44,7 @@ from vescale_dtensor import (
     strict,
     to_torch,
 )
-from vescale_dtensor._mesh import mesh_of as engine_mesh
+from vescale_dtensor._layouts.mesh import mesh_of as engine_mesh
 from vescale_dtensor.testing import RankError, mesh_of, raises_on_all, run_ranks
 
 HERE = Path(__file__).parent
@@ -268,16 +268,16 @@ def test_a_failing_local_function_keeps_its_own_error_and_notes_the_operands() -
 )
 def test_a_rank_that_dies_in_a_collective_is_an_error_on_the_others(kind, elements) -> None:
     def run() -> None:
-        from vescale_dtensor._state import INVARIANT, PENDING, VARYING
-        from vescale_dtensor._state import sharded as cut
+        from vescale_dtensor._layouts.state import INVARIANT, PENDING, VARYING
+        from vescale_dtensor._layouts.state import sharded as cut
 
         ends = {
             "all_reduce": (PENDING, INVARIANT), "all_gather": (cut(0), VARYING), "reduce_scatter": (PENDING, cut(0)),
             "all_to_all": (cut(0), cut(1)),
         }[kind]  # fmt: skip
-        from vescale_dtensor._convert import convert
-        from vescale_dtensor._layout import layout_of
-        from vescale_dtensor._tensor import stamp
+        from vescale_dtensor._conversions.convert import convert
+        from vescale_dtensor._layouts.layout import layout_of
+        from vescale_dtensor._tensor.tensor import stamp
 
         m = engine_mesh(mesh_of(4, names=("tp",)))
         source, target = (layout_of(m, (state,), (8, elements // 8)) for state in ends)
@@ -301,8 +301,8 @@ def test_a_rank_that_dies_in_a_collective_is_an_error_on_the_others(kind, elemen
 
 
 def test_a_communication_error_says_where_to_look() -> None:
-    from vescale_dtensor._collectives import _failure
-    from vescale_dtensor._mesh import Mesh
+    from vescale_dtensor._communication.collectives import _failure
+    from vescale_dtensor._layouts.mesh import Mesh
 
     error = _failure(RuntimeError("Connection closed by peer\nmore"), "all_gather", Mesh((2, 4), ("dp", "tp")), (1,))
     assert isinstance(error, CommunicationError)

@@ -23,7 +23,7 @@ from vescale_dtensor import (
     register_rule,
     to_torch,
 )
-from vescale_dtensor._oracle import compare, placements_for
+from vescale_dtensor._test_kit.oracle import compare, placements_for
 from vescale_dtensor.rules import Signature, composite
 from vescale_dtensor.testing import mesh_of, run_ranks
 

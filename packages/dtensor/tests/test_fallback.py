@@ -19,8 +19,8 @@ from vescale_dtensor import (
     ViewError,
     distribute_tensor,
 )
-from vescale_dtensor._fallback import gathered
-from vescale_dtensor._oracle import compare, placements_for, spread
+from vescale_dtensor._dispatch.fallback import gathered
+from vescale_dtensor._test_kit.oracle import compare, placements_for, spread
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R, P, S = Replicate(), Partial(), Shard

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from vescale_dtensor import InterleavedShard, Partial, PlacementError, RaggedShard, Replicate, Shard
-from vescale_dtensor._layout import canonical_states, layout_of
-from vescale_dtensor._mesh import Mesh
-from vescale_dtensor._state import flat
+from vescale_dtensor._layouts.layout import canonical_states, layout_of
+from vescale_dtensor._layouts.mesh import Mesh
+from vescale_dtensor._layouts.state import flat
 
 GRID = Mesh((2, 3), ("dp", "tp"))
 OTHERS = [Replicate(), Shard(0), Shard(1), InterleavedShard(0, 2), InterleavedShard(1, 2)]

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_dtensor import InterleavedShard, Partial, PlacementError, RaggedShard, Replicate, Shard
-from vescale_dtensor._layout import canonical_states, layout_of
-from vescale_dtensor._mesh import Mesh
-from vescale_dtensor._region import cut, cut_sizes, divides, intersect, local_offset
-from vescale_dtensor._state import INVARIANT, PENDING, VARYING, sharded
+from vescale_dtensor._layouts.layout import canonical_states, layout_of
+from vescale_dtensor._layouts.mesh import Mesh
+from vescale_dtensor._layouts.region import cut, cut_sizes, divides, intersect, local_offset
+from vescale_dtensor._layouts.state import INVARIANT, PENDING, VARYING, sharded
 
 LINE = Mesh((4,), ("tp",))
 GRID = Mesh((2, 3), ("dp", "tp"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vescale_dtensor import DTensor, FallbackWarning, Replicate, Shard, comm_trace, distribute_tensor
-from vescale_dtensor._memo import close_scope, open_scope
+from vescale_dtensor._conversions.memo import close_scope, open_scope
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R = Replicate()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from vescale_dtensor import Replicate, Shard, distribute_tensor
 from vescale_dtensor._errors import VescaleError
-from vescale_dtensor._tensor import DTensor
+from vescale_dtensor._tensor.tensor import DTensor
 from vescale_dtensor.testing import RankError, mesh_of, run_ranks, slice_of
 
 SLICES, SAMPLES = 8, 8

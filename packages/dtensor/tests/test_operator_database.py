@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import SampleInput
 
-from vescale_dtensor import _errors, _operator_sweep, _worker_pool
-from vescale_dtensor._operator_sweep import RAISES, Outcome, check_entry, database, summary
+from vescale_dtensor import _errors
+from vescale_dtensor._test_kit import operator_sweep, worker_pool
+from vescale_dtensor._test_kit.operator_sweep import RAISES, Outcome, check_entry, database, summary
 from vescale_dtensor.testing import run_ranks, slice_of
 
 SLICES = 16
@@ -35,8 +36,8 @@ def broken(monkeypatch):
         def instead(size, function, *args, timeout):
             return run_ranks(size, outcomes, timeout=timeout)
 
-        monkeypatch.setattr(_operator_sweep, "run_ranks", instead)
-        monkeypatch.setattr(_worker_pool, "GRACE_SECONDS", 0.5)
+        monkeypatch.setattr(operator_sweep, "run_ranks", instead)
+        monkeypatch.setattr(worker_pool, "GRACE_SECONDS", 0.5)
         return check_entry("add", timeout=1.0)
 
     return run
@@ -78,7 +79,7 @@ def test_an_error_that_is_not_listed_is_wrong(broken):
 @pytest.mark.parametrize("kind", ["pass", "wrong"])
 def test_float64_decides_where_float32_differs(kind, monkeypatch):
     found = {torch.float32: Outcome("wrong", "a rounding?"), torch.float64: Outcome(kind, "decided")}
-    monkeypatch.setattr(_operator_sweep, "_agreed", lambda name, samples, dtype, timeout: [found[dtype]])
+    monkeypatch.setattr(operator_sweep, "_agreed", lambda name, samples, dtype, timeout: [found[dtype]])
     assert check_entry("add") == Outcome(kind, "decided")
 
 
@@ -90,9 +91,9 @@ def test_an_entry_that_compares_nothing_is_wrong(broken):
 def test_rounding_passes_and_more_does_not(dtype, error):
     want = torch.tensor([1.0, 100.0, float("nan"), float("inf")], dtype=dtype)
     off = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=dtype)
-    assert _operator_sweep._unlike(want, want + error * off, dtype, True) is None
-    assert "1 of 4 elements" in _operator_sweep._unlike(want, want + 100 * error * off, dtype, True)
-    assert "2 of 4 elements" in _operator_sweep._unlike(want, want.nan_to_num(), dtype, True)
+    assert operator_sweep._unlike(want, want + error * off, dtype, True) is None
+    assert "1 of 4 elements" in operator_sweep._unlike(want, want + 100 * error * off, dtype, True)
+    assert "2 of 4 elements" in operator_sweep._unlike(want, want.nan_to_num(), dtype, True)
 
 
 class Entry:
@@ -120,12 +121,12 @@ class Entry:
 )
 def test_an_operator_that_errs_on_dtensors_is_wrong(op, found):
     def outcomes():
-        kept, _operator_sweep.database = _operator_sweep.database, lambda: {"stand-in": Entry(op)}
+        kept, operator_sweep.database = operator_sweep.database, lambda: {"stand-in": Entry(op)}
         try:
-            return _operator_sweep._outcomes("stand-in", 1, torch.float32)
+            return operator_sweep._outcomes("stand-in", 1, torch.float32)
         finally:
-            _operator_sweep.database = kept
+            operator_sweep.database = kept
 
     for rank in run_ranks(4, outcomes):
-        assert len(rank) == len(_operator_sweep.LAYOUTS)
+        assert len(rank) == len(operator_sweep.LAYOUTS)
         assert all(one == Outcome("pass") if found is None else found in one.text for one in rank)

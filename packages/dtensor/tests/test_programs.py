@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
 from vescale_dtensor._errors import CommunicationError, VescaleError
-from vescale_dtensor._oracle import compare
-from vescale_dtensor._programs import Program, random_program, smaller
+from vescale_dtensor._test_kit.oracle import compare
+from vescale_dtensor._test_kit.programs import Program, random_program, smaller
 from vescale_dtensor.testing import RankError, mesh_of, run_ranks, slice_of
 
 PROGRAMS, SLICES, BATCH = 2400, 16, 100

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._errors import ViewError
-from vescale_dtensor._oracle import compare, placements_for
+from vescale_dtensor._test_kit.oracle import compare, placements_for
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R, P = Replicate(), Partial()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard
-from vescale_dtensor._oracle import compare, placements_for
+from vescale_dtensor._test_kit.oracle import compare, placements_for
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R, P = Replicate(), Partial()

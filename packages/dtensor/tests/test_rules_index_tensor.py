@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vescale_dtensor import FallbackWarning, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor._oracle import compare, placements_for
+from vescale_dtensor._test_kit.oracle import compare, placements_for
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R, P = Replicate(), Partial()

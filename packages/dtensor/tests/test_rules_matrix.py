@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor import FallbackWarning, Partial, Replicate, Shard
-from vescale_dtensor._oracle import compare
-from vescale_dtensor._rules.composed import COPIES
-from vescale_dtensor._rules.matrix import CORES, TRANSFORMED, function_named
+from vescale_dtensor._rules.products.matrix import CORES, TRANSFORMED, function_named
+from vescale_dtensor._rules.solvers.composed import COPIES
+from vescale_dtensor._test_kit.oracle import compare
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R, P, S = Replicate(), Partial(), Shard

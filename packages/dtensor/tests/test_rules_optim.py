@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, comm_trace, distribute_tensor
-from vescale_dtensor._oracle import compare, spread
+from vescale_dtensor._test_kit.oracle import compare, spread
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()

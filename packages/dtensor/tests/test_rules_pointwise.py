@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor import DTensor, FallbackWarning, InterleavedShard, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor._oracle import compare, placements_for, spread
-from vescale_dtensor._rules import pointwise
+from vescale_dtensor._rules.elements import pointwise
+from vescale_dtensor._test_kit.oracle import compare, placements_for, spread
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R, P, S = Replicate(), Partial(), Shard

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from vescale_dtensor import DTensor, OperatorError, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor._oracle import spread
+from vescale_dtensor._test_kit.oracle import spread
 from vescale_dtensor.debug import comm_trace
 from vescale_dtensor.testing import assert_ranks_agree, mesh_of, run_ranks
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor._oracle import compare, spread
+from vescale_dtensor._test_kit.oracle import compare, spread
 from vescale_dtensor.testing import assert_ranks_agree, mesh_of, run_ranks
 
 R, P, S = Replicate(), Partial(), Shard

@@ -62,8 +62,8 @@ def check(functions, shapes, sizes, values=None):
     """Every function on every layout; on each rank."""
     import warnings
 
-    from vescale_dtensor._fallback import FallbackWarning
-    from vescale_dtensor._oracle import compare, placements_for
+    from vescale_dtensor._dispatch.fallback import FallbackWarning
+    from vescale_dtensor._test_kit.oracle import compare, placements_for
 
     warnings.simplefilter("error", FallbackWarning)
     warnings.filterwarnings("ignore", "std|var", UserWarning)
@@ -90,7 +90,7 @@ def test_every_layout(functions, sizes):
 def test_three_dims_and_nested_shards():
     def body():
         from vescale_dtensor import InterleavedShard, Replicate, Shard
-        from vescale_dtensor._oracle import compare
+        from vescale_dtensor._test_kit.oracle import compare
 
         mesh = mesh_of(2, 2)
         x = torch.randn(3, 4, 8).requires_grad_()
@@ -109,7 +109,7 @@ def test_three_dims_and_nested_shards():
 def test_nan_infinity_and_zero():
     def body():
         from vescale_dtensor import Shard
-        from vescale_dtensor._oracle import compare
+        from vescale_dtensor._test_kit.oracle import compare
 
         inf, nan = float("inf"), float("nan")
         mesh = mesh_of(4)
@@ -129,7 +129,7 @@ def test_nan_infinity_and_zero():
 def test_dtypes():
     def body():
         from vescale_dtensor import Shard
-        from vescale_dtensor._oracle import compare
+        from vescale_dtensor._test_kit.oracle import compare
 
         mesh = mesh_of(4)
         whole = torch.randint(-5, 5, (3, 6))
@@ -175,7 +175,7 @@ def test_second_derivatives():
 def test_no_communication_where_none_is_needed():
     def body():
         from vescale_dtensor import Partial, Replicate, Shard
-        from vescale_dtensor._oracle import compare
+        from vescale_dtensor._test_kit.oracle import compare
 
         x = torch.randn(8, 12).requires_grad_()
         linear = [lambda x: x.sum(), lambda x: x.sum(0), lambda x: x.mean(1), lambda x: x.mean()]
@@ -196,7 +196,7 @@ def test_no_communication_where_none_is_needed():
 def test_sharded_dim_is_not_gathered():
     def body():
         from vescale_dtensor import Shard
-        from vescale_dtensor._oracle import compare
+        from vescale_dtensor._test_kit.oracle import compare
 
         mesh = mesh_of(4)
         x = torch.randn(3, 256).requires_grad_()
@@ -214,7 +214,7 @@ def test_sharded_dim_is_not_gathered():
 def test_equal_and_allclose():
     def body():
         from vescale_dtensor import Partial, Replicate, Shard
-        from vescale_dtensor._oracle import spread
+        from vescale_dtensor._test_kit.oracle import spread
 
         mesh = mesh_of(2, 2)
         x = torch.arange(15.0).view(5, 3)

@@ -25,15 +25,15 @@ from vescale_dtensor import (
     ShapeError,
     Shard,
     ViewError,
-    _events,
     distribute_tensor,
     from_local,
 )
-from vescale_dtensor._layout import canonical_states
-from vescale_dtensor._oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
+from vescale_dtensor._communication import events as _events
+from vescale_dtensor._layouts.layout import canonical_states
+from vescale_dtensor._layouts.state import INVARIANT, PENDING, sharded
 from vescale_dtensor._rules.registry import Call, Operand
-from vescale_dtensor._rules.view import reshape_to
-from vescale_dtensor._state import INVARIANT, PENDING, sharded
+from vescale_dtensor._rules.views.view import reshape_to
+from vescale_dtensor._test_kit.oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
 from vescale_dtensor.testing import assert_ranks_agree, mesh_of, raises_on_all, run_ranks
 
 R, S, P = Replicate(), Shard, Partial()

@@ -21,14 +21,14 @@ from vescale_dtensor import (
     Replicate,
     ShapeError,
     Shard,
-    _events,
     distribute_tensor,
 )
-from vescale_dtensor._oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
-from vescale_dtensor._rules.join import cat, split
+from vescale_dtensor._communication import events
+from vescale_dtensor._dispatch.signature import solve
+from vescale_dtensor._layouts.state import INVARIANT, sharded
 from vescale_dtensor._rules.registry import Call, Operand
-from vescale_dtensor._signature import solve
-from vescale_dtensor._state import INVARIANT, sharded
+from vescale_dtensor._rules.views.join import cat, split
+from vescale_dtensor._test_kit.oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
 R, S, P = Replicate(), Shard, Partial()
@@ -102,11 +102,11 @@ def test_splits_without_communication():
 def test_strict_split_names_the_cut_that_works():
     def work():
         x = distribute_tensor(values(2, 24), mesh_of(4, names=("tp",)), [S(1)])
-        _events.strict_depth += 1
+        events.strict_depth += 1
         try:
             x.split(8, dim=1)
         finally:
-            _events.strict_depth -= 1
+            events.strict_depth -= 1
 
     text = raises_on_all(4, ImplicitCommunicationError, work)
     assert "InterleavedShard(1, 3)" in text and "axis 'tp' (4)" in text, text

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard, ViewError, distribute_tensor
-from vescale_dtensor._oracle import compare, placements_for
+from vescale_dtensor._test_kit.oracle import compare, placements_for
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
 R, S, P = Replicate(), Shard, Partial()
@@ -135,7 +135,7 @@ def test_in_place_forgets_conversions():
 
     def work():
         mesh = mesh_of(4)
-        from vescale_dtensor._memo import close_scope, open_scope
+        from vescale_dtensor._conversions.memo import close_scope, open_scope
 
         x = distribute_tensor(values(4, 4).detach(), mesh, [S(0)])
         open_scope()

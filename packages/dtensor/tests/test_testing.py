@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 import vescale_dtensor.testing
-from vescale_dtensor import FallbackWarning, Shard, _worker_pool, distribute_tensor
+from vescale_dtensor import FallbackWarning, Shard, distribute_tensor
+from vescale_dtensor._test_kit import worker_pool
 from vescale_dtensor.testing import (
     RankError,
     RankTimeout,
@@ -240,7 +241,7 @@ def test_the_pool_is_kept_if_all_ranks_raised_by_themselves() -> None:
 
 
 def test_ranks_left_in_a_collective_do_not_hide_the_cause(monkeypatch) -> None:
-    monkeypatch.setattr(_worker_pool, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(worker_pool, "GRACE_SECONDS", 0.5)
     before = pids(4)
 
     def fail_before_the_collective() -> None:
@@ -259,7 +260,7 @@ def test_ranks_left_in_a_collective_do_not_hide_the_cause(monkeypatch) -> None:
 
 
 def test_a_world_out_of_step_is_not_used_again(monkeypatch) -> None:
-    monkeypatch.setattr(_worker_pool, "CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(worker_pool, "CHECK_SECONDS", 0.5)
     before = pids(2)
 
     def leave_a_collective_behind() -> None:

@@ -22,9 +22,9 @@ from vescale_dtensor import (
     register_rule,
     reproducible,
 )
-from vescale_dtensor._operator_sweep import database
 from vescale_dtensor._rules.registry import TABLE, Entry
-from vescale_dtensor._trait_check import Watch
+from vescale_dtensor._test_kit.operator_sweep import database
+from vescale_dtensor._test_kit.trait_check import Watch
 from vescale_dtensor.rules import Signature, Trait, traits_of
 from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
 

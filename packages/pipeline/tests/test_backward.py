@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vescale_pipeline._backward import Split, whole
+from vescale_pipeline._runtime.backward import Split, whole
 
 WIDTH = 6
 

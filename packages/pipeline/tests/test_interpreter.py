@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from vescale_pipeline import _interpreter
-from vescale_pipeline._interpreter import _like, _Random
-from vescale_pipeline._p2p import Part
+from vescale_pipeline._runtime import interpreter
+from vescale_pipeline._runtime.interpreter import _like, _Random
+from vescale_pipeline._transport.p2p import Part
 
 
 def test_what_stands_for_a_gradient_lies_on_the_pipelines_device():
@@ -16,6 +16,6 @@ def test_what_stands_for_a_gradient_lies_on_the_pipelines_device():
 
 
 def test_random_numbers_off_the_cpu_are_told_to_be_others(monkeypatch):
-    monkeypatch.setattr(_interpreter, "states", lambda device: ())  # meta has no generator
+    monkeypatch.setattr(interpreter, "states", lambda device: ())  # meta has no generator
     with pytest.warns(UserWarning, match="on meta may not be those of one device"):
         _Random(torch.device("meta"))

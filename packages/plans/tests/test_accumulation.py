@@ -64,19 +64,19 @@ def test_parts_add_up_to_the_batch(zero):
 
 def starts(zero):
     """Sums over ranks that one step of `PARTS` backwards starts."""
-    from vescale_plans import _buffer
+    from vescale_plans._zero import buffer
 
-    count, start = [0], _buffer.Buffer.start
+    count, start = [0], buffer.Buffer.start
 
     def counted(self):
         count[0] += 1
         return start(self)
 
-    _buffer.Buffer.start = counted
+    buffer.Buffer.start = counted
     try:
         in_parts(zero)
     finally:
-        _buffer.Buffer.start = start
+        buffer.Buffer.start = start
     return count[0] / STEPS
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_dtensor import MeshError
-from vescale_plans import _join
+from vescale_plans._apply import join
 
 
 class Group(SimpleNamespace):
@@ -33,9 +33,9 @@ def a_gpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: noted.update(index=index))
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: noted.update(backend=backend))
-    monkeypatch.setattr(_join.atexit, "register", lambda function: None)
-    monkeypatch.setattr(_join, "tell_endings", lambda: None)
-    monkeypatch.setattr(_join, "watch_for_hangs", lambda: None)
+    monkeypatch.setattr(join.atexit, "register", lambda function: None)
+    monkeypatch.setattr(join, "tell_endings", lambda: None)
+    monkeypatch.setattr(join, "watch_for_hangs", lambda: None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return noted
@@ -48,12 +48,12 @@ def torchrun(monkeypatch, local, ranks):
 
 def test_the_world_has_a_backend_for_the_host_and_for_the_device(a_gpu, monkeypatch):
     torchrun(monkeypatch, 1, 2)
-    _join.join()
+    join.join()
     assert a_gpu == {"backend": "cpu:gloo,cuda:nccl", "index": 1}
 
 
 def test_without_torchrun_a_line_says_which_device_is_used(a_gpu, capsys):
-    _join.join()
+    join.join()
     assert a_gpu == {"backend": "cpu:gloo,cuda:nccl"}
     assert capsys.readouterr().err == "vescale: not started by torchrun: one rank, on cuda:1\n"
 
@@ -63,7 +63,7 @@ def test_more_ranks_than_devices_is_an_error_on_every_rank(a_gpu, monkeypatch):
     for local in range(4):
         torchrun(monkeypatch, local, 4)
         with pytest.raises(MeshError, match="4 ranks on a machine with 2 devices") as caught:
-            _join.join()
+            join.join()
         said.add(str(caught.value))
     assert len(said) == 1 and not a_gpu
 
@@ -71,7 +71,7 @@ def test_more_ranks_than_devices_is_an_error_on_every_rank(a_gpu, monkeypatch):
 def test_ranks_that_are_shown_one_device_each_take_it(a_gpu, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     torchrun(monkeypatch, 3, 4)
-    _join.join()
+    join.join()
     assert a_gpu["index"] == 0
 
 
@@ -88,14 +88,14 @@ def test_ranks_that_are_shown_one_device_each_take_it(a_gpu, monkeypatch):
 )
 def test_tensors_lie_where_the_world_has_a_backend_of_its_own(a_gpu, monkeypatch, backends, wanted):
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=Group(backends=backends)))
-    assert _join.device_type() == wanted == _join.settle_device(nn.Linear(2, 2))
+    assert join.device_type() == wanted == join.settle_device(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("backends", [{"cpu": "gloo", "cuda": "gloo"}, {"cpu": "fake", "cuda": "fake"}])
 def test_a_backend_of_both_leaves_it_to_the_model(a_gpu, monkeypatch, backends):
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=Group(backends=backends)))
     there = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 0))]))
-    assert _join.settle_device(there) == "cuda" == _join.device_type()
+    assert join.settle_device(there) == "cuda" == join.device_type()
 
 
 def test_nothing_changes_without_an_accelerator(monkeypatch):
@@ -103,9 +103,9 @@ def test_nothing_changes_without_an_accelerator(monkeypatch):
     noted = []
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: noted.append(backend))
-    monkeypatch.setattr(_join.atexit, "register", lambda function: None)
-    monkeypatch.setattr(_join, "tell_endings", lambda: None)
-    monkeypatch.setattr(_join, "watch_for_hangs", lambda: None)
+    monkeypatch.setattr(join.atexit, "register", lambda function: None)
+    monkeypatch.setattr(join, "tell_endings", lambda: None)
+    monkeypatch.setattr(join, "watch_for_hangs", lambda: None)
     monkeypatch.setattr(os, "environ", {})
-    _join.join()
-    assert noted == ["gloo"] and _join.accelerator() == "cpu"
+    join.join()
+    assert noted == ["gloo"] and join.accelerator() == "cpu"

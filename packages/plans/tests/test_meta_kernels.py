@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vescale_plans._meta_kernels import FLOPS, STAND_INS
-from vescale_plans._meter import Meter
+from vescale_plans._dry.meta_kernels import FLOPS, STAND_INS
+from vescale_plans._dry.meter import Meter
 
 GROUPED = torch.ops.aten._grouped_mm.default
 OFFSETS = torch.tensor([3, 8, 16], dtype=torch.int32)

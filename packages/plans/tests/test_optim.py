@@ -384,7 +384,7 @@ def test_offloaded_states_give_the_same():
 
 def on_the_host_beside(monkeypatched):
     """Takes the CPU for a device that has the host's memory beside its own."""
-    from vescale_plans import _buffer
+    from vescale_plans._zero import buffer as _buffer
 
     before, _buffer._is_beside_host = _buffer._is_beside_host, lambda device: True
     try:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from vescale_dtensor import FallbackWarning, comm_trace
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, PlanError, parallelize, register_elementwise
-from vescale_plans._optim_kinds import elementwise_methods
+from vescale_plans._zero.optim_kinds import elementwise_methods
 
 warm_up("torch._dynamo", "vescale_plans")
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from vescale_plans._packing import pack
+from vescale_plans._zero.packing import pack
 
 
 def check(sizes, ranks, blocks, align):

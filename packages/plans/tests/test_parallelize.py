@@ -401,7 +401,7 @@ def test_the_same_script_runs_without_torchrun_and_under_it(tmp_path):
 EXIT = """
 import sys, torch
 import torch.distributed as dist
-from vescale_plans._join import join
+from vescale_plans._apply.join import join
 
 join()
 group = dist.new_group()

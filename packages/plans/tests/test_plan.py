@@ -5,8 +5,8 @@ import torch
 
 from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
 from vescale_plans import Boundary, Plan, PlanError, library
-from vescale_plans._containers import map_first, map_tensors
-from vescale_plans._match import match, nearest
+from vescale_plans._apply.containers import map_first, map_tensors
+from vescale_plans._plan.match import match, nearest
 
 
 def message(call, *args, **kwargs) -> str:

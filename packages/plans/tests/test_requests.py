@@ -8,7 +8,7 @@ from torch import nn
 
 from vescale_plans import Plan, PlanError
 from vescale_plans.search import Experts, InfeasibleError, Request, generate_plan, rank, sample_of, structure_of
-from vescale_plans.search.profiles import hardware_of
+from vescale_plans.search.pricing.profiles import hardware_of
 
 GIB = 2**30
 IDS = torch.arange(6)[None]

@@ -25,10 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vescale_rng import Geometry, _cuda_fill
-from vescale_rng._cuda_launch import dropout, fills
-from vescale_rng._cuda_numbers import fused, fused_dropout_, recipe, told, words
-from vescale_rng._philox import words_at
+from vescale_rng import Geometry
+from vescale_rng._cuda import fill
+from vescale_rng._cuda.launch import dropout, fills
+from vescale_rng._cuda.numbers import fused, fused_dropout_, recipe, told, words
+from vescale_rng._philox.philox import words_at
 from vescale_rng._region import Region
 
 A100, RTX_2080_TI, RTX_3060 = Geometry(108), Geometry(68, 1024), Geometry(28, 1536)
@@ -63,7 +64,7 @@ def drawn(name, args, shape, dtype, geometry, offset=0, seed=0, region=None, tar
     count = torch.Size(shape).numel()
     region = region or Region(tuple(shape), tuple(((0, size),) for size in shape))
     target = torch.zeros(region.shape, dtype=dtype) if target is None else target
-    after = _cuda_fill.fill_from([(target, region)], count, dtype, function_of(name), args, {}, geometry, seed, offset)
+    after = fill.fill_from([(target, region)], count, dtype, function_of(name), args, {}, geometry, seed, offset)
     return target, after
 
 
@@ -261,7 +262,7 @@ def test_fused_rounds_once(values):
 
 def differences_of_the_kernel():
     """The cases in which the Triton kernel makes other numbers than torch ops do, as text."""
-    from vescale_rng import _triton
+    from vescale_rng._cuda import triton
 
     shape = (9, 11, 50)
     region, found = Region(shape, (((2, 5), (7, 9)), ((0, 11),), ((3, 49),))), []
@@ -276,7 +277,7 @@ def differences_of_the_kernel():
             launches, _ = fills(9 * 11 * 50, dtype.itemsize, made.lanes, SMALL, 8)
         wanted, _ = drawn(name, args, shape, dtype, SMALL, 8, 123, region)
         target = torch.zeros(region.shape, dtype=dtype)
-        _triton.fill_part(target, region, launches, 123, made)
+        triton.fill_part(target, region, launches, 123, made)
         exact = made.kind in ("integers", "bernoulli", "geometric") or name == "uniform_" and not args
         if exact:
             same = torch.equal(target, wanted)
@@ -286,7 +287,7 @@ def differences_of_the_kernel():
         if not same:
             found.append(f"{name} {args} {dtype}")
     places, key = torch.randperm(3000).view(30, 100) * 1234567891, (0x0123456789ABCDEF, 0xFEDCBA9876543210)
-    if not torch.equal(_triton.words_at(places, key), words_at(places, key)):
+    if not torch.equal(triton.words_at(places, key), words_at(places, key)):
         found.append("words of the philox stream")
     return found
 
@@ -317,7 +318,7 @@ def test_torch_itself_on_a_gpu(name, args, dtype):
     """Values and the generator's offset, for sizes below and above one number per thread; by the kernel if there is
     Triton, else in torch ops. Were it not so, fills would be drawn whole: with the warning that this asks for."""
     device = torch.device("cuda", torch.cuda.current_device())
-    assert _cuda_fill.is_followed(function_of(name), dtype, device)
+    assert fill.is_followed(function_of(name), dtype, device)
     if name == "dropout":
         return
     geometry = Geometry.of(device)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import vescale_rng
 from vescale_dtensor import InterleavedShard, OperatorError, PlacementError, RaggedShard, Replicate, Shard
-from vescale_dtensor._oracle import shard_of
+from vescale_dtensor._test_kit.oracle import shard_of
 from vescale_dtensor.testing import fake_world, mesh_of, run_ranks
-from vescale_rng import _materialize
+from vescale_rng._deferred import materialize
 
 R, S = Replicate(), Shard
 
@@ -136,11 +136,11 @@ def compare_without_whole(name, placements):
     torch.manual_seed(2)
     with vescale_rng.deferred_init():
         x = init(torch.empty(643, 1000))
-    _materialize.value_of = None
+    materialize.value_of = None
     try:
         found = vescale_rng.distribute(x, mesh, placements)
     finally:
-        _materialize.value_of = vescale_rng._deferred.value_of
+        materialize.value_of = vescale_rng._deferred.deferred.value_of
     layout = found.mesh_layout
     assert torch.equal(found.to_local(), shard_of(wanted, layout, layout.mesh.coordinate))
 

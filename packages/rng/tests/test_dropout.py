@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vescale_rng
 from vescale_dtensor import FallbackWarning, Partial, RaggedShard, Replicate, Shard, distribute_tensor, from_local
-from vescale_dtensor._oracle import compare
+from vescale_dtensor._test_kit.oracle import compare
 from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
 
 R, P, S = Replicate(), Partial(), Shard

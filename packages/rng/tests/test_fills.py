@@ -28,9 +28,9 @@ from vescale_dtensor import (
     distribute_tensor,
     empty,
 )
-from vescale_dtensor._oracle import shard_of
+from vescale_dtensor._test_kit.oracle import shard_of
 from vescale_dtensor.testing import fake_world, mesh_of, raises_on_all, run_ranks, slice_of
-from vescale_rng import _stream
+from vescale_rng._cpu import stream
 
 R, P, S = Replicate(), Partial(), Shard
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -292,15 +292,15 @@ def test_a_kernel_that_cannot_be_drawn_in_chunks_is_drawn_whole():
     """As on Intel CPUs, where bernoulli_ seeds MKL's generator with one word; here it only takes that path."""
 
     def whole():
-        mesh, known = mesh_of(2, 2), _stream._takes_one_word
-        _stream._takes_one_word = lambda function, dtype: True
+        mesh, known = mesh_of(2, 2), stream._takes_one_word
+        stream._takes_one_word = lambda function, dtype: True
         try:
             for view in (lambda x: x, *VIEWS.values()):
                 for places in ((S(0), S(1)), (S(1), S(1)), (P, S(0))):
                     for fill in (EVERY["bernoulli_"][0], EVERY["exponential_"][0]):
                         same(lambda x, f=fill, v=view: f(v(x)), value_of((5, 8, 6), torch.float32), mesh, places)
         finally:
-            _stream._takes_one_word = known
+            stream._takes_one_word = known
 
     run(whole)
 

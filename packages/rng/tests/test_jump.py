@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_rng import _jump, _mt19937
+from vescale_rng._cpu import jump, mt19937
 
 
 def drawn(words, generator):
@@ -16,7 +16,7 @@ def drawn(words, generator):
 
 
 def jumped(words, generator):
-    _mt19937._jump(words, generator)
+    mt19937._jump(words, generator)
     return generator.get_state()
 
 
@@ -40,15 +40,15 @@ def test_two_jumps_are_one():
     start = torch.Generator().manual_seed(1)
     apart = start.clone_state()
     for words in (10**11 + 3, 10**12):
-        _mt19937.discard(words, apart)
+        mt19937.discard(words, apart)
     assert jumped(11 * 10**11 + 3, start).equal(apart.get_state())
 
 
 def test_the_recurrence():
     """p annihilates the words of the tape, from the second on."""
     words = np.arange(624, dtype=np.uint32) * np.uint32(2654435761)
-    tape = _jump._tape(words, 30000)[1:]
-    total = tape[_jump.DEGREE :][:5000].copy()
-    for exponent in _jump._exponents():
+    tape = jump._tape(words, 30000)[1:]
+    total = tape[jump.DEGREE :][:5000].copy()
+    for exponent in jump._exponents():
         total ^= tape[exponent:][:5000]
-    assert len(_jump._exponents()) == 134 and not total.any()
+    assert len(jump._exponents()) == 134 and not total.any()

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 import vescale_rng
 from vescale_dtensor import InterleavedShard, Partial, PlacementError, RaggedShard, Replicate, Shard, distribute_tensor
-from vescale_dtensor._oracle import shard_of
+from vescale_dtensor._test_kit.oracle import shard_of
 from vescale_dtensor.testing import mesh_of, run_ranks
-from vescale_rng import RandomStreamError, _philox, _philox_fill, _stream, _transforms
+from vescale_rng import RandomStreamError
+from vescale_rng._cpu import stream
+from vescale_rng._philox import fill as _philox_fill
+from vescale_rng._philox import philox, transforms
 
 R, P, S = Replicate(), Partial(), Shard
 KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
@@ -46,26 +49,26 @@ def raw(count):
 
 def test_words_are_those_of_numpy():
     wanted = raw(3000)
-    runs = _philox.Runs(KEY)
+    runs = philox.Runs(KEY)
     for start, stop in ((0, 7), (7, 8), (8, 900), (902, 906), (907, 911), (1001, 2999), (2, 5), (2999, 3000)):
         assert (unsigned(runs.words([start], stop - start)) == wanted[start:stop]).all()
     starts = [5, 9, 801, 800]
     assert (unsigned(runs.words(starts, 77)) == np.stack([wanted[start : start + 77] for start in starts])).all()
     places = torch.randperm(3000).view(30, 100)
-    assert torch.equal(_philox.words_at(places, KEY), torch.from_numpy(wanted.view(np.int64))[places])
+    assert torch.equal(philox.words_at(places, KEY), torch.from_numpy(wanted.view(np.int64))[places])
     far = 2**61 + 5
-    found = _philox.words_at(torch.tensor([far]), KEY).item()
-    assert found == _philox.Runs(KEY).words([far], 1).item()
+    found = philox.words_at(torch.tensor([far]), KEY).item()
+    assert found == philox.Runs(KEY).words([far], 1).item()
 
 
 def placed(x, draw):
-    return _stream._place_philox(x, None, draw, KEY)
+    return stream._place_philox(x, None, draw, KEY)
 
 
 def test_numbers_are_as_stated():
     words = raw(64)
     halves = words.view(np.uint32)
-    draw = _stream.Draw
+    draw = stream.Draw
     uniform = placed(torch.empty(128), draw(torch.Tensor.uniform_)).tolist()
     assert uniform == [(int(half) >> 8) / 2**24 for half in halves]
     double = placed(torch.empty(64, dtype=torch.float64), draw(torch.Tensor.uniform_)).tolist()
@@ -90,7 +93,7 @@ def test_numbers_are_as_stated():
 def test_integers_are_unsigned_remainders(start, count):
     stop = min(start + count, 2**63)
     words = torch.from_numpy(raw(200).view(np.int64).copy())
-    found = _transforms.numbers(torch.Tensor.random_, (start, None if stop == 2**63 else stop), {}, words, torch.int64)
+    found = transforms.numbers(torch.Tensor.random_, (start, None if stop == 2**63 else stop), {}, words, torch.int64)
     assert found.tolist() == [(start + int(word) % (stop - start) + 2**63) % 2**64 - 2**63 for word in raw(200)]
 
 
@@ -114,7 +117,7 @@ def test_places_and_what_torch_ops_make_of_them(shape):
     assert _philox_fill.panel_width(rows) == (256 if rows > 512 else 2 ** (17 - max(rows - 1, 0).bit_length()))
     for name, args in (("uniform_", ()), ("normal_", ()), ("random_", (7,))):
         for dtype in (torch.float32, torch.float64):
-            draw = _stream.Draw(getattr(torch.Tensor, name), args)
+            draw = stream.Draw(getattr(torch.Tensor, name), args)
             found = placed(torch.empty(shape, dtype=dtype), draw)
             numbers = _philox_fill._Numbers(draw.function, args, {}, dtype, KEY)
             assert torch.equal(found, numbers.at(places).to(dtype))
@@ -192,11 +195,11 @@ def test_deferred():
 def test_moments():
     """Of a million numbers: mean, deviation, and no two draws alike."""
     for name, mean, deviation in (("uniform_", 0.5, 12**-0.5), ("normal_", 0, 1), ("exponential_", 1, 1)):
-        x = _stream._place_philox(torch.empty(1000, 1000), None, _stream.Draw(getattr(torch.Tensor, name)), KEY)
+        x = stream._place_philox(torch.empty(1000, 1000), None, stream.Draw(getattr(torch.Tensor, name)), KEY)
         assert abs(x.mean() - mean) < 4e-3 and abs(x.std() - deviation) < 4e-3 and x.isfinite().all()
         assert abs(torch.corrcoef(torch.stack([x.view(-1)[::2], x.view(-1)[1::2]]))[0, 1]) < 5e-3
     generator = torch.Generator().manual_seed(0)
-    assert len({_philox.next_key(generator) for _ in range(1000)}) == 1000
+    assert len({philox.next_key(generator) for _ in range(1000)}) == 1000
 
 
 def test_no_such_stream():

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_dtensor._oracle import ImaginedMesh, imagined_layout, shard_of
-from vescale_dtensor._state import INVARIANT, sharded
+from vescale_dtensor._layouts.state import INVARIANT, sharded
+from vescale_dtensor._test_kit.oracle import ImaginedMesh, imagined_layout, shard_of
 from vescale_rng._region import Region, boxes
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vescale import _device_check, doctor
+from vescale import doctor
+from vescale._machine import device_check
 from vescale.cli import app
 from vescale.doctor import BAD, GOOD, NOTE, examine
 from vescale_dtensor.testing import run_ranks, warm_up
@@ -166,8 +167,8 @@ def test_under_torchrun():
 
 
 def test_groups_that_are_tried_are_the_axes_of_meshes():
-    assert _device_check.lines(4, 4) == {"the world": [[0, 1, 2, 3]]}
-    assert _device_check.lines(4, 2) == {
+    assert device_check.lines(4, 4) == {"the world": [[0, 1, 2, 3]]}
+    assert device_check.lines(4, 2) == {
         "the world": [[0, 1, 2, 3]],
         "each machine": [[0, 1], [2, 3]],
         "one rank per machine": [[0, 2], [1, 3]],
@@ -185,11 +186,11 @@ def test_accelerators_are_tried_by_their_own_backend():
 
 def test_a_collective_that_hangs_is_named_within_its_bound():
     def run():
-        before, _device_check.waited = _device_check.waited, lambda works: before(works) or "not done after 30 s"
+        before, device_check.waited = device_check.waited, lambda works: before(works) or "not done after 30 s"
         try:
             return [(one.state, one.found) for one in doctor.between_ranks() if one.check == "second"]
         finally:
-            _device_check.waited = before
+            device_check.waited = before
 
     (state, said), = run_ranks(2, run, device="second", timeout=120)[1]
     assert state == "bad" and said == "an all-reduce over the world failed on rank 0: not done after 30 s (2 ranks)"

@@ -10,7 +10,7 @@ import torch
 import vescale
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import Plan, PlanError, dry_run, library
-from vescale_plans._meter import Meter
+from vescale_plans._dry.meter import Meter
 
 warm_up("torch._dynamo", "vescale", "transformers")
 

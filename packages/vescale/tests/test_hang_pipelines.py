@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import vescale
-from vescale_dtensor._disagreements import compared
-from vescale_dtensor._worker_pool import pool
+from vescale_dtensor._communication.disagreements import compared
+from vescale_dtensor._test_kit.worker_pool import pool
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_pipeline import PipelineError
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 def trained(odd, device, ranks):
     """Three calls, the third with `odd` done before: what this rank says of it, its error, and what it was in."""
-    from vescale_dtensor import _hang
+    from vescale_dtensor._communication import hang
     from vescale_dtensor._second import _group
 
     _group.HANG_SECONDS = 60
@@ -46,10 +46,10 @@ def trained(odd, device, ranks):
     batch, error = torch.ones(8, 4, device=device), ""
     for _ in range(2):
         model(batch).backward()
-    _hang._watch.close()
+    hang._watch.close()
     os.environ.update(VESCALE_HANG_SECONDS="5", VESCALE_HANG_DIR=os.devnull)
     together("ready", ranks)
-    _hang._watch = _hang.Watch()
+    hang._watch = hang.Watch()
     runtime = model._vescale.runtime
     odd(runtime, model)
     threading.Thread(target=wakes, args=(runtime, ranks), daemon=True).start()
@@ -58,7 +58,7 @@ def trained(odd, device, ranks):
     except PipelineError as failure:
         error = str(failure)
     together("over", ranks)
-    return _hang.verdict(), error, _hang.report(dist.get_rank(), threading.main_thread().ident)
+    return hang.verdict(), error, hang.report(dist.get_rank(), threading.main_thread().ident)
 
 
 def together(what, ranks):
@@ -70,7 +70,7 @@ def together(what, ranks):
 
 def wakes(runtime, ranks):
     """Ends the waits of this rank once every rank knows what the hang was."""
-    from vescale_dtensor._hang import verdict
+    from vescale_dtensor._communication.hang import verdict
 
     while verdict() is None:
         time.sleep(0.05)
@@ -102,7 +102,7 @@ def stops(runtime, model):
 
 
 def sleeps(module, args):
-    from vescale_dtensor._hang import verdict
+    from vescale_dtensor._communication.hang import verdict
 
     until = time.monotonic() + 60
     while verdict() is None and time.monotonic() < until:

@@ -205,9 +205,9 @@ def test_a_pipeline_is_priced_by_its_simulator():
 
 
 def test_calibrate_on_one_rank(tmp_path, monkeypatch):
-    from vescale import _probes
+    from vescale._machine import probes
 
-    monkeypatch.setattr(_probes, "BYTES", (1 << 14, 1 << 16))
+    monkeypatch.setattr(probes, "BYTES", (1 << 14, 1 << 16))
     path = tmp_path / "hardware.json"
     result = CliRunner().invoke(app, ["calibrate", "--rounds", "1", "--out", str(path)])
     assert result.exit_code == 0, result.output

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import vescale
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor._canonical import product
-from vescale_dtensor._canonical.merging import _asked, merges
+from vescale_dtensor._reproducible.functions import product
+from vescale_dtensor._reproducible.merging import _asked, merges
 from vescale_dtensor.engine import is_reproducible
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks, slice_of, warm_up
 from vescale_plans import library

@@ -9,10 +9,10 @@ from torch import nn
 
 import vescale
 from vescale_dtensor import ReproducibleError, Shard, comm_trace, distribute_tensor
-from vescale_dtensor._worker_pool import pool
+from vescale_dtensor._test_kit.worker_pool import pool
 from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
 from vescale_pipeline import PipelineError
-from vescale_plans._join import make_mesh
+from vescale_plans._apply.join import make_mesh
 
 warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
 on_second = partial(run_ranks, device="second", timeout=240)
@@ -173,7 +173,7 @@ def test_generators_of_the_device_are_compared():
 @pytest.mark.parametrize("holds", [True, False])
 def test_the_reproducible_mode_asks_the_device_first(holds):
     def run():
-        from vescale_dtensor._canonical import premise
+        from vescale_dtensor._reproducible import premise
 
         asked = []
         before = premise.check_premise
@@ -196,7 +196,7 @@ def test_the_reproducible_mode_asks_the_device_first(holds):
 
 def test_a_static_region_takes_the_devices_generator_back():
     def run():
-        from vescale_plans._generators import random_states, same_states, set_random_states
+        from vescale_plans._apply.generators import random_states, same_states, set_random_states
 
         torch.randn(2, device="second")
         before = random_states()

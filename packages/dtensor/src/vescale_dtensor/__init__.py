@@ -1,21 +1,21 @@
 """vescale_dtensor: tensors sharded over a device mesh, programmed as if on one device."""
 
-from . import _constructors as _constructors
-from . import _methods as _methods
-from . import _number as _number
-from ._canonical.grid import ReproducibleError as ReproducibleError
-from ._canonical.mode import reproducible as reproducible
-from ._canonical.premise import check_premise as check_premise
-from ._construct import arange as arange
-from ._construct import distribute_tensor as distribute_tensor
-from ._construct import empty as empty
-from ._construct import from_local as from_local
-from ._construct import full as full
-from ._construct import ones as ones
-from ._construct import rand as rand
-from ._construct import randn as randn
-from ._construct import redistribute as redistribute
-from ._construct import zeros as zeros
+from ._tensor import constructors as _constructors  # noqa: F401 - replaces functions of torch
+from ._tensor import methods as _methods  # noqa: F401 - replaces functions of torch
+from ._dispatch import number as _number  # noqa: F401 - replaces functions of torch
+from ._reproducible.grid import ReproducibleError as ReproducibleError
+from ._reproducible.mode import reproducible as reproducible
+from ._reproducible.premise import check_premise as check_premise
+from ._tensor.construct import arange as arange
+from ._tensor.construct import distribute_tensor as distribute_tensor
+from ._tensor.construct import empty as empty
+from ._tensor.construct import from_local as from_local
+from ._tensor.construct import full as full
+from ._tensor.construct import ones as ones
+from ._tensor.construct import rand as rand
+from ._tensor.construct import randn as randn
+from ._tensor.construct import redistribute as redistribute
+from ._tensor.construct import zeros as zeros
 from ._errors import CommunicationError as CommunicationError
 from ._errors import GradientError as GradientError
 from ._errors import ImplicitCommunicationError as ImplicitCommunicationError
@@ -27,13 +27,13 @@ from ._errors import PlainTensorError as PlainTensorError
 from ._errors import ShapeError as ShapeError
 from ._errors import VescaleError as VescaleError
 from ._errors import ViewError as ViewError
-from ._fallback import FallbackWarning as FallbackWarning
-from ._layout import Layout as Layout
-from ._module_hooks import see_globally as _see_globally
-from ._recomputation import keep_layouts as _keep_layouts
+from ._dispatch.fallback import FallbackWarning as FallbackWarning
+from ._layouts.layout import Layout as Layout
+from ._tensor.module_hooks import see_globally as _see_globally
+from ._tensor.recomputation import keep_layouts as _keep_layouts
 from ._rules import families as _families
-from ._rules.communication import GlobalValueWarning as GlobalValueWarning
-from ._tensor import DTensor as DTensor
+from ._rules.doors.communication import GlobalValueWarning as GlobalValueWarning
+from ._tensor.tensor import DTensor as DTensor
 from ._version import __version__ as __version__
 from .debug import Event as Event
 from .debug import Trace as Trace

@@ -21,13 +21,13 @@ from typing import Any
 
 from torch import nn
 
-from . import _events
+from ._communication import events as _events
+from ._communication.events import Cause as Cause
+from ._communication.events import Event as Event
 from ._debugger.prompt import stop_here
 from ._debugger.quiet import is_unstopped
 from ._debugger.session import world
 from ._errors import MeshError
-from ._events import Cause as Cause
-from ._events import Event as Event
 
 
 @dataclass
@@ -110,7 +110,7 @@ def strict() -> Iterator[None]:
     boundaries) are allowed. The error names the operands of the call that the user made, and fixes that were tried:
     `error.fixes` has them as {operand: placements}.
     """
-    from ._strict import Strict  # dispatch imports what stands here
+    from ._communication.strict import Strict  # dispatch imports what stands here
 
     with Strict():
         yield

@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from ._canonical.mode import check_order
-from ._construct import from_local, redistribute
-from ._convert import alias, convert, from_plain
-from ._dispatch import call
+from ._conversions.convert import alias, convert, from_plain
+from ._dispatch.dispatch import call
+from ._dispatch.fallback import gathered as run_whole
+from ._dispatch.signature import Signature
 from ._errors import PlacementError
-from ._fallback import gathered as run_whole
-from ._layout import canonical_states, layout_of
-from ._mesh import mesh_of
+from ._layouts.layout import canonical_states, layout_of
+from ._layouts.mesh import mesh_of
+from ._layouts.state import INVARIANT, VARYING
+from ._reproducible.mode import check_order
 from ._rules.registry import Call, composite, rule
 from ._rules.traits import Trait
-from ._signature import Signature
-from ._state import INVARIANT, VARYING
-from ._tensor import DTensor
+from ._tensor.construct import from_local, redistribute
+from ._tensor.tensor import DTensor
 from .placement import Partial, Placement, Replicate, Shard
 
 

@@ -1,9 +1,9 @@
 """What a rule is written with: for users' own kernels and `torch.library` ops (see `register_rule`)."""
 
+from ._dispatch.signature import Signature as Signature
 from ._rules.registry import Call as Call
 from ._rules.registry import Decision as Decision
 from ._rules.registry import Operand as Operand
 from ._rules.registry import composite as composite
 from ._rules.registry import traits_of as traits_of
 from ._rules.traits import Trait as Trait
-from ._signature import Signature as Signature

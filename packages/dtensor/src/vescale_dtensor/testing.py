@@ -13,7 +13,7 @@
         assert run_ranks(4, total, 10) == [22, 24, 22, 24]
 
 The ranks are processes that are started once per test session (gloo, CPU, one
-thread each) and then used by one test after the other; ``_worker_pool`` tells
+thread each) and then used by one test after the other; ``_test_kit/worker_pool.py`` tells
 how.  What a test may rely on, and what not:
 
 - The function and all functions and classes of test modules travel by value,
@@ -44,11 +44,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale_dtensor import _worker
-from vescale_dtensor._agreement import assert_ranks_agree
-from vescale_dtensor._allocations import Allocations, allocations
-from vescale_dtensor._worker import Answer, dumps, loads
-from vescale_dtensor._worker_pool import WorldStartError, pool
+from ._communication.agreement import assert_ranks_agree
+from ._test_kit import worker
+from ._test_kit.allocations import Allocations, allocations
+from ._test_kit.worker import Answer, dumps, loads
+from ._test_kit.worker_pool import WorldStartError, pool
 
 __all__ = [
     "Allocations",
@@ -277,7 +277,7 @@ def mesh_of(*sizes: int, names: Sequence[str] | None = None) -> DeviceMesh:
         _meshes_world = world
     key = (sizes, None if names is None else tuple(names))
     if key not in _meshes:
-        _meshes[key] = init_device_mesh(_worker.device_type, sizes, mesh_dim_names=key[1])
+        _meshes[key] = init_device_mesh(worker.device_type, sizes, mesh_dim_names=key[1])
     return _meshes[key]
 
 
@@ -318,7 +318,7 @@ def _call(
     *,
     expected: Any,
 ) -> list[Answer]:
-    if _worker.in_worker:
+    if worker.in_worker:
         raise RuntimeError("run_ranks was called on a rank; call it from the test process")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")

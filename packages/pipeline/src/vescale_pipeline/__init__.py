@@ -2,8 +2,8 @@
 
 from ._errors import PipelineError as PipelineError
 from ._errors import ScheduleError as ScheduleError
-from ._faults import PipelineFailure as PipelineFailure
-from ._communication import add_communication as add_communication
+from ._transport.faults import PipelineFailure as PipelineFailure
+from .schedules.proofs.communication import add_communication as add_communication
 from .action import Action as Action
 from .action import Schedule as Schedule
 from .balance import balanced_cuts as balanced_cuts

@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ._containers import map_tensors, tensors_in
 from ._errors import PipelineError
-from ._loss import loss_in
-from ._record import kept_as_it_was
+from ._runtime.loss import loss_in
+from ._trace.containers import map_tensors, tensors_in
+from ._trace.record import kept_as_it_was
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 FLOPS_PER_BYTE = 150.0

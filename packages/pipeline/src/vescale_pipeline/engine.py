@@ -3,10 +3,10 @@
 Nothing here is a promise to anybody else.
 """
 
-from ._messages import Message as Message
-from ._messages import Recorder as Recorder
-from ._ownership import Ownership as Ownership
-from ._ownership import let_go as let_go
-from ._ownership import ownership as ownership
-from ._runtime import Runtime as Runtime
-from ._stage import Codec as Codec
+from ._runtime.ownership import Ownership as Ownership
+from ._runtime.ownership import let_go as let_go
+from ._runtime.ownership import ownership as ownership
+from ._runtime.runtime import Runtime as Runtime
+from ._runtime.stage import Codec as Codec
+from ._transport.messages import Message as Message
+from ._transport.messages import Recorder as Recorder

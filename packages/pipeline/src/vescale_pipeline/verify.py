@@ -11,7 +11,7 @@ What is proved, in this order; the first thing that does not hold is the error:
                REDUCE after the stage's last weight gradient
     channels   receives of a channel (an ordered pair of ranks) are posted in the order of
                its sends, so that even messages without tags meet their receives
-    deadlock   all transfers can complete, under the model of the transport (`_channels`)
+    deadlock   all transfers can complete, under the model of the transport (`schedules/proofs/channels.py`)
     memory     the peak of activations is within the budget, where one is given
 
 That is all there is to be wrong with a schedule: what passes computes each
@@ -27,10 +27,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ._channels import MODELS, Node, Programs
 from ._errors import ScheduleError
-from ._table import CODE, NO_PEER, Table
 from .action import ALL_MICROBATCHES, FORMAT_VERSION, Action, Schedule
+from .schedules.proofs.channels import MODELS, Node, Programs
+from .schedules.proofs.table import CODE, NO_PEER, Table
 from .simulate import UNIT_COSTS, Costs, peak_memory
 
 F, B, I, W = (CODE[kind] for kind in "FBIW")

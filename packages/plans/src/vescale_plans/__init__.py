@@ -2,16 +2,16 @@
 
 import vescale_rng as _vescale_rng  # registers its rules: random numbers are one device's, at the cost of a shard
 
-from ._adopt import adopt as adopt
-from ._apply import expert_drops as expert_drops
-from ._apply import expert_load as expert_load
-from ._apply import no_sync as no_sync
-from ._apply import parallelize as parallelize
-from ._optim_kinds import register_elementwise as register_elementwise
-from ._static import StaticTree as StaticTree
-from ._static import StaticWarning as StaticWarning
-from ._static import explain_static as explain_static
-from ._static import static as static
+from ._apply.adopt import adopt as adopt
+from ._apply.apply import expert_drops as expert_drops
+from ._apply.apply import expert_load as expert_load
+from ._apply.apply import no_sync as no_sync
+from ._apply.apply import parallelize as parallelize
+from ._zero.optim_kinds import register_elementwise as register_elementwise
+from ._static.static import StaticTree as StaticTree
+from ._static.static import StaticWarning as StaticWarning
+from ._static.static import explain_static as explain_static
+from ._static.static import static as static
 from ._version import __version__ as __version__
 from .data import Loader as Loader
 from .data import loader as loader

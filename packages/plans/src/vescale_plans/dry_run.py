@@ -22,12 +22,12 @@ from vescale_dtensor.debug import Event, comm_trace
 from vescale_dtensor.engine import faking, unstopped
 from vescale_rng import is_deferred
 
-from ._apply import OptimizerFn, parallelize
-from ._containers import map_tensors
-from ._join import forget_meshes
-from ._meta_attention import fused_attention
-from ._meter import HOST, Meter
-from ._parts import PlanError
+from ._apply.apply import OptimizerFn, parallelize
+from ._apply.containers import map_tensors
+from ._apply.join import forget_meshes
+from ._dry.meta_attention import fused_attention
+from ._dry.meter import HOST, Meter
+from ._plan.parts import PlanError
 from .plan import Plan
 from .timeline import Recorder, Timeline
 

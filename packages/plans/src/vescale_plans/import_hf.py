@@ -17,8 +17,8 @@ from torch import nn
 
 from vescale_dtensor import InterleavedShard, Placement, Replicate, Shard
 
-from ._match import nearest
-from ._parts import Boundary, PlanError
+from ._plan.match import nearest
+from ._plan.parts import Boundary, PlanError
 
 Place = Callable[[int], Placement | None]
 """Number of dims of a parameter -> its placement on the tensor axis; None replicates."""

@@ -11,14 +11,15 @@ from torch import nn
 
 from vescale_dtensor import Placement, Replicate, Shard
 
-from . import _plan_json, _plan_table, import_hf
-from ._match import covers, nearest
-from ._parts import Boundary as Boundary
-from ._parts import Pipeline as Pipeline
-from ._parts import Placements as Placements
-from ._parts import PlanError as PlanError
-from ._parts import Precision as Precision
-from ._self_check import check_itself
+from . import import_hf
+from ._plan import json, table
+from ._plan.match import covers, nearest
+from ._plan.parts import Boundary as Boundary
+from ._plan.parts import Pipeline as Pipeline
+from ._plan.parts import Placements as Placements
+from ._plan.parts import PlanError as PlanError
+from ._plan.parts import Precision as Precision
+from ._plan.self_check import check_itself
 
 if TYPE_CHECKING:
     from .search.decision import Against
@@ -92,7 +93,7 @@ class Plan:
     context: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("mesh", *_plan_table.GLOBS):  # a caller's own mapping may change later
+        for name in ("mesh", *table.GLOBS):  # a caller's own mapping may change later
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, dict(getattr(self, name)))
         axes = (self.data_axis,) if isinstance(self.data_axis, str) else tuple(self.data_axis or ())
@@ -132,11 +133,11 @@ class Plan:
 
     def __str__(self) -> str:
         """An aligned table: a line per glob, a column per mesh axis."""
-        return _plan_table.table(self)
+        return table.table(self)
 
     def to_json(self) -> str:
         """JSON text, one glob a line, in a fixed order of fields: equal plans give equal text."""
-        return _plan_json.to_json(self)
+        return json.to_json(self)
 
     @classmethod
     def from_json(cls, text: str | Mapping[str, Any]) -> Plan:
@@ -145,7 +146,7 @@ class Plan:
         Raises PlanError for another format version, an unknown field, or a value that
         a plan does not take.
         """
-        return cls(**_plan_json.from_json(text))
+        return cls(**json.from_json(text))
 
     @classmethod
     def from_huggingface(
@@ -163,9 +164,9 @@ class Plan:
         """
         return cls(**import_hf.from_huggingface(model, mesh, tensor_axis, fields))
 
-    def diff(self, other: Plan) -> _plan_table.PlanDiff:
+    def diff(self, other: Plan) -> table.PlanDiff:
         """What differs in `other`, a `Change(where, before, after)` each, none for equal plans; prints as a table."""
-        return _plan_table.diff(self, other)
+        return table.diff(self, other)
 
     def override(self, **changes: Any) -> Plan:
         """The plan with other values of some fields.
@@ -186,7 +187,7 @@ class Plan:
                 near = nearest(name, names)
                 remedies = [(f"use {near[0]!r}", "")] if near else [("remove it", "")]
                 raise PlanError("Plan.override", f"a plan has no field {name!r}", (), remedies)
-            if name in _plan_table.GLOBS and isinstance(value, Mapping):
+            if name in table.GLOBS and isinstance(value, Mapping):
                 kept = {g: v for g, v in getattr(self, name).items() if not any(covers(new, g) for new in value)}
                 changes[name] = {glob: v for glob, v in value.items() if v is not None} | kept
         return replace(self, **changes)
@@ -221,7 +222,7 @@ class Plan:
         dims and attention heads that do not divide by their axes: such shards are right,
         and cost more communication. `parallelize` validates without `even`.
         """
-        from ._validate import fit
+        from ._plan.validate import fit
 
         fit(self, model, even=even)
 
@@ -234,7 +235,7 @@ class Plan:
 
         Arguments: tensors, in any nesting of tuples, lists and dicts.
         """
-        from ._inputs import shard_batch
+        from ._apply.inputs import shard_batch
 
         return shard_batch(self, global_batch)
 
@@ -250,7 +251,7 @@ class Plan:
         Arguments: tensors with the same number of rows, in any nesting of tuples, lists and dicts. The parts are
         views. Raises PlanError where rows do not divide: parts of unequal size would weigh unequally in a mean.
         """
-        from ._inputs import parts
+        from ._apply.inputs import parts
 
         return parts(self, batch, model)
 
@@ -267,7 +268,7 @@ class Plan:
         The ranks exchange shapes (a small all-gather); parts may differ in size as
         torch.chunk's do. Raises ShapeError, on all ranks alike, when they do not fit.
         """
-        from ._inputs import local_batch
+        from ._apply.inputs import local_batch
 
         return local_batch(self, batch, whole_sequences)
 
@@ -278,6 +279,6 @@ class Plan:
             >>> part = plan.local_sequence(len(tokens))
             >>> batch = plan.local_batch({"input_ids": tokens[None, part.start : part.stop]}, whole_sequences=False)
         """
-        from ._inputs import local_sequence
+        from ._apply.inputs import local_sequence
 
         return local_sequence(self, length)

@@ -24,8 +24,8 @@ from torch.utils.data import Dataset, Sampler
 
 from vescale_dtensor.engine import Mesh, canonical_states, layout_of, mesh_of
 
-from ._join import join, make_mesh
-from ._parts import PlanError, check_count
+from ._apply.join import join, make_mesh
+from ._plan.parts import PlanError, check_count
 from .plan import Plan
 
 

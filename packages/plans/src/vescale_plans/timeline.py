@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_iter
 from vescale_dtensor.debug import Event
 from vescale_dtensor.engine import current_module
 
-from ._meter import flops_of
+from ._dry.meter import flops_of
 
 if TYPE_CHECKING:  # the planner builds on dry runs
-    from .search.hardware import Hardware
+    from .search.pricing.hardware import Hardware
 
 PHASES = {"activations": "forward", "gradients": "backward", "optimizer": "optimizer"}
 BESIDE = ("gradient sync", "parameter gather")

@@ -3,23 +3,23 @@
 Importing it registers its rules with vescale_dtensor, in place of those that draw the whole.
 """
 
-from . import _attention as _attention
-from . import _choices as _choices
-from . import _dropout as _dropout
-from . import _fills as _fills
-from . import _rrelu as _rrelu
-from ._cuda_fill import use_geometry as use_geometry
-from ._cuda_launch import Geometry as Geometry
-from ._deferred import deferred_init as deferred_init
-from ._deferred import is_deferred as is_deferred
-from ._factories import rand as rand
-from ._factories import randint as randint
-from ._factories import randn as randn
-from ._factories import randperm as randperm
-from ._materialize import distribute as distribute
-from ._materialize import materialize as materialize
-from ._materialize import materialize_shard as materialize_shard
-from ._materialize import recorded as recorded
+from ._draws import attention as _attention
+from ._draws import choices as _choices
+from ._draws import dropout as _dropout
+from ._draws import fills as _fills
+from ._draws import rrelu as _rrelu
+from ._cuda.fill import use_geometry as use_geometry
+from ._cuda.launch import Geometry as Geometry
+from ._deferred.deferred import deferred_init as deferred_init
+from ._deferred.deferred import is_deferred as is_deferred
+from ._draws.factories import rand as rand
+from ._draws.factories import randint as randint
+from ._draws.factories import randn as randn
+from ._draws.factories import randperm as randperm
+from ._deferred.materialize import distribute as distribute
+from ._deferred.materialize import materialize as materialize
+from ._deferred.materialize import materialize_shard as materialize_shard
+from ._deferred.materialize import recorded as recorded
 from ._select import RandomStreamError as RandomStreamError
 from ._select import current_stream as current_stream
 from ._select import manual_seed as manual_seed

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import VescaleError
 from vescale_dtensor.engine import gather_objects, mesh_of
 
+from ._cpu.mt19937 import generator_or_default
 from ._journal import Entry, entries, fingerprint
-from ._mt19937 import generator_or_default
 
 
 class RandomStateError(VescaleError):

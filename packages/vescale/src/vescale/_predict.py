@@ -8,7 +8,7 @@ from functools import partial, wraps
 from vescale_pipeline import Costs, Schedule, generate, simulate
 from vescale_plans import Pipeline
 from vescale_plans.search import predict as _predict
-from vescale_plans.search.predict import Pace
+from vescale_plans.search.pricing.predict import Pace
 
 
 def makespan(

@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from vescale_plans import PlanError
 from vescale_plans.search import Curve, Hardware, Link, Product, hardware_of
 
-from . import _probes
-from ._devices import Device, busy_seconds, device_of, own_seconds
+from ._machine import probes as _probes
+from ._machine.devices import Device, busy_seconds, device_of, own_seconds
 
 LEAST = 1e-3
 """Seconds that a probe is repeated for within a round."""

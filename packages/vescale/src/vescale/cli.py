@@ -9,13 +9,13 @@ import typer
 from vescale_dtensor import VescaleError
 from vescale_pipeline import PipelineError
 
-from ._calibrate_command import calibrate
-from ._checkpoint_command import app as checkpoint
-from ._compare_command import compare
-from ._doctor_command import doctor
-from ._plan_command import plan
-from ._schedule_command import schedule
-from ._timeline_command import timeline
+from ._commands.calibrate import calibrate
+from ._commands.checkpoint import app as checkpoint
+from ._commands.compare import compare
+from ._commands.doctor import doctor
+from ._commands.plan import plan
+from ._commands.schedule import schedule
+from ._commands.timeline import timeline
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(schedule)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from . import _device_check
+from ._machine import device_check
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 OLDEST_TORCH, TESTED_TORCH = (2, 11), (2, 13)
@@ -272,7 +272,7 @@ def device_collectives(group: Any) -> Iterator[Finding]:
     if backend == "gloo":
         return
     device, done = found.type, []
-    for what, failed in _device_check.tried(device, backend, group):
+    for what, failed in device_check.tried(device, backend, group):
         if failed is not None:
             yield Finding(backend, BAD, f"{what} failed {failed}", _NCCL_FIX)
             return

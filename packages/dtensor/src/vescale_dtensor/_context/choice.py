@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch.nn.functional as F
 
-from .._mesh import Mesh
+from .._layouts.mesh import Mesh
 from .._rules.registry import TABLE
 
 RING, HEADS, GATHER, AUTO = "ring", "all-to-all", "gather", "auto"

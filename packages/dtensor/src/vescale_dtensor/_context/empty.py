@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._collectives import all_gather
-from .._mesh import Mesh
-from .._region import Ranges
+from .._communication.collectives import all_gather
+from .._layouts.mesh import Mesh
+from .._layouts.region import Ranges
 from .tiles import needs, tiles
 
 Table = tuple[tuple[bool, ...], ...]

@@ -17,10 +17,10 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from .. import _events
-from .._collectives import exchange
-from .._region import Ranges
-from .._tensor import local_only
+from .._communication import events
+from .._communication.collectives import exchange
+from .._layouts.region import Ranges
+from .._tensor.tensor import local_only
 from .ring import Circle
 
 TO_HEADS, TO_SEQUENCE = "heads_to_sequence", "sequence_to_heads"
@@ -54,13 +54,13 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, circle: Circle, places: tuple[tuple[Ranges, ...], ...], to_heads: bool, *tensors: Tensor):
-        ctx.circle, ctx.places, ctx.to_heads, ctx.cause = circle, places, to_heads, _events.current_cause()
+        ctx.circle, ctx.places, ctx.to_heads, ctx.cause = circle, places, to_heads, events.current_cause()
         with local_only():
             return _swapped(circle, places, to_heads, tensors)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        _events.restore_cause(ctx.cause)
+        events.restore_cause(ctx.cause)
         if torch.is_grad_enabled():
             return None, None, None, *_Swap.apply(ctx.circle, ctx.places, not ctx.to_heads, *grads)
         with local_only():

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _events
-from .._layout import Layout
-from .._mesh import Mesh
-from .._region import cut, cut_sizes
+from .._communication import events
+from .._layouts.layout import Layout
+from .._layouts.mesh import Mesh
+from .._layouts.region import cut, cut_sizes
+from .._layouts.state import VARYING, State
 from .._rules.registry import Operand
-from .._state import VARYING, State
 from . import heads, ring
 from .choice import HEADS, Choice, Problem, chosen, pinned
 from .ring import Circle
@@ -92,7 +92,7 @@ def run_for(meeting: Meeting, query: Layout, key: Layout, select: Callable | Non
 
     def run(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         _check(is_causal, attn_mask)
-        _events.set_cause(F.scaled_dot_product_attention)
+        events.set_cause(F.scaled_dot_product_attention)
         if select is not None:
             key, value = select(key), select(value)
         if swaps:

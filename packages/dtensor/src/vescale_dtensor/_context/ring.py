@@ -18,11 +18,11 @@ from math import inf
 import torch
 from torch import Tensor
 
-from .. import _events
+from .._communication import events
 from .._errors import GradientError
-from .._mesh import Mesh
-from .._region import Ranges
-from .._tensor import local_only
+from .._layouts.mesh import Mesh
+from .._layouts.region import Ranges
+from .._tensor.tensor import local_only
 from . import transfer
 from .empty import Table, blocks_seen
 from .kernels import Kernel, Scores, kernel_for
@@ -88,7 +88,7 @@ class _Ring(torch.autograd.Function):
             out, lse = _forward(kernel, circle, seen, query, key, value, mask, noise, causal, scale)
         ctx.save_for_backward(query, key, value, mask, noise, out, lse)
         ctx.circle, ctx.seen, ctx.kernel, ctx.causal, ctx.scale = circle, seen, kernel, causal, scale
-        ctx.cause = _events.current_cause()
+        ctx.cause = events.current_cause()
         return out
 
     @staticmethod
@@ -99,7 +99,7 @@ class _Ring(torch.autograd.Function):
             raise GradientError("scaled_dot_product_attention", rule, (), remedies)
         with local_only():
             query, key, value, mask, noise, out, lse = ctx.saved_tensors
-            _events.restore_cause(ctx.cause)
+            events.restore_cause(ctx.cause)
             needs_mask = mask is not None and ctx.needs_input_grad[5]
             grads = _backward(
                 ctx.kernel, ctx.circle, ctx.seen, grad, query, key, value, mask, noise, out, lse, ctx.causal,

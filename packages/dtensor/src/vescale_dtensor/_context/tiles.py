@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from .._region import Ranges
+from .._layouts.region import Ranges
 
 
 class Tile(NamedTuple):

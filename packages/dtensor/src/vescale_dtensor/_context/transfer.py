@@ -14,10 +14,10 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _events, _flight
-from .._collectives import _failure, _wire, all_gather
-from .._flight import DONE, STARTED, WAITING
-from .._mesh import Mesh
+from .._communication import events, flight
+from .._communication.collectives import _failure, _wire, all_gather
+from .._communication.flight import DONE, STARTED, WAITING
+from .._layouts.mesh import Mesh
 
 Message = tuple[int, Tensor]
 """The other rank's place on the axis, and a contiguous tensor."""
@@ -29,7 +29,7 @@ class UnderWay(NamedTuple):
     works: list
     held: tuple
     noted: list
-    event: _events.Event | None
+    event: events.Event | None
 
 
 def start(sends: Sequence[Message], receives: Sequence[Message], mesh: Mesh, axis: int, kind: str) -> UnderWay | None:
@@ -41,8 +41,8 @@ def start(sends: Sequence[Message], receives: Sequence[Message], mesh: Mesh, axi
         return None
     group, line = mesh.group((axis,)), mesh.line((axis,))
     received = sum(tensor.nbytes for _, tensor in receives)
-    event = _events.announce(kind, line.axes, received, len(receives)) if _events.listeners else None
-    noted = _flight.note(kind, line, received, STARTED)
+    event = events.announce(kind, line.axes, received, len(receives)) if events.listeners else None
+    noted = flight.note(kind, line, received, STARTED)
     if not group_sends(mesh, axis):
         return UnderWay([], (sends, receives), noted, event)
     posted = [dist.P2POp(dist.isend, _wire(tensor), line.ranks[to], group) for to, tensor in sends]
@@ -65,7 +65,7 @@ def wait(started: UnderWay | None, mesh: Mesh, axis: int, kind: str) -> None:
     except RuntimeError as error:
         raise _failure(error, kind, mesh, (axis,)) from error
     started.noted[0] = DONE
-    _events.settle(started.event)
+    events.settle(started.event)
 
 
 def group_sends(mesh: Mesh, axis: int) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import _events, _flight
+from .._communication import events, flight
 from .._errors import CommunicationError
 from .session import Stop
 
@@ -43,8 +43,8 @@ def together(stop: Stop) -> Iterator[None]:
         counts[group] += 1
         _meet(stop, kind, ranks, f"{stop.name}/meet/{stop.number}/{group}/{counts[group]}", where)
 
-    def note(kind: str, line: _flight.Line, received: int, state: str) -> list:
-        meet(kind, line.ranks, f" over axis {', '.join(map(repr, line.axes))}, asked for by {_events.cause()}")
+    def note(kind: str, line: flight.Line, received: int, state: str) -> list:
+        meet(kind, line.ranks, f" over axis {', '.join(map(repr, line.axes))}, asked for by {events.cause()}")
         return original(kind, line, received, state)
 
     def guarded(function: Callable) -> Callable:
@@ -61,7 +61,7 @@ def together(stop: Stop) -> Iterator[None]:
     if stop.size == 1:
         yield
         return
-    original, _flight.note = _flight.note, note
+    original, flight.note = flight.note, note
     changed = []
     for name in _WHOLE_GROUP:
         run = guarded(getattr(dist, name))
@@ -71,7 +71,7 @@ def together(stop: Stop) -> Iterator[None]:
     try:
         yield
     finally:
-        _flight.note = original
+        flight.note = original
         for module, name, function in changed:
             setattr(module, name, function)
 

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from .. import _events, _tensor
+from .._communication import events
+from .._tensor import tensor
 from . import session
 from .guard import together
 from .session import Stop, Wire
@@ -31,7 +32,7 @@ from .session import Stop, Wire
 THINKING_SECONDS = 3600.0
 """After so long without a command all go on; VESCALE_BREAKPOINT_SECONDS says otherwise."""
 _REFUSED = ("interact", "run", "restart", "debug", "commands")
-_SKIPPED = ["torch", "torch.*", *_events._PACKAGES, *(f"{name}.*" for name in _events._PACKAGES)]
+_SKIPPED = ["torch", "torch.*", *events._PACKAGES, *(f"{name}.*" for name in events._PACKAGES)]
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
 _MOST_LINES = 12
 
@@ -95,7 +96,7 @@ class Prompt(pdb.Pdb):
             stack.enter_context(together(self._stop))
             stack.enter_context(contextlib.redirect_stdout(self.stdout))
             stack.enter_context(_unheard())
-            stack.enter_context(_tensor.printing_whole())
+            stack.enter_context(tensor.printing_whole())
             return super().onecmd(line)
 
     def set_continue(self) -> None:
@@ -220,7 +221,7 @@ def _completing(complete: Callable) -> Iterator[None]:
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
     """Traces and timelines that are open do not hear what a person asks for."""
-    kept = [(one, one[:]) for one in (_events.listeners, _events.settlers)]
+    kept = [(one, one[:]) for one in (events.listeners, events.settlers)]
     for one, _ in kept:
         one.clear()
     try:
@@ -231,7 +232,7 @@ def _unheard() -> Iterator[None]:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] in _events._PACKAGES
+    return frame.f_globals.get("__name__", "").partition(".")[0] in events._PACKAGES
 
 
 class State:

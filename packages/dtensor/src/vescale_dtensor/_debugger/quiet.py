@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from .._events import is_users
+from .._communication.events import is_users
 
-_RUN_ALONE = {("vescale_pipeline._record", "dry_run")}
+_RUN_ALONE = {("vescale_pipeline._trace.record", "dry_run")}
 """(module, function) under whose frames nobody stops."""
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._endings import first_ending
+from .._communication.endings import first_ending
 from .._errors import CommunicationError
 
 ARRIVAL_SECONDS = 10.0

@@ -15,11 +15,11 @@ from types import FunctionType
 
 from torch import Tensor
 
-from .._convert import from_plain
-from .._layout import layout_of
-from .._mesh import Mesh
-from .._state import INVARIANT
-from .._tensor import DTensor
+from .._conversions.convert import from_plain
+from .._layouts.layout import layout_of
+from .._layouts.mesh import Mesh
+from .._layouts.state import INVARIANT
+from .._tensor.tensor import DTensor
 
 
 def _never(*_) -> bool:

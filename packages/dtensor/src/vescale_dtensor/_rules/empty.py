@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._layout import Layout
+from .._layouts.layout import Layout
 
 
 def guarded(function: Callable, addend: Callable | None = None) -> Callable[[tuple[Layout, ...]], Callable]:

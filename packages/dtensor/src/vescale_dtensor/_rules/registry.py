@@ -3,7 +3,7 @@
 A rule is a pure function of a `Call`: the function, its static arguments, and an
 `Operand` (layout only) in place of every tensor. It answers with
 
-- a `Signature` (`_signature.py`): names for the dims; the solver does the rest, or
+- a `Signature` (`_dispatch/signature.py`): names for the dims; the solver does the rest, or
 - a `Decision`, made by hand, or
 - `composite(function)`: run this Python function on the DTensors themselves, or
 - None: no opinion, the fallback takes over.
@@ -23,8 +23,8 @@ from weakref import WeakSet
 import torch
 from torch._ops import OpOverload
 
-from .._layout import Layout
-from .._mesh import Mesh
+from .._layouts.layout import Layout
+from .._layouts.mesh import Mesh
 from .traits import NONE, Trait
 
 # What a rule may say about an output: a layout, a tuple of them, or None for "leave it alone".
@@ -84,7 +84,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        from .._events import raw_name
+        from .._communication.events import raw_name
 
         return raw_name(self.function)
 

@@ -133,7 +133,7 @@ def _place(filename: str) -> str:
     for package in ("torch", "_second"):
         if package in parts[:-1]:
             return ""
-    if path.name.startswith("<") or path.name in ("_constructors.py", "_worker.py", "contextlib.py", "threading.py"):
+    if path.name.startswith("<") or path.name in ("constructors.py", "worker.py", "contextlib.py", "threading.py"):
         return ""
     for i, part in enumerate(parts[:-1]):
         if part.startswith("vescale") and parts[i - 1] in ("src", "site-packages"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .._communication import add_communication
 from .._errors import ScheduleError
 from ..action import Action, Schedule
 from ._shape import Shape
 from .dualpipe_v import dualpipe_v
 from .gpipe import gpipe, looped_bfs
 from .one_f_one_b import interleaved, interleaved_zb, one_f_one_b, zb_h1, zb_h2
+from .proofs.communication import add_communication
 from .v_pattern import v_half, v_min
 from .zbv import zbv
 

@@ -10,9 +10,9 @@ from torch.utils.data import default_collate
 
 from vescale_dtensor.engine import canonical_states, gather_objects, layout_of, mesh_of
 
-from .._containers import tensors_in
-from .._join import join, make_mesh
-from .._parts import PlanError
+from .._apply.containers import tensors_in
+from .._apply.join import join, make_mesh
+from .._plan.parts import PlanError
 from ..plan import Plan
 
 _BY_ROW = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
-from .._parts import PlanError
+from .._plan.parts import PlanError
 from ._cut import Cut
 
 FIRST_CHECKS = 3

@@ -22,11 +22,11 @@ from torch import nn
 from vescale_dtensor import OperatorError
 from vescale_dtensor.engine import stamp
 
-from .._promise import promise_copy
-from .._recompute import CHECKPOINT_KEYS, is_checkpoints
-from .._slot import Slot
-from .._static import Site, static
-from .._static_key import is_ours
+from .._plan.promise import promise_copy
+from .._recompute.recompute import CHECKPOINT_KEYS, is_checkpoints
+from .._static.key import is_ours
+from .._static.static import Site, static
+from .._zero.slot import Slot
 from ._recipe import Recipe, install
 
 _COPIER = "__deepcopy__"

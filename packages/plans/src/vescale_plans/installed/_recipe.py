@@ -12,18 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor.engine import Mesh, mesh_of, pin
 
-from .._adopt import watch
-from .._boundary import install_boundary, install_scopes
-from .._expert_lists import ListBorder
-from .._expert_structure import Experts
-from .._experts import ExpertsBorder
-from .._inputs import RootBorder, cuts_of
-from .._loss import LossBorder, LossFn
-from .._masks import MaskBorder
-from .._recompute import install_recompute
-from .._slot import Sharing
-from .._wrappers import refuse_wrappers
-from .._zero import DataParallel
+from .._apply.adopt import watch
+from .._apply.boundary import install_boundary, install_scopes
+from .._apply.inputs import RootBorder, cuts_of
+from .._apply.loss import LossBorder, LossFn
+from .._apply.masks import MaskBorder
+from .._apply.wrappers import refuse_wrappers
+from .._experts.experts import ExpertsBorder
+from .._experts.lists import ListBorder
+from .._experts.structure import Experts
+from .._recompute.recompute import install_recompute
+from .._zero.slot import Sharing
+from .._zero.zero import DataParallel
 from ..plan import Boundary, Plan
 
 

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from .candidates import Candidate
-from .hardware import GIB
+from .pricing.hardware import GIB
 from .ranking import Estimate, Pricer, Request, rank
 from .refusals import InfeasibleError, nothing_legal
 

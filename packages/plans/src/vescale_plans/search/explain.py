@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .candidates import Candidate
 from .decision import Against, against, facts, number
-from .hardware import GIB
+from .pricing.hardware import GIB
 from .ranking import Estimate, Pricer, Request
 from .structure import Group as Split
 

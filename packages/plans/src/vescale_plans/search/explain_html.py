@@ -8,7 +8,7 @@ from html import escape
 from math import floor, log10
 from typing import TYPE_CHECKING
 
-from .hardware import GIB
+from .pricing.hardware import GIB
 
 if TYPE_CHECKING:
     from .explain import Explanation

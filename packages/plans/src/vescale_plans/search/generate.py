@@ -15,9 +15,9 @@ from vescale_dtensor.engine import unstopped
 from ..plan import Pipeline, Placements, Plan, PlanError, Precision
 from .candidates import Candidate
 from .explain import Explanation
-from .probe_sample import POSITIONS, Sample, sample_of
-from .probe_structure import structure_of
-from .profiles import hardware_of
+from .pricing.profiles import hardware_of
+from .probing.sample import POSITIONS, Sample, sample_of
+from .probing.structure import structure_of
 from .progress import Bar
 from .ranking import MARGIN, Estimate, Request, rank
 from .refusals import InfeasibleError, beyond

@@ -11,12 +11,12 @@ import torch
 
 from ..plan import PlanError
 from .candidates import Candidate, candidates
-from .cost import Cost, cost_of
-from .hardware import Hardware
-from .memory import Memory, memory_of
+from .pricing.cost import Cost, cost_of
+from .pricing.hardware import Hardware
+from .pricing.memory import Memory, memory_of
+from .pricing.sizes import Sizes, parts_of, sizes_of
 from .progress import Bar
 from .refusals import nothing_legal, too_large
-from .sizes import Sizes, parts_of, sizes_of
 from .stages import Cutter, Part, Stages
 from .structure import Structure
 

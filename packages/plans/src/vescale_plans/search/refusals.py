@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..plan import PlanError
 from .candidates import Candidate
-from .hardware import GIB
+from .pricing.hardware import GIB
 
 if TYPE_CHECKING:
     from .ranking import Pricer, Request

@@ -1,0 +1,345 @@
+"""Collectives on local tensors: the one module of this package that communicates.
+
+Every function takes and returns plain local tensors. What conversions do over and
+over has a recipe: everything known from shapes is worked out once, and what is left
+is a small closure (`gather_recipe`, `scatter_recipe`), in which sizes go to torch as
+arguments of their own (`view(*sizes)`): a tuple is first taken for a number, and the
+text of the error why it is none costs 0.5 us. A collective goes to the process
+group's own methods: `torch.distributed`'s wrappers cost 4-10 us of Python more, the
+functional ones 70-110. On gloo a reduction is an all-to-all and a local
+sum in rank order: cheaper there than gloo's own, and the order of the sum is fixed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import AllreduceOptions, ReduceOp
+
+from .._errors import CommunicationError
+from .._layouts.mesh import Mesh
+from . import events, flight
+from .endings import first_ending
+from .flight import DONE, FAILED, STARTED, WAITING
+from .hang import verdict
+
+# --- collectives on whole tensors: the package's own small vocabulary -------------
+
+
+Recipe = Callable[[Tensor], Tensor]
+
+
+class _Engine(NamedTuple):
+    """What a backend does for a reduction: through its own collective, or through an all-to-all."""
+
+    reduces: bool
+
+
+_ENGINES = {"gloo": _Engine(reduces=False)}
+_NATIVE = _Engine(reduces=True)
+_FAKE = "fake"  # torch's group without processes
+
+
+def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "all_gather") -> Tensor:
+    """[n, *local.shape]: the tensors of all ranks of `axes`, which must have equal shapes, in rank order."""
+    shape = local.shape
+    if not local.numel():
+        return local.new_empty((mesh.count(axes), *shape))
+    local = local if shape else local.view(1)
+    return gather_recipe(mesh, axes, tuple(local.shape), kind)(local).view(-1, *shape)
+
+
+def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "all_gather") -> Recipe:
+    """For local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
+    group, count = mesh.group(axes), mesh.count(axes)
+    call, line = group._allgather_base, mesh.line(axes)
+    names = line.axes
+    rows = (count * shape[0], *shape[1:])
+
+    def gather(local: Tensor) -> Tensor:
+        local = local.contiguous()
+        out = local.new_empty(*rows)
+        received = local.nbytes * (count - 1)
+        event = events.announce(kind, names, received) if events.listeners else None
+        noted = flight.note(kind, line, received, WAITING)
+        try:
+            if local.dtype in _GLOO_DTYPES:
+                call(out, local).wait()
+            else:
+                call(_wire(out), _wire(local)).wait()
+        except RuntimeError as error:
+            if is_away(local, mesh):
+                noted[0] = DONE
+                return gather(local.to(mesh.device_type))
+            noted[0] = FAILED
+            raise _failure(error, kind, mesh, axes) from error
+        noted[0] = DONE
+        if event is not None:
+            events.settle(event)
+        return out
+
+    return gather
+
+
+def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "all_reduce") -> Tensor:
+    """The sum over all ranks of `axes`, the same bits on each; summed in rank order on gloo."""
+    group = mesh.group(axes)
+    count = group.size()
+    if not local.numel():
+        return local.clone()
+    received = 2 * local.nbytes * (count - 1) // count
+    if is_away(local, mesh):
+        local = local.to(mesh.device_type)
+    if _engine(mesh, axes).reduces:
+        out = local.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.SUM
+        _run(kind, mesh, axes, received, group.allreduce, [_summable(out)], options)
+        return out
+    flat = local.contiguous().view(-1)
+    if flat.numel() < 4096:  # latency-bound: one collective instead of two
+        gathered = flat.new_empty(count * flat.numel())
+        _run(kind, mesh, axes, received, group._allgather_base, _wire(gathered), _wire(flat))
+        return _shaped(_ordered_sum(gathered.view(count, -1)), local.shape)
+    chunk = -(-flat.numel() // count)
+    padded = flat if chunk * count == flat.numel() else torch.cat([flat, flat.new_zeros(chunk * count - flat.numel())])
+    swapped = torch.empty_like(padded)
+    _run(kind, mesh, axes, received // 2, group.alltoall_base, _wire(swapped), _wire(padded), [], [])
+    mine = _ordered_sum(swapped.view(count, chunk))
+    whole = torch.empty_like(padded)
+    _run(kind, mesh, axes, received // 2, group._allgather_base, _wire(whole), _wire(mine), count=0)
+    return _shaped(whole, local.shape)
+
+
+def is_away(local: Tensor, mesh: Mesh) -> bool:
+    """Whether a tensor lies on the host while the mesh does not: an offloaded parameter at rest. Collectives of it run
+    on the device, and that is where their results are."""
+    return local.device.type == "cpu" != mesh.device_type
+
+
+def _shaped(flat: Tensor, shape: torch.Size) -> Tensor:
+    """The first elements of a buffer of our own under `shape`; no view of it, so that user code may write to it."""
+    return flat.new_empty(0).set_(flat.untyped_storage(), 0, shape)
+
+
+def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind: str = "reduce_scatter") -> Tensor:
+    """The sum over ranks of the piece meant for this one; `pieces[r]` is this rank's part for rank r."""
+    group = mesh.group(axes)
+    count = group.size()
+    mine = pieces[group.rank()]
+    sizes = [piece.numel() for piece in pieces]
+    engine = _engine(mesh, axes)
+    received = mine.nbytes * (count - 1)
+    if engine.reduces:
+        longest = max(sizes)
+        if longest == 0:
+            return mine.clone()
+        sent = torch.cat([_flat_padded(piece, longest) for piece in pieces])
+        out = sent.new_empty(longest)
+        _run(kind, mesh, axes, received, group._reduce_scatter_base, _summable(out), _summable(sent))
+        return out[: mine.numel()].view(mine.shape)
+    if not sum(sizes):
+        return mine.clone()
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    out = sent.new_empty(count * mine.numel())
+    sent, out_wire, width = _wire(sent), _wire(out), _width(out)
+    splits = [size * width for size in sizes]
+    _run(kind, mesh, axes, received, group.alltoall_base, out_wire, sent, [mine.numel() * width] * count, splits)
+    return _ordered_sum(out.view(count, mine.numel())).view(mine.shape)
+
+
+def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "reduce_scatter") -> Recipe:
+    """For contiguous rows [n * d0, d1, ...], each d0 meant for the next rank: their sum over ranks, of `shape`."""
+    group, count = mesh.group(axes), mesh.count(axes)
+    line, native = mesh.line(axes), _engine(mesh, axes).reduces
+    names = line.axes
+    call = group._reduce_scatter_base if native else group.alltoall_base
+
+    def scatter(rows: Tensor) -> Tensor:
+        received = rows.nbytes // count * (count - 1)
+        event = events.announce(kind, names, received) if events.listeners else None
+        noted = flight.note(kind, line, received, WAITING)
+        try:
+            if native:
+                out = rows.new_empty(*shape)
+                if rows.is_complex():
+                    call(torch.view_as_real(out), torch.view_as_real(rows)).wait()
+                else:
+                    call(out, rows).wait()
+            else:
+                out = torch.empty_like(rows)
+                call(_wire(out), _wire(rows), [], []).wait()
+        except RuntimeError as error:
+            if is_away(rows, mesh):
+                noted[0] = DONE
+                return scatter(rows.to(mesh.device_type))
+            noted[0] = FAILED
+            raise _failure(error, kind, mesh, axes) from error
+        noted[0] = DONE
+        if event is not None:
+            events.settle(event)
+        return out if native else _ordered_sum(out.view(count, *shape))
+
+    return scatter
+
+
+def exchange(
+    pieces: list[Tensor], shapes: list[tuple[int, ...]], mesh: Mesh, axis: int, kind: str = "all_to_all"
+) -> list[Tensor]:
+    """Sends `pieces[r]` to rank r of the axis; returns what each sent here, of the given shapes."""
+    group = mesh.group((axis,))
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    counts = [_product(shape) for shape in shapes]
+    out = sent.new_empty(sum(counts))
+    width = _width(out)
+    received = (out.numel() - counts[mesh.coordinate[axis]]) * out.element_size()
+    splits_in = [piece.numel() * width for piece in pieces]
+    splits_out = [count * width for count in counts]
+    _run(kind, mesh, (axis,), received, group.alltoall_base, _wire(out), _wire(sent), splits_out, splits_in)
+    return [part.view(shape) for part, shape in zip(out.split(counts), shapes)]
+
+
+def gather_objects(value: object, mesh: Mesh) -> list:
+    """`value` of every rank of the mesh, in the mesh's order. For checks, not for a hot path."""
+    values = [value]
+    for axis in reversed(range(mesh.ndim)):
+        group = mesh.group((axis,))
+        parts: list = [values] * group.size()
+        if group.name() != "fake":  # in a world without processes everybody would say the same
+            try:
+                torch.distributed.all_gather_object(parts, values, group=group)
+            except RuntimeError as error:
+                raise _failure(error, "gather_objects", mesh, (axis,)) from error
+        values = [one for part in parts for one in part]
+    return values
+
+
+def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1) -> None:
+    """Makes the collective and waits for it. `count=0`: it is the second half of the one before."""
+    line = mesh.line(axes)
+    event = events.announce(kind, line.axes, received, count) if events.listeners else None
+    noted = flight.note(kind, line, received, WAITING)
+    try:
+        call(*args).wait()
+    except RuntimeError as error:
+        noted[0] = FAILED
+        raise _failure(error, kind, mesh, axes) from error
+    noted[0] = DONE
+    if event is not None:
+        events.settle(event)
+
+
+def _start(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1):
+    """Starts the collective; pairs with `_wait`."""
+    line = mesh.line(axes)
+    event = events.announce(kind, line.axes, received, count) if events.listeners else None
+    noted = flight.note(kind, line, received, STARTED)
+    try:
+        work = call(*args)
+    except RuntimeError as error:
+        noted[0] = FAILED
+        raise _failure(error, kind, mesh, axes) from error
+    _under_way[id(work)] = noted, event
+    return work
+
+
+def _wait(work, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> None:
+    noted, event = _under_way.pop(id(work))
+    noted[0], noted[-1] = WAITING, monotonic()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        noted[0] = FAILED
+        raise _failure(error, kind, mesh, axes) from error
+    noted[0] = DONE
+    if event is not None:
+        events.settle(event)
+
+
+# What was started, by the id of its work, which _wait gets: its entry in the recorder, and what was announced.
+_under_way: dict[int, tuple[list, events.Event | None]] = {}
+
+
+def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> CommunicationError:
+    names = ", ".join(repr(mesh.names[axis]) for axis in axes)
+    rule = f"the collective over axis {names} of {mesh} failed, asked for by {events.cause()}"
+    return connection_lost(kind, rule, error)
+
+
+def connection_lost(operation: str, rule: str, error: RuntimeError) -> CommunicationError:
+    """The error for ranks that survive another, or wait for it in vain; names what ended that one, if it is known."""
+    said, ending, hang = str(error).splitlines()[0], first_ending(), verdict()
+    told = [f"first cause: {ending}"] * (ending is not None) + [f"hang: {hang}"] * (hang is not None)
+    if told:
+        return CommunicationError(operation, rule, [*told, said], [("mend the first cause and start again", "")])
+    remedy = "look for the rank that failed first: the others see only a broken connection"
+    return CommunicationError(operation, rule, [said], [(remedy, "")])
+
+
+def _engine(mesh: Mesh, axes: tuple[int, ...]) -> _Engine:
+    return _ENGINES.get(mesh.backend(axes), _NATIVE)
+
+
+@contextlib.contextmanager
+def faking(backend: str) -> Iterator[None]:
+    """Within the block torch's fake group goes the way of a `backend`: the same calls, and the same buffers."""
+    _ENGINES[_FAKE] = _ENGINES.get(backend, _NATIVE)
+    try:
+        yield
+    finally:
+        del _ENGINES[_FAKE]
+
+
+# What a backend can move as it is; anything else travels as bytes. Reductions on gloo sum locally, so they never mind.
+_GLOO_DTYPES = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
+)
+_NCCL_DTYPES = _GLOO_DTYPES | {torch.bfloat16, torch.bool}
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """The tensor as the backend can move it: flat bytes where gloo does not know the dtype."""
+    if _moves(tensor):
+        return tensor
+    flat = tensor.view(-1)
+    # One element may have any stride, and then cannot be viewed as bytes.
+    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
+
+
+def _width(tensor: Tensor) -> int:
+    """Elements on the wire per element of the tensor."""
+    return 1 if _moves(tensor) else tensor.element_size()
+
+
+def _moves(tensor: Tensor) -> bool:
+    return tensor.dtype in (_GLOO_DTYPES if tensor.device.type == "cpu" else _NCCL_DTYPES)
+
+
+def _summable(tensor: Tensor) -> Tensor:
+    """The same memory as numbers that a backend's own reduction can add: complex ones as pairs of real ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _ordered_sum(rows: Tensor) -> Tensor:
+    """Row 0 + row 1 + ...: the same order for every element, whatever the width."""
+    total = rows[0] + rows[1] if rows.shape[0] > 1 else rows[0].clone()
+    for row in rows[2:]:
+        total += row
+    return total
+
+
+def _product(shape) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _flat_padded(tensor: Tensor, size: int) -> Tensor:
+    flat = tensor.reshape(-1)
+    return flat if flat.numel() == size else torch.cat([flat, flat.new_zeros(size - flat.numel())])

@@ -1,0 +1,168 @@
+"""Who communicated, and why: the hook that `comm_trace` and `strict` hang on.
+
+Free when nobody listens: a collective tests one list for emptiness. The cause is a
+pair of module globals that dispatch sets before it converts, so that a failing
+collective can say who asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_PACKAGES = ("vescale_dtensor", "vescale_rng", "vescale_plans", "vescale_pipeline", "vescale_checkpoint", "vescale")
+_INTERNAL = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What asked for a conversion: a function, in which module, at which line of the user's code."""
+
+    function: str
+    module: str = ""
+    line: str = ""
+    direction: str = "forward"
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        line = f" at {self.line}" if self.line else ""
+        return f"{self.function}{where}{line} ({self.direction})"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective: its kind, the axes, bytes received by this rank, and the cause.
+
+    `count` is 0 for the second half of a reduction that a backend needs two calls
+    for: it is the same collective, and its bytes are its own.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    received: int
+    cause: Cause
+    count: int = 1
+
+
+listeners: list[Callable[[Event], None]] = []
+settlers: list[Callable[[Event], None]] = []  # told, after the listeners, when the collective is done
+module_path: Callable[[], str] = lambda: ""  # set by debug while somebody traces
+strict_depth = 0
+# Called in place of a conversion, with what would make it: set while a pass is recorded (`_static/tape.py`).
+watch: Callable | None = None
+severing = False  # while a shard is copied only so that writes to it stay apart, as one device's copy would
+_current: Cause | Callable | str = "a conversion"
+_direction = "forward"
+
+
+def set_cause(function: object) -> None:
+    """Notes what the next conversions are for. Looks for the source line only while somebody listens."""
+    global _current, _direction
+    _direction = "forward"
+    _current = function
+    if listeners and not isinstance(function, Cause):
+        _current = Cause(function_name(function), module_path(), user_line())
+
+
+def current_cause() -> object:
+    """The cause in its cheap form, for a Function to keep until its backward."""
+    return _current
+
+
+def restore_cause(saved: object) -> None:
+    """In a backward: the cause of the forward conversion."""
+    global _current, _direction
+    _current, _direction = saved, "backward"
+
+
+def cause() -> Cause:
+    """The cause in full."""
+    known = _current if isinstance(_current, Cause) else Cause(function_name(_current))
+    return known if _direction == "forward" else replace(known, direction=_direction)
+
+
+def announce(kind: str, axes: tuple[str, ...], received: int, count: int = 1) -> Event:
+    event = Event(kind, axes, received, cause(), count)
+    for listener in listeners:
+        listener(event)
+    return event
+
+
+def settle(event: Event | None) -> None:
+    """Says that an announced collective is done; None: it was announced to nobody."""
+    if event is not None:
+        for settler in settlers:
+            settler(event)
+
+
+@contextlib.contextmanager
+def watched(begins: Callable[[Event], None], ends: Callable[[Event], None]) -> Iterator[None]:
+    """Calls `begins` and `ends` around every collective of this rank: the same event object each time.
+
+    One that overlaps with compute ends when somebody waits for it. On an accelerator a
+    collective is only handed over; what is told are the host's times.
+    """
+    listeners.append(begins)
+    settlers.append(ends)
+    try:
+        yield
+    finally:
+        listeners.remove(begins)
+        settlers.remove(ends)
+
+
+def current_module() -> str:
+    """Path of the module whose forward runs; "" unless somebody traces."""
+    return module_path()
+
+
+def function_name(function: object) -> str:
+    """`matmul`, `view`, `shape`: how a person would write the function. `a @ b` is a `matmul`."""
+    name = raw_name(function)
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
+
+
+def raw_name(function: object) -> str:
+    """`__matmul__`, `view`, `shape`: the function's own name."""
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__name__", None) or repr(function)
+    if name in ("__get__", "__set__"):  # a property's accessor: the descriptor knows the name
+        return getattr(function.__self__, "__name__", name)
+    return name
+
+
+def is_strict() -> bool:
+    """Whether a `strict()` is open."""
+    return strict_depth > 0
+
+
+def set_watch(function: Callable | None) -> Callable | None:
+    """Sets `watch`; returns what it was."""
+    global watch
+    before, watch = watch, function
+    return before
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs code that is neither torch's nor ours."""
+    path = frame.f_code.co_filename
+    if path.startswith(_INTERNAL) or path.startswith("<"):
+        return False
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES
+
+
+def user_line() -> str:
+    """`file.py:12` of the innermost frame outside torch and this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,377 @@
+"""Steps of a conversion on local tensors. Geometry is worked out once per pair of layouts.
+
+A `Route` is the recipe of a conversion, a tuple of closures, one per step that does
+anything. What a closure needs to know (ranges, shapes, the group) is bound when it is
+made.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .._communication.collectives import (
+    Recipe,
+    all_gather,
+    all_reduce,
+    exchange,
+    gather_recipe,
+    reduce_scatter,
+    scatter_recipe,
+)
+from .._layouts.layout import Layout
+from .._layouts.region import Ranges, cut, flat_cut, intersect, local_offset
+from .conversion import COLLECTIVES, Step, plan
+
+
+class Route:
+    """A conversion made ready: what to run, and the way back for the gradient."""
+
+    __slots__ = ("_back", "is_alias", "only_cuts", "recipe", "run", "source", "target")
+
+    def __init__(self, source: Layout, target: Layout) -> None:
+        steps = plan(source, target)
+        self.source, self.target = source, target
+        self.recipe = tuple(run for step in steps if (run := _COMPILE[step.kind](step)) is not None)
+        # What a region runs: always another tensor object. The bits beside the memory are the caller's to resolve.
+        self.run: Recipe = _joined(self.recipe)
+        self.is_alias = all(step.kind == "nothing" for step in steps)
+        # The result may be a part of the source's memory, where nothing is sent and something is left out.
+        self.only_cuts = not self.is_alias and not any(step.kind in COLLECTIVES for step in steps)
+        self._back: Route | None = None
+
+    @property
+    def back(self) -> Route:
+        """The conversion of the gradient."""
+        if self._back is None:
+            self._back = route_of(self.target.gradient, self.source.gradient)
+        return self._back
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """This rank's part of the same global tensor under `target`: `local` itself when nothing moves."""
+        recipe = self.recipe
+        if recipe and (local.is_neg() or local.is_conj()):  # bits beside the memory, which is what travels
+            local = local.resolve_conj().resolve_neg()
+        for run in recipe:
+            local = run(local)
+        return local
+
+
+def _joined(recipe: tuple[Recipe, ...]) -> Recipe:
+    if not recipe:
+        return Tensor.detach
+    if len(recipe) == 1:
+        return recipe[0]
+
+    def run(local: Tensor) -> Tensor:
+        for step in recipe:
+            local = step(local)
+        return local
+
+    return run
+
+
+@lru_cache(maxsize=65536)
+def route_of(source: Layout, target: Layout) -> Route:
+    """The one route between two layouts of the same mesh and shape."""
+    return Route(source, target)
+
+
+atexit.register(route_of.cache_clear)  # routes hold process groups, which must not outlive the interpreter
+
+# While the reproducible mode is on, what becomes pending is whole on the axis's first rank and -0.0 on the others, so
+# that no later sum over ranks has an order (`_reproducible/tree.py`).
+whole_on_first = False
+
+# --- steps without communication ------------------------------------------------
+
+
+def _nothing(step: Step) -> None:
+    return None
+
+
+def _keep_on_first(step: Step) -> Recipe | None:
+    return None if step.before.mesh.coordinate[step.axis] == 0 else _nothing_of
+
+
+def _nothing_of(local: Tensor) -> Tensor:
+    """Zeros, of the sign that changes no sum where that counts."""
+    if whole_on_first and local.is_floating_point():
+        return torch.full_like(local, -0.0)
+    return torch.zeros_like(local)
+
+
+def _slice(step: Step) -> Recipe:
+    if step.after.flat_axis == step.axis:
+        start, stop = step.after.flat_range_at(step.after.mesh.coordinate)
+        return lambda local: local.reshape(-1)[start:stop]
+    ranges, dim = _my_ranges(step.after, step.axis)
+    return lambda local: _take(local, dim, ranges).contiguous()
+
+
+def _pad(step: Step) -> Recipe:
+    alone = _pad_alone(step)
+
+    def pad(local: Tensor) -> Tensor:
+        if not whole_on_first:
+            return alone(local)
+        gather, keep = _all_gather(step), _keep_on_first(step)
+        whole = gather(local) if gather is not None else local
+        return keep(whole) if keep is not None else whole
+
+    return pad
+
+
+def _pad_alone(step: Step) -> Recipe:
+    """This rank's part between zeros."""
+    if step.before.flat_axis == step.axis:
+        start, stop = step.before.flat_range_at(step.before.mesh.coordinate)
+        shape = step.after.local_shape
+
+        def pad_flat(local: Tensor) -> Tensor:
+            full = local.new_zeros(shape)
+            full.view(-1)[start:stop] = local
+            return full
+
+        return pad_flat
+    ranges, dim = _my_ranges(step.before, step.axis)
+    whole = step.before.size_at(step.axis, dim)
+
+    def pad(local: Tensor) -> Tensor:
+        full = local.new_zeros(_with_size(local.shape, dim, whole))
+        at = 0
+        for start, stop in ranges:
+            full.narrow(dim, start, stop - start).copy_(local.narrow(dim, at, stop - start))
+            at += stop - start
+        return full
+
+    return pad
+
+
+# --- steps that communicate: nothing to do on an axis of one rank ------------------
+
+
+def _all_gather(step: Step) -> Recipe | None:
+    layout, axis = step.before, step.axis
+    if layout.flat_axis == axis:
+        return _gather_flat(step)
+    mesh, state = layout.mesh, layout.states[axis]
+    dim, count, groups = state.dim, mesh.sizes[axis], state.groups
+    if count == 1:
+        return None
+    cuts = cut(state, layout.size_at(axis, dim), count)
+    sizes = [_length(ranges) for ranges in cuts]
+    shape = layout.local_shape
+    if min(sizes) == max(sizes) and 0 not in shape:
+        gather, whole = gather_recipe(mesh, (axis,), shape, step.kind), _with_size(shape, dim, count * shape[dim])
+        if dim == 0 and groups == 1:
+            return gather
+        if _is_outermost(shape, dim, groups):
+            return lambda local: gather(local).view(*whole)
+        # [n, .., g, s, ..] -> [.., g, n, s, ..] -> [.., g * n * s, ..]
+        grouped = (count, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
+        parts, at = (grouped, dim + 1) if groups > 1 else ((count, *shape), dim)
+        order = (*range(1, at + 1), 0, *range(at + 1, len(parts)))
+        return lambda local: gather(local).view(*parts).permute(*order).reshape(*whole)
+    longest, mine = max(sizes), sizes[mesh.coordinate[axis]]
+
+    def gather_uneven(local: Tensor) -> Tensor:
+        parts = all_gather(local if mine == longest else _grown(local, dim, longest), mesh, (axis,), step.kind)
+        return _assemble([part.narrow(dim, 0, size) for part, size in zip(parts, sizes)], dim, cuts)
+
+    return gather_uneven
+
+
+def _gather_flat(step: Step) -> Recipe:
+    layout, axis = step.before, step.axis
+    mesh, shape = layout.mesh, step.after.local_shape
+    sizes = [_length(ranges) for ranges in flat_cut(layout.states[axis], prod(shape))]
+    longest = max(sizes)
+    if mesh.sizes[axis] == 1 or not longest:
+        return lambda local: local.view(shape)
+    gather = gather_recipe(mesh, (axis,), (longest,), step.kind)
+    if min(sizes) == longest:
+        return lambda local: gather(local).view(shape)
+
+    def gather_uneven(local: Tensor) -> Tensor:
+        rows = gather(local if local.numel() == longest else _grown(local, 0, longest)).view(-1, longest)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes)]).view(shape)
+
+    return gather_uneven
+
+
+def _reduce_scatter(step: Step) -> Recipe | None:
+    layout, axis = step.after, step.axis
+    if layout.flat_axis == axis:
+        mesh, sizes = layout.mesh, [_length(r) for r in flat_cut(layout.states[axis], prod(step.before.local_shape))]
+        if mesh.sizes[axis] == 1:
+            return lambda local: local.reshape(-1)
+        return lambda local: reduce_scatter(list(local.reshape(-1).split(sizes)), mesh, (axis,), step.kind)
+    mesh, state = layout.mesh, layout.states[axis]
+    dim, count, groups = state.dim, mesh.sizes[axis], state.groups
+    if count == 1:
+        return None
+    cuts = cut(state, layout.size_at(axis, dim), count)
+    sizes = [_length(ranges) for ranges in cuts]
+    shape = layout.local_shape
+    if min(sizes) == max(sizes) and 0 not in shape:
+        scatter, sent = scatter_recipe(mesh, (axis,), shape, step.kind), (count * shape[0], *shape[1:])
+        if _is_outermost(shape, dim, groups):
+            return lambda local: scatter(local.contiguous().view(*sent))
+        # [.., g * n * s, ..] -> [.., g, n, s, ..] -> [n, .., g, s, ..] -> [n * .., g * s, ..], which is what travels
+        size = shape[dim] // groups
+        pieces = (*shape[:dim], groups, count, size, *shape[dim + 1 :])
+        at = dim + 1
+        if groups == 1:
+            pieces, at = (*shape[:dim], count, size, *shape[dim + 1 :]), dim
+        order = (at, *range(at), *range(at + 1, len(pieces)))
+        return lambda local: scatter(local.reshape(*pieces).permute(*order).reshape(*sent).contiguous())
+    return lambda local: reduce_scatter([_take(local, dim, ranges) for ranges in cuts], mesh, (axis,), step.kind)
+
+
+def _all_reduce(step: Step) -> Recipe | None:
+    mesh, axis = step.before.mesh, step.axis
+    return None if mesh.sizes[axis] == 1 else lambda local: all_reduce(local, mesh, (axis,), step.kind)
+
+
+def _all_to_all(step: Step) -> Recipe | None:
+    mesh, axis = step.before.mesh, step.axis
+    count, me = mesh.sizes[axis], mesh.coordinate[axis]
+    old, new = step.before.states[axis], step.after.states[axis]
+    if count == 1:
+        return None
+    if old.kind == "F":
+        whole = prod(step.before.opened.local_shape)
+        return _recut(step, 0, flat_cut(old, whole), flat_cut(new, whole))
+    old_cuts = cut(old, step.before.size_at(axis, old.dim), count)
+    new_cuts = cut(new, step.after.size_at(axis, new.dim), count)
+    if old.dim == new.dim:
+        return _recut(step, old.dim, old_cuts, new_cuts)
+
+    def swap(local: Tensor) -> Tensor:
+        pieces = [_take(local, new.dim, ranges) for ranges in new_cuts]
+        shapes = [_with_size(pieces[me].shape, old.dim, _length(ranges)) for ranges in old_cuts]
+        return _assemble(exchange(pieces, shapes, mesh, axis, step.kind), old.dim, old_cuts)
+
+    return swap
+
+
+def _recut(step: Step, dim: int, old_cuts: tuple[Ranges, ...], new_cuts: tuple[Ranges, ...]) -> Recipe:
+    """The same dim cut another way: every rank sends what lies in each other's new ranges."""
+    mesh, axis = step.before.mesh, step.axis
+    held, wanted = old_cuts[mesh.coordinate[axis]], new_cuts[mesh.coordinate[axis]]
+    sent = [intersect(held, ranges) for ranges in new_cuts]
+    received = [intersect(ranges, wanted) for ranges in old_cuts]
+
+    def recut(local: Tensor) -> Tensor:
+        pieces = [_take_local(local, dim, held, spans) for spans in sent]
+        shapes = [_with_size(local.shape, dim, _length(spans)) for spans in received]
+        parts = exchange(pieces, shapes, mesh, axis, step.kind)
+        out = local.new_empty(_with_size(local.shape, dim, _length(wanted)))
+        for part, spans in zip(parts, received):
+            at = 0
+            for start, stop in spans:
+                offset = local_offset(wanted, start)
+                out.narrow(dim, offset, stop - start).copy_(part.narrow(dim, at, stop - start))
+                at += stop - start
+        return out
+
+    return recut
+
+
+def _adding_nothing(compile_step: Callable[[Step], Recipe | None]) -> Callable[[Step], Recipe | None]:
+    """A sum over ranks, to which the others than the first add -0.0 in the reproducible mode: what they hold may have
+    been negated."""
+
+    def compile_signed(step: Step) -> Recipe | None:
+        recipe = compile_step(step)
+        if recipe is None or step.before.mesh.coordinate[step.axis] == 0:
+            return recipe
+
+        def run(local: Tensor) -> Tensor:
+            if whole_on_first and local.is_floating_point():
+                local = local.masked_fill(local == 0, -0.0)
+            return recipe(local)
+
+        return run
+
+    return compile_signed
+
+
+_COMPILE: dict[str, Callable[[Step], Recipe | None]] = {
+    "nothing": _nothing,
+    "keep_on_first": _keep_on_first,
+    "slice": _slice,
+    "pad": _pad,
+    "all_gather": _all_gather,
+    "reduce_scatter": _adding_nothing(_reduce_scatter),
+    "all_reduce": _adding_nothing(_all_reduce),
+    "all_to_all": _all_to_all,
+}
+
+
+# --- cutting and joining ----------------------------------------------------------
+
+
+def _my_ranges(layout: Layout, axis: int) -> tuple[Ranges, int]:
+    state, mesh = layout.states[axis], layout.mesh
+    return cut(state, layout.size_at(axis, state.dim), mesh.sizes[axis])[mesh.coordinate[axis]], state.dim
+
+
+def _length(ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _is_outermost(shape: tuple[int, ...], dim: int, groups: int) -> bool:
+    """Whether the shards of a dim lie in memory one after the other, so that the order of ranks is that of the dim."""
+    return groups == 1 and prod(shape[:dim]) == 1
+
+
+def _with_size(shape, dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _take(tensor: Tensor, dim: int, ranges) -> Tensor:
+    """The given ranges of a dim, joined; a view when there is one range."""
+    if len(ranges) == 1:
+        start, stop = ranges[0]
+        return tensor.narrow(dim, start, stop - start)
+    if not ranges:
+        return tensor.narrow(dim, 0, 0)
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+def _take_local(local: Tensor, dim: int, held: Ranges, wanted) -> Tensor:
+    """The global ranges `wanted` out of a local tensor that holds `held`."""
+    spans = []
+    for start, stop in wanted:
+        at = local_offset(held, start)
+        spans.append((at, at + stop - start))
+    return _take(local, dim, tuple(spans))
+
+
+def _assemble(parts, dim: int, cuts: tuple[Ranges, ...]) -> Tensor:
+    """The whole dim from every rank's part."""
+    spans = []
+    for rank, ranges in enumerate(cuts):
+        at = 0
+        for start, stop in ranges:
+            if stop > start:
+                spans.append((start, rank, at, stop - start))
+            at += stop - start
+    spans.sort()
+    if not spans:
+        return parts[0].contiguous()
+    return torch.cat([parts[rank].narrow(dim, at, length) for _, rank, at, length in spans], dim)
+
+
+def _grown(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """Zero-padded at the end of `dim`: what a backend that wants equal shapes is given."""
+    grown = tensor.new_zeros(_with_size(tensor.shape, dim, size))
+    grown.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return grown

@@ -1,0 +1,1 @@
+"""What happens when a function is called on DTensors."""

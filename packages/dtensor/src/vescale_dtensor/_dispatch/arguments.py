@@ -1,0 +1,108 @@
+"""The arguments of a call: the tensors among them, the key of its decision, and others in their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._tensor.tensor import DTensor
+from .functorch import is_wrapped
+
+ATOMS = frozenset(
+    {int, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+)
+KEYWORDS = object()  # divides positional from keyword arguments in a key
+_BOOL = {True: "true", False: "false"}  # True == 1 as a key, and x[True] is not x[1]
+
+
+def key_of(args: tuple, kwargs: dict | None, exact: bool) -> tuple:
+    """The key of a call: layouts in place of DTensors, stand-ins for what has no hash or another equality."""
+    key: list = []
+    for argument in args:
+        kind = type(argument)
+        if kind is DTensor:
+            key.append(argument._layout)
+        else:
+            key.append(argument if kind in ATOMS else keyed(argument, exact))
+    if kwargs:
+        key.append(KEYWORDS)
+        for name, argument in kwargs.items():
+            key.append(name)
+            kind = type(argument)
+            if kind is DTensor:
+                key.append(argument._layout)
+            else:
+                key.append(argument if kind in ATOMS else keyed(argument, exact))
+    return tuple(key)
+
+
+def keyed(value: Any, exact: bool) -> Any:
+    """The hashable stand-in of an argument that is neither a DTensor nor an atom by itself."""
+    kind = type(value)
+    if kind is DTensor:
+        return value._layout
+    if kind is slice:
+        start, stop, step = value.start, value.stop, value.step
+        if type(start) in ATOMS and type(stop) in ATOMS and step is None:
+            return (slice, start, stop)
+        return (slice, keyed(start, exact), keyed(stop, exact), keyed(step, exact))
+    if kind is tuple:
+        return tuple(_items(value, exact))
+    if kind is float:
+        return (float, value) if exact else float
+    if kind is bool:
+        return _BOOL[value]
+    if kind in ATOMS:
+        return value
+    if kind is list:  # x[[0, 1]] is not x[0, 1]
+        return (list, *_items(value, exact))
+    if isinstance(value, Tensor):
+        return (kind, value.shape, value.requires_grad, is_wrapped(value))
+    if kind is dict:
+        return tuple([(name, keyed(item, exact)) for name, item in value.items()])
+    return (kind, value)  # numpy.True_ == 1: the type is part of it
+
+
+def _items(items: Any, exact: bool) -> list:
+    key = []
+    for item in items:
+        kind = type(item)
+        if kind is DTensor:
+            key.append(item._layout)
+        elif kind in ATOMS:
+            key.append(item)
+        else:
+            key.append(keyed(item, exact))
+    return key
+
+
+def collect(value: Any, tensors: list[Tensor]) -> None:
+    """Appends the tensors of `value`, in order."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            collect(item, tensors)
+    elif isinstance(value, dict):
+        for item in value.values():
+            collect(item, tensors)
+    elif isinstance(value, slice):
+        collect((value.start, value.stop, value.step), tensors)
+
+
+def substitute(value: Any, replace: Any) -> Any:
+    """`value` with `replace(tensor)` in place of every tensor, containers rebuilt, in the order of `collect`."""
+    if isinstance(value, Tensor):
+        return replace(value)
+    if isinstance(value, (tuple, list)):
+        items = [substitute(item, replace) for item in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items) if type(value) in (tuple, list) else value
+    if isinstance(value, dict):
+        return {name: substitute(item, replace) for name, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*[substitute(item, replace) for item in (value.start, value.stop, value.step)])
+    return value

@@ -1,0 +1,155 @@
+"""Views that had to be copies, so that a write which would not reach the other of the two raises.
+
+On one device a view shares memory with its base. Where the shard of a view lies on
+another rank it is a copy, and a write to either, or to any further view of either,
+must not go through in silence (design section 3, contract 7). Copy and base are known
+by their storages, weakly: once no tensor of one is left, the other may be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .._communication import events
+from .._communication.events import function_name
+from .._conversions.convert import describe, own_copy, shares_storage
+from .._conversions.memo import forget
+from .._errors import ViewError
+from .._layouts.layout import Layout
+from .._tensor.tensor import DTensor, local_only
+
+# storage of a copy -> (the copy, its base); storage of a base -> storages of its copies
+_base_of: dict[int, tuple[StorageWeakRef, StorageWeakRef]] = {}
+_copies_of: dict[int, list[int]] = {}
+_sweep_at = 64
+
+
+def mark_copy(copy: Tensor, base: Tensor) -> Tensor:
+    """Notes that `copy` would be a view of `base` on one device. Returns it, with its own storage."""
+    global _sweep_at
+    with local_only():
+        mine, theirs = copy.untyped_storage(), base.untyped_storage()
+        if mine._cdata == theirs._cdata:  # a slice of the base: a write would reach it on some ranks only
+            copy = _sever(copy)
+            mine = copy.untyped_storage()
+    if len(_base_of) >= _sweep_at:
+        _sweep()
+        _sweep_at = 64 + 2 * len(_base_of)
+    _base_of[mine._cdata] = (StorageWeakRef(mine), StorageWeakRef(theirs))
+    _copies_of.setdefault(theirs._cdata, []).append(mine._cdata)
+    return copy
+
+
+def _sever(tensor: Tensor) -> Tensor:
+    """A clone for the sake of later writes alone."""
+    events.severing = True
+    try:
+        return own_copy(tensor)
+    finally:
+        events.severing = False
+
+
+def is_copy(tensor: Tensor) -> bool:
+    """Whether `tensor` lies in a copied view."""
+    with local_only():
+        return tensor.untyped_storage()._cdata in _base_of
+
+
+def severed(tensor: Tensor) -> str:
+    """'copy' when `tensor` is a copied view of a live base, 'base' when a live copied view of it exists, else ''."""
+    if not _base_of:
+        return ""
+    with local_only():
+        key = tensor.untyped_storage()._cdata
+    known = _base_of.get(key)
+    if known is not None and not known[1].expired():
+        return "copy"
+    return "base" if any(_is_live(copy, key) for copy in _copies_of.get(key, ())) else ""
+
+
+def check_writable(function: object, tensor: Tensor) -> None:
+    """A view that had to be redistributed is a copy: a write to it, or to its base, would not reach the other.
+
+    Conversions of the tensor that are remembered end here.
+    """
+    if type(tensor) is not DTensor:
+        return
+    forget(tensor)
+    side = severed(tensor)
+    if side:
+        rule, remedy = _SEVERED[side]
+        raise ViewError(
+            function_name(function), rule, [describe("tensor", tensor, tensor._layout)], [(remedy, "")]
+        )
+
+
+_SEVERED = {
+    "copy": (
+        "in-place write to a view that had to be redistributed, so that it is a copy and not a view",
+        "write to the base tensor itself, or build the value with torch.where / torch.cat",
+    ),
+    "base": (
+        "in-place write to a tensor of which a view had to be redistributed, so that it is a copy and not a view",
+        "write before the view is taken, or to a clone: tensor.clone()",
+    ),
+}
+
+
+# What copies on one device when the tensor is permuted, and else hands back its memory.
+_COPY_IF_PERMUTED = {
+    Tensor.contiguous, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.ravel, torch.ravel,
+}  # fmt: skip
+
+
+def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callable:
+    """`run`, made to copy where one device would though the shard need not.
+
+    A dim that is cut down to one index leaves a permuted shard contiguous, which the
+    whole tensor is not. Its strides still tell. `contiguous` then copies; whether
+    one device copies in a reshape they do not tell, so its result counts as a copied view.
+    """
+    cut = [
+        dim for dim, size in enumerate(layout.shape) if size > 1 and min(layout.sizes_at(layout.mesh.ndim, dim)) <= 1
+    ]
+    if function not in _COPY_IF_PERMUTED or not cut:
+        return run
+
+    def checked(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+        out = run(tensor, *args, **kwargs)
+        if not shares_storage(out, tensor) or _is_in_order(tensor, layout.shape):
+            return out
+        return _sever(out) if function is Tensor.contiguous else mark_copy(out, tensor)
+
+    return checked
+
+
+def _is_in_order(local: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether the strides are row-major, dims of one local index included that have more on the whole."""
+    expected = 1
+    for size, stride, whole in zip(reversed(local.shape), reversed(local.stride()), reversed(shape)):
+        if whole > 1:
+            if stride != expected:
+                return False
+            expected *= max(size, 1)
+    return True
+
+
+def _is_live(copy: int, base: int) -> bool:
+    known = _base_of.get(copy)
+    return known is not None and known[1].cdata == base and not known[0].expired()
+
+
+def _sweep() -> None:
+    for key, (copy, base) in list(_base_of.items()):
+        if copy.expired() or base.expired():
+            del _base_of[key]
+    for base, copies in list(_copies_of.items()):
+        left = [copy for copy in copies if _is_live(copy, base)]
+        if left:
+            _copies_of[base] = left
+        else:
+            del _copies_of[base]

@@ -1,0 +1,424 @@
+"""Dispatch: what happens when a function is called on DTensors. The hot path.
+
+    look up the function's entry
+    key = layouts of the tensors, values of the static arguments
+    decision = entry.cache[key]            (a miss asks the rule, once)
+    convert what does not fit              (differentiable, remembered)
+    run the function on the local tensors, dispatch disabled
+    stamp the result with its layout
+
+Budget: at most 1.25x an empty `__torch_function__` that only calls the function
+(design section 4). Of the 3 us that such a pass-through takes on a slow CPU core,
+nearly all is torch's; so what is added here is two dictionary look-ups, one small
+loop over the arguments, one class assignment and one attribute. The common case
+(nothing to convert, nothing written in place) is written out first; all else takes
+`_decided`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._ops import OpOverload
+
+from .._communication import events
+from .._conversions.conversion import is_alias
+from .._conversions.convert import alias, convert_operand, describe, read
+from .._errors import GradientError, InternalError, MeshError, OperatorError, PlainTensorError, VescaleError
+from .._layouts.layout import Layout, layout_of
+from .._layouts.state import INVARIANT
+from .._rules.doors.communication import refuse_operator
+from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
+from .._rules.traits import Trait
+from .._tensor.tensor import DTensor, below_autograd, local_only, stamp, watch_autograd
+from . import fallback, forms
+from .arguments import ATOMS, collect, key_of, keyed, substitute
+from .copies import as_on_one_device, check_writable, mark_copy
+from .flat_rules import decide_flat
+from .functorch import check_not_wrapped
+from .number import takes_number, with_numbers
+from .signature import Signature, solve
+
+# Calls a function with dispatch disabled, as `local_only` does, in one step of C.
+_run_local = torch._C._disabled_torch_function_impl
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+# The table that is looked into: the one of rules, or an overlay of it, and its `get`.
+_table: Any = TABLE
+_entry_of = TABLE.get
+
+
+def look_into(table: Any) -> Any:
+    """From now on functions are decided by `table`, an overlay of the one of rules. Returns the one before."""
+    global _table, _entry_of
+    before, _table, _entry_of = _table, table, table.get
+    return before
+
+
+def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    """`DTensor.__torch_function__`. A subclass with `before_dtensor` (a placeholder, without values) goes first."""
+    if len(types) > 1 and any(getattr(kind, "before_dtensor", False) for kind in types):
+        return NotImplemented
+    entry = _entry_of(function)
+    if entry is None or entry.handler is not None:
+        return _general(entry, function, args, kwargs or {})
+    if len(args) == 2 and not kwargs:  # most calls
+        first, second = args
+        kind = type(second)
+        if kind is DTensor:
+            second = second._layout
+        elif kind not in ATOMS:
+            second = keyed(second, entry.exact)
+        kind = type(first)
+        if kind is DTensor:
+            first = first._layout
+        elif kind not in ATOMS:
+            first = keyed(first, entry.exact)
+        key: Any = (first, second)
+    else:
+        key = key_of(args, kwargs, entry.exact)
+    try:
+        decision = entry.cache.get(key)
+    except TypeError:  # an argument that cannot be a key: decided anew each time
+        key = decision = None
+    if decision is not None and decision.ready:
+        if _saved_tensors_hooks(True) is None:
+            out = _run_local(decision.run, types, args, kwargs) if kwargs else _run_local(decision.run, types, args)
+        else:
+            args = substitute(args, _as_saved)
+            out = apart(_run_local(decision.run, types, args, kwargs or {}))
+        if type(out) is Tensor and not (decision.plain and _among(out, args)):
+            layout = decision.out
+            out.__class__ = DTensor
+            out._layout = layout if is_grad_enabled() else layout.untracked
+            return out
+        return _finish(out, decision.out, args, decision)
+    return _decided(entry, function, args, kwargs or {}, key, decision)
+
+
+def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """`function` through its rule, for functions that do not come to `__torch_function__` by themselves."""
+    return dispatch(DTensor, function, (), args, kwargs)
+
+
+def ordinary_call(table: Any, function: Any, args: tuple, kwargs: dict) -> Any:
+    """`function` as `table` decides it."""
+    entry = table.get(function)
+    return call_entry(table.made(function) if entry is None else entry, function, args, kwargs)
+
+
+def call_entry(entry: Entry, function: Any, args: tuple, kwargs: dict) -> Any:
+    """`function` as `entry` decides it."""
+    if entry.handler is not None:
+        return entry.handler(function, args, kwargs)
+    try:
+        key: Any = key_of(args, kwargs, entry.exact)
+        decision = entry.cache.get(key)
+    except TypeError:
+        key = decision = None
+    return _decided(entry, function, args, kwargs, key, decision)
+
+
+def _general(entry: Entry | None, function: Any, args: tuple, kwargs: dict) -> Any:
+    """A call that is not dispatched by a rule, or that does not come from `dispatch`."""
+    if entry is None:
+        entry = _table.made(function)
+    if entry.handler is not None:
+        return entry.handler(function, args, kwargs)
+    return _decided(entry, function, args, kwargs, None, None)
+
+
+def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, decision: Decision | None) -> Any:
+    """Everything that the hot path leaves: a decision to be made, or one that is more than a plain local call."""
+    if isinstance(function, OpOverload) and below_autograd():
+        watch_autograd()
+        with local_only():
+            return function(*args, **kwargs)
+    tensors: list[Tensor] = []
+    collect(args, tensors)
+    collect(kwargs, tensors)
+    if decision is None:
+        if any(getattr(type(tensor), "before_dtensor", False) for tensor in tensors):
+            return NotImplemented
+        decision = _decide(entry, function, args, kwargs, tensors)
+        if key is not None:
+            if len(entry.cache) >= CACHE_LIMIT:
+                entry.cache.clear()
+            entry.cache[key] = decision
+    return _apply(decision, entry, function, args, kwargs, tensors)
+
+
+def local_form(function: Any) -> Any:
+    """What runs on the shards: the function itself, or what it names.
+
+    A `torch.library` op of somebody else's is called on plain tensors: what its autograd formula saves comes back to it
+    with dispatch on, beside gradients that are plain.
+    """
+    if isinstance(function, OpOverload) and function.namespace not in ("aten", "prims", "prim"):
+        return lambda *args, **kwargs: function(*substitute(args, _as_plain), **substitute(kwargs, _as_plain))
+    return getattr(function, "_local", function)
+
+
+def _as_plain(tensor: Tensor) -> Tensor:
+    return alias(tensor) if type(tensor) is DTensor else tensor
+
+
+# --- deciding (once per function and layouts) --------------------------------------
+
+
+def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Decision:
+    check_not_wrapped(function, tensors)
+    if isinstance(function, OpOverload):
+        refuse_operator(function, tensors)
+    if takes_number(function, args, kwargs):
+        return Decision(composite=with_numbers(function))
+    mesh = _common_mesh(function, tensors)
+    operands = []
+    for index, tensor in enumerate(tensors):
+        if type(tensor) is DTensor:
+            operands.append(Operand(tensor._layout.base, False, index))
+        else:
+            shape = tuple(tensor.shape)
+            plain = not tensor.requires_grad
+            operands.append(Operand(layout_of(mesh, (INVARIANT,) * mesh.ndim, shape), plain, index))
+    queue = iter(operands)
+    abstract_args = substitute(args, lambda _: next(queue))
+    abstract_kwargs = substitute(kwargs, lambda _: next(queue))
+    inplace = entry.inplace or abstract_kwargs.get("inplace") is True
+    decision = None
+    if entry.rule is not None and kwargs.get("out") is not None:
+        decision = forms.out_form(function)
+    elif entry.rule is not None and not (inplace and operands[0].plain):
+        asked = Call(function, abstract_args, abstract_kwargs, operands, mesh, inplace)
+        is_flat = any(operand.layout.flat_axis is not None for operand in operands)
+        decision = decide_flat(entry, asked) if is_flat else entry.rule(asked)
+        if isinstance(decision, Signature):
+            signature = decision
+            decision = solve(asked, signature)
+            if decision is None and inplace:
+                decision = forms.pending_in_place(asked, signature)
+    if decision is None:
+        decision = Decision(composite=fallback.gathered(function))
+    decision.untracked = tuple(i for i, t in enumerate(tensors) if type(t) is DTensor and t._layout.is_untracked)
+    if decision.composite is not None:
+        return decision
+    if inplace:
+        decision.mutated = decision.mutated or (0,)
+        if isinstance(decision.out, Layout) and decision.out.is_number and not operands[0].layout.is_number:
+            _raise_number(function, tensors[0])
+    decision.plain = any(type(t) is not DTensor for t in tensors)
+    # A plain tensor without gradient holds the same values whether it is called I or R.
+    decision.targets = tuple(
+        None if target is None or (operand.plain and is_alias(operand.layout, target)) else target
+        for operand, target in zip(operands, decision.targets)
+    )
+    if not any(decision.targets):
+        decision.targets = ()
+    if decision.run is None:
+        decision.run = local_form(function)
+    if operands:
+        base = (decision.targets[0] if decision.targets else None) or operands[0].layout
+        decision.run = as_on_one_device(function, decision.run, base)
+    plain = [t for t in tensors if type(t) is not DTensor]
+    seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
+    decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)
+    more = decision.targets or decision.untracked or decision.mutated or isinstance(function, OpOverload)
+    more = more or isinstance(decision.out, Layout) and decision.out.is_number  # `stamp` has more to do
+    decision.ready = seen and not more
+    return decision
+
+
+def _common_mesh(function: Any, tensors: list[Tensor]):
+    meshes = {}
+    for tensor in tensors:
+        if type(tensor) is DTensor:
+            meshes.setdefault(tensor._layout.mesh, tensor)
+    if len(meshes) == 1:
+        return next(iter(meshes))
+    if not meshes:
+        raise InternalError("dispatch without a DTensor", function=events.function_name(function))
+    raise MeshError(
+        events.function_name(function),
+        f"operands lie on {len(meshes)} different meshes",
+        [describe(f"operand {i}", tensor, tensor._layout) for i, tensor in enumerate(meshes.values())],
+        [
+            ("use one DeviceMesh object for all tensors of a computation", "no communication"),
+            ("distribute_tensor(other.full_tensor(), mesh, placements)", "an all-gather over the other mesh"),
+        ],
+    )
+
+
+# --- applying -----------------------------------------------------------------------
+
+
+def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
+    if decision.plain or decision.composite is not None:
+        for tensor in tensors:
+            if type(tensor) is not DTensor and tensor.grad_fn is not None:
+                _raise_lost_layout(function, tensor, tensors)
+    if decision.untracked:
+        for index in decision.untracked:
+            _check_tracked(function, tensors[index])
+        if is_grad_enabled() and Trait.METADATA not in entry.traits:
+            given = [one if i == 0 and entry.inplace else read(one) for i, one in enumerate(tensors)]
+            if any(one is not tensor for one, tensor in zip(given, tensors)):
+                queue = iter(given)
+                args = substitute(args, lambda _: next(queue))
+                return call_entry(entry, function, args, substitute(kwargs, lambda _: next(queue)))
+    if decision.composite is not None:
+        return decision.composite(*args, **kwargs)
+    for index in decision.mutated:
+        check_writable(function, tensors[index])
+    converted: list[Tensor] = tensors
+    hooked = _saved_tensors_hooks(True) is not None
+    if decision.targets or hooked:
+        converted = list(tensors)
+        for index, target in enumerate(decision.targets):
+            if target is not None:
+                tensor = tensors[index]
+                source = tensor._layout.base if type(tensor) is DTensor else target.invariant
+                converted[index] = convert_operand(tensor, source, target, function, decision.explanation)
+        if hooked:
+            written = decision.mutated
+            with local_only():
+                for index in written:
+                    _ = tensors[index].grad_fn  # a view's is brought up to date by being asked for, not by a write
+            converted = [t if index in written else _as_saved(t) for index, t in enumerate(converted)]
+        queue = iter(converted)
+        args = substitute(args, lambda _: next(queue))
+        kwargs = substitute(kwargs, lambda _: next(queue))
+    try:
+        with local_only():
+            out = decision.run(*args, **kwargs)
+    except VescaleError:
+        raise
+    except Exception as error:
+        for index, tensor in enumerate(tensors):
+            if type(tensor) is DTensor:
+                error.add_note(describe(f"operand {index}", tensor, tensor._layout))
+        raise
+    if hooked:
+        out = apart(out)
+    if decision.copies:
+        out = _marked_copies(out, tensors[0])
+    return _finish(out, decision.out, converted, decision, tensors)
+
+
+def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: Any = ()) -> Any:
+    """Stamps what a local function returned. Never restamps an object that the function was given."""
+    if layout is None:
+        return out
+    kind = type(out)
+    if isinstance(layout, Layout):
+        if kind is Tensor:
+            if decision.plain and (_among(out, inputs) or _among(out, originals)):
+                out = alias(out)
+            return stamp(out, layout if is_grad_enabled() else layout.untracked)
+        if kind is DTensor:
+            if out._layout.base is layout:
+                return out
+            if decision.mutated and out is inputs[0]:  # squeeze_, transpose_: self has another layout now
+                out._layout = layout.untracked if out._layout.is_untracked else layout
+                return out
+            return stamp(alias(out), layout if is_grad_enabled() else layout.untracked)
+        if isinstance(out, Tensor):
+            return stamp(alias(out), layout)
+        return out
+    if isinstance(out, Tensor) or len(out) != len(layout):
+        raise InternalError("a rule stated other outputs than the function has", stated=layout, found=type(out))
+    items = [_finish(item, one, inputs, decision, originals) for item, one in zip(out, layout)]
+    if kind is list or kind is tuple:
+        return kind(items)
+    return out if all(a is b for a, b in zip(out, items)) else kind(items)
+
+
+def _among(tensor: Tensor, tensors: Any) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def _as_saved(tensor: Tensor) -> Tensor:
+    """Under saved-tensor hooks (a checkpoint, offloading) an operand without gradient goes as its plain shard.
+
+    Autograd hands a hook the very object that an operator saves. A hook that keeps a
+    DTensor would read the global shape later, where at saving it saw the shard's.
+    It goes as a view, for what is written with gradient into a slice of it is to reach it.
+    """
+    if type(tensor) is not DTensor:
+        return tensor
+    with local_only():
+        return tensor if tensor.requires_grad else tensor.as_subclass(Tensor)
+
+
+def apart(out: Any) -> Any:
+    """Results without gradient as other objects: under saved-tensor hooks autograd has handed a hook the very result
+    (indices of a maximum), which must stay plain there while the caller's becomes a DTensor."""
+    if type(out) is Tensor:
+        if out.requires_grad:
+            return out
+        return out.as_subclass(Tensor) if out._is_view() else out.detach()
+    if isinstance(out, (tuple, list)) and not hasattr(out, "_fields"):
+        return type(out)([apart(one) for one in out])
+    return out
+
+
+# --- contracts ------------------------------------------------------------------------
+
+
+def _raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> None:
+    raise PlainTensorError(
+        events.function_name(function),
+        f"a plain tensor computed with gradient (from {tensor.grad_fn.name()}) meets a DTensor: it lost its layout",
+        [
+            describe(f"operand {i}", t, t._layout) if type(t) is DTensor else f"operand {i}  plain {list(t.shape)}"
+            for i, t in enumerate(tensors)
+        ],
+        [
+            ("DTensor.from_local(tensor, mesh, placements)", "says what the plain tensor is; no communication"),
+            ("register_rule(function)", "for a function that hands back plain tensors"),
+        ],
+    )
+
+
+def _raise_number(function: Any, tensor: Tensor) -> None:
+    name = events.function_name(function)
+    raise OperatorError(
+        name,
+        "in place, it would make a tensor of one element of one with several, or none, which is another kind of object",
+        [describe("tensor", tensor, tensor._layout)],
+        [(f"tensor.{name.rstrip('_')}()", "the function that returns a new tensor")],
+    )
+
+
+def _check_tracked(function: Any, tensor: DTensor) -> None:
+    """A DTensor made under no_grad that has a grad_fn of somebody else's Function: its gradients would be wrong."""
+    with local_only():
+        node = tensor.grad_fn
+    forward = getattr(type(node), "_forward_cls", None)
+    if forward is None or forward.__module__.split(".")[0] in ("torch", "vescale_dtensor"):
+        return
+    raise GradientError(
+        events.function_name(function),
+        f"an operand comes from the autograd Function {forward.__qualname__}, whose forward ran on DTensors under "
+        "no_grad: conversions inside it left no trace for its backward",
+        [describe("operand", tensor, tensor._layout)],
+        [
+            (f"register_function({forward.__name__})", "runs it on whole plain tensors, inputs gathered"),
+            (f"register_rule({forward.__name__}.apply)(rule)", "says how it runs on shards"),
+        ],
+    )
+
+
+def _must_copy(entry: Entry, base: Operand, decision: Decision) -> bool:
+    """Whether a view's base moves first, so that the view is a copy."""
+    target = decision.targets[0]
+    return Trait.VIEW in entry.traits and target is not None and not is_alias(base.layout, target)
+
+
+def _marked_copies(out: Any, base: Tensor) -> Any:
+    if type(out) in (tuple, list):
+        return type(out)([_marked_copies(one, base) for one in out])
+    return mark_copy(out, base) if isinstance(out, Tensor) else out
+
+
+DTensor.__torch_function__ = classmethod(dispatch)

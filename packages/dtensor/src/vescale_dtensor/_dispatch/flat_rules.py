@@ -1,0 +1,104 @@
+"""Functions on tensors of which an axis holds parts of the flattened shard (state F).
+
+elementwise      all operands take the first flat one's layout (a replica is sliced: free), the result has it
+metadata         local
+lists            item by item, each under its own rule
+anything else    the flat operand is gathered over its axis, and the function decided anew
+in place         as above on the flat shard; what is not elementwise runs whole, and the result is cut again
+
+Which of these a function is, its traits say (`_rules/traits.py`). Flat shards are
+parameters, gradients and optimizer states at rest: what computes with them sees them
+gathered, block by block. So few functions stay on them, and the others are right, not
+fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .._conversions.convert import convert_operand
+from .._layouts.state import INVARIANT, PENDING
+from .._rules.registry import Call, Decision, Entry, Operand, composite
+from .._rules.traits import Trait
+from .._tensor.tensor import DTensor
+from .arguments import substitute
+from .copies import mark_copy
+from .fallback import gathered
+from .signature import Signature
+
+
+def decide_flat(entry: Entry, call: Call) -> Decision:
+    """The decision for a call of which some operand is flat."""
+    traits = entry.traits
+    if entry.rule is not None and (_stays(traits, call) or Trait.LISTS in traits):
+        decision = entry.rule(call)
+        if isinstance(decision, Signature):
+            decision = on_flat(call, decision)
+        if decision is not None and (decision.composite is not None or _stays(traits, call)):
+            return decision
+    if call.inplace and call.operands[0].layout.flat_axis is not None:
+        return composite(gathered(call.function, lacks="form on flat shards"))
+    return composite(_opened(call.function, Trait.VIEW in traits and not call.inplace))
+
+
+def _stays(traits: Trait, call: Call) -> bool:
+    """Whether the local function of flat shards is the flat shard of the function."""
+    if Trait.DRAWS in traits:
+        return False
+    named = any(isinstance(value, Operand) for value in call.kwargs.values())  # alpha=, a number by itself
+    return Trait.METADATA in traits or Trait.ELEMENTWISE in traits and (Trait.LISTS in traits or not named)
+
+
+def on_flat(call: Call, signature: Signature) -> Decision | None:
+    """On flat shards; None when the function looks at dims, or a pending operand would have to be reduced in place."""
+    flat = [operand for operand in call.operands if operand.layout.flat_axis is not None]
+    lead = flat[0].layout
+    outputs = set(signature.outputs)
+    full = [operand for operand, labels in zip(call.operands, signature.inputs) if labels in outputs]
+    scalars = [operand for operand in call.operands if not operand.ndim]
+    if (
+        len(outputs) != 1 or None in next(iter(outputs)) or signature.summed or signature.whole or signature.local
+        or any(operand not in full and operand not in scalars for operand in call.operands)
+        or any(operand.shape != lead.shape for operand in full)
+        or (call.inplace and call.operands[0] is not flat[0])
+    ):  # fmt: skip
+        return None
+    linear = any(
+        all(call.operands[i].layout is lead for i in together) and len(together) == len(full)
+        for together in signature.linear
+    )
+    if lead.is_pending and not linear:
+        if call.inplace:
+            return None
+        lead = lead.with_states(INVARIANT if state is PENDING else state for state in lead.states)
+    targets = []
+    for operand in call.operands:
+        target = lead if operand in full else operand.layout.invariant
+        targets.append(None if operand.layout is target or (operand in scalars and operand.plain) else target)
+    outs = (lead,) * len(signature.outputs)
+    return Decision(targets=tuple(targets), out=outs[0] if signature.single else outs)
+
+
+def _opened(function: Callable, view: bool) -> Callable:
+    """`function` with its flat operands gathered over their axes. What would be a view of the first of all its
+    tensors is marked as a copy, if that was gathered."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given: list[tuple[Tensor, bool]] = []
+
+        def opened(tensor: Tensor) -> Tensor:
+            is_flat = type(tensor) is DTensor and tensor._layout.flat_axis is not None
+            given.append((tensor, is_flat))
+            if not is_flat:
+                return tensor
+            layout = tensor._layout.base
+            return convert_operand(tensor, layout, layout.opened, function)
+
+        out = function(*substitute(args, opened), **substitute(kwargs, opened))
+        source, is_copy = given[0]
+        return substitute(out, lambda one: mark_copy(one, source)) if view and is_copy else out
+
+    return run

@@ -1,0 +1,67 @@
+"""`out=` forms, and in-place forms on a tensor that cannot take the result as it lies, by way of the plain form.
+
+out=                  run without it, then `out.copy_(result)`: `out` keeps its layout
+in place, pending     self is reduced, written in place, and put back pending (on the first rank: free)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from .._conversions.convert import convert
+from .._layouts.layout import Layout
+from .._layouts.state import INVARIANT, PENDING
+from .._rules.registry import Call, Decision, Operand, composite
+from .._tensor.tensor import DTensor
+from .fallback import gathered
+from .signature import Signature, solve
+
+
+def out_form(function: Callable) -> Decision:
+    """`function(..., out=...)` for a function that has a rule."""
+
+    def run(*args: Any, out: Any, **kwargs: Any) -> Any:
+        outs = list(out) if isinstance(out, (tuple, list)) else [out]
+        if is_grad_enabled() and any(t.requires_grad for t in (*outs, *args) if isinstance(t, Tensor)):
+            return gathered(function)(*args, out=out, **kwargs)  # torch says why it refuses
+        result = function(*args, **kwargs)
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        if len(outs) != len(results) or not all(_takes(o, r) for o, r in zip(outs, results)):
+            return gathered(function)(*args, out=out, **kwargs)  # another size or type: as torch treats it
+        for one, value in zip(outs, results):
+            one.copy_(value)
+        if isinstance(result, tuple) and type(result) is not tuple:  # torch.return_types.max and the like
+            return type(result)(outs)
+        return out
+
+    return composite(run)
+
+
+def _takes(out: Tensor, value: Tensor) -> bool:
+    return type(out) is DTensor and out.shape == value.shape and torch.can_cast(value.dtype, out.dtype)
+
+
+def pending_in_place(call: Call, signature: Signature) -> Decision | None:
+    """For an in-place call that self's layout forbids because self is pending; None when that is not why."""
+    own = call.operands[0]
+    if not own.layout.is_pending or not (call.args and call.args[0] is own):
+        return None
+    reduced = own.layout.with_states([INVARIANT if state is PENDING else state for state in own.states])
+    operands = [Operand(reduced, False, own.index), *call.operands[1:]]
+    if solve(Call(call.function, call.args, call.kwargs, operands, call.mesh, True), signature) is None:
+        return None
+    return composite(_put_back(call.function, reduced))
+
+
+def _put_back(function: Callable, reduced: Layout) -> Callable:
+    def run(own: DTensor, *args: Any, **kwargs: Any) -> Any:
+        fresh = convert(own, reduced, function).clone()
+        if function(fresh, *args, **kwargs) is NotImplemented:  # an operator that does not take its other operand
+            return NotImplemented
+        return own.copy_(fresh)
+
+    return run

@@ -1,0 +1,122 @@
+"""Numbers: tensors of one element that is pending or another rank's, and C++ that reads them.
+
+`torch.full((3,), p)`, `torch.arange(p)`, `plain.narrow(0, 0, p)`, `torch.tensor(p)` take a tensor as a number, or as
+data, and read it in C++ without asking `__torch_function__`: each rank would take its own part for the sum. So a
+DTensor of one element that is not replicated, and no other tensor, carries torch's Python dispatch key (`stamp`), and
+all that reaches its memory comes to `below_dispatch`. Dispatch is disabled there when the engine's own local run does
+it, and the part is meant; else somebody below the engine reads it, and is handed the value (a collective of one
+number, on every rank, as for `item()`).
+
+Per function on such a tensor this costs a few microseconds, one autograd node included. There are two or three of
+them in a step: a loss is reduced when it leaves the root module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _current_graph_task_id, _DisableTorchDispatch, _is_torch_function_enabled
+
+from .._conversions.convert import convert, describe
+from .._errors import OperatorError
+from .._rules.doors.communication import refuse_operator
+from .._tensor.tensor import DTensor, local_only
+from .arguments import collect, substitute
+
+# What reads a value or hands it on, and is in no formula of a backward that such a number may take part in.
+_READS = {
+    torch.ops.aten._local_scalar_dense.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default,
+    torch.ops.aten._to_copy.default, torch.ops.aten.clone.default,
+}  # fmt: skip
+
+
+def below_dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    """`DTensor.__torch_dispatch__`, which only numbers reach."""
+    kwargs = kwargs or {}
+    in_graph = _current_graph_task_id() != -1 and function not in _READS
+    if not _is_torch_function_enabled() or in_graph:
+        with _DisableTorchDispatch():
+            return function(*args, **kwargs)
+    refuse_operator(function, [tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor])
+    if function._schema.is_mutable:
+        _refuse(function, _tensors(args, kwargs))
+    with _DisableTorchDispatch():
+        return function(*substitute(args, _full(function)), **substitute(kwargs, _full(function)))
+
+
+def _full(function: Any) -> Any:
+    def full(tensor: Tensor) -> Tensor:
+        if type(tensor) is not DTensor:
+            return tensor
+        layout = tensor._layout.base
+        whole = tensor if layout.is_replicated else convert(tensor, layout.invariant, function)
+        with local_only():
+            return whole.as_subclass(Tensor)
+
+    return full
+
+
+_SIZED = """
+    view reshape expand broadcast_to repeat tile roll narrow narrow_copy topk split split_with_sizes chunk unflatten
+    flatten unsqueeze squeeze select permute movedim moveaxis transpose swapaxes swapdims unbind unfold diagonal tril
+    triu new_zeros new_ones new_empty new_full zeros ones empty full eye arange linspace logspace randperm resize_
+""".split()
+# Functions whose first argument at most is a tensor: what else is a tensor is a size, a dim or a value.
+TAKE_NUMBERS = {
+    function: 0 if owner is torch and not hasattr(Tensor, name) else 1
+    for name in _SIZED
+    for owner in (torch, Tensor)
+    if (function := getattr(owner, name, None)) is not None
+}
+_FIRST = ("self", "input")
+
+
+def with_numbers(function: Callable) -> Callable:
+    """`function`, with tensors of one element read where it takes numbers: a collective each, if not replicated."""
+    first = TAKE_NUMBERS[function]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        rest = [substitute(argument, _read) for argument in args[first:]]
+        named = {name: item if name in _FIRST else substitute(item, _read) for name, item in kwargs.items()}
+        return function(*args[:first], *rest, **named)
+
+    return run
+
+
+def _read(tensor: Tensor) -> Any:
+    return tensor.item() if tensor.numel() == 1 else tensor
+
+
+def takes_number(function: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether this call gives a tensor of one element where `function` takes a number."""
+    first = TAKE_NUMBERS.get(function)
+    if first is None:
+        return False
+    found: list = []
+    named = [item for name, item in kwargs.items() if name not in _FIRST]
+    collect((args[first:], named), found)
+    return any(tensor.numel() == 1 for tensor in found)
+
+
+def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
+    found: list[Tensor] = []
+    collect((args, kwargs), found)
+    return found
+
+
+def _refuse(function: Any, tensors: list[Tensor]) -> None:
+    raise OperatorError(
+        function.overloadpacket.__name__,
+        "writes below the engine to a number of which every rank holds a part",
+        [describe("operand", tensor, tensor._layout) for tensor in tensors if type(tensor) is DTensor],
+        [
+            ("tensor.full_tensor()", "the value, plain: a collective of one number"),
+            ("tensor.to_local()", "this rank's part"),
+        ],
+    )
+
+
+DTensor.__torch_dispatch__ = classmethod(below_dispatch)

@@ -1,0 +1,1 @@
+"""Canonical forms of single functions."""

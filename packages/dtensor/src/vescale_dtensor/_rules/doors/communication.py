@@ -1,0 +1,172 @@
+"""torch.distributed called on DTensors, by code that was written for one process per replica.
+
+The value of a DTensor is the global tensor's, the same on every rank. So what makes values alike (`all_reduce` of a
+loss, `broadcast` of a parameter) has nothing to do: the value is counted once, and a `GlobalValueWarning` says so.
+What takes a tensor for this rank's part, and gives tensors of parts back, is refused: which part is meant, only
+the caller knows. Functional collectives, in which autograd takes part, are refused, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.nn import functional as differentiable
+
+from ..._communication.events import function_name, user_line
+from ..._conversions.convert import describe
+from ..._dispatch.arguments import collect
+from ..._errors import OperatorError
+from ..._tensor.tensor import DTensor, local_only
+from ..registry import handler
+
+_ALIKE = "all_reduce reduce broadcast all_reduce_coalesced".split()
+_PARTS = """
+    all_gather all_gather_into_tensor all_gather_single all_gather_coalesced gather scatter reduce_scatter
+    reduce_scatter_tensor reduce_scatter_single all_to_all all_to_all_single send recv isend irecv
+""".split()
+_FUNCTIONAL = ("torch.distributed.nn", "torch.distributed._functional_collectives")
+
+
+class GlobalValueWarning(UserWarning):
+    """A collective was called on a DTensor, whose value is global already; it was left as it is, counted once."""
+
+
+class Done:
+    """What a collective with nothing to do hands back for `async_op=True`."""
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+def _functions(names: list[str]) -> list[Callable]:
+    return [function for name in names if (function := getattr(distributed_c10d, name, None)) is not None]
+
+
+@handler(_functions(_ALIKE))
+def alike(function: Callable, args: tuple, kwargs: dict) -> Done | None:
+    """Nothing to do within the tensor's own mesh; no communication."""
+    given = args[0] if args else next(kwargs[name] for name in ("tensor", "tensors") if name in kwargs)
+    tensors = [t for t in (given if isinstance(given, (tuple, list)) else [given]) if type(t) is DTensor]
+    name = function_name(function)
+    group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+    if _is_functional():
+        refuse(name, tensors)
+    for tensor in tensors:
+        ranks = dist.get_process_group_ranks(group)
+        if not set(ranks) <= set(tensor.device_mesh.mesh.flatten().tolist()):
+            refuse(name, tensors, f", and the group {ranks} has ranks outside of its mesh")
+    line = user_line()
+    warnings.warn(
+        f"torch.distributed.{name} of a DTensor{f', at {line}' if line else ''}: its value is the global tensor's "
+        "already, so it is left as it is, counted once. Do not divide it by the number of ranks.",
+        GlobalValueWarning,
+        stacklevel=5,
+    )
+    return Done() if kwargs.get("async_op") or any(a is True for a in args) else None
+
+
+@handler(_functions(_PARTS))
+def parts(function: Callable, args: tuple, kwargs: dict) -> None:
+    found: list = []
+    for argument in (*args, *kwargs.values()):
+        found += [t for t in (argument if isinstance(argument, (tuple, list)) else [argument]) if type(t) is DTensor]
+    refuse(function_name(function), found)
+
+
+@handler(Tensor.is_complex, torch.is_complex)
+def asked_by_collective(function: Callable, args: tuple, kwargs: dict) -> bool:
+    """What torch's collectives ask of the tensors in their lists, which do not come to `__torch_function__`."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("vescale_dtensor"):
+        frame = frame.f_back
+    if frame is not None and frame.f_globals.get("__name__") == distributed_c10d.__name__:
+        name = frame.f_code.co_name  # a comprehension is a frame of its own
+        refuse(frame.f_back.f_code.co_name if name.startswith("<") else name, [args[0]])
+    with local_only():
+        return function(*args)
+
+
+_check_list = distributed_c10d._check_tensor_list
+
+
+def _check_tensor_list(tensors: Any, name: str) -> None:
+    """torch's own look at every list of tensors that a collective takes: `reduce_scatter` asks nothing else of them."""
+    _check_list(tensors, name)
+    found = [tensor for tensor in tensors if type(tensor) is DTensor]
+    if found:
+        refuse(sys._getframe(1).f_code.co_name, found)
+
+
+distributed_c10d._check_tensor_list = _check_tensor_list
+
+
+def _refusing(function: Callable) -> Callable:
+    """A differentiable collective, which on gloo is several plain ones: refused before the first of them."""
+
+    @wraps(function)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        found: list[Tensor] = []
+        collect((args, kwargs), found)
+        found = [tensor for tensor in found if type(tensor) is DTensor]
+        if found:
+            refuse(f"nn.functional.{function.__name__}", found)
+        return function(*args, **kwargs)
+
+    return collective
+
+
+for _name in (*_ALIKE, *_PARTS):
+    if hasattr(differentiable, _name):
+        _collective = _refusing(getattr(differentiable, _name))
+        setattr(differentiable, _name, _collective)
+        setattr(torch.distributed.nn, _name, _collective)
+
+
+def _is_functional() -> bool:
+    """Whether torch's autograd-aware collectives call: their backward would communicate once more."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_FUNCTIONAL):
+            return True
+        if not module.startswith(("torch.", "vescale_dtensor.")):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def refuse(name: str, tensors: list[Tensor], more: str = "") -> None:
+    raise OperatorError(
+        f"torch.distributed.{name}",
+        "takes a tensor for this rank's part, and the value of a DTensor is the global tensor's, alike on all "
+        f"ranks{more}",
+        [describe("operand", tensor, tensor._layout.base) for tensor in tensors],
+        [
+            ("tensor.full_tensor()", "the global value, plain: nothing is left to be communicated"),
+            (f"torch.distributed.{name}(tensor.to_local(), ...)", "on this rank's part, when that is what is meant"),
+            ("tensor.redistribute(placements)", "moves shards between ranks, with gradients"),
+        ],
+    )
+
+
+_SPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+
+
+def refuse_operator(function: Any, tensors: list[Tensor]) -> None:
+    """Raises where `function` is a collective as an operator of torch's."""
+    if getattr(function, "namespace", "") in _SPACES:
+        refuse(function.overloadpacket.__name__, [tensor for tensor in tensors if type(tensor) is DTensor])

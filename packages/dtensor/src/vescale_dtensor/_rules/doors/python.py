@@ -1,0 +1,164 @@
+"""Where a tensor becomes a Python value or crosses Python's protocols: item, bool, numpy, deepcopy, pickle, data.
+
+The value is the global tensor's, so on a sharded or pending tensor these communicate
+and must be called on every rank; on a replicated one they do not.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torch._C import _is_torch_function_enabled
+
+from ..._conversions.convert import alias, convert, convert_plain
+from ..._conversions.memo import forget
+from ..._errors import OperatorError
+from ..._tensor.tensor import DTensor, local_only, stamp
+from ..registry import handler
+from ..traits import VIEWS, Trait
+
+
+def whole(tensor: DTensor, cause: object) -> Tensor:
+    """The whole tensor, plain; the shard itself where it is replicated already."""
+    layout = tensor._layout.base
+    if layout.is_replicated:
+        return alias(tensor)
+    return alias(convert(tensor, layout.invariant, cause))
+
+
+@handler(
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+    Tensor.__complex__, Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__dlpack__,
+    Tensor.__dlpack_device__, torch._C.TensorBase.__int__, traits=Trait.READS,
+)  # fmt: skip
+def value(function, args, kwargs):
+    """The global value: a collective on every rank unless the tensor is replicated."""
+    with torch.no_grad() if function not in (Tensor.numpy, Tensor.__array__) else _as_is():
+        full = whole(args[0], function)
+    return function(full, *args[1:], **kwargs)
+
+
+@handler(Tensor.__contains__, traits=Trait.READS)
+def contains(function, args, kwargs):
+    return function(*[whole(a, function) if type(a) is DTensor else a for a in args])
+
+
+@handler(Tensor.__iter__)
+def iterate(function, args, kwargs):
+    if not args[0].ndim:
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(args[0].unbind(0))
+
+
+@handler(Tensor.__reversed__)
+def reverse(function, args, kwargs):
+    return args[0].flip(0) if args[0].ndim else args[0]
+
+
+@handler(Tensor.__hash__)
+def identity_hash(function, args, kwargs):
+    return id(args[0])
+
+
+@handler(Tensor.__deepcopy__)
+def deep_copy(function, args, kwargs):
+    """A leaf with its own storage, the same layout, attributes and gradient; of a parameter, as torch's, the values
+    alone."""
+    tensor, memo = args
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    with local_only():
+        if not tensor.is_leaf:
+            raise OperatorError(
+                "deepcopy", "only leaf tensors can be copied", [repr(tensor._layout)], [("tensor.detach()", "")]
+            )
+        needs_grad = tensor.requires_grad
+        fresh = tensor.detach().clone(memory_format=torch.preserve_format)
+    fresh = stamp(fresh, tensor._layout.base).requires_grad_(needs_grad)
+    memo[id(tensor)] = fresh
+    if getattr(tensor, "_is_param", False):
+        fresh._is_param = True
+        return fresh
+    skipped = {"_layout", "_conversions", "_settled_grad", "_owner", "_source"}
+    for name, item in tensor.__dict__.items():
+        if name not in skipped:
+            setattr(fresh, name, copy.deepcopy(item, memo))
+    if tensor.grad is not None:
+        fresh.grad = tensor.grad.detach().clone()
+    return fresh
+
+
+@handler(Tensor.__reduce_ex__, Tensor.__reduce__)
+def reduce_ex(function, args, kwargs):
+    """A DTensor belongs to a mesh of live processes: it does not travel."""
+    raise OperatorError(
+        "pickle",
+        "a DTensor names process groups of this process and cannot travel to another",
+        [repr(args[0]._layout)],
+        [
+            ("tensor.full_tensor()", "the whole tensor: an all-gather"),
+            ("tensor.to_local()", "this rank's shard: no communication"),
+            ('vescale_checkpoint.save(path, {"model": model})', "a checkpoint: any plan and number of ranks loads it"),
+        ],
+    )
+
+
+@handler(Tensor.data.__set__)
+def set_data(function, args, kwargs):
+    """`x.data = y`: y's values and layout; a plain y is a whole tensor, alike on all ranks.
+
+    Where somebody else owns x's memory (a flat buffer: `x._owner`), it says what becomes of it."""
+    tensor, value = args
+    owner = tensor.__dict__.get("_owner") if type(tensor) is DTensor else None
+    if owner is not None:
+        return owner.replace(tensor, value)
+    if type(value) is not DTensor:
+        layout = tensor._layout.base
+        if tuple(value.shape) != layout.shape:
+            layout = layout.with_shape(tuple(value.shape)).invariant
+        value = convert_plain(value, layout.mesh, layout, "Tensor.data")
+    forget(tensor)
+    with local_only():
+        Tensor.data.__set__(tensor, value.detach())
+    tensor._layout = value._layout.base
+
+
+@handler(Tensor.data.__get__, traits=Trait.ELEMENTWISE | VIEWS)
+def get_data(function, args, kwargs):
+    """`x.data`: the same memory under another count of versions, of which the owner of that memory hears."""
+    tensor = args[0]
+    owner = tensor.__dict__.get("_owner")
+    if owner is not None:
+        owner.is_lent = True
+    with local_only():
+        data = function(tensor)
+    return stamp(data, tensor._layout.base)
+
+
+def set_memory(tensor: Tensor, *source, **options) -> Tensor:
+    """`Tensor.set_`, which torch does not hand to `__torch_function__`: with a tensor, as `x.data = y`. The memory of a
+    shard says nothing of the whole: no storages, sizes and strides."""
+    if not _is_torch_function_enabled():
+        return Tensor.set_(tensor, *source, **options)
+    if options or len(source) != 1 or not isinstance(source[0], Tensor):
+        raise OperatorError(
+            "set_",
+            "memory, sizes and strides of a DTensor are a shard's, and are not set one by one",
+            [repr(tensor._layout)],
+            [("x.data = y", "the values of a tensor of the global shape"), ("x.copy_(y)", "in place")],
+        )
+    set_data(Tensor.data.__set__, (tensor, *source), {})
+    return tensor
+
+
+DTensor.set_ = set_memory
+
+
+class _as_is:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return False

@@ -1,0 +1,1 @@
+"""Functions that contract dims: products, attention, convolution, look-ups, linear algebra."""

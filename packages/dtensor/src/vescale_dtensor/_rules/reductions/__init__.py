@@ -1,0 +1,1 @@
+"""Functions that reduce or order along dims, normalisation and losses among them."""

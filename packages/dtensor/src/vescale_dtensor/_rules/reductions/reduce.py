@@ -1,0 +1,211 @@
+"""Sums and what is made of sums: sum, mean, count_nonzero, var; and prod, any, all.
+
+    kept dim sharded       stays sharded, no communication
+    reduced dim sharded    sums: P, no communication; the rest: a gather of one value per rank and output element
+    pending input          sum and mean: P; the rest reduces first
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..._tensor.tensor import DTensor
+from ..registry import Call, composite, rule
+from ..solvers.parts import argument, combined, dims_of, only_split, reduction, settled, source_of, splits
+from ..traits import Trait
+
+
+def _arguments(call: Call):
+    """(dims, keepdim) of `f(input, dim, keepdim)`, or None."""
+    if len(call.operands) != 1:
+        return None
+    dims = dims_of(argument(call, 1, "dim", other="axis"), call.operands[0].ndim)
+    return None if dims is None else (dims, bool(argument(call, 2, "keepdim", False, other="keepdims")))
+
+
+def _linear(call: Call):
+    """Pending stays pending, unless the parts would be rounded to integers."""
+    dtype = call.kwargs.get("dtype")
+    return [(0,)] if dtype is None or dtype.is_floating_point or dtype.is_complex else ()
+
+
+@rule(torch.sum, Tensor.sum, traits=Trait.LINEAR)
+def total(call: Call):
+    found = _arguments(call)
+    return None if found is None else reduction(call, *found, summed=set(found[0]), linear=_linear(call))
+
+
+@rule(torch.nansum, Tensor.nansum, torch.count_nonzero, Tensor.count_nonzero)
+def counted(call: Call):
+    """A sum of something that is not linear in the input."""
+    found = _arguments(call)
+    return None if found is None else reduction(call, *found, summed=set(found[0]))
+
+
+@rule(torch.mean, Tensor.mean, traits=Trait.LINEAR)
+def mean(call: Call):
+    """The local sum over the GLOBAL count is pending: uneven and empty shards are right."""
+    found = _arguments(call)
+    if found is None:
+        return None
+    dims, keepdim = found
+    (x,) = call.operands
+    if not splits(x.layout, dims):
+        return reduction(call, dims, keepdim, linear=_linear(call), summed=set(dims))
+    count = prod(x.shape[d] for d in dims)
+    run = _mean_of(count, dims, keepdim)
+    return reduction(call, dims, keepdim, summed=set(dims), linear=_linear(call), local=lambda _: run)
+
+
+def _mean_of(count: int, dims: tuple[int, ...], keepdim: bool):
+    def run(input: Tensor, *args, dtype: torch.dtype | None = None, **kwargs) -> Tensor:
+        dtype = dtype or input.dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return torch.mean(input)  # raises, as on one device
+        return input.sum(dims, keepdim, dtype=dtype) / count
+
+    return run
+
+
+@rule(torch.nanmean, Tensor.nanmean)
+def nanmean(call: Call):
+    found = _arguments(call)
+    if found is None:
+        return None
+    dims, keepdim = found
+    if not only_split(call, dims):
+        return reduction(call, dims, keepdim)
+
+    def run(*args, dtype: torch.dtype | None = None, **kwargs) -> Tensor:
+        x = settled(source_of(args, kwargs), call.function)
+        return x.nansum(dims, keepdim, dtype=dtype) / x.isnan().logical_not().sum(dims, keepdim)
+
+    return composite(run)
+
+
+@rule(torch.trace, Tensor.trace, traits=Trait.LINEAR)
+def trace(call: Call):
+    """The part of the diagonal that runs through the shard, pending; a shard of several pieces is made whole."""
+    (x,) = call.operands
+    layout = x.layout
+    if x.ndim != 2 or any(s.kind == "S" and s.groups != 1 for s in layout.states):
+        return reduction(call, (0, 1), False) if x.ndim == 2 else None
+    if not splits(layout, (0, 1)):
+        return reduction(call, (0, 1), False, linear=[(0,)])
+    (row, column) = (ranges[0][0] if ranges else 0 for ranges in layout.region_at(layout.mesh.coordinate))
+
+    def run(input: Tensor) -> Tensor:
+        return input.diagonal(row - column).sum()
+
+    return reduction(call, (0, 1), False, summed={0, 1}, linear=[(0,)], local=lambda _: run)
+
+
+# --- gathered: one value per rank and output element -----------------------------------
+
+
+@rule(torch.prod, Tensor.prod)
+def factors(call: Call):
+    """The product of the local products; their gradients are right where a factor is zero, too."""
+    found = _arguments(call)
+    if found is None:
+        return None
+    dims, keepdim = found
+    if not only_split(call, dims):
+        return reduction(call, dims, keepdim)
+    dtype = call.kwargs.get("dtype")
+    everything = argument(call, 1, "dim", other="axis") is None
+
+    def part(local: Tensor) -> Tensor:
+        return local.prod(dtype=dtype) if everything else local.prod(dims[0], keepdim, dtype=dtype)
+
+    return composite(
+        lambda *args, **kwargs: combined(
+            source_of(args, kwargs), dims, keepdim, call.function, part, lambda parts: parts.prod(0)
+        )
+    )
+
+
+@rule(torch.any, Tensor.any, torch.all, Tensor.all)
+def boolean(call: Call):
+    found = _arguments(call)
+    if found is None or argument(call, 1, "dim", other="axis") == ():  # torch reduces nothing then
+        return None
+    dims, keepdim = found
+    if not only_split(call, dims):
+        return reduction(call, dims, keepdim)
+    local = torch.any if call.name == "any" else torch.all
+    return composite(
+        lambda *args, **kwargs: combined(
+            source_of(args, kwargs), dims, keepdim, call.function,
+            lambda part: local(part, dims, keepdim), lambda parts: local(parts, 0),
+        )
+    )  # fmt: skip
+
+
+# --- variance ----------------------------------------------------------------------------
+
+
+def _variance_arguments(call: Call):
+    """(dims, keepdim, correction) of all overloads of var, or None."""
+    if len(call.operands) != 1:
+        return None
+    (x,) = call.operands
+    dim, unbiased = argument(call, 1, "dim", other="axis"), call.get(2, "unbiased", True)
+    if isinstance(dim, bool):  # var(input, unbiased)
+        dim, unbiased = None, dim
+    dims = dims_of(dim, x.ndim)
+    keepdim = bool(argument(call, 3, "keepdim", False, other="keepdims"))
+    correction = call.kwargs.get("correction")
+    return None if dims is None else (dims, keepdim, float(unbiased) if correction is None else correction)
+
+
+@rule(torch.var, Tensor.var, torch.std, Tensor.std, torch.var_mean, torch.std_mean, exact=True)
+def variance(call: Call):
+    """Reduced dims sharded: two passes, the mean and then the squared distance from it, each one small all-reduce."""
+    found = _variance_arguments(call)
+    if found is None:
+        return None
+    dims, keepdim, correction = found
+    pair = call.name.endswith("_mean")
+    if not only_split(call, dims):
+        return reduction(call, dims, keepdim, outputs=2 if pair else 1)
+    root = call.name.startswith("std")
+    count = prod(call.operands[0].shape[d] for d in dims)
+
+    def run(*args, **kwargs):
+        x = settled(source_of(args, kwargs), call.function)
+        spread, middle = _moments(x, dims, count - correction)
+        spread = _root(spread) if root else spread
+        spread = _as(spread, x, dims, keepdim)
+        return (spread, _as(middle, x, dims, keepdim)) if pair else spread
+
+    return composite(run)
+
+
+def _moments(x: DTensor, dims: tuple[int, ...], freedom: float) -> tuple[DTensor, DTensor]:
+    """(sum of squared distances over `freedom`, mean), dims kept, in at least float32."""
+    x = upcast(x)
+    middle = settled(x.mean(dims, keepdim=True), "var")
+    distance = x - middle
+    squares = (distance * distance.conj()).real if x.is_complex() else distance * distance
+    return squares.sum(dims, keepdim=True) / max(freedom, 0), middle
+
+
+def upcast(x: DTensor) -> DTensor:
+    """Half precision as float32, which is what torch's kernels accumulate in."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _root(variance: DTensor) -> DTensor:
+    """The square root, with gradient zero where it is zero (as torch.std has it)."""
+    variance = settled(variance, "std")
+    zero = variance == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, variance).sqrt())
+
+
+def _as(value: DTensor, x: DTensor, dims: tuple[int, ...], keepdim: bool) -> DTensor:
+    value = value if value.dtype == x.dtype or x.is_complex() else value.to(x.dtype)
+    return value if keepdim else value.sum(dims)  # dims of size one: a sum is a squeeze, and linear

@@ -1,0 +1,1 @@
+"""Functions that rename, join, part or pick elements."""

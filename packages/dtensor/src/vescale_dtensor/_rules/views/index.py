@@ -1,0 +1,342 @@
+"""Basic indices: integers, slices, None and Ellipsis, in `x[...]`, `x[...] = v`, select, narrow.
+
+    dim taken whole                keeps its sharding
+    sharded dim, integer or        pending: the ranks that hold a part give it, the others zeros; no
+    short slice                    communication here, and the pending result is smaller than a gather
+    sharded dim, any other slice   made whole first
+    pending input                  pending
+    assignment                     self stays as it is, every rank writes the part it holds
+
+An index with tensors, lists or bools is taken apart in `index_tensor`. A slice is
+short when it takes at most 1/n of a dim sharded n ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from math import prod
+from numbers import Integral
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._dispatch.copies import mark_copy
+from ..._dispatch.signature import Signature, solve
+from ..._layouts.layout import Layout
+from ..._layouts.region import Ranges
+from ..._layouts.state import PENDING
+from ..registry import Call, Decision, Operand, composite, rule
+from ..traits import VIEWS, Trait
+
+
+class Item(NamedTuple):
+    """What an index says of one dim: a range of it, one index of it (`drop`), or a new dim (dim None)."""
+
+    dim: int | None
+    taken: range = range(1)
+    drop: bool = False
+
+    def is_full(self, shape: Sequence[int]) -> bool:
+        return self.dim is not None and not self.drop and self.taken == range(shape[self.dim])
+
+
+class Piece(NamedTuple):
+    """A part of a slice that this rank holds: its place in the slice, its length, where it lies locally."""
+
+    position: int
+    length: int
+    local: slice
+
+
+def is_basic(index: object) -> bool:
+    """Whether an index is of integers, slices of integers, None and Ellipsis only."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(
+        item is None or item is Ellipsis or _is_integer(item)
+        or (isinstance(item, slice) and all(b is None or _is_integer(b) for b in (item.start, item.stop, item.step)))
+        for item in items
+    )  # fmt: skip
+
+
+def _is_integer(item: object) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)
+
+
+def parse(index: object, shape: Sequence[int]) -> list[Item] | None:
+    """A basic index, one item per dim of the tensor and per new dim. None where torch would raise."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    missing = len(shape) - sum(entry is not None and entry is not Ellipsis for entry in entries)
+    if missing < 0 or entries.count(Ellipsis) > 1:
+        return None
+    at = entries.index(Ellipsis) if Ellipsis in entries else len(entries)
+    entries[at : at + 1] = [slice(None)] * missing
+    items, dim = [], 0
+    for entry in entries:
+        if entry is None:
+            items.append(Item(None))
+            continue
+        item = _item(entry, dim, shape[dim])
+        if item is None:
+            return None
+        items.append(item)
+        dim += 1
+    return items
+
+
+def _item(entry: object, dim: int, size: int) -> Item | None:
+    if isinstance(entry, slice):
+        if entry.step is not None and operator.index(entry.step) <= 0:
+            return None
+        return Item(dim, range(*entry.indices(size)))
+    at = operator.index(entry)
+    if not -size <= at < size:
+        return None
+    at %= size
+    return Item(dim, range(at, at + 1), True)
+
+
+def is_alias(layout: Layout, index: object) -> bool:
+    """Whether a basic index of a tensor of `layout` gives a view of the shards."""
+    items = parse(index, layout.shape)
+    return items is not None and not any(
+        item.dim is not None and not item.is_full(layout.shape) and layout.axes_of(item.dim) for item in items
+    )
+
+
+def pieces(ranges: Ranges, taken: range) -> list[Piece]:
+    """What a rank that holds `ranges` of a dim holds of the indices `taken`, by position."""
+    found, offset = [], 0
+    for low, high in ranges:
+        first = max(0, -(-(low - taken.start) // taken.step))
+        last = min(len(taken), -(-(high - taken.start) // taken.step))
+        if first < last:
+            start = offset + taken[first] - low
+            found.append(
+                Piece(first, last - first, slice(start, start + (last - first - 1) * taken.step + 1, taken.step))
+            )
+        offset += high - low
+    return sorted(found)
+
+
+def owned(local: Tensor, dim: int, parts: list[Piece], length: int) -> Tensor:
+    """`length` indices of a dim: this rank's parts in their places, zeros elsewhere. Connected to `local` always."""
+    lead = (slice(None),) * dim
+    joined = [] if parts else [local.narrow(dim, 0, 0)]
+    at = 0
+    for position, count, where in [*parts, Piece(length, 0, slice(0, 0))]:
+        if position > at:
+            joined.append(local.new_zeros((*local.shape[:dim], position - at, *local.shape[dim + 1 :])))
+        if count:
+            joined.append(local[(*lead, where)])
+        at = position + count
+    return joined[0] if len(joined) == 1 else torch.cat(joined, dim)
+
+
+def _as_index(item: Item) -> int | slice | None:
+    if item.dim is None:
+        return None
+    if item.drop:
+        return item.taken.start
+    return slice(item.taken.start, item.taken.stop, item.taken.step)
+
+
+# --- reading --------------------------------------------------------------------------
+
+
+def read(call: Call, items: list[Item], *, keep: bool) -> Decision | None:
+    """The decision for a basic index. keep: the called function itself does on the shards when nothing is cut."""
+    x = call.operands[0]
+    labels: list = list(range(x.ndim))
+    output: list = []
+    for item in items:
+        full = item.is_full(x.shape)
+        if item.dim is not None and not full:
+            ranks = prod(call.mesh.sizes[axis] for axis in x.layout.axes_of(item.dim))
+            short = ranks > 1 and (item.drop or len(item.taken) * ranks <= x.shape[item.dim])
+            labels[item.dim] = ("part", item.dim) if short else None
+        if not item.drop:
+            output.append(item.dim if full else None)
+    shape = tuple(len(item.taken) for item in items if not item.drop)
+    summed = {label for label in labels if isinstance(label, tuple)}
+    decision = solve(call, Signature([tuple(labels)], [tuple(output)], summed, linear=[(0,)], shapes=[shape]))
+    source = decision.targets[0] or x.layout
+    parted = [item for item in items if item.dim is not None and not item.is_full(x.shape) and source.axes_of(item.dim)]
+    if parted or not keep:
+        decision.run = _reader(source, items, parted)
+    return decision
+
+
+def _reader(source: Layout, items: list[Item], parted: list[Item]):
+    region = source.region_at(source.mesh.coordinate)
+    cuts = [(item.dim, pieces(region[item.dim], item.taken), len(item.taken)) for item in parted]
+    index = tuple(
+        (0 if item.drop else slice(None)) if item in parted
+        else slice(None) if item.is_full(source.shape)
+        else _as_index(item)
+        for item in items
+    )  # fmt: skip
+
+    def run(input: Tensor, *args, **kwargs) -> Tensor:
+        x = input
+        for dim, parts, length in cuts:
+            x = owned(x, dim, parts, length)
+        # on one device a view: writing to this copy would not reach the base, and raises
+        return mark_copy(x[index], input) if cuts else x[index]
+
+    return run
+
+
+@rule(Tensor.__getitem__, traits=Trait.VIEW | Trait.LINEAR)
+def getitem(call: Call):
+    """See the table above; no communication but for a long slice of a sharded dim."""
+    index = call.args[1]
+    if not is_basic(index):
+        from .index_tensor import read_tensors
+
+        return composite(read_tensors)
+    items = parse(index, call.operands[0].shape)
+    return None if items is None else read(call, items, keep=True)
+
+
+def _one_dim(call: Call, dim: object, entry: object, *, keep: bool = False):
+    """The index `entry` of one dim, the others whole."""
+    x = call.operands[0]
+    if not x.ndim or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        return None
+    index = [slice(None)] * x.ndim
+    index[dim] = entry
+    items = parse(tuple(index), x.shape)
+    return None if items is None else read(call, items, keep=keep)
+
+
+@rule(torch.select, Tensor.select, traits=VIEWS)
+def select(call: Call):
+    dim, at = call.get(1, "dim"), call.get(2, "index")
+    if isinstance(at, Operand):
+        return composite(lambda x, dim, index: x.select(dim, int(index)))
+    return _one_dim(call, dim, at)
+
+
+@rule(torch.select_copy, traits=Trait.MOVES | Trait.LINEAR)
+def select_copy(call: Call):
+    return composite(lambda x, dim, index: x.select(dim, index).clone())
+
+
+@rule(torch.narrow, Tensor.narrow, traits=VIEWS)
+def narrow(call: Call):
+    """A start that is a tensor is read: it must be replicated, or that read communicates."""
+    dim, start, length = call.get(1, "dim"), call.get(2, "start"), call.get(3, "length")
+    if isinstance(start, Operand):
+        return composite(lambda x, dim, start, length: x.narrow(dim, int(start), length))
+    x = call.operands[0]
+    if not x.ndim or not -x.ndim <= dim < x.ndim or length < 0:
+        return None
+    size = x.shape[dim]
+    start = start + size if start < 0 else start
+    if not 0 <= start <= size - length:
+        return None
+    return _one_dim(call, dim, slice(start, start + length))
+
+
+@rule(torch.narrow_copy, Tensor.narrow_copy, traits=Trait.MOVES | Trait.LINEAR)
+def narrow_copy(call: Call):
+    return composite(lambda x, dim, start, length: x.narrow(dim, start, length).clone())
+
+
+@rule(torch.slice_copy, traits=Trait.MOVES | Trait.LINEAR)
+def slice_copy(call: Call):
+    def run(x, dim=0, start=None, end=None, step=1):
+        return x[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].clone()
+
+    return composite(run)
+
+
+# --- writing --------------------------------------------------------------------------
+
+
+@rule(Tensor.__setitem__)
+def setitem(call: Call):
+    """Never communicates for the tensor written to; the value is made to fit it."""
+    x, index, value = call.args
+    if not is_basic(index):
+        from .index_tensor import write_tensors
+
+        return composite(write_tensors)
+    items = parse(index, x.shape)
+    return None if items is None else write(call, items, value)
+
+
+def write(call: Call, items: list[Item], value: object) -> Decision | None:
+    """The decision to write `value` (an operand or a number) to a basic index of operand 0, in place."""
+    x = call.operands[0]
+    labels: list = list(range(x.ndim))
+    for item in items:
+        if item.dim is not None and not item.is_full(x.shape):
+            labels[item.dim] = ("part", item.dim) if x.layout.axes_of(item.dim) else None
+    seen = [item for item in items if not item.drop]
+    view = [(item.dim if item.is_full(x.shape) else None, len(item.taken)) for item in seen]
+    inputs, linear = [tuple(labels)], [(0,)]
+    if isinstance(value, Operand):
+        aligned = align(value.shape, view)
+        if aligned is None:
+            return None
+        inputs.append(aligned)
+        linear = [(0, 1)]
+    decision = solve(call, Signature(inputs, [tuple(labels)], linear=linear, shapes=[x.shape]))
+    if decision is None:
+        return None
+    parted = [item for item in items if item.dim is not None and isinstance(labels[item.dim], tuple)]
+    drop_value = not isinstance(value, Operand) and not enters_here(x.layout)
+    if parted or drop_value:
+        decision.run = _writer(x.layout, items, parted, seen, drop_value)
+    return decision
+
+
+def align(shape: Sequence[int], view: Sequence[tuple]) -> tuple | None:
+    """Labels of a value that is written to a view of (label, size) dims, under torch's rules for assignment."""
+    extra = max(0, len(shape) - len(view))
+    if any(size != 1 for size in shape[:extra]):
+        return None
+    named = [None] * extra
+    for size, (label, extent) in zip(shape[extra:], view[len(view) - len(shape) + extra :]):
+        if size != extent and size != 1:
+            return None
+        named.append(label if size == extent else None)
+    return tuple(named)
+
+
+def enters_here(layout: Layout) -> bool:
+    """Whether a constant enters a tensor of `layout` on this rank: on the first one of each pending axis."""
+    return not any(s is PENDING and at for s, at in zip(layout.states, layout.mesh.coordinate))
+
+
+def _writer(layout: Layout, items: list[Item], parted: list[Item], seen: list[Item], drop_value: bool):
+    region = layout.region_at(layout.mesh.coordinate)
+    choices = [pieces(region[item.dim], item.taken) for item in parted]
+    index = [slice(None) if item.is_full(layout.shape) else _as_index(item) for item in items]
+    writes = []
+    for chosen in itertools.product(*choices):
+        where, narrowed = list(index), []
+        for item, piece in zip(parted, chosen):
+            where[items.index(item)] = piece.local.start if item.drop else piece.local
+            if not item.drop:
+                narrowed.append((seen.index(item) - len(seen), piece.position, piece.length))
+        writes.append((tuple(where), narrowed))
+
+    def run(x: Tensor, _, value: object) -> None:
+        if drop_value:
+            value = 0
+        if not writes and isinstance(value, Tensor):
+            x[:0] = value.sum()  # writes nothing, and gives the value its zero gradient on this rank too
+        for where, narrowed in writes:
+            part = value
+            if isinstance(value, Tensor):
+                for dim, position, length in narrowed:
+                    if -dim <= part.ndim and part.shape[dim] != 1:
+                        part = part.narrow(dim, position, length)
+            x[where] = part
+
+    return run

@@ -1,0 +1,60 @@
+"""DTensors as plain tensors for a while: the class is taken off the object and put back.
+
+The object stays the same, so autograd's history, the gradient's accumulator with its
+hooks, the version counter and every reference stay, and nothing is recorded. While a
+region of plain code runs, its parameters are plain Parameters over their shards and its
+activations plain tensors; a conversion in it is the same autograd Function as elsewhere,
+remembered in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from .._conversions.memo import recall, remember
+from .._conversions.steps import Route, route_of
+from .._layouts.layout import Layout
+from .._tensor.tensor import DTensor, local_only, plain_class
+from .cross import crossing
+
+
+def erase(tensors: Iterable[Tensor]) -> list[DTensor]:
+    """Makes plain those that are DTensors; returns them, for `restore`."""
+    erased = []
+    for tensor in tensors:
+        if type(tensor) is DTensor:
+            tensor.__class__ = nn.Parameter if tensor.__dict__.get("_is_param") else plain_class(tensor)
+            erased.append(tensor)
+    return erased
+
+
+def restore(erased: Iterable[Tensor]) -> None:
+    """What was erased is a DTensor again, of the layout that it had."""
+    for tensor in erased:
+        tensor.__class__ = DTensor
+
+
+def convert_erased(tensor: Tensor, route: Route, cause: object, made: list[Tensor]) -> Tensor:
+    """A local tensor along a route, differentiable and remembered as on DTensors.
+
+    `made` gets the result, its layout noted on it: to be given to `restore` with what was erased.
+    """
+    target: Layout = route.target
+    with local_only():
+        known = recall(tensor, target)
+        if known is None:
+            known = crossing(route, cause)(tensor)
+            if known is tensor:
+                return tensor
+            known._layout = target
+            remember(tensor, target, known)
+    known.__class__ = plain_class(known)
+    made.append(known)
+    return known
+
+
+def route_between(source: Layout, target: Layout) -> Route:
+    """The recipe for `convert_erased`."""
+    return route_of(source, target)

@@ -1,0 +1,285 @@
+"""Gradients at the border: what a user assigns, passes to backward, or sees in a hook.
+
+The gradient of a DTensor of layout L has the layout `L.gradient` (design section 3,
+contract 2). Whatever comes in is converted to it; whatever goes out is stamped with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _current_graph_task_id
+
+from .._conversions.convert import alias, convert, convert_plain, describe
+from .._errors import GradientError
+from .._layouts.layout import Layout
+from .._layouts.state import INVARIANT, PENDING, VARYING
+from .tensor import DTensor, local_only, plain_class, source_of, stamp
+
+
+def as_gradient_of(tensor: DTensor, value: Tensor, operation: str) -> DTensor:
+    """`value` in the gradient layout of `tensor`; a plain value counts as the whole gradient, alike on all ranks.
+
+    Raises GradientError when the global shapes differ.
+    """
+    return converted_gradient(value, tensor._layout.base, operation)
+
+
+def converted_gradient(value: Tensor, layout: Layout, operation: str) -> DTensor:
+    """`value` as the gradient of a tensor of `layout`; see `as_gradient_of`."""
+    if tuple(value.shape) != layout.shape:
+        raise GradientError(
+            operation,
+            f"a gradient of shape {list(value.shape)} for a tensor of shape {list(layout.shape)}",
+            [describe("tensor", value, layout)],
+            [("give a gradient of the tensor's global shape", "")],
+        )
+    if type(value) is DTensor:
+        return convert(value, layout.gradient, operation)
+    return convert_plain(value, layout.mesh, layout.gradient, operation)
+
+
+def is_settled(tensor: DTensor, value: Tensor) -> bool:
+    """Whether `value` is a gradient of `tensor` that was reduced already: I where it would be pending."""
+    if type(value) is not DTensor or value._layout.base is tensor._layout.base.gradient:
+        return False
+    return value._layout.base is settled_layout(tensor)
+
+
+def settled_layout(tensor: DTensor) -> Layout:
+    """The layout of `tensor`'s gradient after its reduction over the pending axes."""
+    layout = tensor._layout.base.gradient
+    return layout.with_states([INVARIANT if state is PENDING else state for state in layout.states])
+
+
+def fold(pending: DTensor, settled: DTensor) -> DTensor:
+    """Adds the settled gradient into the pending one, in place: read between two backwards under `no_sync`."""
+    with torch.no_grad():
+        added = convert(settled, pending._layout.base, "grad")
+        with local_only():
+            pending.add_(added)
+    return pending
+
+
+# Methods to call after every backward that started at a DTensor; held weakly, in the order of their coming.
+_after_backward: list[weakref.WeakMethod] = []
+_depth = 0
+
+
+def after_backward(method: Callable[[], None]) -> None:
+    """Calls the bound `method` after every backward that starts at a DTensor, as long as its object lives."""
+    _after_backward.append(weakref.WeakMethod(method, _after_backward.remove))
+
+
+def in_backward() -> bool:
+    """Whether a backward that started at a DTensor is running: `after_backward` will be called."""
+    return _depth > 0
+
+
+def root_of(tensor: Tensor, operation: str) -> Tensor:
+    """What backward starts from: a plain tensor, so that dispatch stays on while the graph runs.
+
+    A replicated loss (R) becomes I first: otherwise every rank would count it.
+    """
+    if type(tensor) is not DTensor:
+        return tensor
+    layout = tensor._layout.base
+    states = tuple(INVARIANT if state is VARYING else state for state in layout.states)
+    return alias(convert(tensor, layout.with_states(states), operation))
+
+
+def seed_of(tensor: Tensor, gradient: Tensor | None, operation: str) -> Tensor | None:
+    """The plain local seed for `root_of(tensor)`."""
+    if type(tensor) is not DTensor:
+        return gradient
+    layout = tensor._layout.base
+    if gradient is None:
+        with local_only():
+            return torch.ones_like(tensor) if layout.numel == 1 and tensor.numel() == 1 else None
+    states = tuple(INVARIANT if state is VARYING else state for state in layout.states)
+    target = layout.with_states(states).gradient
+    if tuple(gradient.shape) != layout.shape:
+        as_gradient_of(tensor, gradient, operation)  # raises, with the numbers
+    if type(gradient) is DTensor:
+        return alias(convert(gradient, target, operation))
+    return alias(convert_plain(gradient, layout.mesh, target, operation))
+
+
+def _started(tensors, seeds, operation: str) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Plain roots and local seeds.
+
+    Inside a running backward a plain seed is a local gradient, as a reentrant
+    checkpoint hands it on: it belongs to the tensor as it is.
+    """
+    nested = _current_graph_task_id() != -1
+    roots, starts = [], []
+    for tensor, seed in zip(tensors, seeds):
+        own = nested and type(tensor) is DTensor and type(seed) is Tensor
+        with torch.enable_grad():  # a root made without would have no graph, and a backward runs without
+            roots.append(alias(tensor) if own else root_of(tensor, operation))
+        starts.append(seed if own else seed_of(tensor, seed, operation))
+    _check_scalar(tensors, starts, operation)
+    return roots, starts
+
+
+def start_backward(
+    tensor: DTensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`DTensor.backward`, as `Tensor.backward`; a `gradient` is converted to the tensor's gradient layout.
+
+    A loss of one element that is I or P starts as it is: it is its own plain root. For
+    the time of the backward it is a plain tensor, so that autograd takes it without
+    dispatch and without an alias node.
+    """
+    layout = tensor._layout
+    if gradient is not None or inputs is not None or layout.shape or VARYING in layout.states:
+        seeds = None if gradient is None else [gradient]
+        return _run_backward([tensor], seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+    source = source_of(tensor) if layout.is_number else None
+    if source is not None:
+        _engine_backward([source], [None], retain_graph=retain_graph, create_graph=create_graph)
+        return _finish_backward()
+    tensor.__class__ = plain_class(tensor)
+    try:
+        _engine_backward([tensor], [None], retain_graph=retain_graph, create_graph=create_graph)
+    finally:
+        tensor.__class__ = DTensor
+    _finish_backward()
+
+
+def backward(function: Any, args: tuple, kwargs: dict) -> None:
+    """`Tensor.backward` and `torch.autograd.backward`."""
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    if function is Tensor.backward:
+        names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
+    given = dict(zip(names, args))
+    given.update({{"self": "tensors", "gradient": "grad_tensors"}.get(k, k): v for k, v in kwargs.items()})
+    tensors, seeds = given.pop("tensors"), given.pop("grad_tensors", None)
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    _run_backward(tensors, [seeds] if isinstance(seeds, Tensor) else seeds, **given)
+
+
+def _run_backward(tensors: list[Tensor], seeds: list | None, **options: Any) -> None:
+    seeds = [None] * len(tensors) if seeds is None else list(seeds)
+    roots, starts = _started(tensors, seeds, "backward")
+    inputs = options.get("inputs")
+    if inputs is not None:
+        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        with local_only():
+            for tensor in inputs:
+                if type(tensor) is DTensor and not tensor.is_leaf:
+                    tensor.retain_grad()
+        options["inputs"] = _edges(inputs)
+    _engine_backward(roots, starts, **options)
+    _finish_backward()
+
+
+def _engine_backward(roots: list[Tensor], starts: list[Tensor | None], **options: Any) -> None:
+    global _depth
+    _depth += 1
+    try:
+        torch.autograd.backward(roots, starts, **options)
+    finally:
+        _depth -= 1
+
+
+def _finish_backward() -> None:
+    """Tells those who wait for the end of the outermost backward."""
+    if not _depth:
+        for reference in tuple(_after_backward):
+            finish = reference()
+            if finish is not None:
+                finish()
+
+
+def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
+    """`torch.autograd.grad`: gradients come back as DTensors in their layouts.
+
+    Batched cotangents are taken one after the other, one backward each: vmap does not know of shards.
+    """
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    given = dict(zip((*names, "is_grads_batched", "materialize_grads"), args)) | kwargs
+    outputs, inputs, seeds = given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs", None)
+    if isinstance(inputs, dict):
+        return dict(zip(inputs, grad(function, (outputs, tuple(inputs.values()), seeds), given)))
+    outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    seeds = (None,) * len(outputs) if seeds is None else (seeds,) if isinstance(seeds, Tensor) else tuple(seeds)
+    if given.pop("is_grads_batched", False):
+        rows = zip(*[seed.unbind(0) for seed in seeds], strict=True)
+        found = [grad(function, (outputs, inputs, row), given | {"retain_graph": True}) for row in rows]
+        return tuple(None if one[0] is None else torch.stack(one) for one in zip(*found))
+    if given.pop("materialize_grads", False):
+        found = grad(function, (outputs, inputs, seeds), given | {"allow_unused": True})
+        return tuple(torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found))
+    roots, starts = _started(outputs, seeds, "autograd.grad")
+    # Inputs stay the DTensor objects (autograd knows the nodes by them), dispatch off only for the outer call's
+    # own check: the graph itself runs on plain tensors.
+    found = _engine_grad(roots, inputs, starts, given)
+    return tuple(
+        # another object: what the graph hands back can be the caller's own seed
+        stamp(alias(g), _layout_of_gradient(i)) if type(i) is DTensor and g is not None else g
+        for i, g in zip(inputs, found)
+    )
+
+
+def _engine_grad(roots, inputs, starts, options):
+    """autograd.grad with inputs that are DTensors: they are named by their edges, which are not tensors."""
+    return torch.autograd.grad(roots, _edges(inputs), starts, **options)
+
+
+def _edges(tensors) -> list:
+    """DTensors as their gradient edges, which torch's own backward does not hand to `__torch_function__`."""
+    with local_only():
+        return [torch.autograd.graph.get_gradient_edge(t) if type(t) is DTensor else t for t in tensors]
+
+
+def _check_scalar(tensors, starts, operation: str) -> None:
+    for tensor, start in zip(tensors, starts):
+        if type(tensor) is DTensor and start is None:
+            raise GradientError(
+                operation,
+                f"grad can be created only for a tensor of one element, not of shape {list(tensor.shape)}",
+                [describe("tensor", tensor, tensor._layout)],
+                [("reduce it first: tensor.sum()", ""), ("pass gradient=", "")],
+            )
+
+
+def _layout_of_gradient(tensor: DTensor) -> Layout:
+    """What a backward computes for `tensor`."""
+    owner = tensor.__dict__.get("_owner")  # of a parameter that computes under another layout than it rests in
+    return tensor._layout.gradient if owner is None else owner.full_layout.gradient
+
+
+def register_hook(function: Any, args: tuple, kwargs: dict) -> Any:
+    """`Tensor.register_hook`: the hook sees, and may return, a DTensor in the gradient's layout."""
+    tensor, hook = args
+    layout = _layout_of_gradient(tensor)
+
+    def wrapped(gradient: Tensor) -> Tensor | None:
+        seen = stamp(alias(gradient), layout)
+        answer = hook(seen)
+        if answer is None:
+            return None
+        return alias(as_gradient_of(tensor, answer, "register_hook"))
+
+    with local_only():
+        return function(tensor, wrapped)
+
+
+def accumulate_hook(function: Any, args: tuple, kwargs: dict) -> Any:
+    """`Tensor.register_post_accumulate_grad_hook`: the hook gets the tensor itself, once its gradient is reduced."""
+    tensor, hook = args
+    owner = tensor.__dict__.get("_owner")
+    if owner is not None and owner.hooks is not None:
+        return owner.register(hook)
+    with local_only():
+        return function(tensor, hook)

@@ -1,0 +1,69 @@
+"""Methods of DTensor that skip the way through torch's C++ to `__torch_function__`.
+
+`x.transpose(1, 2)` on a subclass parses its arguments in C++, collects the types that
+override, looks up the Python function and calls `__torch_function__`: about 1 us
+before dispatch begins. For the methods below a Python method stands on the class and
+calls `dispatch` at once. While dispatch is disabled (the local run of a function) or a
+TorchFunctionMode is active, they are torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch._C import _is_torch_function_enabled, _len_torch_function_stack
+
+from .._dispatch.dispatch import dispatch
+from .construct import redistribute
+from .gradient import start_backward
+from .tensor import DTensor
+
+# Not `__getitem__`: a class that defines it is a sequence to C, and `torch.tensor([x.max(), x.min()])` would ask a
+# 0-dim DTensor for its length. Not `__rtruediv__`: Python asks a subclass that defines it before the left operand, and
+# torch's takes the reciprocal, which rounds once more than the division of two tensors (and in float32, when the
+# divisor is an integer).
+_BINARY = """
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __matmul__
+""".split()
+_NAMES = """
+    __neg__ add sub mul div matmul neg pow square sqrt rsqrt exp log cos sin tanh sigmoid clamp masked_fill
+    view reshape flatten unflatten transpose permute squeeze unsqueeze expand repeat contiguous split chunk unbind
+    sum mean amax softmax clone detach to float type_as
+""".split()
+
+
+def _direct(function: Callable) -> Callable:
+    def method(*args, **kwargs):
+        if _is_torch_function_enabled() and not _len_torch_function_stack():
+            out = dispatch(DTensor, function, (), args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return function(*args, **kwargs)
+
+    return method
+
+
+def _direct_binary(function: Callable) -> Callable:
+    def method(self, other):
+        if _is_torch_function_enabled() and not _len_torch_function_stack():
+            return dispatch(DTensor, function, (), (self, other))
+        return function(self, other)
+
+    return method
+
+
+def _install(names: list[str], make: Callable) -> None:
+    for name in names:
+        function = getattr(Tensor, name)
+        method = make(function)
+        method.__name__ = method.__qualname__ = name
+        method.__doc__ = function.__doc__
+        setattr(DTensor, name, method)
+
+
+_install(_NAMES, _direct)
+_install(_BINARY, _direct_binary)
+# Defined beside what they need, which imports DTensor.
+DTensor.redistribute = redistribute
+DTensor.backward = start_backward

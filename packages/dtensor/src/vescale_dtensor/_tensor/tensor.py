@@ -1,0 +1,325 @@
+"""DTensor: a torch.Tensor whose storage is this rank's shard, with a layout.
+
+There is no wrapper. The object's sizes and storage are local, which is what C++
+and third-party kernels see; Python sees the global tensor, because every function
+on a DTensor comes to `__torch_function__` (`_dispatch/dispatch.py`), and the metadata that is
+read all the time has properties here that skip even that. Inside the engine, with
+torch-function dispatch disabled, the same properties answer for the local shard,
+so that torch's own Python functions run on it unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as local_only
+from torch._C import DispatchKey, _disabled_torch_function_impl, _DisableTorchDispatch, _is_torch_function_enabled
+from torch._C import _current_graph_task_id as _graph_task
+from torch._C import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
+
+from .._dispatch.functorch import TensorType, check_not_mapped
+from .._layouts.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..placement import Placement
+
+is_global = _is_torch_function_enabled
+_shape = Tensor.shape.__get__
+_grad = Tensor.grad.__get__
+_set_grad = Tensor.grad.__set__
+_plain_size = Tensor.size
+_plain_dim = Tensor.dim
+_plain_numel = Tensor.numel
+
+
+class DTensor(Tensor, metaclass=TensorType):
+    """A tensor sharded over a device mesh; used and debugged as if it were on one device.
+
+    Methods that need the engine (`redistribute`, `backward`, operators) are put on the
+    class by `methods.py`.
+
+    Made by `distribute_tensor`, `DTensor.from_local`, the factories, or
+    `vescale.parallelize`; never by its constructor. `shape`, `size()` and all other
+    metadata are the global tensor's; `to_local()` gives the shard.
+    """
+
+    _layout: Layout
+
+    def __new__(cls, *args, **kwargs):
+        from .._errors import PlacementError
+
+        raise PlacementError(
+            "DTensor",
+            "a DTensor is not made by its constructor",
+            (),
+            [
+                ("distribute_tensor(tensor, mesh, placements)", "every rank holds the whole tensor: local slice"),
+                ("DTensor.from_local(local, mesh, placements)", "every rank holds its shard: no copy"),
+            ],
+        )
+
+    # --- layout -------------------------------------------------------------------
+
+    @property
+    def mesh_layout(self) -> Layout:
+        """Mesh, state per axis, global shape. (`layout` is torch's own, strided: code asks it of any tensor.)"""
+        return self._layout.base
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement of each mesh axis."""
+        return self._layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh, as given."""
+        return self._layout.mesh.device_mesh
+
+    # --- metadata that is read all the time: no dispatch ----------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return self._layout.shape if is_global() else _shape(self)
+
+    @property
+    def ndim(self) -> int:
+        return self._layout.ndim if is_global() else _plain_dim(self)
+
+    def dim(self) -> int:
+        if not is_global():
+            return _plain_dim(self)
+        check_not_mapped()
+        return self._layout.ndim
+
+    def size(self, dim: int | None = None):
+        """The global shape, or one dim of it."""
+        if not is_global():
+            return _plain_size(self) if dim is None else _plain_size(self, dim)
+        return self._layout.shape if dim is None else self._layout.shape[dim]
+
+    def numel(self) -> int:
+        return self._layout.numel if is_global() else _plain_numel(self)
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        shape = self.shape
+        if not shape:
+            raise TypeError("len() of a 0-d tensor")
+        return shape[0]
+
+    # --- gradient -------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, a DTensor: pending on the axes where this is a replicated parameter, until it was reduced."""
+        with local_only():
+            pending = _grad(self)
+        settled = self.__dict__.get("_settled_grad")
+        if pending is None:
+            return settled
+        if type(pending) is not DTensor:
+            pending = self._stamped_grad(pending)
+        if settled is None:
+            return pending
+        from .gradient import fold
+
+        del self.__dict__["_settled_grad"]
+        return fold(pending, settled)
+
+    def _stamped_grad(self, pending: Tensor) -> DTensor:
+        stamped = stamp(pending, self._layout.base.gradient)
+        if stamped is not pending:
+            with local_only():
+                _set_grad(self, stamped)
+        return stamped
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        settled = None
+        if value is not None:
+            from .gradient import as_gradient_of, is_settled
+
+            owner = self.__dict__.get("_owner")
+            settled = value if is_settled(self, value) else None if owner is None else owner.reduced(value)
+            value = as_gradient_of(self, value, "grad") if settled is None else None
+        settle(self, settled)
+        with local_only():
+            _set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    # --- moving ---------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local: Tensor,
+        device_mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        *,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> DTensor:
+        """See `vescale_dtensor.from_local`."""
+        from .construct import from_local
+
+        return from_local(local, device_mesh, placements, shape=shape, stride=stride)
+
+    def to_local(self) -> Tensor:
+        """This rank's shard as a plain tensor; no copy, no communication, differentiable.
+
+        The gradient that arrives must be the shard of this tensor's gradient:
+        whole for a Partial tensor, this rank's contribution for a replicated one.
+        """
+        from .._conversions.convert import to_plain
+
+        return to_plain(self)
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, plain, the same on every rank. Differentiable. Cost: an all-gather or all-reduce."""
+        from .._conversions.convert import convert, to_plain
+
+        return to_plain(convert(self, self._layout.base.invariant, "full_tensor", own=True))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        # Never communicates: a debugger calls this on one rank, unless it goes through all of them in lockstep.
+        states = ", ".join(map(repr, self._layout.states))
+        if _prints_whole:
+            with contextlib.suppress(RuntimeError), torch.no_grad():  # a rank stands elsewhere: what is here is shown
+                whole = self.full_tensor()
+                with local_only():
+                    return f"DTensor({whole!r}, {states} on {self._layout.mesh})"
+        with local_only():
+            local = Tensor.__repr__(self.detach())
+        shape = ", ".join(map(str, self._layout.shape))
+        parameter = "Parameter, " if getattr(self, "_is_param", False) else ""
+        return f"DTensor({parameter}[{shape}] {states} on {self._layout.mesh}, local={local})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self._layout.shape == () and spec:
+            return format(self.item(), spec)
+        return repr(self) if self._layout.shape else str(self.item())
+
+
+@contextlib.contextmanager
+def printing_whole() -> Iterator[None]:
+    """Within the block all ranks print the same: a DTensor shows the global tensor, for which it communicates."""
+    global _prints_whole
+    before, _prints_whole = _prints_whole, True
+    try:
+        yield
+    finally:
+        _prints_whole = before
+
+
+_prints_whole = False
+
+
+# --- below autograd ---------------------------------------------------------------
+
+
+def below_autograd() -> bool:
+    """Whether this runs inside an operator of a backward: a `TorchDispatchMode` (a FLOP counter, selective
+    checkpointing) is handed the tensors that the graph saved, and there a DTensor is its shard."""
+    return _graph_task() != -1 and _is_excluded(DispatchKey.AutogradFunctionality)
+
+
+def _is_global_above_autograd() -> bool:
+    return _is_torch_function_enabled() and not below_autograd()
+
+
+def watch_autograd() -> None:
+    """From now on `shape` and its like look whether they are read below autograd. Called when a dispatch mode was
+    seen in a backward, so that nobody else pays for it."""
+    global is_global
+    is_global = _is_global_above_autograd
+
+
+# The class is what `stamp` gives to a fresh local result, whatever the layout.
+def stamp(local: Tensor, layout: Layout) -> DTensor:
+    """Makes a fresh plain tensor the DTensor of `layout`. Copies nothing, and adds no autograd node but to a
+    number that not every rank holds, which becomes another object, heard of when C++ reads it (`_dispatch/number.py`).
+
+    Never call it on a tensor that somebody else holds: it changes the object.
+    """
+    if layout.is_number:
+        source, local = local, local.as_subclass(DTensor)
+        if source.grad_fn is not None:
+            local._source = (source, source._version)  # where a backward may start, past the node between them
+    else:
+        local.__class__ = DTensor
+    local._layout = layout
+    return local
+
+
+class LocalNumber(Tensor):
+    """A number while it is taken for its local part: what a DTensor's class becomes where plain code is run on it."""
+
+    __torch_function__ = _disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
+        with _DisableTorchDispatch():
+            return function(*args, **kwargs or {})
+
+
+def source_of(number: DTensor) -> Tensor | None:
+    """What a number was made from, plain, where a backward from it is one from the number: nobody wrote to it since,
+    or hooked it."""
+    source, version = number.__dict__.get("_source", (None, 0))
+    with local_only():
+        if source is None or number._version != version or number._backward_hooks or number.retains_grad:
+            return None
+    return source
+
+
+def plain_class(tensor: DTensor) -> type[Tensor]:
+    """The class under which `tensor` is its local part alone."""
+    return LocalNumber if tensor._layout.is_number else Tensor
+
+
+def take_pending_grad(tensor: DTensor) -> Tensor | None:
+    """Removes and returns the local gradient that autograd has accumulated and nobody has reduced yet."""
+    with local_only():
+        pending = _grad(tensor)
+        if pending is not None:
+            _set_grad(tensor, None)
+    return pending
+
+
+def drop_gradients(tensors: Iterable[Tensor]) -> None:
+    """`tensor.grad = None` for each, DTensor or not."""
+    with local_only():
+        for tensor in tensors:
+            tensor.__dict__.pop("_settled_grad", None)
+            _set_grad(tensor, None)
+
+
+def settle(tensor: DTensor, gradient: DTensor | None) -> None:
+    """Makes `gradient`, already reduced over the axes where it was pending, the settled part of `tensor.grad`.
+
+    It is kept apart from what autograd accumulates: a later backward's gradient is
+    pending again, and the sum of the two would be neither (design section 3,
+    contract 9).
+    """
+    if gradient is None:
+        tensor.__dict__.pop("_settled_grad", None)
+    else:
+        tensor._settled_grad = gradient
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    with local_only():
+        return tensor.requires_grad

@@ -1,0 +1,1 @@
+"""A pipeline at work: stages, their forwards and backwards, and the interpreter of a schedule's actions."""

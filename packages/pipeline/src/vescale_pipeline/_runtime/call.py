@@ -1,0 +1,71 @@
+"""What is known of calls with inputs of one signature: their record, the forms of their messages, their digest."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._trace.containers import map_tensors
+from .._trace.record import Record
+from .._trace.reduction import Tag
+from .._transport.p2p import Header
+from ..action import Action, Schedule
+
+_FORWARD = frozenset(("F", "SEND_F", "RECV_F"))
+
+
+class Call:
+    """See the module.
+
+    `headers` holds, by kind of message, stage and whether gradients are computed, what is sent for every microbatch.
+    `reduction` tells how the loss comes from the batch's rows; None until a loss is asked for.
+    """
+
+    def __init__(self, record: Record, signature: Any) -> None:
+        self.record = record
+        self.reduction: Tag | None = None
+        self.headers: dict[tuple, Header] = {}
+        self._signature = signature
+        self._digest: int | None = None
+        self._actions: dict[bool, tuple[Action, ...]] = {}
+
+    @property
+    def counts_labels(self) -> bool:
+        """Whether a microbatch's labels are counted, for which user code runs once more."""
+        return isinstance(self.reduction, frozenset) and any(type(kind) is int for kind in self.reduction)
+
+    @property
+    def leaves_anything(self) -> bool:
+        """Whether user code changes the model or the generator when it runs once more."""
+        return bool(self.record.slots) or self.record.draws_anything
+
+    def actions(self, schedule: Schedule, rank: int, trains: bool) -> tuple[Action, ...]:
+        found = self._actions.get(trains)
+        if found is None:
+            all_of_rank = schedule.actions[rank]
+            found = tuple(a for a in all_of_rank if trains or a.kind in _FORWARD)
+            self._actions[trains] = found
+        return found
+
+    def digest(self, schedule: Schedule) -> int:
+        """A number that tells apart what ranks are about to run."""
+        if self._digest is None:
+            record = self.record
+            events = [(event.stage, event.name, event.keys) for event in record.events]
+            text = repr((schedule.hash, self._signature, events, record.crossing))
+            self._digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        return self._digest
+
+
+def signature_of(inputs: Any, modules: list[nn.Module]) -> Any:
+    """What decides the way of a forward: structure and shapes of its inputs, plain values, train or eval."""
+    tensors: list = []
+
+    def seen(tensor: Tensor) -> None:
+        tensors.append((tuple(tensor.shape), str(tensor.dtype)))
+        return None
+
+    rest = map_tensors(inputs, seen)
+    return (tuple(tensors), repr(rest), tuple(module.training for module in modules))

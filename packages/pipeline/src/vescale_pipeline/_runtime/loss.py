@@ -1,0 +1,115 @@
+"""What a call gives back: the loss, connected to the parameters, so that `loss.backward()` releases the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import PipelineError
+from .._trace.containers import map_tensors, tensors_in
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The loss in what a forward returned: what is called so, or else its only number (0-dim, floating)."""
+    if isinstance(output, Tensor):
+        return output if _is_number(output) else None
+    named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(named, Tensor):
+        return named if _is_number(named) else None
+    numbers = [tensor for tensor in tensors_in(output) if _is_number(tensor)]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def weighted(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The batch's loss, of the microbatches'; one that has no weight is left out: it may be 0 / 0."""
+    kept = [(loss, weight) for loss, weight in zip(losses, weights) if weight]
+    if not kept:
+        return torch.zeros_like(losses[0])
+    total, *others = torch._foreach_mul(*map(list, zip(*kept)))
+    for part in others:
+        total = total + part
+    return total
+
+
+def with_loss(output: Any, loss: Tensor) -> Any:
+    """`output` with `loss` in place of its own; the rest are placeholders, which name `loss_fn=` when they are used."""
+    own = loss_in(output)
+    return map_tensors(output, lambda tensor: loss if tensor is own else tensor)
+
+
+def no_loss(output: Any) -> PipelineError:
+    """The error for a training call whose forward returns no loss."""
+    shapes = [f"{list(tensor.shape)}" for tensor in tensors_in(output)]
+    return PipelineError(
+        "pipeline",
+        f"the forward returns {', '.join(shapes) or 'no tensor'}, and no loss: a number, or what it names `loss`",
+        (),
+        [
+            ("parallelize(plan, model, optimizer_fn, loss_fn=f)", "loss = model(x, target=y) is f(output, y)"),
+            ("model(input_ids=x, labels=y)", "a model that computes its loss when it is given labels"),
+            ("with torch.no_grad(): model(x)", "evaluation returns whole outputs"),
+        ],
+    )
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.ndim == 0 and tensor.is_floating_point()
+
+
+class Gradients:
+    """The gradients of one call, until the user's backward takes them.
+
+    They were computed for a loss scaled by `scale`, a guess of what the backward will
+    scale it by: the last call's. Where the guess is right nothing is multiplied, and
+    a loss scaler's factor was in the backward, where half precision needs it. `check`
+    raises if the pipeline has failed since the call: a device may run behind the host.
+    """
+
+    def __init__(self, sums: list[Tensor | None], scale: float, check: Callable[[], None]) -> None:
+        self._sums: list[Tensor | None] | None = sums
+        self._scale, self._check = scale, check
+        self.used = scale
+
+    def take(self, incoming: Tensor) -> list[Tensor | None]:
+        sums, self._sums = self._sums, None
+        if sums is None:
+            raise PipelineError(
+                "backward",
+                "the gradients of this call were released by an earlier backward",
+                (),
+                [("loss = model(batch)", "once per backward; retain_graph has no meaning here")],
+            )
+        scale = incoming.item()
+        self._check()
+        factor = scale / self._scale
+        if scale and isfinite(scale):
+            self.used = scale
+        if factor == 1:
+            return sums
+        return [None if gradient is None else gradient.mul_(factor) for gradient in sums]
+
+
+class Release(torch.autograd.Function):
+    """A loss whose backward hands out gradients that are computed already: hooks, scalers and data-parallel
+    reductions see one ordinary backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Gradients, loss: Tensor, anchor: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple:
+        return (None, None, None, *ctx.gradients.take(incoming))
+
+
+def released(
+    gradients: list[Tensor | None], scale: float, loss: Tensor, parameters: list[Tensor], check: Callable[[], None]
+) -> tuple[Tensor, Gradients]:
+    """`loss`, connected to the parameters."""
+    held = Gradients(gradients, scale, check)
+    return Release.apply(held, loss, torch.zeros((), requires_grad=True), *parameters), held

@@ -1,0 +1,156 @@
+"""A batch in microbatches: the parts of its tensors, and how much each part's loss weighs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import PipelineError
+from .._trace.containers import fill, tensors_in
+from .._trace.placeholder import Placeholder
+from .._trace.record import Record
+from .._trace.reduction import LABELLED, Lost, Tag, refused
+from .skeleton import Run
+
+
+def rows_in_order(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    """Views of `count` equal parts."""
+    return tensor.split(tensor.shape[0] // count) if len(tensor) else (tensor,) * count
+
+
+def split(
+    inputs: tuple[tuple, dict], count: int, parts_of: Callable[[Tensor, int], Sequence[Tensor]] = rows_in_order
+) -> list[tuple[tuple, dict]]:
+    """`inputs` (the args and kwargs of a call) in `count` equal parts of rows; views, nothing is copied.
+
+    The rows are dim 0 of the first tensor that has dims. A tensor of another size in
+    dim 0 (a mask over positions) goes whole to every part.
+    """
+    rows = rows_of(inputs)
+    if rows % count:
+        near = rows - rows % count
+        raise PipelineError(
+            "pipeline",
+            f"a batch of {rows} rows does not divide into {count} microbatches",
+            (),
+            [
+                (f"a batch of {near or count} or {near + count} rows", ""),
+                (f"microbatches={max(n for n in range(1, count + 1) if rows % n == 0)}", "a divisor of the rows"),
+            ],
+        )
+
+    def parts(value: Any) -> Sequence[Any]:
+        """One argument's part for every microbatch."""
+        if isinstance(value, Tensor):
+            is_cut = value.ndim and value.shape[0] == rows
+            return parts_of(value, count) if is_cut else (value,) * count
+        tensors = tensors_in(value)
+        if not tensors:
+            return (value,) * count
+        return [fill(value, part) for part in zip(*map(parts, tensors))]
+
+    columns = [parts(value) for value in inputs[0]]
+    named = {name: parts(value) for name, value in inputs[1].items()}
+    return [
+        (tuple(column[i] for column in columns), {name: column[i] for name, column in named.items()})
+        for i in range(count)
+    ]
+
+
+def rows_of(inputs: Any) -> int:
+    """Dim 0 of the first tensor that has dims."""
+    for tensor in tensors_in(inputs):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise PipelineError(
+        "pipeline", "the model was called without a tensor that has rows", (), [("model(batch)", "dim 0 is the batch")]
+    )
+
+
+# --- weights ------------------------------------------------------------------------
+
+
+def loss_weights(reduction: Tag, record: Record, forward: Callable[[Any], Any], parts: list[Any]) -> list[float]:
+    """What each part's loss counts for in the batch's: shares of 1, or 1 each where the loss is a sum.
+
+    A mean over labels weighs a part by the labels that it does not ignore. They are
+    counted from the targets, which no stage computes: the forward is run once more per
+    part, on placeholders alone. Raises PipelineError for a loss that is no such mean or
+    sum, and for one that adds up what weighs the parts differently.
+    """
+    if isinstance(reduction, Lost):
+        raise refused(reduction)
+    kinds = reduction if isinstance(reduction, frozenset) else frozenset(("mean",))
+    labelled = sorted(kind for kind in kinds if isinstance(kind, int))
+    counts = [Counter(record).count(forward, part) for part in parts] if labelled else []
+    found = {kind: _shares([of_part[kind] for of_part in counts]) for kind in labelled}
+    if "mean" in kinds:
+        found["mean"] = [1 / len(parts)] * len(parts)
+    if "sum" in kinds:
+        found["sum"] = [1.0] * len(parts)
+    first, *others = found.values()
+    if any(math.isnan(a) is not math.isnan(b) or abs(a - b) > 1e-12 for other in others for a, b in zip(first, other)):
+        raise PipelineError(
+            "pipeline",
+            "the loss adds up parts that weigh the microbatches differently",
+            [f"{_name(kind)}  {', '.join(f'{share:.4g}' for share in shares)}" for kind, shares in found.items()],
+            [
+                ("loss_fn=", "one mean over all labels, or sums alone"),
+                ("reduction='sum' over a number that you pass in", ""),
+                ('Pipeline(loss="mean")', "if the batch's loss is the mean of the microbatches' losses"),
+            ],
+        )
+    return first
+
+
+def _name(kind: str | int) -> str:
+    return f"mean over labels {kind + 1}" if isinstance(kind, int) else f"{kind} over rows"
+
+
+def _shares(counts: list[float]) -> list[float]:
+    total = sum(counts)
+    return [count / total if total else float("nan") for count in counts]
+
+
+class Counter(Run):
+    """Runs a forward on placeholders alone, and counts what its losses are means over."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record, len(record.events), {})
+        self._replays = False
+        self.counts: list[float] = []
+
+    def count(self, forward: Callable[[Any], Any], part: Any) -> list[float]:
+        self(lambda: forward(part))
+        return self.counts
+
+    def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        if function in LABELLED:
+            self.counts.append(_labels(*args, **kwargs))
+        return super().call(function, args, kwargs)
+
+
+def _labels(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> float:
+    """The labels that a mean divides by; 0 where it is none, which nobody asks for."""
+    if reduction != "mean" or type(target) is Placeholder or target.is_floating_point():
+        return 0
+    kept = target != ignore_index
+    if weight is None or type(weight) is Placeholder:
+        return int(kept.sum())
+    return float(weight[torch.where(kept, target, 0)][kept].sum())
+

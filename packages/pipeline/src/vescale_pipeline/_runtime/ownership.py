@@ -1,0 +1,102 @@
+"""Which stage owns which parameter, told from names alone: before any batch is known, since the optimizer needs it.
+
+Modules are taken in the order in which they are registered; the dry run of the first
+call checks that the forward calls them so. A parameter under two names is tied; one
+of a container that a cut lies in (a class token of the root) is owned by every stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from .._errors import PipelineError
+from .._trace.placeholder import Placeholder, weight_placeholder
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Stages of every parameter and of every buffer, by its first name; and the cuts, by the modules' first names."""
+
+    cuts: tuple[str, ...]
+    stages: dict[str, tuple[int, ...]]
+    buffers: dict[str, tuple[int, ...]]
+
+    def names_of(self, stage: int) -> list[str]:
+        """The parameters that a stage owns."""
+        return [name for name, stages in self.stages.items() if stage in stages]
+
+
+def ownership(model: nn.Module, cuts: Sequence[str]) -> Ownership:
+    """See the module. Raises PipelineError for a cut that names no module, and for cuts out of order."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    places = _places(cuts, names)
+    containers = {"", *(cut[:i] for cut in cuts for i, letter in enumerate(cut) if letter == ".")}
+    everywhere = tuple(range(len(cuts) + 1))
+    parameters: dict[int, tuple[str, set[int]]] = {}
+    buffers: dict[int, tuple[str, set[int]]] = {}
+    for place, (name, module) in enumerate(model.named_modules(remove_duplicate=False)):
+        for found, tensors in ((parameters, module._parameters), (buffers, module._buffers)):
+            for leaf, tensor in tensors.items():
+                if tensor is not None:
+                    full = f"{name}.{leaf}" if name else leaf
+                    stages = found.setdefault(id(tensor), (full, set()))[1]
+                    stages.update(everywhere if name in containers else [bisect_right(places, place)])
+    first_name = {id(module): name for name, module in model.named_modules()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return Ownership(
+        tuple(first_name[id(modules[cut])] for cut in cuts),
+        *({name: tuple(sorted(stages)) for name, stages in found.values()} for found in (parameters, buffers)),
+    )
+
+
+def let_go(model: nn.Module, owned: Collection[str]) -> None:
+    """Takes all parameters but the `owned` ones off the model; placeholders stand where they were."""
+    keep = {id(parameter) for name, parameter in model.named_parameters() if name in owned}
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) not in keep:
+                del module._parameters[leaf]
+                module.__dict__[leaf] = weight_placeholder(parameter, first_name[id(parameter)])
+
+
+def disown_buffers(model: nn.Module, owned: Ownership, stages: Collection[int]) -> None:
+    """Takes the buffers of other stages off what the model saves: only the stage that computes keeps them current."""
+    for module_name, module in model.named_modules():
+        for leaf in module._buffers:
+            homes = owned.buffers.get(f"{module_name}.{leaf}" if module_name else leaf, stages)
+            if not set(homes) & set(stages):
+                module._non_persistent_buffers_set.add(leaf)
+
+
+def is_elsewhere(value: object) -> bool:
+    """Whether an attribute of a module is a parameter that another stage owns."""
+    return type(value) is Placeholder
+
+
+def _places(cuts: Sequence[str], names: list[str]) -> list[int]:
+    places = []
+    for cut in cuts:
+        if cut not in names or not cut:
+            near = difflib.get_close_matches(cut, names, n=3, cutoff=0.3)
+            raise PipelineError(
+                "pipeline",
+                f"the cut {cut!r} is not a module of the model",
+                [f"nearest  {', '.join(near) or 'none'}"],
+                [(f"use {near[0]!r}" if near else "name a module of model.named_modules()", "")],
+            )
+        places.append(names.index(cut))
+    for before, after, left, right in zip(cuts, cuts[1:], places, places[1:]):
+        if left >= right:
+            raise PipelineError(
+                "pipeline",
+                f"the cut {after!r} does not come after the cut {before!r}",
+                [f"cuts  {', '.join(cuts)}"],
+                [("order the cuts as the model's modules are", "each begins a stage")],
+            )
+    return places

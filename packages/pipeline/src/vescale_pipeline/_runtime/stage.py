@@ -1,0 +1,252 @@
+"""One stage: its parameters, what it computes for a microbatch, and the gradients it adds up.
+
+Gradients are added in the order of the backwards, apart from `param.grad`: a call's
+gradients belong to nobody until the user's `loss.backward()` releases them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as local_only
+
+from .._errors import PipelineError
+from .._trace.memory import Memories
+from .._trace.record import Record
+from .._transport.p2p import Header, Part, part_of
+from ..action import Schedule
+from .backward import Gradients, Split, whole
+from .microbatches import rows_in_order
+from .skeleton import Run, recomputing
+
+
+class Codec:
+    """How values of a call become plain tensors that travel, and back. This one is for plain tensors.
+
+    A codec for distributed tensors keeps autograd's graph through both directions, and
+    says in `form` what the other end needs to know.
+    """
+
+    def encode(self, value: Tensor) -> tuple[Tensor, Any]:
+        """The plain tensor to send, and its form (picklable)."""
+        return value, None
+
+    def decode(self, tensor: Tensor, form: Any) -> Tensor:
+        """The value of a plain tensor that arrived."""
+        return tensor
+
+    def lift(self, tensor: Tensor, others: list[Tensor]) -> Tensor:
+        """A plain tensor that is to be filled with values of `others`, as one of their kind."""
+        return tensor
+
+    def parts(self, batch: Tensor, count: int) -> Sequence[Tensor]:
+        """The rows of a batch for each of `count` microbatches, the same number in each."""
+        return rows_in_order(batch, count)
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A loss or an output as one device has it, the same on every rank of the stage; differentiable."""
+        return value
+
+
+@dataclass
+class Slot:
+    """What a stage keeps of one microbatch between its forward and its backward.
+
+    `counts` is whether the loss has any weight: that of a microbatch whose labels are all ignored is 0 / 0, and its
+    gradients are zero whatever comes out. `kept` is what user code needs that computes again in backward.
+    """
+
+    leaves: list[Tensor | None]
+    outputs: list[Tensor | None]
+    header: Header
+    buffers: list[Tensor] = field(default_factory=list)
+    loss: Tensor | None = None
+    output: Any = None
+    split: Split | None = None
+    counts: bool = True
+    kept: dict[int, Tensor] | None = None
+
+
+class Stage:
+    """See the module.
+
+    Arguments:
+        index: of the stage.
+        parameters: name -> parameter, those that the stage owns.
+    """
+
+    def __init__(self, index: int, parameters: dict[str, nn.Parameter], codec: Codec) -> None:
+        self.index = index
+        self.parameters = parameters
+        self._codec = codec
+        self._slots: dict[int, Slot] = {}
+        self.begin(None, 1)
+
+    def begin(self, record: Record | None, stages: int, apart: Collection[str] = ()) -> None:
+        """A call begins: nothing is kept, no gradient is added up yet. Those of the weights `apart` will not be."""
+        self._record, self._is_last = record, self.index == stages - 1
+        self._slots.clear()
+        with local_only():
+            self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        self._weights = [self.parameters[name] for name in self.trained]
+        self._apart: dict[int, list[Tensor]] = {i: [] for i, name in enumerate(self.trained) if name in apart}
+        self._sums: Gradients = [None] * len(self.trained)
+        self._own: list[int] | None = None  # whose sums share their memory with nothing
+
+    # --- forward --------------------------------------------------------------------
+
+    def forward(
+        self,
+        microbatch: int,
+        arrived: list[Tensor | None],
+        header: Header,
+        forward: Callable[[], Any],
+        memories: Memories,
+    ) -> Slot:
+        """Runs the skeleton on what arrived; `outputs` of the slot is what the next stage needs."""
+        record = self._record
+        values: dict[int, Tensor] = {}
+        leaves: list[Tensor | None] = []
+        grad = torch.is_grad_enabled()
+        if self.index:
+            for key, tensor, part in zip(record.crossing[self.index - 1], arrived, header):
+                if part is None:
+                    leaves.append(None)
+                    continue
+                leaf = tensor.detach()
+                if grad and part.requires_grad:
+                    leaf.requires_grad_()
+                leaves.append(leaf if part.requires_grad else None)
+                value = leaf if part.form is None else self._codec.decode(leaf, part.form)
+                values[key] = value.clone() if key in record.written else value
+        run = Run(record, self.index, values, self._codec.lift)
+        with memories.of_stage(self.index, values):
+            result = run(forward)
+        outputs: list[Tensor | None] = []
+        parts: list[Part | None] = []
+        if not self._is_last:
+            for key in record.crossing[self.index]:
+                value = values.get(key)
+                tensor, form = (None, None) if value is None else self._codec.encode(value)
+                outputs.append(tensor)
+                parts.append(None if tensor is None else part_of(tensor, form))
+        slot = self._slots[microbatch] = Slot(leaves, outputs, tuple(parts), [t for t in arrived if t is not None])
+        slot.kept = run.kept
+        if self._is_last:
+            slot.output = run.reveal(result)
+        return slot
+
+    # --- backward -------------------------------------------------------------------
+
+    def backward(self, microbatch: int, gradients: list[Tensor | None], seed: Tensor | None) -> tuple[Gradients, list]:
+        """The gradients of what arrived, and the buffers that are free now; adds up those of the weights."""
+        slot = self._slots.pop(microbatch)
+        leaves, found = self._run(slot, gradients, seed, whole)
+        self._add(found if slot.counts else _zeros(found))
+        return leaves, slot.buffers
+
+    def input_backward(self, microbatch: int, gradients: list[Tensor | None], seed: Tensor | None) -> Gradients:
+        """Half of the backward: the gradients of what arrived."""
+        slot = self._slots[microbatch]
+
+        def halved(*given: Any) -> tuple[Gradients, None]:
+            slot.split = Split(*given)
+            return slot.split.leaves, None
+
+        leaves, _ = self._run(slot, gradients, seed, halved)
+        slot.leaves, slot.outputs, slot.loss, slot.output = [], [], None, None
+        return leaves
+
+    def weight_backward(self, microbatch: int) -> list[Tensor]:
+        """The other half: adds up the gradients of the weights. Gives the buffers that are free now."""
+        slot = self._slots.pop(microbatch)
+        found = slot.split.weights()
+        self._add(found if slot.counts else _zeros(found))
+        return slot.buffers
+
+    def sums(self) -> dict[str, Tensor | None]:
+        """The weights' gradients over all microbatches so far, stacked for those that are kept apart; they are the
+        caller's from now on."""
+        sums, self._sums = self._sums, [None] * len(self.trained)
+        for i, kept in self._apart.items():
+            sums[i] = torch.stack(kept) if kept else None
+        return dict(zip(self.trained, sums))
+
+    # --- internal -------------------------------------------------------------------
+
+    def _run(self, slot: Slot, gradients: list, seed: Tensor | None, compute: Callable) -> tuple[Gradients, Any]:
+        roots, seeds = [], []
+        for output, gradient in zip(slot.outputs, gradients):
+            if output is not None and gradient is not None and output.requires_grad:
+                roots.append(output)
+                seeds.append(gradient)
+        if slot.loss is not None and slot.loss.requires_grad:
+            roots.append(slot.loss)
+            seeds.append(seed)
+        wanted = [leaf for leaf in slot.leaves if leaf is not None]
+        with recomputing(slot.kept):
+            found, rest = compute(roots, seeds, wanted, self._weights)
+        following = iter(found if slot.counts else _zeros(found))
+        return [None if leaf is None else next(following) for leaf in slot.leaves], rest
+
+    def _add(self, gradients: Gradients) -> None:
+        """In place from the third on: the first may share its memory with another gradient."""
+        for i, kept in self._apart.items():
+            if gradients[i] is not None:
+                kept.append(gradients[i].clone())
+                gradients[i] = None
+        sums = self._sums
+        there = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if not there:
+            return
+        if there == self._own:
+            into = sums if len(there) == len(sums) else [sums[i] for i in there]
+            torch._foreach_add_(into, gradients if into is sums else [gradients[i] for i in there])
+            return
+        both = [i for i in there if sums[i] is not None]
+        if both:
+            for i, total in zip(both, torch._foreach_add([sums[i] for i in both], [gradients[i] for i in both])):
+                sums[i] = total
+        self._own = both if len(both) == len(there) else None
+        for i in there:
+            if sums[i] is None:
+                sums[i] = gradients[i]
+
+
+def _zeros(gradients: Gradients) -> Gradients:
+    return [None if gradient is None else torch.zeros_like(gradient) for gradient in gradients]
+
+
+def check_schedule(record: Record, schedule: Schedule) -> None:
+    """Raises PipelineError for checkpoints in the model's code under a schedule that splits backward."""
+    if record.checkpoints and any(action.kind == "W" for rank in schedule.actions for action in rank):
+        raise PipelineError(
+            "pipeline",
+            "the forward checkpoints modules, and the schedule computes the gradients of inputs and of weights apart: "
+            "what a checkpoint computes again serves one backward only",
+            [f"schedule  {schedule.name}"],
+            [('schedule="1f1b" or "interleaved"', "one backward per microbatch")],
+        )
+
+
+def check_uses(record: Record, stages: dict[str, tuple[int, ...]], cuts: Sequence[str]) -> None:
+    """Raises PipelineError where the forward uses a parameter in a stage that does not own it."""
+    for name, uses in record.uses.items():
+        owners = stages.get(name, ())
+        strange = [stage for stage in uses if stage not in owners]
+        if strange:
+            raise PipelineError(
+                "pipeline",
+                f"the parameter {name!r} is owned by stage {', '.join(map(str, owners))} and used by stage "
+                f"{strange[0]}: stages are told from the order in which modules are registered, and the forward calls "
+                "them in another",
+                [f"cuts  {', '.join(cuts)}"],
+                [
+                    ("register the module where it is called", "the order of __init__ is that of forward"),
+                    ("tie it under a second name in the using stage", "module.weight = other.weight"),
+                ],
+            )

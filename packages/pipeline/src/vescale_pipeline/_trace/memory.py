@@ -1,0 +1,265 @@
+"""What a forward leaves behind in the model: attributes that it sets, lists that it appends to, buffers.
+
+A dry run must leave none of it (`kept_as_it_was`). A run of one stage sees it as that
+stage's own: a rank with several stages runs them in turns, each over the microbatches in
+order (`Memories`).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import PipelineError
+from .._runtime.generators import device_of, set_states, states
+from .containers import copied, map_tensors, tensors_in
+from .placeholder import Placeholder, local_only, version_of
+
+_MACHINERY = frozenset(
+    (
+        *nn.Module().__dict__,
+        *("_call_impl", "__deepcopy__", "parameters", "_vescale", "_is_hf_initialized"),
+    )
+) - {"training"}
+_CONTAINERS = (list, dict, set)
+_ABSENT = object()
+
+
+class Slot(NamedTuple):
+    """An attribute or a buffer of a module."""
+
+    module: nn.Module
+    leaf: str
+    name: str
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.leaf in self.module._buffers
+
+    def get(self) -> Any:
+        return self._holder().get(self.leaf, _ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Lists and dicts are filled anew, in place: others may hold them, too."""
+        holder = self._holder()
+        now = holder.get(self.leaf, _ABSENT)
+        if value is _ABSENT:
+            holder.pop(self.leaf, None)
+        elif type(now) is type(value) and isinstance(now, _CONTAINERS):
+            if now is not value:
+                _refill(now, value)
+        else:
+            holder[self.leaf] = value
+
+    def _holder(self) -> dict:
+        return self.module._buffers if self.is_buffer else self.module.__dict__
+
+
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
+
+
+def _contents(value: Any) -> Any:
+    """Fresh containers around the same objects."""
+    if type(value) in (list, tuple):
+        return type(value)(_contents(item) for item in value)
+    if type(value) is dict:
+        return {key: _contents(item) for key, item in value.items()}
+    return set(value) if type(value) is set else value
+
+
+def _same(value: Any, before: Any) -> bool:
+    """Whether it is the same object, or a container of the same."""
+    if value is before:
+        return True
+    if type(value) is not type(before):
+        return False
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(before) and all(map(_same, value, before))
+    if isinstance(value, dict):
+        return value.keys() == before.keys() and all(_same(value[key], before[key]) for key in value)
+    return isinstance(value, (int, float, str, bool, set)) and value == before
+
+
+class Kept:
+    """The attributes and buffers of all modules, as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._before: dict[tuple[int, str], Any] = {}
+        self._containers: list[tuple[Any, Any]] = []
+        for _, module in self._modules:
+            for leaf, value in _attributes(module):
+                self._before[id(module), leaf] = _contents(value)
+                if type(value) in _CONTAINERS:
+                    self._containers.append((value, _contents(value)))
+        self._objects = {
+            (id(module), leaf): value for _, module in self._modules for leaf, value in _attributes(module)
+        }
+
+    def changed(self, within: nn.Module | None = None) -> list[Slot]:
+        """What differs from before."""
+        found = []
+        for prefix, module in self._modules if within is None else list(within.named_modules()):
+            now = dict(_attributes(module))
+            for leaf, value in now.items():
+                if not _same(value, self._before.get((id(module), leaf), _ABSENT)):
+                    found.append(Slot(module, leaf, f"{prefix}.{leaf}" if prefix else leaf))
+        return found
+
+    def containers_changed(self) -> list[Slot]:
+        """Of those, the lists, dicts and sets of any module."""
+        ids = {id(container) for container, before in self._containers if not _same(container, before)}
+        return [slot for slot in self.changed() if id(slot.get()) in ids] if ids else []
+
+    def restore(self) -> None:
+        for container, before in self._containers:
+            if not _same(container, before):
+                _refill(container, before)
+        for _, module in self._modules:
+            for leaf, value in list(_attributes(module)):
+                before = self._objects.get((id(module), leaf), _ABSENT)
+                holder = module._buffers if leaf in module._buffers else module.__dict__
+                if before is _ABSENT:
+                    del holder[leaf]
+                elif value is not before:
+                    holder[leaf] = before
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for leaf, value in module.__dict__.items():
+        is_weight = type(value) is _WEIGHT or type(value) is Placeholder and value.is_weight
+        if leaf not in _MACHINERY and not is_weight and not isinstance(value, nn.Module):
+            yield leaf, value
+    yield from module._buffers.items()
+
+
+_WEIGHT = nn.Parameter
+
+
+@contextmanager
+def kept_as_it_was(model: nn.Module) -> Iterator[Kept]:
+    """Buffers, attributes and the generators are afterwards as they were before."""
+    real = [buffer for buffer in model.buffers() if type(buffer) is not Placeholder]
+    buffers = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in real]
+    kept = Kept(model)
+    device = device_of(model)
+    state, python = states(device), random.getstate()
+    numpy = sys.modules.get("numpy")
+    arrays = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield kept
+    finally:
+        set_states(device, state)
+        random.setstate(python)
+        if arrays is not None:
+            numpy.random.set_state(arrays)
+        kept.restore()
+        with torch.no_grad(), local_only():
+            for buffer, before, version in buffers:
+                if buffer.shape == before.shape and _is_written(buffer, before, version):
+                    buffer.copy_(before)
+
+
+def _is_written(buffer: Tensor, before: Tensor, version: int) -> bool:
+    """By its version, or its values: kernels of batch normalization count no write. With dispatch off."""
+    return buffer._version != version or (not buffer.is_meta and not torch.equal(buffer, before))
+
+
+@contextmanager
+def no_draws_of_python() -> Iterator[None]:
+    """Raises PipelineError if the block draws from Python's or numpy's generators: stages that leave a forward early,
+    or do not run a module, would not draw what one device does."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    arrays = numpy.random.get_state()[1:3] if numpy is not None else None
+    yield
+    moved = "random" if random.getstate() != python else None
+    if numpy is not None and moved is None:
+        now = numpy.random.get_state()[1:3]
+        moved = None if now[1] == arrays[1] and (now[0] == arrays[0]).all() else "numpy.random"
+    if moved is not None:
+        raise PipelineError(
+            "pipeline",
+            f"the forward draws from the generator of {moved}: a stage runs its own modules only, and cannot know what "
+            "the others draw there",
+            (),
+            [("torch.rand(()) in its place", "torch's draws are the same on all stages")],
+        )
+
+
+class Memories:
+    """What a forward leaves behind for the next microbatch, stage by stage.
+
+    A run of one microbatch gets tensors of its own: backwards to come hold those of earlier ones.
+
+    Arguments:
+        whole: a value as a plain tensor: a plain buffer stays one, whatever is assigned to it.
+    """
+
+    def __init__(self, slots: tuple[Slot, ...], stages: Collection[int], whole: Callable[[Tensor], Tensor]) -> None:
+        self._slots, self._whole = slots, whole
+        self._objects = [slot.get() for slot in slots]
+        self._first = [_snapshot(value) for value in self._objects]
+        self._of = {stage: list(self._first) for stage in stages}
+
+    @contextmanager
+    def of_stage(self, stage: int, values: dict[int, Tensor]) -> Iterator[None]:
+        """A run of one microbatch. Placeholders that it leaves become the values behind them, or what was before."""
+        if not self._slots:
+            yield
+            return
+        before = self._of[stage]
+        for slot, value in zip(self._slots, before):
+            slot.put(_snapshot(value))
+        yield
+        self._of[stage] = [self._settled(slot.get(), old, values) for slot, old in zip(self._slots, before)]
+
+    def _settled(self, value: Any, before: Any, values: dict[int, Tensor]) -> Any:
+        tensors = tensors_in(value)
+        if any(type(tensor) is Placeholder and tensor.key not in values for tensor in tensors):
+            return before
+        real = map_tensors(value, lambda t: values[t.key] if type(t) is Placeholder else t)
+        if type(before) is Tensor and isinstance(real, Tensor) and type(real) is not Tensor:
+            real = self._whole(real.detach())
+        return _snapshot(real)
+
+    def end(self) -> None:
+        """After the last microbatch: what any stage here has changed, the last one's in doubt."""
+        for i, (slot, found) in enumerate(zip(self._slots, self._objects)):
+            value = self._first[i]
+            for stage in sorted(self._of):
+                if not _equal(self._of[stage][i], self._first[i]):
+                    value = self._of[stage][i]
+            if isinstance(found, Tensor) and isinstance(value, Tensor) and _alike(found, value):
+                slot.put(found)  # the buffer stays the object that it is
+                with torch.no_grad():
+                    found.copy_(value)
+            else:
+                if isinstance(found, _CONTAINERS):
+                    slot.put(found)
+                slot.put(copied(value))
+
+
+def _snapshot(value: Any) -> Any:
+    """Tensors by value, containers anew."""
+    return map_tensors(copied(value), lambda t: t if type(t) is Placeholder else t.detach().clone())
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return type(one) is type(other) and one.shape == other.shape and one.dtype == other.dtype
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _alike(one, other) and bool((one == other).all())
+    return _same(one, other)

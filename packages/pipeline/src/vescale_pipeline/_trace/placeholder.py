@@ -1,0 +1,242 @@
+"""Placeholder: a tensor that lives on another stage. Shape, dtype and the real device, no data.
+
+It is a meta tensor of a subclass. Every function on it comes to `__torch_function__`,
+which asks the *reader* of the moment: the dry run (`record.py`), which computes shapes,
+or the run of one stage (`_runtime/skeleton.py`), which knows from the dry run what comes and
+replaces placeholders by real tensors where its own part begins. Metadata is answered
+at once, and the device is the one where the data would be: code such as
+`torch.arange(n, device=x.device)` must not end up on meta.
+
+Outside a forward there is no reader, and a placeholder is what the model returned
+beside its loss: any use of its value is an error that names `loss_fn=`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+
+from .._errors import PipelineError
+from .containers import map_tensors, tensors_in
+
+local_only = DisableTorchFunctionSubclass
+
+
+class Reader(Protocol):
+    """Who decides what a function on a placeholder does."""
+
+    def call(self, function: Callable, args: tuple, kwargs: dict) -> Any: ...
+
+    def enter(self, station: Any, args: tuple, kwargs: dict) -> Any: ...
+
+
+class _Current:
+    """The reader of the moment; None inside a stage's own modules and outside a forward.
+
+    `again` gives the value behind a placeholder, while user code computes again in a backward.
+    """
+
+    __slots__ = ("reader", "again")
+    reader: Reader | None
+    again: Callable[[Tensor], Tensor] | None
+
+
+current = _Current()
+current.reader = current.again = None
+
+
+class Placeholder(Tensor):
+    """See the module. `key` numbers the value in its dry run; `origin` is the module that computes it.
+
+    A placeholder of a parameter (`is_weight`) stands in a stage that does not own it.
+    """
+
+    key: int
+    origin: str
+    home: torch.device
+    is_weight: bool
+    before_dtensor = True
+    """Functions on a placeholder and a vescale_dtensor.DTensor come here."""
+
+    __hash__ = Tensor.__hash__
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        metadata = _METADATA.get(function)
+        if metadata is not None:
+            return metadata(function, args, kwargs or {})
+        reader = current.reader
+        if reader is None:
+            if current.again is not None:
+                return _once_more(function, args, kwargs or {})
+            raise used_outside(function, args)
+        if function is Tensor.__iter__:
+            return iter(reader.call(Tensor.unbind, args, {}))
+        return reader.call(function, args, kwargs or {})
+
+
+def _once_more(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """A function of user code that computes again."""
+    real = map_tensors((args, kwargs), current.again)
+    if any(type(tensor) is Placeholder for tensor in tensors_in(real)):
+        raise used_outside(function, args)
+    return function(*real[0], **real[1])
+
+
+def placeholder(meta: Tensor, key: int, origin: str, home: torch.device, is_weight: bool = False) -> Placeholder:
+    """Makes a fresh meta tensor a placeholder; it changes the object."""
+    meta.__class__ = Placeholder
+    meta.key, meta.origin, meta.home, meta.is_weight = key, origin, home, is_weight
+    return meta
+
+
+def become(tensor: Tensor, made: Placeholder) -> None:
+    """Makes a plain tensor that user code holds the placeholder `made`: from now on its value is elsewhere."""
+    tensor.__class__ = Placeholder
+    tensor.key, tensor.origin, tensor.home, tensor.is_weight = made.key, made.origin, made.home, made.is_weight
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """What it is a view of, or itself."""
+    with local_only():
+        return tensor if tensor._base is None else tensor._base
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The address of its storage, as a name: views have one."""
+    with local_only():
+        return tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written in place."""
+    with local_only():
+        return tensor._version
+
+
+def stand_in_of(tensor: Tensor) -> Tensor:
+    """A meta tensor is its own; a plain tensor that became a placeholder gets one."""
+    with local_only():
+        if tensor.is_meta:
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def weight_placeholder(parameter: Tensor, name: str) -> Placeholder:
+    """What stands for a parameter that another stage owns. `shape` of a distributed one is the global shape."""
+    if type(parameter) is Placeholder:
+        return parameter
+    meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
+    return placeholder(meta, -1, name, parameter.device, is_weight=True)
+
+
+def used_outside(function: Callable, args: tuple) -> PipelineError:
+    """The error for a value read after the call."""
+    origin = next((a.origin for a in args if type(a) is Placeholder), "the model")
+    return PipelineError(
+        "pipeline",
+        f"{name_of(function)} was called on an output of {origin!r} that is not the loss: under a pipeline the "
+        "backward has run when the model returns, so that only the loss leaves it",
+        (),
+        [
+            ("parallelize(plan, model, optimizer_fn, loss_fn=f)", "loss = model(x, target=y) is f(output, y)"),
+            ("with torch.no_grad(): model(x)", "evaluation returns whole outputs"),
+        ],
+    )
+
+
+def read_error(function: Callable, args: tuple, where: str) -> PipelineError:
+    """The error for a value read inside a forward."""
+    origin = next((a.origin for a in args if type(a) is Placeholder), "?")
+    return PipelineError(
+        "pipeline",
+        f"{name_of(function)} reads a value that {origin!r} computes, in the forward of {where!r}, which every stage "
+        "runs: on the other stages the value is not there",
+        (),
+        [(f"a cut before or after, not inside {where!r}", "then one stage owns the reader and the value")],
+    )
+
+
+def name_of(function: Callable) -> str:
+    """A function as a user knows it; a getter by its property."""
+    owner = getattr(function, "__self__", None)
+    if getattr(function, "__name__", "") == "__get__" and owner is not None:
+        return getattr(owner, "__name__", "a property")
+    return getattr(function, "__name__", str(function))
+
+
+# --- metadata -----------------------------------------------------------------------
+
+
+def _of_meta(function: Callable, args: tuple, kwargs: dict) -> Any:
+    with local_only():
+        return function(*args, **kwargs)
+
+
+def _device(function: Callable, args: tuple, kwargs: dict) -> torch.device:
+    return args[0].home
+
+
+def _text(function: Callable, args: tuple, kwargs: dict) -> str:
+    self = args[0]
+    with local_only():
+        shape, dtype = list(self.shape), self.dtype
+    return f"Placeholder({shape}, {dtype}, device={self.home}, of {self.origin!r})"
+
+
+def _on(kind: str) -> Callable:
+    return lambda function, args, kwargs: args[0].home.type == kind
+
+
+def _requires_grad(function: Callable, args: tuple, kwargs: dict) -> bool:
+    with local_only():
+        return args[0].is_floating_point() and torch.is_grad_enabled()
+
+
+def _getters(*names: str) -> list[Callable]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+_METADATA: dict[Callable, Callable] = {
+    **dict.fromkeys(
+        [
+            *_getters("shape", "dtype", "ndim", "layout", "is_sparse", "is_quantized", "is_nested"),
+            *_getters("itemsize", "nbytes", "is_leaf", "grad", "grad_fn", "_base", "is_mkldnn"),
+            *(getattr(Tensor, name) for name in ("size", "dim", "ndimension", "numel", "nelement", "stride")),
+            *(getattr(Tensor, name) for name in ("is_contiguous", "is_floating_point", "is_complex", "element_size")),
+            *(getattr(Tensor, name) for name in ("storage_offset", "__len__", "is_signed", "is_conj", "is_neg")),
+            *(torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type, torch.is_same_size),
+        ],
+        _of_meta,
+    ),
+    **dict.fromkeys([Tensor.__repr__, Tensor.__str__], _text),
+    Tensor.device.__get__: _device,
+    Tensor.get_device: lambda function, args, kwargs: -1 if args[0].home.type == "cpu" else args[0].home.index or 0,
+    Tensor.requires_grad.__get__: _requires_grad,
+    Tensor.is_meta.__get__: _on("meta"),
+    Tensor.is_cpu.__get__: _on("cpu"),
+    Tensor.is_cuda.__get__: _on("cuda"),
+    Tensor.is_xpu.__get__: _on("xpu"),
+    Tensor.is_mps.__get__: _on("mps"),
+}
+
+FACTORIES = frozenset(
+    [
+        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+        *(torch.rand_like, torch.randn_like, torch.randint_like),
+        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
+    ]
+)
+"""Functions that read no value of their tensor: every stage computes them for real."""
+
+
+def make(function: Callable, args: tuple, kwargs: dict) -> Tensor:
+    """One of FACTORIES on the real device."""
+    model = args[0] if args else kwargs.get("input")
+    kwargs = {"device": model.home, **kwargs} if kwargs.get("device") is None else kwargs
+    with local_only():
+        return function(*args, **kwargs)

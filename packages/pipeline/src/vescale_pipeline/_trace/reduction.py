@@ -1,0 +1,332 @@
+"""How a forward's loss comes from the rows of its batch: what decides what a microbatch's loss weighs.
+
+Two dry runs, of one microbatch and of the whole batch, note every function that is
+called, on placeholders and on real tensors alike. A dim that differs between them is
+the batch's. Each value then gets one of four tags, function by function:
+
+    CONSTANT   does not depend on the batch's rows: a weight, a rotary table, a number
+    ROWS       has the batch's rows, each from its own
+    a frozenset of weightings   linear in per-row terms: "mean", "sum", or the number
+               of a call that takes a mean over labels, counted when the batch is known
+    Lost       anything else, with the function that it began at
+
+No list of functions can be whole; one that is not known here and takes the rows away is Lost, which the user is told.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .._errors import PipelineError
+from .containers import map_tensors, tensors_in
+from .placeholder import FACTORIES, Placeholder, name_of
+
+LABELLED = frozenset((F.cross_entropy, F.nll_loss))
+"""Functions whose mean is over the labels that are not ignored."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    cause: str
+
+
+CONSTANT, ROWS = "constant", "rows"
+MEAN, SUM = frozenset(("mean",)), frozenset(("sum",))
+Tag = str | frozenset | Lost
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among the arguments of a noted function. `strange`: made by no function that was noted."""
+
+    number: int
+    shape: tuple[int, ...]
+    strange: bool
+    integer: bool
+    placeholder: bool
+
+
+@dataclass(frozen=True)
+class Note:
+    function: Callable
+    name: str
+    args: tuple
+    kwargs: dict
+    outs: tuple[Ref, ...]
+
+
+class Notes(TorchFunctionMode):
+    """Every function that a dry run calls, at the top level."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self._known: dict[int, tuple[Tensor, Ref]] = {}  # the tensor is kept: its id is its name
+        self._count = 0
+        super().__init__()
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = name_of(function)
+        if name == "__set__" and isinstance(args[0], nn.Parameter):
+            return function(*args)  # a plan points parameters at gathered memory, or at what they rest in
+        out = function(*args, **(kwargs or {}))
+        made = [args[0]] if name in ("__setitem__", "__set__") else tensors_in(out)
+        if made or name in _READS:
+            given = map_tensors((args, kwargs or {}), self._ref)
+            outs = tuple(self._new(tensor, strange=False) for tensor in made)
+            self.notes.append(Note(function, name.strip("_"), *given, outs))
+        return out
+
+    def number_of(self, tensor: Tensor) -> int:
+        """-1 for a tensor that no function made."""
+        known = self._known.get(id(tensor))
+        return known[1].number if known is not None else -1
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        known = self._known.get(id(tensor))
+        return known[1] if known is not None else self._new(tensor, strange=True)
+
+    def _new(self, tensor: Tensor, strange: bool) -> Ref:
+        self._count += 1
+        is_value = type(tensor) is Placeholder and not tensor.is_weight
+        weight = isinstance(tensor, nn.Parameter) or type(tensor) is Placeholder and tensor.is_weight
+        lost = strange and is_value and not weight
+        integer = not tensor.is_floating_point()
+        ref = Ref(self._count, tuple(tensor.shape), lost, integer, type(tensor) is Placeholder)
+        self._known[id(tensor)] = (tensor, ref)
+        return ref
+
+
+# --- tags ---------------------------------------------------------------------------
+
+
+def reduction(part: Notes, whole: Notes, times: int, losses: tuple[Tensor, Tensor]) -> Tag:
+    """The tag of the loss of a forward that ran on a part, and on the whole batch of `times` parts."""
+    if [note.name for note in part.notes] != [note.name for note in whole.notes]:
+        return Lost("a forward that calls other functions for another number of rows")
+    tags = _Tags(times)
+    for small, large in zip(part.notes, whole.notes):
+        tags.go_on(small, large)
+    if tags.read is not None:
+        return Lost(f"{tags.read} of what depends on the batch")
+    number = part.number_of(losses[0])
+    if number != whole.number_of(losses[1]):
+        return Lost("a forward that calls other functions for another number of rows")
+    return tags.of.get(number, Lost("a function that is not torch's own"))
+
+
+class _Tags:
+    """`of`: number of a value -> its tag. `read`: the function that made a number of the batch's values."""
+
+    def __init__(self, times: int) -> None:
+        self.of: dict[int, Tag] = {}
+        self.read: str | None = None
+        self._times = times
+        self._labelled = 0
+
+    def go_on(self, small: Note, large: Note) -> None:
+        refs, others = list(_refs((small.args, small.kwargs))), list(_refs((large.args, large.kwargs)))
+        given = [self._given(a, b) for a, b in zip(refs, others)]
+        if small.function in LABELLED and any(ref.placeholder for ref in refs):
+            self._labelled += 1
+        if not small.outs:
+            if any(tag != CONSTANT for tag in given):
+                self.read = small.name
+            return
+        lost = next((tag for tag in given if isinstance(tag, Lost)), None)
+        for out, other in zip(small.outs, large.outs):
+            axis = self._axis(out, other)
+            if isinstance(axis, Lost) or lost is not None and small.function not in FACTORIES:
+                self.of[out.number] = lost or Lost(small.name)
+            else:
+                self.of[out.number] = self._made(small, large, refs, given, axis is not None)
+
+    def _given(self, small: Ref, large: Ref) -> Tag:
+        """The tag of an argument; of one that no function made, by its shape."""
+        known = self.of.get(small.number)
+        if known is None:
+            axis = self._axis(small, large)
+            if small.strange:
+                known = Lost("a function that is not torch's own") if axis is None else ROWS
+            else:
+                known = CONSTANT if axis is None else ROWS
+            self.of[small.number] = known
+        return known
+
+    def _axis(self, small: Ref, large: Ref) -> int | Lost | None:
+        """The dim that has the batch's rows; None where none has."""
+        if len(small.shape) != len(large.shape):
+            return Lost("")
+        differ = [i for i, (a, b) in enumerate(zip(small.shape, large.shape)) if a != b]
+        if not differ:
+            return None
+        grows = small.shape[differ[0]] * self._times == large.shape[differ[0]]
+        return differ[0] if len(differ) == 1 and grows else Lost("")
+
+    def _made(self, small: Note, large: Note, refs: list[Ref], given: list[Tag], has_rows: bool) -> Tag:
+        """The tag of what a function makes of values with these tags, none of them Lost."""
+        name = small.name
+        ratio = _ratio(small, large)
+        if small.function in FACTORIES:
+            return ROWS if has_rows else CONSTANT if ratio == 1 else Lost(name)
+        reduced = [tag for tag in given if isinstance(tag, frozenset)]
+        if reduced:
+            return Lost(name) if has_rows or ROWS in given else self._combined(small, given, reduced, ratio)
+        if has_rows:
+            alike = ratio == 1 or name in _SHAPES
+            return ROWS if alike and not self._mixes(small, large) else Lost(name)
+        if ROWS not in given:
+            return CONSTANT if ratio == 1 else Lost(name)
+        if ratio != 1:
+            return Lost(name)
+        return self._reduced(small, refs, large)
+
+    def _mixes(self, small: Note, large: Note) -> bool:
+        """Whether a function along one dim runs along the batch's."""
+        if small.name not in _ALONG:
+            return False
+        named = small.kwargs.get("dim", small.args[1] if len(small.args) > 1 else _ALONG[small.name])
+        first, other = next(_refs(small.args), None), next(_refs(large.args), None)
+        if first is None or type(named) is not int:
+            return True
+        axis = self._axis(first, other)
+        return axis is not None and axis == named % max(1, len(first.shape))
+
+    def _reduced(self, small: Note, refs: list[Ref], large: Note) -> Tag:
+        """What takes the rows away."""
+        if small.name in ("sum", "mean"):
+            return SUM if small.name == "sum" else MEAN
+        if small.function not in LABELLED and small.function not in _LOSSES:
+            return Lost(small.name)
+        try:
+            given = inspect.signature(small.function).bind(*small.args, **small.kwargs).arguments
+        except TypeError:
+            return Lost(small.name)
+        kind = given.get("reduction", "mean")
+        if given.get("reduce") is not None or given.get("size_average") is not None or kind not in ("mean", "sum"):
+            return Lost(small.name)
+        if kind == "sum":
+            return SUM
+        if small.function in LABELLED:
+            target, weight = given["target"], given.get("weight")
+            if not target.integer:
+                return MEAN
+            if target.placeholder or isinstance(weight, Ref) and weight.placeholder:
+                return Lost(f"{small.name} with labels or weights that the model computes")
+            return frozenset((self._labelled - 1,))
+        return MEAN
+
+    def _combined(self, small: Note, given: list[Tag], reduced: list[frozenset], ratio: float | None) -> Tag:
+        """A linear function of what is linear already."""
+        name, kinds = small.name, frozenset().union(*reduced)
+        lost = Lost(name)
+        if name in _LINEAR:
+            return kinds if ratio == 1 and CONSTANT not in given else lost
+        if name in _ADD:
+            offset = CONSTANT in given or any(number for number in _numbers(small.args))
+            return lost if ratio != 1 or small.kwargs else kinds | MEAN if offset else kinds
+        if len(reduced) > 1 or small.kwargs:
+            return lost
+        if name in _TIMES or name in _OVER and isinstance(given[0], frozenset) and isinstance(small.args[0], Ref):
+            return _scaled(kinds, ratio if name in _TIMES else ratio and 1 / ratio, self._times) or lost
+        return lost
+
+
+def _scaled(kinds: frozenset, ratio: float | None, times: int) -> frozenset | None:
+    """`kinds` times a number that is `ratio` times as large for the whole batch."""
+    if ratio is None:
+        return None
+    if ratio == 1:
+        return kinds
+    if kinds == SUM and abs(ratio * times - 1) < 1e-9:
+        return MEAN
+    return SUM if kinds == MEAN and abs(ratio / times - 1) < 1e-9 else None
+
+
+def _ratio(small: Note, large: Note) -> float | None:
+    """What the numbers among the arguments are multiplied by for the whole batch; None where they do not agree."""
+    a, b = list(_numbers((small.args, small.kwargs))), list(_numbers((large.args, large.kwargs)))
+    if a == b:
+        return 1
+    return b[0] / a[0] if len(a) == len(b) == 1 and a[0] else None
+
+
+def _refs(value: Any) -> Iterator[Ref]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Ref))
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    return (leaf for leaf in _leaves(value) if type(leaf) in (int, float))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def refused(lost: Lost) -> PipelineError:
+    """The error for a loss of which nobody can tell what a microbatch weighs."""
+    return PipelineError(
+        "pipeline",
+        f"the loss comes from the batch by {lost.cause}: from the microbatches' losses, the batch's cannot be told",
+        ["known  means and sums over rows, means over labels, and these times constants, added up"],
+        [
+            ("F.cross_entropy(x, labels)", "a masked mean: labels of -100 do not count"),
+            ("loss = x.sum() / count", "with `count` an argument of the model's call, of the whole batch"),
+            ('Pipeline(loss="mean")', "if the batch's loss is the mean of the microbatches' losses"),
+            ('Pipeline(loss="sum")', "if it is their sum"),
+        ],
+    )
+
+
+# --- functions, by name without underscores -------------------------------------------
+
+_READS = frozenset(("item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"))
+_TIMES = frozenset(("mul", "rmul", "imul", "multiply"))
+_OVER = frozenset(("div", "truediv", "itruediv", "divide", "true_divide"))
+_ADD = frozenset(("add", "radd", "iadd", "sub", "isub", "rsub", "subtract"))
+_LINEAR = frozenset(
+    (
+        *("sum", "mean", "neg", "negative", "detach", "clone", "contiguous", "to", "type_as", "float", "double"),
+        *("half", "bfloat16", "view", "reshape", "flatten", "squeeze", "unsqueeze", "stack", "cat", "getitem"),
+        *("permute", "transpose", "cpu", "cuda", "unbind", "select"),
+    )
+)
+_SHAPES = frozenset(
+    (
+        *("view", "reshape", "expand", "repeat", "zeros", "ones", "empty", "arange", "unflatten", "getitem", "narrow"),
+        *("split", "chunk", "as_strided", "tile", "broadcast_to", "rand", "randn", "repeat_interleave"),
+    )
+)
+"""Functions whose numbers are sizes: for the whole batch they are larger."""
+
+_ALONG = {
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "gumbel_softmax"), -1),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "roll"), None),
+    **dict.fromkeys(("sort", "argsort"), -1),
+    "normalize": None,
+}
+"""Functions that mix the entries along one dim -> the dim, where none is given."""
+
+_LOSSES = frozenset(
+    (
+        *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.gaussian_nll_loss, F.poisson_nll_loss),
+        *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.hinge_embedding_loss),
+        *(F.cosine_embedding_loss, F.margin_ranking_loss, F.triplet_margin_loss, F.multi_margin_loss),
+        *(F.multilabel_margin_loss, F.multilabel_soft_margin_loss),
+    )
+)
+"""Functions whose mean is over all elements, or rows."""

@@ -1,0 +1,267 @@
+"""Transfers between the ranks of one pipeline: tagged, posted early, bounded, into buffers that are used again.
+
+A message is a few tensors. Both ends know from the schedule that it comes; what its
+tensors look like is told once per kind of message (the header), and then remembered.
+Transfers are posted and run beside the computation. On gloo a message is found by its
+tag, so that receives may be posted ahead of their turn. Elsewhere (NCCL) messages of a
+pair of ranks match in the order in which both post them, in both directions, and a wait
+is the stream's, never the host's: Python values then travel through the store (`words.py`).
+
+When anything fails on a rank, it closes its connections: every rank that waits for it
+wakes at once, and finds the first cause in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .messages import UNUSED_TAG, Message, Recorder, Tags
+from .words import LinkError, Words
+
+
+class Part(NamedTuple):
+    """What a header tells of one tensor; `form` is the codec's, for what is more than a plain tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    form: Any = None
+
+
+def part_of(tensor: Tensor, form: Any = None) -> Part:
+    """What a header tells of a plain tensor. A tensor with gaps arrives without them, any other with its strides: a
+    kernel may add in another order where they differ."""
+    stride = tuple(tensor.stride()) if _is_dense(tensor) else tuple(tensor.contiguous().stride())
+    return Part(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, form)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one stretch of memory."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Its memory, as one contiguous dim."""
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.contiguous()
+
+
+Header = tuple[Part | None, ...]
+
+
+class Arrival:
+    """A message that was posted to be received."""
+
+    __slots__ = ("header", "tensors", "_link", "_works")
+
+    def __init__(self, header: Header, tensors: list[Tensor | None], works: list, link: Link) -> None:
+        self.header, self.tensors, self._works, self._link = header, tensors, works, link
+
+    def wait(self) -> list[Tensor | None]:
+        works, self._works = self._works, []
+        while works:
+            self._link.wait(*works.pop(0))
+        return self.tensors
+
+
+class Link:
+    """Messages to and from the other ranks of a pipeline.
+
+    Arguments:
+        ranks: the pipeline's global ranks, in order; `peer` below is a place among them.
+        timeout: of every wait of the host.
+        name: of the pipeline, in the store.
+        tags: what messages are called.
+        failed: whether the pipeline is known to have failed.
+        recorder: is told of every transfer.
+    """
+
+    def __init__(
+        self,
+        ranks: list[int],
+        device: torch.device,
+        timeout: timedelta,
+        group: Any,
+        name: str,
+        tags: Tags,
+        failed: Callable[[], bool] = lambda: False,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.ranks, self.device, self.timeout = ranks, device, timeout
+        self.rank = ranks.index(dist.get_rank())
+        has_tags = device.type == "cpu" or len(ranks) == 1
+        self._words = None if has_tags else Words(name, ranks, self.rank, timeout, failed)
+        self._group = group
+        self._wire = group._get_backend(device)  # without the dispatcher's share of the cost
+        self._tags, self._recorder = tags, recorder or Recorder()
+        self.calls = 0
+        self._sent: list[tuple[Any, int, Any, Tensor]] = []
+        self._free: dict[tuple, list[Tensor]] = {}
+
+    def send(self, peer: int, tag: int, tensors: list[Tensor | None]) -> None:
+        """Posts a message; `flush` waits for all."""
+        for tensor in tensors:
+            if tensor is not None:
+                tensor = _flat(tensor.detach())
+                mark = self._posted(self.rank, peer, tag, 0)
+                self._sent.append((self._started(self._wire.send, tensor, peer, tag), peer, mark, tensor))
+            tag += 1
+
+    def post(self, peer: int, tag: int, header: Header) -> Arrival:
+        """Posts a receive of a message."""
+        tensors: list[Tensor | None] = []
+        works = []
+        for part in header:
+            tensor = None
+            if part is not None:
+                tensor = self._buffer(part)
+                mark = self._posted(peer, self.rank, tag, tensor.nbytes)
+                works.append((self._started(self._wire.recv, _flat(tensor), peer, tag), peer, mark))
+            tensors.append(tensor)
+            tag += 1
+        return Arrival(header, tensors, works, self)
+
+    @property
+    def has_tags(self) -> bool:
+        """Whether messages are found by their tags, and not by the order in which a pair of ranks posts them."""
+        return self._words is None
+
+    def swap(self, peer: int, tag: int, tensors: list[Tensor | None], header: Header) -> Arrival:
+        """A message each way. The lower rank sends first: the two post in one order, whatever the transport buffers."""
+        if self.rank < peer:
+            self.send(peer, tag, tensors)
+            return self.post(peer, tag, header)
+        arrival = self.post(peer, tag, header)
+        self.send(peer, tag, tensors)
+        return arrival
+
+    def send_object(self, peer: int, tag: int, value: Any) -> None:
+        """A small Python value: two messages where there are tags, else an entry in the store."""
+        data = pickle.dumps(value)
+        if self._words is not None:
+            mark = self._posted(self.rank, peer, tag, 0, False)
+            self._words.send(peer, tag, data)
+            return self._recorder.ended(mark)
+        self.send(peer, tag, [torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)])
+
+    def receive_object(self, peer: int, tag: int) -> Any:
+        """What `send_object` sent; waits."""
+        if self._words is not None:
+            mark = self._posted(peer, self.rank, tag, 0, False)
+            self._recorder.waits(mark)
+            try:
+                data = self._words.receive(peer, tag)
+            except LinkError:
+                self._recorder.failed(mark)
+                raise
+            self._recorder.ended(mark)
+            return pickle.loads(data)
+        size = self._receive(peer, tag, torch.empty(1, dtype=torch.int64))
+        return pickle.loads(bytes(self._receive(peer, tag + 1, torch.empty(int(size), dtype=torch.uint8)).numpy()))
+
+    def exchange(self, peers: list[int], tag: int, value: list[int]) -> list[list[int]]:
+        """Sends the same few numbers to each peer, and gives theirs."""
+        if self._words is not None:
+            for peer in peers:
+                self.send_object(peer, tag, value)
+            return [self.receive_object(peer, tag) for peer in peers]
+        mine = torch.tensor(value)
+        arrivals = [self.swap(peer, tag, [mine], (part_of(mine),)) for peer in peers]
+        return [arrival.wait()[0].tolist() for arrival in arrivals]
+
+    def flush(self) -> None:
+        """Waits for all sends."""
+        sent, self._sent = self._sent, []
+        while sent:
+            self.wait(*sent.pop()[:3])
+
+    def wait(self, work: Any, peer: int, mark: Any) -> None:
+        """Waits for one transfer with `peer`; without tags, lets the stream wait. Raises LinkError."""
+        self._recorder.waits(mark)
+        try:
+            if self._words is None:
+                work.wait(self.timeout)
+            else:
+                work.wait()  # with a timeout the host would block
+            return self._recorder.ended(mark)
+        except RuntimeError as error:
+            text = _text(error)
+        self._recorder.failed(mark)
+        del work  # this frame lives as long as the error, and must not hold a connection
+        raise LinkError(f"rank {self.ranks[peer]}: {text}")
+
+    def recycle(self, tensor: Tensor) -> None:
+        """Gives a receive buffer back; one that somebody still looks at is left to them."""
+        if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:  # `tensor`, and the handle just made
+            self._free.setdefault((tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype), []).append(tensor)
+
+    def close(self) -> None:
+        """Ends all connections: whoever waits for this rank wakes. Safe to call twice."""
+        self._sent.clear()
+        self._free.clear()
+        group, self._group, self._wire = self._group, None, None
+        if group is None or not dist.is_initialized():
+            return
+        if self._words is None:
+            dist.destroy_process_group(group)
+        else:
+            dist.distributed_c10d._abort_process_group(group)  # to destroy it waits for what is pending
+
+    def wake(self) -> None:
+        """From another thread: whoever waits here for a transfer gets an error. The connections are closed later."""
+        group, wire = self._group, self._wire
+        if group is None or not dist.is_initialized():
+            return
+        if self._words is not None:
+            group.abort()
+            return
+        # Gloo has no abort; a wait that takes too long closes all pairs of its context.
+        peer = (self.rank + 1) % len(self.ranks)
+        with contextlib.suppress(RuntimeError):
+            wire.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+    def _receive(self, peer: int, tag: int, into: Tensor) -> Tensor:
+        mark = self._posted(peer, self.rank, tag, into.nbytes)
+        self.wait(self._started(self._wire.recv, into, peer, tag), peer, mark)
+        return into
+
+    def _posted(self, source: int, target: int, tag: int, received: int, is_ordered: bool = True) -> Any:
+        """The recorder's mark for a transfer between two places of the pipeline."""
+        message = Message(self._tags, self.calls, self.ranks[source], self.ranks[target], tag)
+        return self._recorder.begin(message, is_ordered and self._words is not None, received)
+
+    def _started(self, transfer: Callable, tensor: Tensor, peer: int, tag: int) -> Any:
+        try:
+            return transfer([tensor], peer, tag)
+        except RuntimeError as error:
+            text = _text(error)
+        raise LinkError(f"rank {self.ranks[peer]}: {text}")
+
+    def _buffer(self, part: Part) -> Tensor:
+        free = self._free.get((part.shape, part.stride, part.dtype))
+        if free:
+            return free.pop()
+        return torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=self.device)
+
+
+def _text(error: RuntimeError) -> str:
+    """What gloo says, without its source lines and advice."""
+    text = str(error).partition("] ")[2] or str(error)
+    return text.split(". This is typically")[0].splitlines()[0]

@@ -1,0 +1,1 @@
+"""What a schedule's transfers need, and whether all can be completed; pure."""

@@ -1,0 +1,1 @@
+"""A plan applied to a model: boundaries of modules, inputs, what must agree between ranks."""

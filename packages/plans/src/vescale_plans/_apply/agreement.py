@@ -1,0 +1,70 @@
+"""What must be the same on all ranks before a model is sharded: the plan, and the values of the model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vescale_dtensor import PlainTensorError
+from vescale_rng import is_deferred, recorded
+
+from ..plan import Plan, PlanError
+from .inputs import checksum
+from .together import gather
+
+
+def check_same_plan(plan: Plan, device: str) -> None:
+    """Raises PlanError, on all ranks alike, when a rank was given another plan, or type of device, than rank 0.
+
+    Cost: one small all-gather over the world.
+    """
+    plans_and_devices = gather((plan, device), "comparing the plans of all ranks")
+    everyone, devices = zip(*plans_and_devices)
+    for rank, theirs in enumerate(devices):
+        if theirs != devices[0]:
+            raise PlanError(
+                "parallelize",
+                f"the model of rank {rank} lies on another type of device than that of rank 0",
+                [f"rank 0 on {devices[0]}, rank {rank} on {theirs}"],
+                [("build the model on the same type of device on every rank", "")],
+            )
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise PlanError(
+                "parallelize",
+                f"rank {rank} was given another plan than rank 0",
+                str(everyone[0].diff(theirs)).splitlines(),
+                [("make the plan from what all ranks know alike", "not from a rank, a host or a clock")],
+            )
+
+
+def check_same_values(sums: dict[str, int]) -> None:
+    """Raises PlainTensorError, on all ranks alike, when a parameter has other values on a rank than on rank 0.
+
+    Cost: one small all-gather over the world.
+    """
+    everyone = gather(tuple(sums.items()), "comparing the parameters of all ranks")
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        names = [name for name, _ in everyone[0]]
+        if names != [name for name, _ in theirs]:
+            raise PlainTensorError(
+                "parallelize",
+                f"the model has other parameters on rank {rank} than on rank 0",
+                [f"{len(names)} parameters on rank 0, {len(theirs)} on rank {rank}"],
+                [("build the same model on every rank", "")],
+            )
+        name = next(name for (name, mine), (_, other) in zip(everyone[0], theirs) if mine != other)
+        raise PlainTensorError(
+            "parallelize",
+            f"the parameter {name!r} has other values on rank {rank} than on rank 0",
+            (),
+            [("torch.manual_seed(seed) before the model is built", "the same on every rank")],
+        )
+
+
+def checksums(model: nn.Module) -> dict[str, int]:
+    return {
+        name: recorded(parameter) if is_deferred(parameter) else checksum(parameter)
+        for name, parameter in model.named_parameters()
+    }

@@ -1,0 +1,248 @@
+"""parallelize: a plan applied to a model and its optimizer, in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import nn
+
+from vescale_dtensor import DTensor, RaggedShard, Shard, register_function
+from vescale_dtensor import reproducible as Reproducible
+from vescale_dtensor.engine import Mesh, check_order, mesh_of, on_device
+from vescale_rng import distribute, is_deferred, materialize
+
+from .._experts.structure import find_experts, place_experts
+from .._plan.promise import promise
+from .._plan.validate import fit
+from .._static.static import check_mode, static
+from .._zero.optim import wrap
+from ..installed._copies import may_be_copied
+from ..installed._gradient_hooks import carry_hooks
+from ..installed._recipe import Recipe, install
+from ..plan import Plan, PlanError
+from .adopt import MOVED, check_given, moved, take_over
+from .agreement import check_same_plan, check_same_values, checksums
+from .join import join, keep_stage_mesh, make_mesh, settle_device
+from .loss import LossFn
+from .together import together
+from .wrappers import check_unwrapped
+
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+Mode = Literal["eager", "static", "compile"]
+OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Stages = Callable[[Plan, nn.Module, Any], tuple[Plan, Any, Callable[[], None]]]
+"""What the facade does for a plan with a pipeline, given the mesh: takes the other stages' parameters off the model,
+and gives the plan and the mesh of this stage's ranks, and what is to be called last."""
+
+
+@overload
+def parallelize(
+    plan: Plan,
+    model: Model,
+    optimizer_fn: None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    mode: Mode = "eager",
+    reproducible: Mapping[str, int] | Reproducible | None = None,
+    stages: Stages | None = None,
+) -> tuple[Model, None]: ...
+@overload
+def parallelize(
+    plan: Plan,
+    model: Model,
+    optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer] | Optimizer,
+    *,
+    loss_fn: LossFn | None = None,
+    mode: Mode = "eager",
+    reproducible: Mapping[str, int] | Reproducible | None = None,
+    stages: Stages | None = None,
+) -> tuple[Model, Optimizer]: ...
+def parallelize(
+    plan: Plan,
+    model: nn.Module,
+    optimizer_fn: OptimizerFn | torch.optim.Optimizer | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    mode: Mode = "eager",
+    reproducible: Mapping[str, int] | Reproducible | None = None,
+    stages: Stages | None = None,
+) -> tuple[nn.Module, Any]:
+    """Shards `model` by `plan`, in place, and makes its optimizer.
+
+    Joins torch.distributed from torchrun's environment when nobody has; outside
+    torchrun the same script runs in a world of one. Where there is an accelerator, the model moves to
+    this rank's, parameters shard by shard, and so does each batch. `model.forward`, parameter names,
+    `state_dict` names and `print(model)` stay as they were.
+
+    Arguments:
+        plan: see `Plan`.
+        model: a single-device model, built with the same values on every rank (same seed). If it was built
+            under `deferred_init`, this rank's shards are all that is allocated.
+        optimizer_fn: makes the optimizer from an iterable of parameters; or an optimizer that was made of the model's,
+            with or without states, which is taken over. Another one that was made of them raises in its step.
+        loss_fn: for a model whose forward does not compute the loss. From then on
+            `model(...)` returns `loss_fn(output, ...)`, called with the arguments of the
+            call: `model(batch)` is `loss_fn(output, batch)`. Keyword arguments that the
+            forward does not take go to `loss_fn` alone. It runs where the output is: under a
+            pipeline on the last stage, per microbatch.
+        mode: "eager", or "static": modules whose own code computes on local shards what it
+            computes on the whole run on plain tensors from the second call on (see `static`);
+            "compile": these go through torch.compile besides.
+        reproducible: splits, or a mode made of them: turns `vescale.reproducible` on, here and for the rest of the
+            process, as if this call and all that follows stood within it. Eager only.
+        stages: see `Stages`; `vescale.parallelize` brings it.
+
+    Returns: the same model, and the optimizer (None without `optimizer_fn`).
+
+    Communicates: a few small all-gathers, of the plan, of parameter checksums and of
+    how every rank fared: what fails on one rank fails on all, with one message. Raises
+    MeshError, PlanError, or PlainTensorError when ranks hold different values.
+    """
+    join()
+    with contextlib.ExitStack() as undo:
+        if reproducible is not None:
+            with together("reading the splits"):
+                on = reproducible if isinstance(reproducible, Reproducible) else Reproducible(reproducible)
+                undo.enter_context(on)
+        made = _parallelized(plan, model, optimizer_fn, loss_fn, mode, stages)
+        undo.pop_all()  # the mode stays on where nothing failed
+    return made
+
+
+def _parallelized(
+    plan: Plan,
+    model: nn.Module,
+    optimizer_fn: OptimizerFn | torch.optim.Optimizer | None,
+    loss_fn: LossFn | None,
+    mode: str,
+    stages: Stages | None,
+) -> tuple[nn.Module, Any]:
+    with together("checking the plan"):
+        check_mode(mode)
+        if mode != "eager":
+            check_order("parallelize", f'mode="{mode}" computes')
+        if hasattr(model, "_vescale"):
+            raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
+        if plan.pipeline is not None and stages is None:
+            remedies = [("vescale.parallelize(plan, model, ...)", "which brings the pipeline's runtime")]
+            raise PlanError("parallelize", "the plan has a pipeline, and this package has no runtime", (), remedies)
+        if isinstance(optimizer_fn, torch.optim.Optimizer):
+            check_given(optimizer_fn, model)
+        check_unwrapped(model)
+        fitted = fit(plan, model)
+        experts = find_experts(plan, model)
+        placed = place_experts(plan, model, experts, fitted.parameters)
+        sums = checksums(model)
+        device = settle_device(model)
+    check_same_plan(plan, device)
+    check_same_values(sums)
+    pipelined = None
+    if plan.pipeline is None:
+        device_mesh = make_mesh(plan)
+    else:
+        whole = plan
+        if len(plan.mesh) == 1:  # a stage's tensors need a mesh, be it of one rank
+            plan = plan.override(mesh={**plan.mesh, "dp": 1})
+        for name, parameter in model.named_parameters():
+            moved(parameter, name, None)  # until it is known what this stage holds
+        plan, device_mesh, pipelined = stages(plan, model, make_mesh(plan))
+        keep_stage_mesh(whole, device_mesh)
+    mesh = mesh_of(device_mesh)
+    with together("sharding the model"):
+        shards = _shard_parameters(plan, model, device_mesh, placed)
+        materialize(model)  # what is no parameter: buffers
+        _move_buffers(model, mesh)
+        names = fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.blocks
+        sync = install(model, Recipe(plan, device_mesh, *names, experts, loss_fn)).sync
+        may_be_copied(model)
+        for parameter, shard in shards.items():
+            carry_hooks(parameter, shard)
+        _register_foreign_functions()
+    optimizer = None
+    if optimizer_fn is not None:
+        with together("making the optimizer"):
+            if isinstance(optimizer_fn, torch.optim.Optimizer):
+                optimizer = take_over(optimizer_fn, model, sync)
+            else:
+                optimizer = optimizer_fn(model.parameters())
+                optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
+    if pipelined is not None:
+        pipelined()
+    if mode != "eager":
+        static(model, compiler="inductor" if mode == "compile" else "")
+    return model, optimizer
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside leave gradients pending; the first outside, or the step, reduces their sum."""
+    with model._vescale.sync.paused():
+        yield
+
+
+def expert_load(model: nn.Module) -> dict[str, list[int]]:
+    """How many token copies every expert received in the last forward, by experts module or list.
+
+    With what `expert_drops` says they sum to tokens x k. Cost: one small all-gather per experts module.
+    """
+    return {border.name: border.total_load() for border in model._vescale.experts}
+
+
+def expert_drops(model: nn.Module) -> dict[str, list[int]]:
+    """How many token copies every expert had no room for in the last forward, by experts module or list.
+
+    All zeros unless the plan has a `capacity_factor`. Cost: one small all-gather per experts module.
+    """
+    return {border.name: border.total_dropped() for border in model._vescale.experts}
+
+
+def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> dict[nn.Parameter, nn.Parameter]:
+    """Replaces every parameter by its shard; tied parameters, and modules under several names, stay one. Returns the
+    shard of each parameter."""
+    held = list(model.named_parameters(remove_duplicate=False))  # a module under two names would show its shard next
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in held:
+        shard = shards.get(parameter)
+        if shard is None:
+            placements = [
+                Shard(one.dims[0]) if isinstance(one, RaggedShard) and size == 1 else one  # outside torchrun all are 1
+                for one, size in zip(plan.placements(placed[name]), device_mesh.mesh.shape)
+            ]
+            if plan.zero == 3 and is_deferred(parameter):
+                shard = promise(parameter, device_mesh, placements)
+            else:
+                sharded = distribute(parameter.detach(), device_mesh, placements)
+                shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            for key, value in parameter.__dict__.items():
+                if key != MOVED:
+                    setattr(shard, key, value)
+            moved(parameter, name, shard)
+            shards[parameter] = shard
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._parameters[leaf] = shard
+    return shards
+
+
+def _move_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """The modules' buffers, to the device of the parameters; what several modules hold stays one tensor."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and type(buffer) is not DTensor:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = on_device(buffer, mesh)
+                module._buffers[name] = moved[id(buffer)]
+
+
+def _register_foreign_functions() -> None:
+    """Every autograd Function of user code gets an `apply` that is right on DTensors (design section 3, contract 3)."""
+    waiting = [torch.autograd.Function]
+    while waiting:
+        for function in waiting.pop().__subclasses__():
+            waiting.append(function)
+            if function.__module__.split(".")[0] not in ("torch", "vescale_dtensor", "vescale_pipeline", "functorch"):
+                register_function(function)

@@ -1,0 +1,130 @@
+"""Module borders: forward hooks that convert, and the scopes in which conversions are remembered."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor, Layout
+from vescale_dtensor.engine import (
+    INVARIANT,
+    PENDING,
+    VARYING,
+    canonical_states,
+    close_scope,
+    convert,
+    open_scope,
+)
+
+from .._static import passes
+from ..plan import Boundary, Placements
+from .containers import map_first, map_tensors
+
+
+class Converter:
+    """Converts a tensor to the placements that a plan names; axes not named stay as they are."""
+
+    def __init__(self, placements: Placements, where: str) -> None:
+        self._placements = placements
+        self.__name__ = where  # what traces and errors call it
+        self._targets: dict[Layout, Layout] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        running = passes.running
+        if running is not None:
+            return running.at_border(self, tensor)
+        return self.convert(tensor)
+
+    def convert(self, tensor: Tensor) -> Tensor:
+        """Of a DTensor; a plain tensor stays."""
+        if type(tensor) is not DTensor:
+            return tensor
+        layout = tensor._layout.base
+        target = self._targets.get(layout)
+        if target is None:
+            target = self._targets[layout] = self._target(layout)
+        return tensor if target is layout else convert(tensor, target, self)
+
+    def _target(self, layout: Layout) -> Layout:
+        mesh = layout.mesh
+        placements = [self._placements.get(name, now) for name, now in zip(mesh.names, layout.placements)]
+        wanted = canonical_states(self.__name__, placements, mesh, layout.shape)
+        states = []
+        for name, now, goal in zip(mesh.names, layout.states, wanted):
+            if name not in self._placements or (goal is VARYING and now.is_replicated):
+                goal = now
+            elif goal is VARYING and now is PENDING:
+                goal = INVARIANT  # after a sum the value is alike on all ranks; its backward is free
+            states.append(goal)
+        return layout.with_states(states)
+
+
+def install_boundary(module: nn.Module, name: str, boundary: Boundary) -> None:
+    """Hooks that convert what enters and leaves `module`."""
+    if boundary.input:
+        convert_input = Converter(boundary.input, f"{name} (input boundary)")
+
+        def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            if args and isinstance(args[0], Tensor):
+                return (convert_input(args[0]), *args[1:]), kwargs
+            args, kwargs = map_first((args, kwargs), convert_input)
+            return args, kwargs
+
+        enter.converter = convert_input
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+    if boundary.arguments:
+        positions = list(inspect.signature(module.forward).parameters)
+        converters = {
+            argument: Converter(placements, f"{name} (argument {argument})")
+            for argument, placements in boundary.arguments.items()
+        }
+
+        def enter_named(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            args, kwargs = list(args), dict(kwargs)
+            for argument, converter in converters.items():
+                if argument in kwargs:
+                    kwargs[argument] = map_tensors(kwargs[argument], converter)
+                elif argument in positions and positions.index(argument) < len(args):
+                    at = positions.index(argument)
+                    args[at] = map_tensors(args[at], converter)
+            return tuple(args), kwargs
+
+        module.register_forward_pre_hook(enter_named, with_kwargs=True)
+    if boundary.output:
+        convert_output = Converter(boundary.output, f"{name} (output boundary)")
+
+        def leave(_: nn.Module, args: tuple, output: Any) -> Any:
+            return map_first(output, convert_output)
+
+        leave.converter = convert_output
+        module.register_forward_hook(leave)
+
+
+def replaceable(hooks: Iterable[Callable]) -> tuple[Converter | None, ...] | None:
+    """The converters of a module's hooks, None for one of a scope; None where a hook does something else."""
+    found = []
+    for hook in hooks:
+        converter = getattr(hook, "converter", None)
+        if converter is None and hook not in (_open, _close):
+            return None
+        found.append(converter)
+    return tuple(found)
+
+
+def install_scopes(root: nn.Module) -> None:
+    """Conversions are remembered while a module that has children runs: its children share them."""
+    for module in root.modules():
+        if next(module.children(), None) is not None:
+            module.register_forward_pre_hook(_open, prepend=True)
+            module.register_forward_hook(_close, always_call=True)
+
+
+def _open(module: nn.Module, args: tuple) -> None:
+    open_scope()
+
+
+def _close(module: nn.Module, args: tuple, output: Any) -> None:
+    close_scope()

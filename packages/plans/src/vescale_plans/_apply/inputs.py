@@ -1,0 +1,247 @@
+"""What enters the root module: plain tensors become DTensors of the global batch, after a check that ranks agree."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import (
+    DTensor,
+    Placement,
+    PlacementError,
+    PlainTensorError,
+    Replicate,
+    ShapeError,
+    Shard,
+    from_local,
+)
+from vescale_dtensor.engine import (
+    INVARIANT,
+    PENDING,
+    Mesh,
+    canonical_states,
+    convert,
+    convert_plain,
+    gather_objects,
+    layout_of,
+    local_only,
+    mesh_of,
+    on_device,
+    sharded,
+    stamp,
+)
+
+from ..plan import Plan, PlanError
+from .containers import map_tensors, tensors_in
+from .join import join, tensor_mesh
+
+# Ranks compare what they were given in the first calls, and then in every so many.
+FIRST_CHECKS, CHECK_EVERY = 3, 100
+_calls_of: WeakKeyDictionary[Mesh, int] = WeakKeyDictionary()  # of `shard_batch`
+
+
+class Cuts(NamedTuple):
+    """The axes over which what enters the model is cut: rows of the batch, and sequences."""
+
+    data_axes: tuple[str, ...]
+    context_axis: str | None
+
+    def placements(self, tensor: Tensor, names: Iterable[str], lengths: Collection[int]) -> list[Placement]:
+        """Of a tensor, given the lengths of sequences in its batch: a mask's rows are of such a length."""
+        dim = self.sequence(tensor.ndim)
+        if dim == 2 and tensor.shape[2] not in lengths:
+            dim = None
+        rows, sequence = Shard(0) if tensor.ndim else Replicate(), Replicate() if dim is None else Shard(dim)
+        return [
+            rows if name in self.data_axes else sequence if name == self.context_axis else Replicate()
+            for name in names
+        ]  # fmt: skip
+
+    def sequence(self, ndim: int) -> int | None:
+        """Which dim is a sequence: [batch, places, ...], or of a mask's four [batch, heads, places, places]."""
+        return None if self.context_axis is None else _SEQUENCE.get(ndim)
+
+    def lengths(self, batch: Any) -> set[int]:
+        return {t.shape[1] for t in tensors_in(batch) if t.ndim in (2, 3)} if self.context_axis is not None else set()
+
+
+_SEQUENCE = {2: 1, 3: 1, 4: 2}
+
+
+def cuts_of(plan: Plan) -> Cuts:
+    return Cuts(plan.data_axes, plan.context_axis)
+
+
+class RootBorder:
+    """Hooks of the root module."""
+
+    def __init__(self, root: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
+        self._mesh = mesh
+        self._cuts = cuts
+        self._calls = 0
+        root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        root.register_forward_hook(self._leave)
+
+    def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        checks = self._calls < FIRST_CHECKS or self._calls % CHECK_EVERY == 0
+        self._calls += 1
+        if not checks and not kwargs and all(type(each) is DTensor for each in args):
+            return None
+        with torch._C.DisableTorchFunction():  # nothing here is the forward's: a pipeline's dry run must not see it
+            if checks:
+                check_agreement((args, kwargs), self._mesh)
+            args, kwargs = spread((args, kwargs), self._mesh, self._cuts)
+        return args, kwargs
+
+    def _leave(self, root: nn.Module, args: tuple, output: Any) -> Any:
+        """A pending number (a loss) becomes whole here, so that `loss.item()` never communicates."""
+        if type(output) is DTensor and output._layout.shape:
+            return None
+        return map_tensors(output, _whole_number)
+
+
+def spread(batch: Any, mesh: Mesh, cuts: Cuts) -> Any:
+    """The tensors of a batch that all ranks hold alike, cut."""
+    lengths = cuts.lengths(batch)
+    return map_tensors(batch, lambda tensor: distributed(tensor, mesh, cuts, lengths))
+
+
+def distributed(tensor: Tensor, mesh: Mesh, cuts: Cuts, lengths: Collection[int]) -> Tensor:
+    """A plain tensor that all ranks hold alike, cut; a DTensor as it is.
+
+    On the mesh's device: what lies elsewhere, a loader's batch, is cut first, then moved.
+    """
+    if type(tensor) is DTensor:
+        return tensor
+    shape = tuple(tensor.shape)
+    placements = cuts.placements(tensor, mesh.names, lengths)
+    states = canonical_states("batch", placements, mesh, shape, replicated=INVARIANT)
+    layout = layout_of(mesh, states, shape)
+    made = convert_plain(tensor, mesh, layout, "batch")
+    with local_only():
+        local = on_device(made, mesh)
+        return made if local is made else stamp(local, layout)
+
+
+def _whole_number(tensor: Tensor) -> Tensor:
+    if type(tensor) is not DTensor or tensor.ndim or not tensor.mesh_layout.is_pending:
+        return tensor
+    layout = tensor.mesh_layout
+    states = [INVARIANT if state is PENDING else state for state in layout.states]
+    return convert(tensor, layout.with_states(states), "loss (root border)")
+
+
+def shard_batch(plan: Plan, batch: Any) -> Any:
+    """See `Plan.shard_batch`."""
+    join()
+    mesh = mesh_of(tensor_mesh(plan))
+    calls = _calls_of.get(mesh, 0)
+    _calls_of[mesh] = calls + 1
+    if calls < FIRST_CHECKS or calls % CHECK_EVERY == 0:
+        check_agreement(batch, mesh, "Plan.shard_batch", "a batch to be cut is")
+    return spread(batch, mesh, cuts_of(plan))
+
+
+_PART_REMEDIES = [
+    ("DataLoader(..., drop_last=True)", "the last batch of a stream, of which a rank has fewer rows, or none"),
+    ("plan.shard_batch(batch)", "of the global batch, the same on every rank, of any size"),
+    ("model(batch)", "of what is a DTensor already, or the global batch"),
+]
+
+
+def local_batch(plan: Plan, batch: Any, whole_sequences: bool = True) -> Any:
+    """See `Plan.local_batch`."""
+    join()
+    device_mesh = tensor_mesh(plan)
+    mesh = mesh_of(device_mesh)
+    cuts = cuts_of(plan)
+    lengths = cuts.lengths(batch)
+
+    def part(tensor: Tensor) -> Tensor:
+        placements = cuts.placements(tensor, mesh.names, lengths)
+        given = placements
+        if whole_sequences:
+            given = [Replicate() if name == plan.context_axis else p for name, p in zip(mesh.names, placements)]
+        try:
+            made = from_local(tensor, device_mesh, given)
+        except (ShapeError, PlacementError) as error:
+            raise type(error)("Plan.local_batch", error.rule, error.operands, _PART_REMEDIES) from None
+        return made if given == placements else made.redistribute(placements)
+
+    return map_tensors(batch, part)
+
+
+def local_sequence(plan: Plan, length: int) -> range:
+    """See `Plan.local_sequence`."""
+    join()
+    mesh = mesh_of(tensor_mesh(plan))
+    state = sharded(0) if plan.context_axis is not None else INVARIANT
+    states = [state if name == plan.context_axis else INVARIANT for name in mesh.names]
+    layout = layout_of(mesh, states, (length,))
+    ((start, stop),) = layout.region_at(mesh.coordinate)[0] or ((0, 0),)
+    return range(start, stop)
+
+
+def parts(plan: Plan, batch: Any, model: nn.Module | None) -> Iterator[Any]:
+    """See `Plan.parts`."""
+    count = plan.accumulation
+    parallel = getattr(model, "_vescale", None)
+    pauses = parallel is not None and plan.zero < 2  # from ZeRO-2 on a rank has no room for whole gradients
+    for tensor in tensors_in(batch):
+        rows = tensor.shape[0] if tensor.ndim else 0
+        if rows % count or not rows:
+            raise PlanError(
+                "Plan.parts",
+                f"a tensor of {rows} rows has no {count} equal parts",
+                [f"shape  {list(tensor.shape)}", f"plan   accumulation={count}"],
+                [(f"a batch of {-(-max(1, rows) // count) * count} rows", f"divides by {count}")],
+            )
+
+    for at in range(count):
+        part = map_tensors(batch, lambda tensor, at=at: tensor.tensor_split(count)[at])
+        with parallel.sync.paused() if pauses and at < count - 1 else contextlib.nullcontext():
+            yield part
+
+
+def check_agreement(
+    inputs: Any, mesh: Mesh, operation: str = "model", what: str = "plain tensors that enter the model are"
+) -> None:
+    """Raises PlainTensorError, on all ranks alike, when plain inputs differ between ranks.
+
+    Cost: one small all-gather per mesh axis.
+    """
+    digests: list[tuple] = []
+
+    def digest(tensor: Tensor) -> Tensor:
+        if type(tensor) is not DTensor:
+            digests.append((tuple(tensor.shape), str(tensor.dtype), checksum(tensor)))
+        return tensor
+
+    map_tensors(inputs, digest)
+    everyone = gather_objects(tuple(digests), mesh)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            which = next((i for i, (a, b) in enumerate(zip(everyone[0], theirs)) if a != b), 0)
+            raise PlainTensorError(
+                operation,
+                f"plain input tensor {which} differs between ranks 0 and {rank} of {mesh}: {what} the global batch, "
+                "the same on every rank",
+                [f"rank {r}  {list(d[which][0]) if which < len(d) else 'absent'}" for r, d in enumerate(everyone)],
+                [
+                    ("model(plan.local_batch(batch))", "when every rank loads its own part of the batch"),
+                    ("seed the loader alike on all ranks", "when every rank loads the global batch"),
+                ],
+            )
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of a tensor's bytes; a meta tensor has none."""
+    if tensor.is_meta:
+        return 0
+    return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else 0

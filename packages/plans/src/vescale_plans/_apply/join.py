@@ -1,0 +1,197 @@
+"""Joining torch.distributed, once, and leaving it in order."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vescale_dtensor import MeshError
+from vescale_dtensor.engine import hook_breakpoints, raised_here, tell_endings, watch_for_hangs
+
+from ..plan import Plan, PlanError
+
+# Bounds every collective: a rank that waits longer raises, naming what it waited for.
+TIMEOUT = timedelta(minutes=10)
+
+
+def join() -> None:
+    """Joins the process group that torchrun's environment names, or makes a world of one.
+
+    On a machine with an accelerator this rank computes there, and the group has a backend for it and one for the
+    host: "cpu:gloo,cuda:nccl". Started without torchrun, a line on stderr says which device that is.
+
+    Does nothing when somebody joined already; they then also leave. A group that is
+    not destroyed may abort the process at exit, so whoever joins leaves. From then on
+    ranks tell each other what ended them, and what hangs, and `breakpoint()` stops all of them.
+    Raises MeshError, on all ranks of a machine alike,
+    when it has fewer devices than ranks.
+    """
+    if dist.is_initialized():
+        tell_endings()
+        watch_for_hangs()
+        hook_breakpoints()
+        return
+    device = accelerator()
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{_backend_of(device)}"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if device != "cpu":
+            torch.accelerator.set_device_index(_own_index(torch.accelerator.device_count()))
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:
+        if device != "cpu":
+            where = f"{device}:{torch.accelerator.current_device_index()}"
+            print(f"vescale: not started by torchrun: one rank, on {where}", file=sys.stderr)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(leave)
+    tell_endings()
+    watch_for_hangs()
+    hook_breakpoints()
+
+
+def _own_index(devices: int) -> int:
+    """Which device is this rank's, of those that it sees."""
+    if devices == 1:  # the only one, or each rank is shown its own
+        return 0
+    ranks, own = (int(os.environ.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    if max(ranks, own + 1) > devices:
+        raise MeshError(
+            "parallelize",
+            f"{max(ranks, own + 1)} ranks on a machine with {devices} devices: each rank computes on one of its own",
+            (),
+            [
+                (f"torchrun --nproc-per-node {devices} ...", "a rank per device"),
+                ('torch.distributed.init_process_group("gloo") first', "ranks then share what their models lie on"),
+            ],
+        )
+    return own
+
+
+def leave() -> None:
+    """Ends all process groups; safe to call twice. After an error nobody answers what is pending, for which NCCL would
+    wait: it is aborted."""
+    if not dist.is_initialized():
+        return
+    if raised_here() and dist.get_backend() != "gloo":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def accelerator() -> str:
+    """The type of this machine's accelerator, "cuda" say, that torch.distributed has a backend for; else "cpu"."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and _backend_of(found.type) else "cpu"
+
+
+def _backend_of(device: str) -> str | None:
+    """The backend that torch knows for an accelerator; None where it is the host's (mps) or there is none."""
+    name = dist.Backend.default_device_backend_map.get(device)
+    return None if name == "gloo" else name
+
+
+_HOSTS_TOO = frozenset({"gloo", "mpi", "ucc", "fake"})
+"""Backends that serve the host and accelerators alike: that a world has one says nothing of where its tensors lie."""
+
+
+def device_type() -> str:
+    """Where the tensors of the joined world lie.
+
+    On the accelerator, where the world has a backend made for it. One that serves the host as well (gloo, as whoever
+    joined chose) leaves it to the first model, see `settle_device`.
+    """
+    device = accelerator()
+    backend = _served_by(device)
+    if device == "cpu" or backend is None or backend in _HOSTS_TOO:
+        return _settled.get(dist.group.WORLD, "cpu")
+    return device
+
+
+def settle_device(model: nn.Module) -> str:
+    """`device_type`; where either is possible, the world's tensors lie from now on where `model`'s parameters do."""
+    first = next(model.parameters(), None)
+    if first is not None and first.device.type == accelerator() and _served_by(first.device.type) is not None:
+        _settled[dist.group.WORLD] = first.device.type
+    return device_type()
+
+
+def _served_by(device: str) -> str | None:
+    """The name of the world's backend for a type of device; None without one."""
+    try:
+        return dist.group.WORLD._get_backend(torch.device(device)).name()
+    except RuntimeError:
+        return None
+
+
+_settled: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by world
+
+
+def make_mesh(plan: Plan) -> DeviceMesh:
+    """The plan's mesh over the joined world; the same object for the same axes.
+
+    Outside torchrun, in a world of one, every axis has size 1, so that the same
+    script runs. Raises MeshError when torchrun's world has another size.
+    """
+    world = dist.get_world_size()
+    sizes = tuple(plan.mesh.values())
+    if world != plan.world_size:
+        if world != 1 or "RANK" in os.environ:
+            described = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
+            raise MeshError(
+                "parallelize",
+                f"the plan's mesh needs {plan.world_size} ranks ({described}), and the world has {world}",
+                (),
+                [
+                    (f"torchrun --nproc-per-node {plan.world_size} ...", "starts as many as the plan needs"),
+                    (f"a mesh whose sizes multiply to {world}", ""),
+                ],
+            )
+        sizes = (1,) * len(sizes)
+    device = device_type()
+    wanted = (dist.group.WORLD, device, tuple(plan.mesh), sizes)
+    for known, mesh in _meshes:
+        if known == wanted:
+            return mesh
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(plan.mesh))
+    _meshes.append((wanted, mesh))
+    return mesh
+
+
+def forget_meshes() -> None:
+    """Lets go of all meshes, before their world ends."""
+    _meshes.clear()
+
+
+_meshes: list[tuple[tuple, DeviceMesh]] = []
+
+
+def tensor_mesh(plan: Plan) -> DeviceMesh:
+    """Where the tensors of this rank lie: the plan's mesh, or, under a pipeline, that of its stage.
+
+    Raises PlanError under a pipeline before `parallelize` has made the stages.
+    """
+    device_mesh = make_mesh(plan)
+    if plan.pipeline is None:
+        return device_mesh
+    mesh = _stages.get((id(device_mesh), plan.pipeline.axis))
+    if mesh is None:
+        raise PlanError(
+            "Plan", "the stages of the pipeline are not made yet", (), [("vescale.parallelize(plan, ...) first", "")]
+        )
+    return mesh
+
+
+def keep_stage_mesh(plan: Plan, mesh: DeviceMesh) -> None:
+    """Says which part of the plan's mesh is this rank's stage."""
+    _stages[id(make_mesh(plan)), plan.pipeline.axis] = mesh
+
+
+_stages: dict[tuple[int, str], DeviceMesh] = {}  # by plan meshes, which `_meshes` keeps

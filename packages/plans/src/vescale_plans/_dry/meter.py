@@ -1,0 +1,140 @@
+"""What a run on local tensors takes: bytes alive, by kind, and floating point operations. On meta tensors as on real.
+
+Real tensors may meet meta ones, and the result is meta: so integers can stay real (indices, masks, what is made of
+them), and a model that reads them runs, while nothing of size is computed.
+
+Every tensor that an operator makes is noted with the storage behind it, and the storage's end with a finalizer, so
+that what is counted is what is alive, views counted once: nothing is modelled, but for what gloo takes to gather (as
+much again as it gathers). Work inside a kernel (cuBLAS workspaces) is not seen, nor is an allocator's rounding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from .meta_kernels import FLOPS, STAND_INS
+
+HOST = "host"  # the kind of storages that stand for memory of the host
+
+
+class Meter(TorchDispatchMode):
+    """Counts while it is entered; storages that end afterwards are still noticed.
+
+    Storages of the kind "host" stand for memory of the host, and are not counted.
+
+    `live` is bytes by kind at this moment, `peak` at the worst moment since `mark`, `flops` since then. A storage is
+    of the kind that `kind` was when it appeared, or that `label` gave it.
+    """
+
+    def __init__(self, scratch: str = "") -> None:
+        """`scratch`: of a backend, whose collectives take memory of their own."""
+        super().__init__()
+        self._scratch = SCRATCH.get(scratch, {})
+        self.kind = "other"
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.flops = 0
+        self.listener: Callable | None = None  # told of every operator: (kind, function, args, kwargs, out)
+        self._known: dict[int, tuple[str, int]] = {}
+
+    def mark(self) -> None:
+        """From here on the peak and the operations are counted anew."""
+        self.peak, self.flops = Counter(self.live), 0
+
+    def label(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Says of which kind the storages behind these tensors are."""
+        for tensor in tensors:
+            self._note(tensor, kind, relabel=True)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        # What arrives is below any subclass: a saved DTensor stands for its shard here.
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(tensor.is_meta for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)):
+                args, kwargs = tree_map_only(Tensor, _meta, (args, kwargs))
+            elif kwargs.get("device") == _META and _makes_integers(function, args, kwargs):
+                kwargs = {**kwargs, "device": _CPU}  # asked for on the device of another tensor, which is meta
+            out = STAND_INS.get(function, function)(*args, **kwargs)
+            self.flops += flops_of(function.overloadpacket, args, kwargs, out)
+            if (taken := self._scratch.get(function)) is not None:
+                self._note(taken(*args, **kwargs), self.kind)
+            for tensor in tree_iter(out):
+                if isinstance(tensor, Tensor):
+                    self._note(tensor, self.kind)
+            if self.listener is not None:
+                self.listener(self.kind, function, args, kwargs, out)
+        return out
+
+    def _note(self, tensor: Tensor, kind: str, relabel: bool = False) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is None:
+            weakref.finalize(storage, self._forget, key).atexit = False
+            self._add(key, kind, storage.nbytes())
+        elif relabel and known[0] != kind:
+            self._forget(key)
+            self._add(key, kind, known[1])
+
+    def _add(self, key: int, kind: str, size: int) -> None:
+        self._known[key] = (kind, size)
+        if kind == HOST:
+            return
+        self.live[kind] += size
+        if self.live.total() > self.peak.total():
+            self.peak = Counter(self.live)
+
+    def _forget(self, key: int) -> None:
+        kind, size = self._known.pop(key)
+        if kind != HOST:
+            self.live[kind] -= size
+
+
+SCRATCH = {"gloo": {torch.ops.c10d._allgather_base_.default: lambda out, *rest, **more: torch.empty_like(out)}}
+"""Backend -> collective -> what it allocates while it runs."""
+
+
+def _attention(query, key, value, *args, out_val=None, **kwargs) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(gradient, query, key, value, *args, out_val=None, **kwargs) -> int:
+    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+
+# torch's own formulas; it has none for its CPU kernel of attention.
+_FLOPS = {
+    **FLOPS,
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def flops_of(packet, args: tuple, kwargs: dict, out) -> int:
+    """Floating point operations of an operator; 0 for what is neither product, convolution nor attention."""
+    count = _FLOPS.get(packet)
+    return count(*args, **kwargs, out_val=out) if count is not None else 0
+
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+
+
+def _makes_integers(function, args: tuple, kwargs: dict) -> bool:
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return not (dtype.is_floating_point or dtype.is_complex)
+    return function.overloadpacket is torch.ops.aten.arange and all(isinstance(one, int) for one in args)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta or not tensor.ndim else torch.empty_like(tensor, device="meta")

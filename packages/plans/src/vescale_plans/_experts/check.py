@@ -1,0 +1,104 @@
+"""check_token_wise: may the experts of a list be spread? What `lists.py` does is right for no other block."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor.engine import INVARIANT, State, gather_objects
+
+from .._apply.containers import tensors_in
+from .._apply.generators import random_states, same_states, set_random_states
+from .._plan.parts import PlanError
+
+if TYPE_CHECKING:
+    from .lists import Call
+
+FEW = 0.01
+"""Rows that may differ: a router's near tie may fall either way when a product has other sizes."""
+
+
+def check_token_wise(call: Call) -> None:
+    """Raises PlanError, on all ranks alike, unless the block treats every token by itself.
+
+    Cost: an all-gather of the block's input, and three forwards without experts.
+    """
+    border, kept = call.border, random_states()
+    whole = border.rows(tuple(_whole(state) for state in call.rows.states), call.was.shape)
+    with torch.no_grad():
+        here, everywhere = call.local(call.rows), call.local(whole)  # communicates: outside of what may raise
+        try:
+            problem = _tried(call, ((whole, everywhere, 1.0), (call.rows, here, 1.0), (call.rows, here, 0.0)), kept)
+            problem = problem or _unfit(call, call.tokens(here))
+        except Exception as error:
+            problem = error.rule if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
+    set_random_states(kept)
+    problem = next((verdict for verdict in gather_objects(problem, border.mesh) if verdict is not None), None)
+    if problem is not None:
+        raise PlanError(
+            border.name,
+            f"the experts of this list cannot be spread over ranks: {problem}",
+            [f"input  {call.was}"],
+            [
+                ("experts as stacked weights [experts, ...]", "one module that takes tokens, indices and weights"),
+                (f'"{border.spread.name}.*": {{"{border.mesh.names[border.spread.axis]}": Replicate()}}', "whole"),
+            ],
+        )
+
+
+def _tried(call: Call, trials, kept: list) -> str | None:
+    """What three forwards tell, each (rows, arguments, factor of the function in the experts' place): over the tokens
+    of all ranks, over this rank's, and over this rank's with another function."""
+    found, ends, asked = [], [], []
+    for rows, arguments, factor in trials:
+        set_random_states(kept)
+        asked.append([])
+        output = call.forward(rows, arguments, partial(_stand_in, asked[-1], factor, call.border.spread.experts))
+        found.append(tensors_in(output))
+        ends.append(random_states())
+    problem = _difference(call, found[0], found[1])
+    if not same_states(ends[0], ends[1]):
+        problem = "it draws random numbers at places that are not rows of its input"
+    (_, first, second) = asked
+    alike = [who for who, _ in first] == [who for who, _ in second]
+    if not alike or not all(torch.equal(one, other) for (_, one), (_, other) in zip(first, second)):
+        problem = "what it hands to an expert depends on what others gave"
+    return problem
+
+
+def _stand_in(asked: list[tuple[int, Tensor]], factor: float, experts: int, index: int, rows: Tensor) -> Tensor:
+    asked.append((index, rows))
+    return rows * factor * (1 + index / experts)
+
+
+def _difference(call: Call, whole: list[Tensor], local: list[Tensor]) -> str | None:
+    if len(whole) != len(local):
+        return "over this rank's tokens it returns other tensors than over all"
+    for i, (theirs, ours) in enumerate(zip(whole, local)):
+        if not ours.ndim or ours.shape[0] not in (call.rows.local[0], call.rows.local_tokens):
+            return f"tensor {i} of what it returns, {list(ours.shape)}, has no row per token"
+        flat = (len(ours), prod(ours.shape[1:]))
+        expected = call.rows.part(theirs).reshape(flat).double()
+        differs = (expected - ours.reshape(flat).double()).abs() > 1e-4 * (1 + expected.abs())
+        if differs.any(1).sum() > max(1, FEW * len(ours)):
+            return f"what it computes for a token depends on other tokens (tensor {i} of what it returns)"
+    return None
+
+
+def _unfit(call: Call, tokens: Tensor) -> str | None:
+    """Why one expert of this rank's, tried on a row of zeros, is none whose rows can travel."""
+    before = random_states()
+    row = tokens.new_zeros(1, call.rows.shape[-1])
+    given = call.compute(call.border.spread.first, row)
+    if not same_states(before, random_states()):
+        return "its experts draw random numbers"
+    call.border.gives = given.dtype
+    return None if given.shape == row.shape else f"its experts make {list(given.shape)} of {list(row.shape)}"
+
+
+def _whole(state: State) -> State:
+    return INVARIANT if state.is_sharded else state

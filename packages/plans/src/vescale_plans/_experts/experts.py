@@ -1,0 +1,373 @@
+"""Expert parallelism: the experts of a mixture spread over a mesh axis, in any unmodified model.
+
+An experts module is known by its structure: stacked weights (two or more parameters of three dims that share dim 0,
+one slice per expert) and a forward that takes tokens [T, hidden], the indices [T, k] and the weights [T, k] of the
+experts chosen for each token. Who chose them, and how, is the model's own business and runs as it is written.
+
+The module's own forward computes, unmodified, on the experts that this rank holds. Two hooks stand around it:
+
+- before, the tokens are sharded over the expert axis (they are already, where that is a data axis), every token is
+  copied once per chosen expert, the copies are sorted by expert and exchanged: each rank receives those for its own
+  experts. Forward then sees plain tensors, one expert per row with weight 1, and this rank's slices of the weights;
+- after, the rows travel back, are put in order, weighted and summed over k.
+
+Both exchanges are all-to-alls of exactly the rows that have to move, so nothing is padded, or dropped without a
+capacity (`capacity.py`); one small all-to-all of counts goes ahead, the only time the host waits for the
+device; a shared expert runs while the first is under way (`beside.py`). Backward makes the same two the other
+way. Gradients of the experts are complete over the expert axis, and pending over the others like any parameter's.
+
+Other mesh axes follow from the layouts: tokens sharded over a data axis leave expert gradients pending over it; expert
+weights sharded over a tensor axis leave the result pending there.
+
+In the reproducible mode the tokens stay and the experts come: which rows meet in a product must not depend on the mesh.
+Forward sees the tokens as they are, and weights gathered over the expert axis, as under a plan without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor
+from vescale_dtensor.engine import (
+    INVARIANT,
+    PENDING,
+    VARYING,
+    Mesh,
+    State,
+    check_order,
+    convert,
+    from_plain,
+    gather_objects,
+    is_reproducible,
+    layout_of,
+    sharded,
+)
+
+from .._plan.parts import PlanError
+from .beside import Beside
+from .bias import added_last
+from .capacity import counted, positions, room
+from .route import Back, Out, Route, Spread
+from .split import split_problem
+
+
+class ExpertsBorder:
+    """The two hooks around an experts module, whose parameters are on the mesh already."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        mesh: Mesh,
+        axis: str,
+        experts: int,
+        *,
+        block: nn.Module | None = None,
+        capacity: float | None = None,
+    ) -> None:
+        """`block`: the module that calls it, with what else it calls. `capacity`: see `Plan.capacity_factor`."""
+        at = mesh.names.index(axis)
+        spread = any(p.mesh_layout.states[at].is_sharded for p in module.parameters(recurse=False))
+        self.name, self.mesh, self.axis, self.spread = name, mesh, at, spread
+        self.experts = Spread(name, mesh, at, experts, spread)
+        # A forward may count its experts by an attribute; inside it there are as many as this rank holds.
+        self.counters = [
+            key for key, value in vars(module).items() if type(value) is int and value == experts and "expert" in key
+        ]
+        self.capacity = capacity
+        self.load, self.dropped = [0] * self.experts.local, torch.zeros(experts, dtype=torch.int64)
+        self.replicas: tuple[int, ...] = ()
+        self.split, self.whole = split_axes(module.named_parameters(recurse=False), at)
+        self._tried = not (self.whole or self.split)
+        self.beside = Beside(block, module) if spread and block is not None else None
+        self._running: list[_Call | _WholeCall] = []
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave, always_call=True, prepend=True)
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if not self._tried:
+            self._try_slices(module, args, kwargs)
+        call = (_WholeCall if is_reproducible() else _Call)(self, module, args, kwargs)
+        self._running.append(call)
+        return call.args, call.kwargs
+
+    def _try_slices(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Raises PlanError, on all ranks alike, where slices of experts do not give parts of one sum, and for what is
+        whole where the rest is split, and is no bias added last.
+
+        Cost: once, some forwards on a few rows per expert, and small all-gathers.
+        """
+        given = _tokens_indices_weights(self.name, args, kwargs)
+        held = dict(module._parameters)
+
+        def forward(parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor, count: int) -> Tensor:
+            replaced = dict(zip(map(id, given), (rows, experts[:, None], rows.new_ones(len(rows), 1))))
+            module._parameters.update(parameters)
+            for name in self.counters:
+                setattr(module, name, count)
+            try:
+                return module.forward(
+                    *(replaced.get(id(one), one) for one in args),
+                    **{key: replaced.get(id(one), one) for key, one in kwargs.items()},
+                )
+            finally:
+                module._parameters.update(held)
+                for name in self.counters:
+                    setattr(module, name, self.experts.experts)
+
+        like, width = given[0].to_local().detach(), given[0].shape[-1]
+        if self.whole:
+            shapes = {key: one.mesh_layout.local_shape for key, one in held.items() if one is not None}
+            slices = partial(forward, count=self.experts.local)
+            wrong = {key: self.whole[key] for key in self.whole if not added_last(slices, shapes, key, width, like)}
+            everyone = gather_objects(wrong, self.mesh)
+            told = next(filter(None, everyone), {})
+            refuse_whole(self.name, self.mesh, module.named_parameters(recurse=False), told)
+        if self.split and not like.is_meta:
+            layouts = {key: one.mesh_layout for key, one in held.items() if one is not None}
+            with torch.no_grad():
+                problem = split_problem(
+                    partial(forward, count=1), layouts, self.experts.experts, self.split, self.whole, width, like
+                )
+            if problem is not None:
+                refuse_split(self.name, self.mesh, self.split, held, problem)
+        self._tried = True
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if not self._running:  # the pre-hook itself raised
+            return output
+        call = self._running.pop()
+        call.restore()
+        return call.combine(output) if isinstance(output, Tensor) else output
+
+    def total_load(self) -> list[int]:
+        """Rows that every expert received in the last forward. Cost: one small all-gather."""
+        return total_load(self.experts, self.load, self.replicas)
+
+    def total_dropped(self) -> list[int]:
+        """Rows that every expert had no room for in the last forward. Cost: one small all-gather."""
+        everyone = gather_objects((self.mesh.coordinate, self.dropped.tolist()), self.mesh)
+        counted = [drops for coordinate, drops in everyone if not any(coordinate[axis] for axis in self.replicas)]
+        return [sum(drops) for drops in zip(*counted)]
+
+
+def total_load(experts: Spread, load: list[int], replicas: tuple[int, ...]) -> list[int]:
+    """The sum of what ranks counted for the experts they hold; along `replicas` they counted the same rows."""
+    totals = [0] * experts.experts
+    for coordinate, counts in gather_objects((experts.mesh.coordinate, load), experts.mesh):
+        if not any(coordinate[axis] for axis in replicas):
+            first = sum(experts.held[: coordinate[experts.axis]]) if len(counts) < experts.experts else 0
+            for i, count in enumerate(counts):
+                totals[first + i] += count
+    return totals
+
+
+def split_axes(
+    parameters: Iterable[tuple[str, DTensor]], experts: int
+) -> tuple[frozenset[int], dict[str, tuple[int, ...]]]:
+    """The axes over which the weights of single experts are split: what forward returns is pending there; and the
+    parameters that are whole on some of these axes."""
+    states = {key: parameter.mesh_layout.states for key, parameter in parameters}
+    split = {axis for own in states.values() for axis, state in enumerate(own) if state.is_sharded and axis != experts}
+    whole = {key: tuple(axis for axis in sorted(split) if not own[axis].is_sharded) for key, own in states.items()}
+    return frozenset(split), {key: axes for key, axes in whole.items() if axes}
+
+
+def refuse_whole(name: str, mesh: Mesh, parameters: Iterable[tuple[str, DTensor]], whole: dict[str, tuple[int, ...]]):
+    """Raises PlanError for parameters that are whole on an axis that splits the others, if there are any."""
+    if not whole:
+        return
+    axis = mesh.names[next(iter(whole.values()))[0]]
+    raise PlanError(
+        name,
+        f"over axis {axis!r} its experts are split inside, and {', '.join(whole)} is not: it does more than to be "
+        "added to what they give, so that what each rank adds to its part of the sum cannot be known",
+        [f"{key}  {list(parameter.mesh_layout.states)}" for key, parameter in parameters],
+        [(f"leave {axis!r} out of the placements of its parameters", "experts are whole there")],
+    )
+
+
+def refuse_split(
+    name: str, mesh: Mesh, split: frozenset[int], held: Mapping[str, DTensor | None], problem: str
+) -> None:
+    """Raises PlanError: experts cannot be split inside as they are."""
+    axis = mesh.names[min(split)]
+    raise PlanError(
+        name,
+        f"over axis {axis!r} its experts are split inside, and {problem}",
+        [f"{key}  {list(one.mesh_layout.states)}" for key, one in held.items() if one is not None],
+        [
+            ("InterleavedShard(dim, 2)", "of a weight that holds two, as gate and up, each cut alike"),
+            (f"leave {axis!r} out of the placements of its parameters", "experts are whole there"),
+        ],
+    )
+
+
+def row_states(now: Sequence[State], experts: Spread, spread: bool, split: frozenset[int]) -> tuple[State, ...]:
+    """Of tokens, indices and weights alike: sharded over the expert axis, elsewhere as they are, or whole."""
+    states = []
+    for axis, state in enumerate(now):
+        if state.is_sharded and state.dim == 0:
+            states.append(state)
+        elif axis == experts.axis and spread:
+            states.append(sharded(0))
+        else:  # where the weights are split, ranks do different work with the same tokens
+            states.append(VARYING if axis in split or state is VARYING else INVARIANT)
+    return tuple(states)
+
+
+def swap_in(
+    module: nn.Module, rows: tuple[State, ...], cause: str, whole: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> dict[str, nn.Parameter | None]:
+    """The module holds this rank's weights as plain tensors; returns the parameters that it held itself.
+
+    `whole`: what counts once over some axes: all their ranks but the first hold zeros.
+    """
+    held = dict(module._parameters)
+    for name, parameter in held.items():
+        if parameter is None:
+            continue
+        layout = parameter.mesh_layout.base
+        states = [
+            state if state.is_sharded else INVARIANT if row is INVARIANT else VARYING
+            for state, row in zip(layout.states, rows)
+        ]
+        local = convert(parameter, layout.with_states(states), cause).to_local()
+        counts = not any(layout.mesh.coordinate[axis] for axis in whole.get(name, ()))
+        module._parameters[name] = local if counts else local * 0
+    return held
+
+
+class _Call:
+    """One forward of an experts module: what was changed for it, and what puts the rows back."""
+
+    def __init__(self, border: ExpertsBorder, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._border, self._module = border, module
+        given = _tokens_indices_weights(border.name, args, kwargs)
+        self._was = given[0].mesh_layout.base
+        rows = row_states(self._was.states, border.experts, border.spread, border.split)
+        cause = f"{border.name} (experts)"
+        tokens, indices, self._weights = (
+            convert(one, layout_of(border.mesh, rows, tuple(one.shape)), cause).to_local() for one in given
+        )
+        self._rows = rows
+        border.replicas = tuple(a for a, state in enumerate(rows) if not state.is_sharded)
+        takes = None
+        if border.capacity is not None and not indices.is_meta:
+            layout = layout_of(border.mesh, rows, tuple(given[1].shape))
+            takes = room(indices, layout, border.experts.experts, border.capacity, border.name)
+        if border.spread:
+            fresh = self._dispatch(tokens, indices, takes)
+        else:
+            fresh = (tokens, indices, self._counted(indices, takes))
+        replaced = dict(zip(map(id, given), fresh))
+        self.args = tuple(replaced.get(id(one), one) for one in args)
+        self.kwargs = {key: replaced.get(id(one), one) for key, one in kwargs.items()}
+        self._parameters = swap_in(module, rows, cause, border.whole)
+        for name in border.counters:
+            setattr(module, name, border.experts.local)
+
+    def _counted(self, indices: Tensor, takes: Tensor | None) -> Tensor:
+        """The weights of rows that stay where they are; zeros for those that no expert takes."""
+        border, flat = self._border, indices.reshape(-1)
+        if indices.is_meta:
+            border.load = []
+            return self._weights
+        counts = counted(flat, border.experts.experts)
+        kept = counts if takes is None else torch.minimum(counts, takes)
+        border.load, border.dropped = kept.tolist(), counts - kept
+        if takes is None:
+            return self._weights
+        order = torch.argsort(flat, stable=True)
+        taken = torch.empty_like(flat, dtype=torch.bool)
+        taken[order] = positions(flat[order]) < takes[flat[order]]
+        return self._weights.where(taken.view(indices.shape), self._weights.new_zeros(()))
+
+    def _dispatch(self, tokens: Tensor, indices: Tensor, takes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What the module's forward gets: the rows that arrived, the local expert of each, ones."""
+        self._shape = (*indices.shape, tokens.shape[1])
+        self._route = route = Route(self._border.experts, indices, room=takes)
+        self._border.load, self._border.dropped = route.load, route.dropped
+        copies = tokens.unsqueeze(1).expand(self._shape).reshape(-1, self._shape[2])
+        if self._border.beside is not None:
+            route.begin(copies.detach())
+            self._border.beside.run()
+        moved, ids = Out.apply(copies, route), route.arrived_ids()
+        self._none = moved.shape[0] == 0
+        if self._none:  # one row of zeros, so that the graph and its exchanges are the same on every rank
+            moved, ids = torch.cat([moved, moved.new_zeros(1, moved.shape[1])]), ids.new_zeros(1)
+        return moved, ids[:, None], self._weights.new_ones(len(moved), 1)
+
+    def restore(self) -> None:
+        self._module._parameters.update(self._parameters)
+        for name in self._border.counters:
+            setattr(self._module, name, self._border.experts.experts)
+
+    def combine(self, output: Tensor) -> DTensor:
+        """The result as a DTensor; where rows travelled, they go back to their tokens, are weighted and summed."""
+        border = self._border
+        if border.spread:
+            output = output[:0] if self._none else output
+            back = Back.apply(output, self._route).view(self._shape)
+            output = (back * self._weights.unsqueeze(-1).to(back.dtype)).sum(1)
+        states = [
+            PENDING if axis in border.split and not state.is_sharded else state for axis, state in enumerate(self._rows)
+        ]
+        result = from_plain(output, layout_of(border.mesh, tuple(states), self._was.shape))
+        before = self._was.states[border.axis]
+        if not border.spread or before.is_sharded and before.dim == 0:
+            return result
+        states[border.axis] = VARYING if before is VARYING else INVARIANT
+        return convert(result, result.mesh_layout.base.with_states(states), f"{border.name} (experts)")
+
+
+class _WholeCall:
+    """One forward of an experts module in the reproducible mode, on the weights of all experts. Cost: all-gathers of
+    the weights over the expert axis, and reductions of their gradients."""
+
+    def __init__(self, border: ExpertsBorder, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.args, self.kwargs, self._module = args, kwargs, module
+        tokens, indices, _ = _tokens_indices_weights(border.name, args, kwargs)
+        if border.capacity is not None:
+            check_order("experts", f"{border.name}, whose experts have a capacity, drops rows")
+        states = tokens.mesh_layout.states
+        border.replicas = tuple(axis for axis, state in enumerate(states) if not state.is_sharded)
+        local = indices.to_local() if type(indices) is DTensor else indices
+        count = border.experts.experts
+        border.load = [] if local.is_meta else counted(local.reshape(-1), count).tolist()
+        self._parameters = dict(module._parameters)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                layout = parameter.mesh_layout.base
+                states = [INVARIANT if axis == border.axis else state for axis, state in enumerate(layout.states)]
+                module._parameters[name] = convert(parameter, layout.with_states(states), f"{border.name} (experts)")
+
+    def restore(self) -> None:
+        self._module._parameters.update(self._parameters)
+
+    def combine(self, output: Tensor) -> Tensor:
+        return output
+
+
+def _tokens_indices_weights(name: str, args: tuple, kwargs: dict) -> tuple[DTensor, DTensor, DTensor]:
+    """By kind: the integers are the indices; of the floating point ones the tokens come first, then the weights."""
+    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+    floating = [one for one in tensors if one.is_floating_point()]
+    whole = [one for one in tensors if not one.is_floating_point()]
+    if len(floating) == 2 and len(whole) == 1:
+        tokens, weights, indices = *floating, whole[0]
+        fits = tokens.ndim == 2 and indices.shape == weights.shape and tokens.shape[0] == indices.shape[0]
+        if fits and all(type(one) is DTensor for one in (tokens, indices, weights)):
+            return tokens, indices, weights
+    raise PlanError(
+        name,
+        "its experts are spread over ranks, so that it takes tokens [T, hidden], indices [T, k] and weights [T, k]",
+        [f"{type(one).__name__} {one.dtype} {list(one.shape)}" for one in tensors],
+        [("expert_axis=None", "shards inside the experts only")],
+    )

@@ -1,0 +1,132 @@
+"""Rows to the ranks that hold their experts, and back: one all-to-all each way of exactly the rows that move.
+
+    rank 0, experts 0 1      rank 1, experts 2 3          rows sorted by expert, a: from rank 0, b: from rank 1
+    a0 a0 a2 a3          ->  b0 b1 b2 b3           sent
+    a0 a0 b0 b1              a2 a3 b2 b3           arrived: by rank of origin, then by expert
+
+One small all-to-all of counts goes ahead, the only time the host waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor.debug import Cause
+from vescale_dtensor.engine import Mesh, PendingRows, set_cause
+
+from .capacity import counted, positions
+
+
+class Spread:
+    """Which ranks of an axis hold which experts, as torch.chunk cuts them; `ranks` is 1 where all hold all."""
+
+    def __init__(self, name: str, mesh: Mesh, axis: int, experts: int, spread: bool = True) -> None:
+        self.name, self.mesh, self.axis, self.experts = name, mesh, axis, experts
+        self.ranks = mesh.sizes[axis] if spread else 1
+        chunk = -(-experts // self.ranks)
+        self.held = [max(min((rank + 1) * chunk, experts) - rank * chunk, 0) for rank in range(self.ranks)]
+        self.mine = mesh.coordinate[axis] if spread else 0
+        self.local, self.first = self.held[self.mine], sum(self.held[: self.mine])
+
+
+class Route:
+    """Which rows go where: a stable sort of the chosen experts, and the counts that ranks exchange.
+
+    Arguments:
+        indices: the expert of every row, int64.
+        called: per expert, 1 where this rank calls it, with rows or without; None when that does not matter.
+        room: per expert, how many of this rank's rows it takes, the first ones; the others stay, and zeros come back
+            for them. None for all.
+
+    Cost: an all-to-all of 8 bytes per expert.
+    """
+
+    def __init__(
+        self, spread: Spread, indices: Tensor, called: Tensor | None = None, room: Tensor | None = None
+    ) -> None:
+        self.spread = spread
+        dry = indices.is_meta
+        flat = torch.arange(indices.numel()) % spread.experts if dry else indices.reshape(-1)  # dry: an even load
+        self.order = torch.argsort(flat, stable=True)
+        counts = counted(flat, spread.experts)
+        self.dropped = torch.zeros_like(counts)
+        self._drops = room is not None and not dry
+        if self._drops:
+            by_expert = flat[self.order]
+            stays = positions(by_expert) >= room[by_expert]
+            self.order = self.order[torch.argsort(stays, stable=True)]  # those that stay come last
+            self.dropped, counts = counts, torch.minimum(counts, room)
+            self.dropped = self.dropped - counts
+        self.back = torch.empty_like(self.order)
+        self.back[self.order] = torch.arange(flat.numel(), device=flat.device)
+        told = counts if called is None else 2 * counts + called
+        set_cause(Cause("expert counts", spread.name))
+        sizes = (spread.held, [spread.local] * spread.ranks)
+        arrived = PendingRows(told, *sizes, spread.mesh, spread.axis).wait()
+        if dry:
+            arrived = counts.split(spread.held)[spread.mine].repeat(spread.ranks)
+        arrived = arrived.view(spread.ranks, spread.local)
+        self.arrived = arrived if called is None else arrived // 2
+        sent = torch.stack([part.sum() for part in counts.split(spread.held)])
+        asked = arrived.sum(0) if called is None else arrived.amax(0)
+        numbers = torch.cat([sent, self.arrived.sum(1), self.arrived.sum(0), asked]).tolist()  # the one wait
+        ranks, local = spread.ranks, spread.local
+        self.sends, self.receives = numbers[:ranks], numbers[ranks : 2 * ranks]
+        self.load = numbers[2 * ranks : 2 * ranks + local]
+        self.asked = [bool(number) for number in numbers[2 * ranks + local :]]  # who is called by any rank
+        if self._drops:
+            travel = sum(self.sends)
+            self.order, self.back = self.order[:travel], self.back.clamp(max=travel)
+        self._under_way: PendingRows | None = None
+
+    def arrived_ids(self) -> Tensor:
+        """The local expert of every row that arrived: by rank of origin, then by expert."""
+        experts = torch.arange(self.spread.local, device=self.arrived.device).repeat(self.spread.ranks)
+        return torch.repeat_interleave(experts, self.arrived.view(-1), output_size=sum(self.receives))
+
+    def begin(self, copies: Tensor) -> None:
+        """Starts what `Out` will wait for: compute between the two goes on meanwhile."""
+        self._under_way = self._send(copies, "forward")
+
+    def out(self, copies: Tensor, direction: str) -> Tensor:
+        under_way, self._under_way = self._under_way, None
+        return (under_way or self._send(copies, direction)).wait()
+
+    def _send(self, copies: Tensor, direction: str) -> PendingRows:
+        set_cause(Cause("expert dispatch", self.spread.name, direction=direction))
+        rows = copies.index_select(0, self.order)
+        return PendingRows(rows, self.sends, self.receives, self.spread.mesh, self.spread.axis)
+
+    def returned(self, rows: Tensor, direction: str) -> Tensor:
+        set_cause(Cause("expert combine", self.spread.name, direction=direction))
+        back = PendingRows(rows, self.receives, self.sends, self.spread.mesh, self.spread.axis).wait()
+        if self._drops:
+            back = torch.cat([back, back.new_zeros(1, *back.shape[1:])])
+        return back.index_select(0, self.back)
+
+
+class Out(torch.autograd.Function):
+    """Copies of tokens [t * k, hidden], sorted by expert, to the ranks that hold the experts. Backward is `Back`."""
+
+    @staticmethod
+    def forward(ctx, copies: Tensor, route: Route, direction: str = "forward") -> Tensor:
+        ctx.route = route
+        return route.out(copies, direction)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return Back.apply(gradient, ctx.route, "backward"), None, None
+
+
+class Back(torch.autograd.Function):
+    """Rows of the experts to where their tokens are, in the order of the tokens. Backward is `Out`."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, route: Route, direction: str = "forward") -> Tensor:
+        ctx.route = route
+        return route.returned(rows, direction)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return Out.apply(gradient, ctx.route, "backward"), None, None

@@ -1,0 +1,81 @@
+"""Whether experts that are split inside give parts of one sum: tried once, with random weights of one expert.
+
+Their forward runs on each rank's slices, and what it returns is summed over the axes that split. That is right where
+rows of one weight meet columns of another, and not where local code cuts a packed weight (gate and up in one) whose
+halves each rank has only one of: `Shard(1)` there, where `InterleavedShard(1, 2)` is meant. Nothing tells from outside,
+so whole weights are compared with the sum over slices of the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor import Layout
+from vescale_dtensor.engine import INVARIANT, convert, from_plain, gather_objects
+
+from .._apply.generators import random_states, same_states, set_random_states
+
+Forward = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
+_ROWS = 4
+
+
+def split_problem(
+    forward: Forward, layouts: Mapping[str, Layout], experts: int, split: Sequence[int],
+    whole: Mapping[str, Sequence[int]], width: int, like: Tensor,
+) -> str | None:  # fmt: skip
+    """Why what ranks give for one expert are no parts of one sum, the same text on all; None where they are.
+
+    Arguments:
+        forward: the output [rows, hidden] for parameters by name, rows [rows, width], and the expert of each.
+        layouts: of the parameters; those with `experts` in dim 0 are made with one.
+        split: the axes over which single experts are split.
+        whole: parameters that are whole on some of these axes, where all ranks but the first hold zeros.
+        like: whose dtype and device the trial takes.
+
+    Cost: two forwards over a few rows, and an all-gather of what they give.
+    """
+    mesh = next(iter(layouts.values())).mesh
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(like)
+
+    full, local = {}, {}
+    for name, layout in layouts.items():
+        shape = (1, *layout.shape[1:]) if layout.shape[:1] == (experts,) else layout.shape
+        states = [state if axis in split else INVARIANT for axis, state in enumerate(layout.states)]
+        full[name] = random(*shape) / 4
+        placed = from_plain(full[name].clone(), layout.with_shape(shape).invariant)
+        part = convert(placed, placed.mesh_layout.with_states(states), "experts").to_local()
+        local[name] = part * 0 if any(mesh.coordinate[axis] for axis in whole.get(name, ())) else part
+    rows, first = random(_ROWS, width), torch.zeros(_ROWS, dtype=torch.int64, device=like.device)
+    kept = random_states()
+    problem = part = None
+    try:
+        expected = forward(full, rows, first)
+    except Exception:
+        expected = None  # it does not run with one expert: nothing is known
+    draws = not same_states(kept, random_states())
+    if expected is not None and not draws:
+        try:
+            part = forward(local, rows, first)
+        except Exception as error:
+            problem = f"its forward raises {type(error).__name__} on slices of its weights: {error}"
+    set_random_states(kept)
+    everyone = gather_objects((mesh.coordinate, problem, None if part is None else part.double().cpu()), mesh)
+    told = next((problem for _, problem, _ in everyone if problem is not None), None)
+    if told is None and all(part is not None for *_, part in everyone):
+        expected = expected.double().cpu()
+        bound = (5e-2 if like.itemsize < 4 else 1e-3) * expected.abs().max()
+        for here, _, _ in everyone:  # of every group of ranks, so that all say the same
+            found = sum(part for at, _, part in everyone if _together(at, here, split))
+            if found.shape != expected.shape or (found - expected).abs().max() > bound:
+                return "what its ranks give does not add up to what whole experts give: it cuts a weight in parts"
+    return told
+
+
+def _together(one: Sequence[int], other: Sequence[int], split: Sequence[int]) -> bool:
+    return all(a == b for axis, (a, b) in enumerate(zip(one, other)) if axis not in split)

@@ -1,0 +1,165 @@
+"""Which modules are experts, and where a plan's expert axis puts their parameters. Pure.
+
+stacked    one module with stacked weights [experts, ...] and a forward of tokens, indices and weights
+listed     a ModuleList of modules alike, in a block that has a router for as many: a two-dim parameter, one side
+           of which is their number and the other a size of theirs. The block's own forward calls them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from vescale_dtensor import Placement, RaggedShard, Replicate, Shard
+
+from .._plan.parts import PlanError
+from ..plan import Plan
+
+Placed = dict[str, dict[str, Placement]]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a model: module name -> how many stacked ones; name of a list -> how many members."""
+
+    stacked: Mapping[str, int] = field(default_factory=dict)
+    listed: Mapping[str, int] = field(default_factory=dict)
+
+
+def stacked_experts(module: nn.Module) -> int:
+    """How many experts a module holds as slices of stacked weights; 0 when it is not an experts module."""
+    stacks = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3}
+    counted = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+    takes = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    return stacks.pop() if len(stacks) == 1 and len(counted) >= 2 and len(takes) >= 3 else 0
+
+
+def listed_experts(block: nn.Module) -> tuple[str, int] | None:
+    """(name of the list among the block's children, members) when the block has a list of experts and their router."""
+    for name, child in block.named_children():
+        if isinstance(child, nn.ModuleList) and _alike(child):
+            sizes = {size for parameter in child[0].parameters() for size in parameter.shape}
+            others = (p for key, p in block.named_parameters() if not key.startswith(f"{name}."))
+            routers = (p for p in others if p.ndim == 2 and len(child) in p.shape)
+            if any(set(router.shape) - {len(child)} <= sizes for router in routers):
+                return name, len(child)
+    return None
+
+
+def _alike(members: nn.ModuleList) -> bool:
+    """Modules of one kind with parameters of their own, of the same names and shapes, that take one tensor each."""
+    if len(members) < 2 or len({type(member) for member in members}) > 1:
+        return False
+    if any(isinstance(inner, nn.ModuleList) or stacked_experts(inner) for inner in members[0].modules()):
+        return False  # layers, which hold experts themselves
+    shapes = [[(key, p.shape) for key, p in member.named_parameters()] for member in members]
+    every = [id(parameter) for member in members for parameter in member.parameters()]
+    if not shapes[0] or any(one != shapes[0] for one in shapes) or len({*every}) < len(every):
+        return False
+    takes = inspect.signature(members[0].forward).parameters.values()
+    needs = [p for p in takes if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needs) == 1
+
+
+def find_experts(plan: Plan, model: nn.Module) -> Experts:
+    """Every experts module and list of experts, when the plan has an expert axis. Raises PlanError for none."""
+    if plan.expert_axis is None:
+        return Experts()
+    stacked = {name: count for name, module in model.named_modules() if (count := stacked_experts(module))}
+    listed = {
+        f"{name}.{found[0]}" if name else found[0]: found[1]
+        for name, module in model.named_modules()
+        if (found := listed_experts(module))
+    }
+    if not stacked and not listed:
+        raise PlanError(
+            "parallelize",
+            f"the plan spreads experts over axis {plan.expert_axis!r}, and the model has none: no module with stacked "
+            "weights [experts, ...] and a forward of tokens, indices and weights, and no ModuleList of modules alike "
+            "beside a router of as many",
+            (),
+            [("expert_axis=None", "for a dense model")],
+        )
+    if listed and plan.capacity_factor is not None:
+        raise PlanError(
+            "parallelize",
+            f"capacity_factor={plan.capacity_factor} counts rows in the order of tokens, and {next(iter(listed))!r} is "
+            "a list, whose block hands rows over in an order of its own",
+            (),
+            [("capacity_factor=None", "nothing is dropped"), ("experts as stacked weights [experts, ...]", "")],
+        )
+    return Experts(stacked, listed)
+
+
+def place_experts(plan: Plan, model: nn.Module, experts: Experts, placed: Placed) -> Placed:
+    """`placed` with the parameters of experts on the expert axis: stacks sharded, members of lists whole on one rank.
+
+    What the plan itself says of that axis stands: experts that it keeps whole there compute the rows that are there.
+    """
+    added: Placed = {}
+    for module, count in experts.stacked.items():
+        leaves = model.get_submodule(module).named_parameters(recurse=False)
+        own = {f"{module}.{leaf}": Shard(0) for leaf, parameter in leaves if parameter.shape[:1] == (count,)}
+        added.update(_placed(plan, module, count, own, placed))
+    for module, count in experts.listed.items():
+        ranks = plan.mesh[plan.expert_axis]
+        own = {}
+        for member, rank in enumerate(owners_of(count, ranks)):
+            units = tuple(int(each == rank) for each in range(ranks))
+            for leaf, parameter in model.get_submodule(f"{module}.{member}").named_parameters():
+                if not parameter.ndim:
+                    raise PlanError(
+                        "parallelize",
+                        f"{module}.{member}.{leaf} is a number, and what a rank holds alone must have a dim",
+                        (),
+                        [("nn.Parameter(torch.ones(1))", "has one")],
+                    )
+                own[f"{module}.{member}.{leaf}"] = RaggedShard((0,), units) if ranks > 1 else Shard(0)
+        added.update(_placed(plan, module, count, own, placed))
+    return {**placed, **added}
+
+
+def _placed(plan: Plan, module: str, count: int, own: Mapping[str, Placement], placed: Placed) -> Placed:
+    """Of one experts module: `own` where the plan says nothing of the expert axis."""
+    axis = plan.expert_axis
+    found = {name: {axis: placement, **placed[name]} for name, placement in own.items()}
+    as_ours = [found[name][axis] == placement for name, placement in own.items()]
+    if all(as_ours):
+        _check_enough(plan, module, count)
+    elif any(as_ours) or any(placements[axis] != Replicate() for placements in found.values()):
+        raise PlanError(
+            "parallelize",
+            f"the parameters of {module!r}, one slice per expert, lie differently on axis {axis!r}",
+            [f"{name}  {dict(placements)}" for name, placements in found.items()],
+            [(f"leave {axis!r} out of their placements", "each expert is on one rank, whole")],
+        )
+    return found
+
+
+def _check_enough(plan: Plan, name: str, count: int) -> None:
+    """Every rank must hold an expert: a forward over none is nothing that a model is written for."""
+    ranks = plan.mesh[plan.expert_axis]
+    used = _ranks_used(count, ranks)
+    if used < ranks:
+        best = max(n for n in range(1, ranks) if _ranks_used(count, n) == n)
+        raise PlanError(
+            "parallelize",
+            f"{name!r} has {count} experts, and torch.chunk over the {ranks} ranks of axis {plan.expert_axis!r} "
+            f"leaves {ranks - used} without one",
+            [f"mesh  {plan.mesh}"],
+            [(f"{plan.expert_axis!r}: {best}", "every rank holds an expert")],
+        )
+
+
+def _ranks_used(count: int, ranks: int) -> int:
+    """How many of `ranks` get something when torch.chunk cuts `count`."""
+    return -(-count // -(-count // ranks))
+
+
+def owners_of(count: int, ranks: int) -> Iterator[int]:
+    """The rank that holds each of `count` experts, as torch.chunk cuts them."""
+    chunk = -(-count // ranks)
+    return (expert // chunk for expert in range(count))

@@ -1,0 +1,247 @@
+"""A plan against itself: what is wrong with its values before there is a model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vescale_dtensor import Placement
+from vescale_dtensor.engine import WAYS
+
+from .parts import Boundary, Pipeline, PlanError, Precision, check_count
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+
+def check_itself(plan: Plan) -> None:
+    """Raises PlanError for the first value that does not fit the plan's mesh, or the others."""
+    for check in CHECKS:
+        check(plan)
+
+
+def _mesh(plan: Plan) -> None:
+    for name, size in plan.mesh.items():
+        if not isinstance(name, str) or not name:
+            raise PlanError("Plan", f"a mesh axis is named {name!r}, not by a word", (), [('mesh={"dp": 2}', "")])
+        if type(size) is not int or size < 1:
+            remedies = [(f'mesh={{"{name}": 2}}', "so many ranks")]
+            raise PlanError(
+                "Plan", f"mesh axis {name!r} has size {size!r}, which is not a positive number", (), remedies
+            )
+
+
+def _data_axes(plan: Plan) -> None:
+    axes, names = plan.data_axes, list(plan.mesh)
+    written = tuple(axes) if len(axes) > 1 else plan.data_axis
+    for axis in axes:
+        if axis not in plan.mesh:
+            raise PlanError(
+                "Plan",
+                f"data_axis {written!r} is not an axis of the mesh {plan.mesh}"
+                if axis == plan.data_axis
+                else f"data_axis {written!r} names {axis!r}, which is not an axis of the mesh {plan.mesh}",
+                (),
+                [(f"data_axis={next(iter(names), None)!r}", ""), ("data_axis=None", "no data parallelism")],
+            )
+    in_order = tuple(sorted(axes, key=names.index))
+    if axes != in_order:
+        raise PlanError(
+            "Plan",
+            f"data_axis {written!r} is not in the order of the mesh {plan.mesh}, outermost first",
+            (),
+            [(f"data_axis={in_order!r}", "ZeRO shards over the last one, and replicates over the others")],
+        )
+    if len(set(axes)) < len(axes):
+        raise PlanError("Plan", f"data_axis {written!r} names an axis twice", (), [("name it once", "")])
+
+
+def _places(plan: Plan) -> None:
+    for where, placements in _placements_of(plan):
+        if not isinstance(placements, Mapping):
+            raise PlanError(
+                "Plan",
+                f"{where} is {placements!r}, not a mapping from axis names to placements",
+                [f"mesh  {plan.mesh}"],
+                [(f'{{"{next(iter(plan.mesh), "tp")}": {placements!r}}}', "names the axis")],
+            )
+        for axis, placement in placements.items():
+            _known_axis(plan, where, axis)
+            if not isinstance(placement, Placement):
+                raise PlanError(
+                    "Plan",
+                    f"{where} places axis {axis!r} as {placement!r}, which is not a placement",
+                    [f"mesh  {plan.mesh}"],
+                    [("use Shard(dim), Replicate(), InterleavedShard(dim, groups)", "")],
+                )
+
+
+def _placements_of(plan: Plan) -> Iterator[tuple[str, Any]]:
+    for pattern, placements in plan.parameters.items():
+        yield f"parameters[{pattern!r}]", placements
+    for pattern, boundary in plan.boundaries.items():
+        if not isinstance(boundary, Boundary):
+            remedies = [("Boundary(input={...}, output={...})", "")]
+            raise PlanError("Plan", f"boundaries[{pattern!r}] is {boundary!r}, not a Boundary", (), remedies)
+        yield f"boundaries[{pattern!r}].input", boundary.input
+        yield f"boundaries[{pattern!r}].output", boundary.output
+        for name, placements in boundary.arguments.items():
+            yield f"boundaries[{pattern!r}].arguments[{name!r}]", placements
+
+
+def _known_axis(plan: Plan, where: str, axis: Any) -> None:
+    if axis not in plan.mesh:
+        raise PlanError(
+            "Plan",
+            f"{where} names axis {axis!r}, which the mesh does not have",
+            [f"mesh  {plan.mesh}"],
+            [(f"use one of {', '.join(map(repr, plan.mesh))}", "")],
+        )
+
+
+def _zero(plan: Plan) -> None:
+    if type(plan.zero) is not int or not 0 <= plan.zero <= 3:
+        raise PlanError(
+            "Plan",
+            f"zero is {plan.zero!r}, which is not a stage",
+            (),
+            [
+                ("zero=1", "optimizer states are sharded over the data axis"),
+                ("zero=2", "and gradients"),
+                ("zero=3", "and parameters"),
+            ],
+        )
+    if plan.zero and not plan.data_axes:
+        raise PlanError(
+            "Plan",
+            f"zero={plan.zero} shards over the data axis, and the plan has none",
+            [f"mesh  {plan.mesh}"],
+            [("data_axis=...", "names an axis of the mesh"), ("zero=0", "nothing is sharded over data parallel ranks")],
+        )
+
+
+def _pipeline(plan: Plan) -> None:
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return
+    if not isinstance(pipeline, Pipeline):
+        raise PlanError("Plan", f"pipeline is {pipeline!r}, not a Pipeline", (), [("pipeline=Pipeline(...)", "")])
+    _known_axis(plan, "pipeline", pipeline.axis)
+    if pipeline.axis in plan.data_axes:
+        raise PlanError(
+            "Plan",
+            f"axis {pipeline.axis!r} is both the pipeline's and a data axis",
+            [f"mesh  {plan.mesh}"],
+            [('mesh={"pp": 2, "dp": 2}', "an axis for each")],
+        )
+    for where, placements in _placements_of(plan):
+        if pipeline.axis in placements:
+            raise PlanError(
+                "Plan",
+                f"{where} places a tensor on axis {pipeline.axis!r}, whose ranks hold different stages",
+                [f"mesh  {plan.mesh}"],
+                [(f"leave {pipeline.axis!r} out", "a tensor lies on the ranks of its stage alone")],
+            )
+    ranks = plan.mesh[pipeline.axis]
+    if pipeline.stages != ranks * pipeline.virtual:
+        raise PlanError(
+            "Plan",
+            f"{len(pipeline.cuts)} cuts make {pipeline.stages} stages, and {ranks} ranks of axis {pipeline.axis!r} "
+            f"with virtual={pipeline.virtual} hold {ranks * pipeline.virtual}",
+            [f"cuts  {', '.join(pipeline.cuts) or 'none'}"],
+            [(f"cuts=({ranks * pipeline.virtual - 1} module names)", "the modules that begin stages 1, 2, ...")],
+        )
+    if isinstance(pipeline.schedule, Mapping):
+        written = {"ranks": ranks, "microbatches": pipeline.microbatches, "stages": pipeline.stages}
+        for name, expected in written.items():
+            if pipeline.schedule.get(name) != expected:
+                raise PlanError(
+                    "Plan",
+                    f"the schedule is written for {name}={pipeline.schedule.get(name)!r}, and the plan has {expected}",
+                    (),
+                    [("generate the schedule for the plan's numbers", "")],
+                )
+
+
+def _globs(plan: Plan) -> None:
+    for name in ("checkpointing", "regather"):
+        for pattern, value in _mapping(plan, name).items():
+            if not isinstance(value, bool):
+                remedies = [(f'{{"{pattern}": True}}', ""), (f'{{"{pattern}": False}}', "an exception to later globs")]
+                raise PlanError("Plan", f"{name}[{pattern!r}] is {value!r}, neither True nor False", (), remedies)
+    for pattern, rows in _mapping(plan, "blocks").items():
+        check_count("Plan", f"blocks[{pattern!r}]", rows)
+
+
+def _mapping(plan: Plan, name: str) -> Mapping:
+    value = getattr(plan, name)
+    if not isinstance(value, Mapping):
+        raise PlanError("Plan", f"{name} is {value!r}, not a mapping from globs", (), [(f'{name}={{"*": ...}}', "")])
+    return value
+
+
+def _precision(plan: Plan) -> None:
+    if plan.precision is not None and not isinstance(plan.precision, Precision):
+        remedies = [("precision=Precision(compute=torch.bfloat16, reduce=torch.float32)", "")]
+        raise PlanError("Plan", f"precision is {plan.precision!r}, not a Precision", (), remedies)
+
+
+def _offload(plan: Plan) -> None:
+    if not isinstance(plan.offload, bool):
+        remedies = [("offload=True", "optimizer states live in host memory")]
+        raise PlanError("Plan", f"offload is {plan.offload!r}, neither True nor False", (), remedies)
+
+
+def _accumulation(plan: Plan) -> None:
+    check_count("Plan", "accumulation", plan.accumulation)
+    if plan.accumulation > 1 and plan.pipeline is not None:
+        remedies = [("Pipeline(microbatches=...)", "a call of the model adds up their gradients")]
+        raise PlanError("Plan", "a plan with a pipeline accumulates over its microbatches", (), remedies)
+
+
+def _expert_axis(plan: Plan) -> None:
+    if plan.expert_axis is not None:
+        _known_axis(plan, "expert_axis", plan.expert_axis)
+    factor = plan.capacity_factor
+    if factor is None:
+        return
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
+        remedies = [("capacity_factor=1.25", "a quarter more than an even load"), ("capacity_factor=None", "no limit")]
+        raise PlanError("Plan", f"capacity_factor is {factor!r}, not a positive number", (), remedies)
+    if plan.expert_axis is None:
+        remedies = [('expert_axis="ep"', "of one rank, be it"), ("capacity_factor=None", "no limit")]
+        raise PlanError("Plan", f"capacity_factor={factor} without an expert axis limits nothing", (), remedies)
+
+
+def _context(plan: Plan) -> None:
+    if plan.context not in WAYS:
+        remedies = [(f"context={way!r}", "") for way in WAYS]
+        raise PlanError("Plan", f"context is {plan.context!r}, which is no way of attention", (), remedies)
+    axis = plan.context_axis
+    if axis is None:
+        if plan.context != "auto":
+            remedies = [('context_axis="cp"', "the axis over which sequences are cut")]
+            raise PlanError("Plan", f"context={plan.context!r} without a context axis", (), remedies)
+        return
+    _known_axis(plan, "context_axis", axis)
+    taken = {"data_axis": plan.data_axes, "expert_axis": (plan.expert_axis,)}
+    taken["pipeline"] = (plan.pipeline.axis,) if plan.pipeline is not None else ()
+    for field, axes in taken.items():
+        if axis in axes:
+            remedies = [(f'mesh={{..., "{axis}_context": 2}}', "an axis for each")]
+            raise PlanError("Plan", f"axis {axis!r} is both context_axis and {field}", [f"mesh  {plan.mesh}"], remedies)
+
+
+CHECKS: tuple[Callable[[Plan], None], ...] = (
+    _mesh,
+    _data_axes,
+    _places,
+    _zero,
+    _pipeline,
+    _globs,
+    _precision,
+    _offload,
+    _expert_axis,
+    _accumulation,
+    _context,
+)

@@ -1,0 +1,1 @@
+"""Activations that are computed or gathered again in backward."""

@@ -1,0 +1,83 @@
+"""The guard of a call: whether a module, and those below it, are as they were when it was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import repeat
+from operator import attrgetter, contains, getitem, is_, itemgetter
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from vescale_dtensor import DTensor
+
+from .reads import Reads, Unchanged
+
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules")
+_layout, _forward = attrgetter("_layout"), itemgetter("forward")
+_FORWARD = repeat("forward")
+
+
+class Guard:
+    """Whether modules are as they were: their forwards, children, parameters (the very objects, and their layouts),
+    buffers, hooks; and all that their forwards read beside these (`watch`).
+
+    Asked at every call, so the loops are C's, and modules without hooks are looked at only where somebody has
+    registered a hook since: every registration, of whatever hook, counts `RemovableHandle.next_id` up. What sites do
+    to a module's attributes is no change: they say which forward there should be. Made while all stand.
+    """
+
+    def __init__(self, module: nn.Module, static: Any) -> None:
+        modules = list(module.modules())
+        hooks = [one.__dict__[name] for one in modules if one is not module for name in HOOKS]
+        self._bare = [found for found in hooks if not found]
+        self._registered = -1
+        tables = [one.__dict__[name] for one in modules for name in _TABLES]
+        self._empty = [found for found in tables if not found]
+        filled = [found for found in (*hooks, *tables) if found]
+        self._sized, self._sizes = filled, list(map(len, filled))
+        places = [(table, name) for table in tables for name in table]
+        self._places, self._names = [place for place, _ in places], [name for _, name in places]
+        self._things = list(map(getitem, self._places, self._names))
+        self._sharded = [thing for thing in self._things if type(thing) is DTensor]
+        self._layouts = list(map(_layout, self._sharded))
+        self._static, self._sites = static, [static.sites[id(one)] for one in modules]
+        self._placed = -1
+        self._unchanged: Callable[[], bool] = bool  # nothing holds before `watch`
+
+    def watch(self, reads: Reads) -> None:
+        """From now on what was read is guarded as well."""
+        self._unchanged = Unchanged(reads)
+
+    def __call__(self) -> bool:
+        if self._static.placed != self._placed:
+            self._look_at_sites()
+        try:
+            return (
+                (RemovableHandle.next_id == self._registered or self._are_bare())
+                and not any(self._empty)
+                and list(map(len, self._sized)) == self._sizes
+                and all(map(is_, map(getitem, self._places, self._names), self._things))
+                and list(map(_layout, self._sharded)) == self._layouts  # a layout equals itself alone
+                and all(map(is_, map(_forward, self._fronted), self._fronts))
+                and not any(map(contains, self._bare_fronts, _FORWARD))
+                and self._unchanged()
+            )
+        except KeyError:  # something was taken away
+            return False
+
+    def _look_at_sites(self) -> None:
+        self._placed = self._static.placed
+        fronted = [site for site in self._sites if site.front is not None]
+        self._fronted, self._fronts = [site.module.__dict__ for site in fronted], [site.front for site in fronted]
+        self._bare_fronts = [site.module.__dict__ for site in self._sites if site.front is None]
+
+    def _are_bare(self) -> bool:
+        registered = RemovableHandle.next_id
+        if any(self._bare):
+            return False
+        self._registered = registered
+        return True

@@ -1,0 +1,89 @@
+"""The key of a call: everything about its arguments, and around it, that a region was found for."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.nn.modules import module as _global
+
+from vescale_dtensor import DTensor
+from vescale_dtensor.engine import erase
+
+_VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def take_key(args: tuple, kwargs: dict) -> tuple[tuple | None, list[DTensor]]:
+    """The key, or None where an argument cannot be compared; and the inputs that it erased, for `restore`."""
+    found: list = []
+    tensors: list[Tensor] = []
+    if not (_describe(args, found, tensors) and (not kwargs or _describe(kwargs, found, tensors))):
+        return None, []
+    erased = erase(tensors)
+    for tensor in tensors:
+        found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad))
+    if len(tensors) > 1 and len({*map(id, tensors)}) < len(tensors):  # one tensor in several places
+        first: dict[int, int] = {}
+        found.append(tuple([first.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)]))
+    found.append(is_grad_enabled())
+    found.append(torch.is_inference_mode_enabled())
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        found += [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+    return tuple(found), erased
+
+
+def _describe(value: Any, found: list, tensors: list[Tensor]) -> bool:
+    kind = type(value)
+    if kind is DTensor:
+        found.append(value._layout)
+        tensors.append(value)
+    elif kind is tuple or kind is list:
+        found.append((kind, len(value)))
+        for item in value:
+            if not _describe(item, found, tensors):
+                return False
+    elif kind in _VALUES:
+        found.append((kind, value))  # 1 == True
+    elif isinstance(value, Tensor):
+        found.append(kind)
+        tensors.append(value)
+    elif kind is slice:
+        return _describe((value.start, value.stop, value.step), found, tensors)
+    elif isinstance(value, dict):
+        found.append((kind, tuple(value)))
+        for item in value.values():
+            if not _describe(item, found, tensors):
+                return False
+    elif isinstance(value, enum.Enum):
+        found.append(value)
+    else:
+        return False
+    return True
+
+
+_KNOWING = frozenset(
+    f"vescale_plans.{name}"
+    for name in ("_apply.boundary", "_zero.zero", "_recompute.recompute", "_apply.inputs", "_apply.loss")
+) | {"vescale_dtensor.debug"}
+
+
+def foreign_global_hooks() -> bool:
+    """Whether somebody watches every module's call: such hooks see what modules take, or its gradients."""
+    if _global._global_backward_hooks or _global._global_backward_pre_hooks:
+        return True
+    if not (_global._global_forward_pre_hooks or _global._global_forward_hooks):
+        return False
+    hooks = (*_global._global_forward_pre_hooks.values(), *_global._global_forward_hooks.values())
+    return any(not knows_plain(hook) for hook in hooks)
+
+
+def knows_plain(hook: Any) -> bool:
+    """Whether a hook is one of this library's that do on plain shards what they do on DTensors."""
+    return getattr(hook, "__module__", "") in _KNOWING
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook is one of this library's."""
+    return (getattr(hook, "__module__", "") or "").startswith("vescale")

@@ -1,0 +1,328 @@
+"""A region: a module that runs, with all that it calls, on plain local tensors, and the guard that it runs under."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from vescale_dtensor import DTensor, Layout
+from vescale_dtensor.engine import (
+    convert_erased,
+    convert_numbered,
+    crossing,
+    erase,
+    number_of,
+    requires_grad,
+    restore,
+    stamp,
+)
+
+from .._apply.boundary import replaceable
+from .._apply.containers import map_first, map_tensors
+from .._apply.generators import random_states, set_random_states
+from . import passes
+from .frame import Border, Frame, Step, parameter_place, tensors_of
+from .guard import FORWARD_HOOKS
+
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class StaticWarning(UserWarning):
+    """A module under static mode fell back to eager, or stayed uncompiled, and why."""
+
+
+class StaleRegion(BaseException):
+    """A region came to a module that the recorded pass did not call. Its call is made again, eagerly."""
+
+
+@dataclass
+class Nested:
+    """A module inside a region: what its border converts, and, for one that draws by region, its layouts."""
+
+    border: Border
+    drawn: tuple[Layout | None, ...] | None = None
+    first: int | str | None = None  # the argument that a plan's border converts, where that is a tensor itself
+
+
+class Eager:
+    """A module that was found to be eager under a key."""
+
+    def __init__(self, module: nn.Module) -> None:
+        training = module.training
+        self.holds = lambda: module.training is training
+
+
+class Region:
+    """How one module runs under one key. Made from its frame, when that and all frames below are static."""
+
+    def __init__(
+        self, frame: Frame, nested: dict[Any, Nested], borders: dict[Any, Step], unseen: set[Any], backend: str = ""
+    ) -> None:
+        self.site = frame.site
+        self.border = frame.border
+        self.nested = nested  # every module that the recorded pass called
+        self.unseen = unseen
+        self._borders = borders
+        self._outputs = tuple(frame.outputs)
+        self._stamps = any(layout is not None for layout in frame.outputs)
+        module = frame.module
+        self._weights = [tensor for tensor in module.parameters() if type(tensor) is DTensor]
+        self._others = [tensor for tensor in module.buffers() if type(tensor) is DTensor]
+        self._random = any(each.drawn is not None for each in nested.values()) and bool(unseen)
+        self._made: list[Tensor] = []
+        self.holds = frame.guard
+        self._compiled: Callable | None = None
+        if backend and not frame.shares and self._is_one_graph():
+            self._compiled = torch.compile(frame.site.forward, backend=backend, fullgraph=True, dynamic=False)
+        self._stands = [] if frame.shares else list(self._straightened())
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    def _is_one_graph(self) -> bool:
+        """Whether a compiler can see all of it: borders of the plan, and no leaf that draws or converts by itself."""
+        return all(
+            not nested.border and nested.drawn is None and self._hooks_of(site) is not None
+            for site, nested in self.nested.items()
+        )
+
+    def run(self, args: tuple, kwargs: dict, erased: list[DTensor]) -> Any:
+        """The module's forward on plain tensors; `erased` are its inputs, plain already. Communicates as in eager."""
+        hooked = _saved_tensors_hooks(True) is not None
+        if hooked:  # a hook keeps the very object that an operator saves, where that has no gradient
+            args, kwargs = _apart((args, kwargs))
+        made: list[Tensor] = []
+        outer, self._made = self._made, made
+        before, passes.running = passes.running, self
+        state = random_states() if self._random else None
+        if self._others:
+            erased += erase(self._others)
+        plain, sharded = nn.Parameter, DTensor
+        for tensor in self._weights:
+            tensor.__class__ = plain
+        registered = RemovableHandle.next_id
+        for held, straight, was in self._stands:
+            was["forward"] = held.get("forward")
+            held.update(straight)
+        try:
+            forward = self.site.forward if self._compiled is None else self._through_compiler
+            out = self._across(self.border, self.site, forward, args, kwargs)
+        except StaleRegion:
+            if state is not None:
+                set_random_states(state)
+            raise
+        finally:
+            passes.running = before
+            self._made = outer
+            for held, _, was in self._stands:
+                held.update(was)
+                if was["forward"] is None:
+                    del held["forward"]
+            if RemovableHandle.next_id != registered:
+                self._keep_registered()
+            for tensor in self._weights:
+                tensor.__class__ = sharded
+            restore(erased)
+            if made:
+                restore(made)
+        if hooked:
+            out = _apart(out)
+        return self._stamp(out) if self._stamps else out
+
+    def _keep_registered(self) -> None:
+        """Hooks that somebody registered while the region ran stay registered."""
+        for _, straight, was in self._stands:
+            for hooks in FORWARD_HOOKS:
+                was[hooks].update(straight[hooks])
+                straight[hooks].clear()
+
+    def may_save_itself(self) -> bool:
+        """Whether hooks on saved tensors could be handed a parameter or a buffer, which is a DTensor again later."""
+        return bool(self._others) or not all(requires_grad(tensor) for tensor in self._weights)
+
+    def _through_compiler(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled forward, on views: what it keeps for its backward must still be plain tensors then.
+
+        That goes for its results as well, of which autograd keeps those without gradient (indices) as they are.
+        """
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.view_as(tensor))
+        weights = {id(tensor) for tensor in self._weights}
+        usual = [
+            (held, name, tensor)
+            for module in self.site.module.modules()
+            for held in (module._parameters,)
+            for name, tensor in held.items()
+            if id(tensor) in weights
+        ]
+        for held, name, tensor in usual:
+            held[name] = tensor.view_as(tensor)
+        try:
+            return _apart(self._compiled(*args, **kwargs))
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self._compiled = None
+            why = str(error).strip().partition("\n")[0]
+            warnings.warn(f"{self.site.name} is not compiled: {why}", StaticWarning, stacklevel=2)
+        finally:
+            for held, name, tensor in usual:
+                held[name] = tensor
+        return self.site.forward(*args, **kwargs)
+
+    def _hooks_of(self, site: Any) -> tuple[tuple, tuple] | None:
+        """The converters of a module's hooks; None where a hook does something else."""
+        held = site.module.__dict__
+        before = replaceable(held["_forward_pre_hooks"].values())
+        after = replaceable(held["_forward_hooks"].values())
+        return None if before is None or after is None else (before, after)
+
+    def _straightened(self) -> Iterator[tuple[dict, dict, dict]]:
+        """Of each module inside whose hooks are a plan's borders and scopes: its attributes, what they are for the
+        time that the region runs, when its forward converts by itself and it has no hooks, and what they are else.
+
+        Only where no conversion is shared: then scopes, which are hooks too, have nothing to remember.
+        """
+        for site, nested in self.nested.items():
+            hooks = self._hooks_of(site)
+            if not hooks or not (hooks[0] or hooks[1]):
+                continue
+            ways = [[self._way(self._borders[c]) for c in found if c in self._borders] for found in hooks]
+            inner = self._entering(site) if nested.border or nested.drawn else site.forward
+            forward = _across_once(inner, nested.first, *ways)
+            held = site.module.__dict__
+            straight = {**{hooks: OrderedDict() for hooks in FORWARD_HOOKS}, "forward": forward}
+            yield held, straight, {hooks: held[hooks] for hooks in FORWARD_HOOKS}
+
+    def _way(self, step: Step) -> Callable[[Tensor], Tensor]:
+        """A conversion of a plan's border, as a function; one operator where a compiler is to trace it."""
+        route, cause = step.route, step.cause
+        if self._compiled is None:
+            return crossing(route, cause)
+        number = number_of(route)
+        return lambda tensor: convert_numbered(tensor, number)
+
+    def _entering(self, site: Any) -> Callable:
+        return lambda *args, **kwargs: self.enter(site, args, kwargs)
+
+    def _stamp(self, out: Any) -> Any:
+        layouts = self._outputs
+        if type(out) is Tensor:
+            return out if layouts[0] is None else stamp(out, layouts[0])
+        before, numbers = tensors_of(out), False
+        after = list(before)
+        for i, (tensor, layout) in enumerate(zip(before, layouts, strict=True)):
+            if layout is not None and type(tensor) is not DTensor:
+                after[i] = stamp(tensor, layout)
+                numbers = numbers or after[i] is not tensor  # all else is stamped where it stands
+        return _filled(out, after) if numbers else out
+
+    def enter(self, site: Any, args: tuple, kwargs: dict) -> Any:
+        """A module inside: called on plain tensors."""
+        nested = self.nested.get(site)
+        if nested is None:
+            raise StaleRegion(site.name)
+        if nested.drawn is not None:
+            return self._draw(nested, site, args, kwargs)
+        if nested.border:
+            return self._across(nested.border, site, site.forward, args, kwargs)
+        return site.forward(*args, **kwargs)
+
+    def _across(self, border: Border, site: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if not border:
+            return forward(*args, **kwargs)
+        swapped = []
+        try:
+            if border.before:
+                inputs = None
+                for step in border.before:
+                    if isinstance(step.at, str):
+                        owner, name = parameter_place(site.module, step.at)
+                        swapped.append((owner, name, owner[name]))
+                        owner[name] = convert_erased(owner[name], step.route, step.cause, self._made)
+                        continue
+                    if inputs is None:
+                        inputs = tensors_of((args, kwargs))
+                    old = inputs[step.at]
+                    new = convert_erased(old, step.route, step.cause, self._made)
+                    inputs = [new if tensor is old else tensor for tensor in inputs]
+                if inputs is not None:
+                    args, kwargs = _filled((args, kwargs), inputs)
+            out = forward(*args, **kwargs)
+        finally:
+            for owner, name, parameter in reversed(swapped):
+                owner[name] = parameter
+        if border.after:
+            outputs = tensors_of(out)
+            for step in border.after:
+                outputs[step.at] = convert_erased(outputs[step.at], step.route, step.cause, self._made)
+            out = _filled(out, outputs)
+        return out
+
+    def _draw(self, nested: Nested, site: Any, args: tuple, kwargs: dict) -> Any:
+        """A leaf that draws: its input is a DTensor for the time of the call, so that it draws its region."""
+        inputs = tensors_of((args, kwargs))
+        for i, layout in enumerate(nested.drawn):
+            if layout is not None:
+                inputs[i] = stamp(inputs[i], layout)
+        args, kwargs = _filled((args, kwargs), inputs)
+        own = [tensor for tensor in site.module.parameters() if "_layout" in tensor.__dict__]
+        restore(own)
+        passes.running = None
+        try:
+            out = site.forward(*args, **kwargs)
+        finally:
+            passes.running = self
+            erase((*own, *inputs))
+        erase(tensors_of(out))
+        return out
+
+    def at_border(self, converter: Any, tensor: Tensor) -> Tensor:
+        """A plan's border inside the region."""
+        step = self._borders.get(converter)
+        if step is None:
+            return tensor
+        return convert_erased(tensor, step.route, converter, self._made)
+
+
+def _across_once(inner: Callable, first: int | str | None, before: list[Callable], after: list[Callable]) -> Callable:
+    """`inner` with the conversions of a plan's border around it."""
+    if not before and not after:
+        return inner
+    if first == 0 and len(before) == len(after) == 1:
+        enter, leave = before[0], after[0]
+
+        def straight(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            out = inner(enter(x), *args, **kwargs)
+            return leave(out) if type(out) is Tensor else map_first(out, leave)
+
+        return straight
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        for enter in before:
+            if isinstance(first, str):
+                kwargs[first] = enter(kwargs[first])
+            else:
+                args, kwargs = map_first((args, kwargs), enter)
+        out = inner(*args, **kwargs)
+        for leave in after:
+            out = map_first(out, leave)
+        return out
+
+    return around
+
+
+def _apart(value: Any) -> Any:
+    """`value` with tensors that need no gradient as other objects."""
+    return map_tensors(value, lambda tensor: tensor if tensor.requires_grad else tensor.detach())
+
+
+def _filled(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` with its tensors, in order, replaced."""
+    queue = iter(tensors)
+    return map_tensors(value, lambda _: next(queue))

@@ -1,0 +1,1 @@
+"""What a forward can read, found by looking through its code."""

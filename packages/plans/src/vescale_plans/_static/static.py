@@ -1,0 +1,399 @@
+"""Static mode: modules that were shown to compute on shards what they compute on DTensors run on plain tensors.
+
+    site        stands before a module's forward: runs a region whose key fits, or lets a pass be recorded
+    recording   an eager pass, written down; every call in it is judged by a trial (`trial.py`)
+    region      the largest module that is static with all that it calls; the rest stays eager
+
+A key is what a caller may change: layouts, sizes, strides, dtypes and devices of the
+tensors, all other arguments, grad mode, autocast. What is the module's own, training,
+hooks and the parameters themselves, is asked of the module at each call (`Region.holds`).
+A key that is new, or a guard that does not hold, records anew; what misses too often stays
+eager, with a warning.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch._C import _are_functorch_transforms_active, _len_torch_function_stack
+
+from vescale_dtensor.engine import Difference, check_order, grad_state, is_strict, restore
+
+from ..plan import PlanError
+from . import passes
+from .frame import Frame
+from .key import foreign_global_hooks, is_ours, knows_plain, take_key
+from .reads import Changed, Reads
+from .record import Recording
+from .region import Eager, Nested, Region, StaleRegion, StaticWarning
+
+MISSES = 8  # recordings of one module after its first; then it stays eager
+_MISS = object()
+STATIC, DRAWN, EAGER, UNSEEN = "static", "static, draws its region", "eager", "not called"
+
+
+class Site:
+    """Stands before the forward of one module; `forward` is the module's own."""
+
+    def __init__(self, static: Static, module: nn.Module, name: str) -> None:
+        self.static, self.module, self.name = static, module, name
+        self.forward, self.own = module.forward, None
+        self.refresh()
+        self.front, self.size = self.own, len(module.__dict__)
+        self.regions: dict[tuple, list[Region | Eager]] = {}
+        self.recordings = 0
+        self.again: set[tuple] = set()  # keys that are recorded anew to be verified: no misses
+        self.retired = ""
+        self.was_static = False
+        self.verdict, self.reason = UNSEEN, None
+
+    def refresh(self) -> bool:
+        """Whether somebody has put another forward on the module, or on its class, which is taken from now on."""
+        before, held = self.forward, self.module.__dict__.get("forward")
+        if held is not self:
+            self.own = held  # where somebody has put one on the object
+        self.forward = self.own if self.own is not None else type(self.module).forward.__get__(self.module)
+        return self.forward != before
+
+    def stand(self, stands: bool) -> None:
+        """Puts the site before its module's forward, or takes it away."""
+        held = self.module.__dict__
+        self.front = self if stands else self.own
+        if self.front is not None:
+            held["forward"] = self.front
+        else:
+            held.pop("forward", None)
+        self.size = len(held)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.forward)
+
+    @property
+    def line(self) -> str:
+        """Where the module's forward is written."""
+        code = getattr(inspect.unwrap(getattr(self.forward, "__func__", self.forward)), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        now = passes.running
+        if now is not None:
+            return now.enter(self, args, kwargs)
+        return self.static.call(self, args, kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """A copy of a model is eager: of its modules nothing is known yet."""
+        module = memo.get(id(self.module))
+        return type(self.module).forward.__get__(module) if module is not None else self
+
+    def has_foreign_hooks(self) -> bool:
+        """Whether hooks stand on the module that must see DTensors: it cannot be called inside a region."""
+        hooks = self._hooks
+        backward = self.module._backward_hooks or self.module._backward_pre_hooks
+        return bool(backward) or any(not knows_plain(hook) for hook in hooks)
+
+    def has_odd_border(self) -> bool:
+        """Whether a border of ours stands on the module that changes what its forward computes with."""
+        return any(is_ours(hook) and not knows_plain(hook) for hook in self._hooks)
+
+    @property
+    def _hooks(self) -> tuple:
+        return (*self.module._forward_pre_hooks.values(), *self.module._forward_hooks.values())
+
+
+class Static:
+    """Static mode of one model."""
+
+    def __init__(self, model: nn.Module, verify_every: int) -> None:
+        self.model, self.verify_every, self.backend = model, verify_every, ""
+        self.sites = {id(m): Site(self, m, name or type(m).__name__) for name, m in model.named_modules()}
+        self.root = self.sites[id(model)]
+        self._runtime = getattr(model._vescale, "runtime", None)  # of a pipeline, whose stages' units are called
+        self._steps = self.placed = 0
+        self._place()
+
+    # --- where sites stand -----------------------------------------------------------
+
+    def _place(self) -> None:
+        """A site stands where something may have to be done; all other modules are as they were."""
+        needed = {self.root}
+        for site in self.sites.values():
+            if site.regions:
+                needed.add(site)
+            for region in _regions_of(site):
+                needed |= region.unseen
+                needed |= {inner for inner, nested in region.nested.items() if nested.border or nested.drawn}
+        for site in self.sites.values():
+            stands = site in needed or (self._runtime is not None and site.verdict is UNSEEN)
+            site.stand(stands and not (site.retired and site is not self.root))
+        self.placed += 1
+
+    def _welcome(self) -> None:
+        """Modules, and forwards, that the model has since it became static."""
+        for name, module in self.model.named_modules():
+            if id(module) not in self.sites:
+                self.sites[id(module)] = Site(self, module, name)
+        patched = [site for site in self.sites.values() if site.refresh()]
+        for site in self.sites.values() if patched else ():
+            site.regions.clear()
+
+    def _arm(self, module: nn.Module) -> None:
+        for inner in module.modules():
+            self.sites[id(inner)].stand(True)
+        self.placed += 1
+
+    # --- calls -----------------------------------------------------------------------
+
+    def call(self, site: Site, args: tuple, kwargs: dict) -> Any:
+        """A module with a site is called, and no pass is running."""
+        check_order("static", "a static module computes")
+        if self._runtime is not None:
+            if self._runtime.is_above_units:
+                return self._above_units(site, args, kwargs)
+            if self._runtime.calls != self._steps:
+                self._count_step(self._runtime.calls)
+        elif site is self.root:
+            self._count_step(self._steps + 1)
+        if site.retired or is_strict() or _len_torch_function_stack() or _are_functorch_transforms_active():
+            return site.forward(*args, **kwargs)
+        key, erased = take_key(args, kwargs)
+        try:
+            if key is None or foreign_global_hooks():
+                region = None
+            else:
+                region = _MISS
+                for each in site.regions.get(key, ()):
+                    if each.holds():
+                        region = each
+                        break
+            if type(region) is Region and not (grad_state()[1] and region.may_save_itself()):
+                try:
+                    return region.run(args, kwargs, erased)
+                except StaleRegion:
+                    region = _MISS
+        finally:
+            restore(erased)
+        if region is _MISS:
+            return self._record(site, key, args, kwargs)
+        return site.forward(*args, **kwargs)
+
+    def _count_step(self, steps: int) -> None:
+        """The model is called, for the `steps`th time."""
+        self._steps = steps
+        if self.verify_every and self._steps % self.verify_every == 0:
+            self._forget()
+
+    def _above_units(self, site: Site, args: tuple, kwargs: dict) -> Any:
+        """Under a pipeline: user code that spans stages runs on placeholders; each unit that it calls is a root."""
+        if site.verdict is UNSEEN and not _len_torch_function_stack():  # not the dry run, which calls every module
+            why = "spans stages of the pipeline: its own code runs on placeholders for what other stages compute"
+            site.verdict, site.reason = EAGER, Difference(why, site.line)
+        return site.forward(*args, **kwargs)
+
+    def _record(self, site: Site, key: tuple, args: tuple, kwargs: dict) -> Any:
+        """An eager call, written down; what was found about it is in force from the next call on."""
+        if site.retired or self._is_dry or self._is_retired_by(site, key):
+            return site.forward(*args, **kwargs)
+        recording = Recording()
+        self._welcome()
+        self._arm(site.module)
+        try:
+            out = recording.run(site, args, kwargs)
+            self._settle(recording.root)
+        finally:
+            self._place()
+        return out
+
+    @property
+    def _is_dry(self) -> bool:
+        return any(tensor.is_meta for tensor in self.model.parameters())
+
+    def _is_retired_by(self, site: Site, key: tuple) -> bool:
+        """Counts a recording that the module's own call has made necessary."""
+        if key in site.again:
+            site.again.remove(key)
+            return False
+        site.recordings += 1
+        if site.recordings > MISSES + 1:
+            self._retire(site, f"its inputs or its state differ at every call: recorded {MISSES} times anew")
+            self._place()
+        return bool(site.retired)
+
+    def _retire(self, site: Site, why: str) -> None:
+        for region in _regions_of(site):
+            for inner in region.nested:
+                inner.verdict, inner.reason = EAGER, Difference(f"is called by {site.name}: {why}", site.line)
+        site.retired, site.verdict, site.reason = why, EAGER, Difference(why, site.line)
+        site.regions.clear()
+        warnings.warn(f"{site.name} stays eager: {why}", StaticWarning, stacklevel=2)
+
+    def _forget(self) -> None:
+        """Every module is recorded anew; what is not as static as before stays eager."""
+        for site in self.sites.values():
+            site.was_static = site.verdict is STATIC
+            site.again |= set(site.regions)
+            site.regions.clear()
+
+    # --- what was found --------------------------------------------------------------
+
+    def _settle(self, root: Frame) -> None:
+        """Makes the largest static frames regions, and notes the verdict on every module that was called."""
+        verdicts: dict[Site, tuple[str, Difference | None]] = {}
+        waiting = [root]
+        while waiting:
+            frame = waiting.pop()
+            site = frame.site
+            region, reason = (None, None) if site.retired else _region_of(frame, self.sites, self.backend)
+            if region is not None:
+                if not any(each.holds() for each in site.regions.get(frame.key, ())):
+                    site.regions.setdefault(frame.key, []).append(region)
+                _note(verdicts, site, STATIC, None)
+                for inner, nested in region.nested.items():
+                    _note(verdicts, inner, DRAWN if nested.drawn is not None else STATIC, None)
+                continue
+            _note(verdicts, site, EAGER, reason if reason is not None else site.reason)
+            waiting += frame.children
+        if root.key is not None and EAGER in verdicts[root.site]:
+            root.site.regions.setdefault(root.key, []).append(Eager(root.module))
+        for site, (verdict, reason) in verdicts.items():
+            if site.was_static and verdict is EAGER and not site.retired:
+                self._retire(site, f"it was static, and is not any more: {reason.what}")
+            site.verdict, site.reason, site.was_static = verdict, reason, False
+
+
+def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Region | None, Difference | None]:
+    """The region of a frame, or why there is none."""
+    if frame.reason is not None:
+        return None, frame.reason
+    if frame.key is None:
+        return None, Difference("takes something that no guard can compare", frame.site.line)
+    nested: dict[Site, Nested] = {}
+    borders: dict[Any, Any] = {}
+    waiting = [frame]
+    while waiting:
+        one = waiting.pop()
+        for converter, step in one.crossed.items():
+            if borders.setdefault(converter, step) != step:
+                return None, Difference("meets a border of the plan with inputs in two layouts", frame.site.line)
+        for child in one.children:
+            if child.reason is not None and not child.draws:
+                return None, Difference(f"calls {child.site.name}, which is eager", child.reason.line)
+            found = Nested(child.border, tuple(child.layouts) if child.draws else None, child.first)
+            if nested.setdefault(child.site, found) != found:
+                return None, Difference(f"calls {child.site.name} with inputs in two layouts", child.site.line)
+            waiting.append(child)
+    try:
+        reads = _reads_of(frame)
+    except Changed as changed:
+        return None, Difference(f"finds another {changed} in one of the modules that it calls", frame.site.line)
+    frame.guard.watch(reads)
+    unseen = {sites[id(m)] for m in frame.module.modules()} - set(nested) - {frame.site}
+    return Region(frame, nested, borders, unseen, backend), None
+
+
+def _reads_of(frame: Frame) -> Reads:
+    """What the code of a frame, and of all that it calls, has read."""
+    reads, waiting = Reads(), [frame]
+    while waiting:
+        one = waiting.pop()
+        reads.merge(one.reads)
+        waiting += one.children
+    return reads
+
+
+def _note(verdicts: dict, site: Site, verdict: str, reason: Difference | None) -> None:
+    """A module that is called several times is as static as its least static call."""
+    if site not in verdicts or verdict is EAGER:
+        verdicts[site] = (verdict, reason)
+
+
+def _regions_of(site: Site) -> Iterator[Region]:
+    for regions in site.regions.values():
+        yield from (region for region in regions if type(region) is Region)
+
+
+# --- in use --------------------------------------------------------------------------
+
+
+MODES = ("eager", "static", "compile")
+
+
+def check_mode(mode: str) -> None:
+    """Raises PlanError for a mode that is none."""
+    if mode not in MODES:
+        raise PlanError("parallelize", f"mode is {mode!r}", (), [(f"mode={name!r}", "") for name in MODES])
+
+
+def static(model: nn.Module, verify_every: int = 0, *, compiler: str = "") -> nn.Module:
+    """From the second call on, what of `model` computes alike on plain local tensors runs on them. In place.
+
+    Arguments:
+        model: parallelized.
+        verify_every: every so many calls of the model all is recorded and tried anew,
+            eagerly; what does not hold any more stays eager, with a StaticWarning. 0: never.
+        compiler: a backend of torch.compile ("inductor") that each largest static module is
+            compiled with, as one graph, its collectives inside; "": none. A module that draws
+            random numbers inside, or is no one graph, stays uncompiled.
+
+    Returns: the model. Without a compiler results are bitwise those of eager mode.
+
+    Raises PlanError when the model is not parallelized. Costs nothing on the network.
+    """
+    if not hasattr(model, "_vescale"):
+        raise PlanError("static", "the model is not parallelized", (), [("parallelize(plan, model) first", "")])
+    if verify_every < 0:
+        raise PlanError(
+            "static", f"verify_every is {verify_every}, which is no number of steps", (), [("0: never", "")]
+        )
+    if model._vescale.static is None:
+        model._vescale.static = Static(model, verify_every)
+    model._vescale.static.verify_every, model._vescale.static.backend = verify_every, compiler
+    return model
+
+
+class StaticTree:
+    """What static mode found about each module of a model: `str` is a tree with reasons and source lines.
+
+    Attributes:
+        calls: per module name, the verdict ("static", "static, draws its region", "eager", "not called") and reason.
+    """
+
+    def __init__(self, model: nn.Module, sites: list[Site]) -> None:
+        self._type = type(model).__name__
+        self.calls = {"" if site.module is model else site.name: (site.verdict, site.reason) for site in sites}
+
+    @property
+    def share(self) -> float:
+        """Of the modules that were called, the part that runs static."""
+        called = [verdict for verdict, _ in self.calls.values() if verdict is not UNSEEN]
+        return sum(verdict is not EAGER for verdict in called) / max(len(called), 1)
+
+    def __str__(self) -> str:
+        lines = []
+        for name, (verdict, reason) in self.calls.items():
+            depth = name.count(".") + 1 if name else 0
+            if verdict is UNSEEN:
+                verdict = "-"
+            leaf = name.rpartition(".")[2] or self._type
+            lines.append(f"{'    ' * depth}{leaf}: {verdict}" + (f", {reason.what}" if reason else ""))
+            if reason and reason.line:
+                lines.append(f"{'    ' * depth}    at {reason.line}")
+        lines.append(f"{100 * self.share:.0f}% of the modules called run static")
+        return "\n".join(lines)
+
+
+def explain_static(model: nn.Module) -> StaticTree:
+    """Prints, and returns, which modules of `model` run static, which stay eager and why, with the source line.
+
+    Raises PlanError when the model is not under static mode.
+    """
+    held = getattr(model, "_vescale", None)
+    if held is None or held.static is None:
+        raise PlanError("explain_static", "the model is not under static mode", (), [("static(model)", "")])
+    tree = StaticTree(model, list(held.static.sites.values()))
+    print(tree)
+    return tree

@@ -1,0 +1,406 @@
+"""The trial of one frame: does the module's own code do the same on plain local tensors?
+
+The module's own code is what its forward does outside of the modules that it calls. It is
+tried at the end of the recorded call, while inputs and results are at hand: once more, on
+plain tensors, where every module that it calls answers with what it gave the first time.
+So a trial computes nothing twice but the module's own few operators, communicates not at
+all, and draws no number; what would need more is judged from the tape alone.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections import OrderedDict
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from vescale_dtensor import DTensor
+from vescale_dtensor.engine import (
+    Conversion,
+    Crossing,
+    Difference,
+    Op,
+    Pairs,
+    Ref,
+    Storages,
+    Taping,
+    communicates,
+    convert,
+    erase,
+    first_difference,
+    graph_difference,
+    is_users,
+    local_only,
+    refs_of,
+    restore,
+    route_between,
+    same_bits,
+)
+
+from .._apply.containers import map_tensors
+from .frame import Border, Frame, Step, odd_value, parameter_place, tensors_of
+from .guard import FORWARD_HOOKS
+from .passes import entered
+
+
+class _Left(BaseException):
+    """A trial that has parted from the recorded pass, or would do what a trial must not. No user code catches it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+def judge(frame: Frame, storages: Storages) -> Difference | None:
+    """Why the module's own code cannot run on plain tensors, or None; sets the frame's border."""
+    odd = odd_value((frame.args, frame.kwargs)) or odd_value(frame.out)
+    if odd:
+        return Difference(f"takes or returns a {odd}, which no guard can compare", frame.site.line)
+    tape, reason = _hoisted(frame, storages)
+    reason = reason or _forbidden(frame, tape)
+    return reason or _tried(frame, tape, storages)
+
+
+# --- conversions ---------------------------------------------------------------------
+
+
+def _hoisted(frame: Frame, storages: Storages) -> tuple[list, Difference | None]:
+    """The tape without the conversions of the module's own input, parameters and output, which go to its border."""
+    parameters = {id(p): name for name, p in frame.module.named_parameters(remove_duplicate=False)}
+    inputs = {id(tensor): i for i, tensor in enumerate(frame.inputs)}
+    outputs = {id(tensor): i for i, tensor in enumerate(tensors_of(frame.out))}
+    before: dict[int | str, Conversion] = {}
+    after: dict[int, Conversion] = {}
+    moved: dict[str, Tensor] = {}
+    made_by: dict[int, Op] = {}
+    rest: list = []
+    crossed = False  # a module was called, which may communicate: what communicates may not be moved before it
+    for item in frame.tape:
+        crossed = crossed or type(item) is Crossing
+        if type(item) is Op:
+            made_by.update(dict.fromkeys(set(_storages(item.out)) - set(_storages(item.args)), item))
+        if type(item) is not Conversion or item.by is not None:
+            rest.append(item)
+        elif item.result is item.source:
+            continue
+        elif (at := inputs.get(id(item.source), parameters.get(id(item.source)))) is not None:
+            known = before.setdefault(at, item)
+            if known.result is not item.result:
+                return rest, Difference(f"has {_named(at)} in two layouts", item.line)
+            if known is item and crossed and communicates(item.before, item.after):
+                return rest, Difference(f"converts {_named(at)} after it called another module", item.line)
+        elif id(item.result) in outputs:
+            after[outputs[id(item.result)]] = item
+        elif (name := _parameter_behind(item, made_by, frame, storages)) is not None and name not in before:
+            before[name] = item
+            moved[name] = convert(frame.module.get_parameter(name), item.after, item.cause, own=True)
+        else:
+            return rest, Difference(f"converts {item.before!r} to {item.after!r} in between", item.line)
+    frame.conversions = {at: item.result for at, item in before.items()} | moved
+    frame.moved = frozenset(route_between(before[name].before, before[name].after) for name in moved)
+    frame.sources = {at: item.source for at, item in after.items()}
+    frame.crossed = {
+        item.by: Step(0, route_between(item.before, item.after), item.cause)
+        for item in rest
+        if type(item) is Conversion
+    }
+    frame.border = Border(
+        tuple(Step(at, route_between(i.before, i.after), i.cause) for at, i in before.items()),
+        tuple(Step(at, route_between(i.before, i.after), i.cause) for at, i in after.items()),
+    )
+    return rest, None
+
+
+# Of one parameter and of numbers: their gradient is linear in the one that comes, and nothing if that is nothing.
+_OF_A_PARAMETER = frozenset({"aten::add", "aten::sub", "aten::rsub", "aten::mul", "aten::neg", "aten::_to_copy"})
+
+
+def _parameter_behind(item: Conversion, made_by: dict[int, Op], frame: Frame, storages: Storages) -> str | None:
+    """The parameter that a converted value is computed from alone, where it may as well be converted before.
+
+    So it is with `(1 + self.weight) * x` where only the weight's gradient is another (R to I): values stay, and
+    whether gradients flow the same ways is looked at in the graph.
+    """
+    route = route_between(item.before, item.after)
+    if not route.is_alias:
+        return None
+    storage = item.refs[0].storage
+    while (op := made_by.get(storage)) is not None:
+        behind = {ref.storage for ref in op.args if isinstance(ref, Ref)}
+        if op.name not in _OF_A_PARAMETER or len(behind) != 1 or op.random or op.written:
+            return None
+        (storage,) = behind
+    with local_only():
+        for name, parameter in frame.module.named_parameters(recurse=False):
+            fits = type(parameter) is DTensor and parameter._layout.base is item.before
+            if fits and storages.ref(parameter).storage == storage:
+                return name
+    return None
+
+
+def _named(at: int | str) -> str:
+    return f"its parameter {at}" if isinstance(at, str) else f"its input {at}"
+
+
+# --- what a trial must not do --------------------------------------------------------
+
+
+def _forbidden(frame: Frame, tape: list) -> Difference | None:
+    """What the tape alone says against plain tensors."""
+    made: set[int] = set()
+    draw = next((item for item in tape if type(item) is Op and item.random), None)
+    if draw is not None:
+        frame.draws = not frame.children
+        return Difference(_why_not(draw, made, frame), draw.line)
+    severed = _severed(tape)
+    for item in tape:
+        if type(item) is Op:
+            why = _why_not(item, made, frame)
+            if why:
+                return Difference(why, item.line)
+            if severed & set(item.written):
+                return Difference("writes in place where one device has a copy and the shard a view", item.line)
+            made |= set(_storages(item.out)) - set(_storages(item.args))
+        elif type(item) is Crossing and item.frame.state != frame.state:
+            return Difference(
+                f"calls {item.frame.site.name} under another grad mode or hooks on saved tensors (a checkpoint), "
+                "so that it runs again outside of this forward",
+                frame.site.line,
+            )
+    return None
+
+
+def _severed(tape: list) -> set[int]:
+    """Storages that are one on plain tensors and two on one device, and here."""
+    return {at for item in tape if type(item) is Op and item.severing for at in _storages((item.args, item.out))}
+
+
+def _why_not(op: Op, made: set[int], frame: Frame) -> str:
+    if op.random:
+        return f"draws random numbers ({op.name.removeprefix('aten::')}) in its own forward"
+    if op.reads_value:
+        return "reads the value of a tensor"
+    if op.communicates:
+        return "communicates in its own forward"
+    if op.hooked != frame.state[1]:
+        return "keeps saved tensors through hooks of its own (a checkpoint)"
+    if not made.issuperset(op.written):
+        return "writes in place to a tensor that it did not make"
+    return ""
+
+
+def _storages(value: Any):
+    if isinstance(value, Ref):
+        yield value.storage
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _storages(item)
+
+
+# --- the trial -----------------------------------------------------------------------
+
+
+_HOOKING = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook})
+
+
+class _SeesDTensors(TorchFunctionMode):
+    """In a trial every tensor is plain but those that the forward has from elsewhere."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function in _HOOKING:
+            raise _Left(f"calls {function.__name__} on a tensor, whose gradient is to be seen as the whole's")
+        if any(issubclass(kind, DTensor) for kind in types):
+            raise _Left("uses a sharded tensor that is neither an input nor a parameter")
+        return function(*args, **(kwargs or {}))
+
+
+class _Trial:
+    """The pass in which called modules answer with what they gave when they were recorded."""
+
+    def __init__(self, tape: list, taping: Taping) -> None:
+        self._given = iter([item for item in tape if type(item) is not Op])
+        self._next = next(self._given, None)
+        self._taping = taping
+
+    def enter(self, site: Any, args: tuple, kwargs: dict) -> Any:
+        item = self._next
+        if type(item) is not Crossing or item.frame.site is not site:
+            raise _Left(f"calls {site.name}, which it did not on shards")
+        with local_only():
+            inputs = refs_of((args, kwargs), self._taping.storages)
+        self._taping.tapes[-1].append(Crossing(item.frame, inputs, item.line))
+        self._next = next(self._given, None)
+        given = dict(zip(map(id, item.frame.inputs), tensors_of((args, kwargs))))
+        return map_tensors(item.frame.out, lambda tensor: given.get(id(tensor), tensor))  # it may hand back its input
+
+    def at_border(self, converter: Any, tensor: Tensor) -> Tensor:
+        item = self._next
+        if type(item) is not Conversion or item.by is not converter:
+            return tensor
+        with local_only():
+            source = self._taping.storages.ref(tensor)
+        self._taping.tapes[-1].append(
+            Conversion(
+                tensor, item.before, item.result, item.after, item.cause, item.line, converter, (source, item.refs[1])
+            )
+        )
+        self._next = next(self._given, None)
+        return item.result
+
+
+def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
+    taping = Taping(storages)
+    made: set[int] = set()
+    taping.check = lambda op: _check(op, taping, made, frame)
+    args, kwargs = _entering(frame)
+    known = [*frame.inputs, *frame.module.parameters(), *frame.module.buffers(), *frame.conversions.values()]
+    known += frame.sources.values()
+    known += tensors_of(frame.out)
+    for item in tape:
+        if type(item) is Conversion:
+            known += [item.source, item.result]
+        elif type(item) is Crossing:
+            known += [*item.frame.inputs, *tensors_of(item.frame.out)]
+    done = tensors_of(frame.out)
+    erased = erase(known)
+    swapped = [*_swap(frame), *_quiet_hooks(tape)]
+    try:
+        taping.tapes.append([])
+        with ExitStack() as stack:
+            stack.enter_context(entered(_Trial(tape, taping)))
+            stack.enter_context(_SeesDTensors())
+            stack.enter_context(taping)
+            if frame.state[1]:  # a checkpoint counts what is saved: not what a trial saves
+                stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
+            out = frame.site.forward(*args, **kwargs)
+        difference = _compare(frame, tape, taping, done, out)
+        del out
+        if difference is None and storages.any_alive(_made_on(taping.tapes.pop())):
+            return Difference("keeps a tensor that it made beyond its call", frame.site.line)
+        return difference
+    except _Left as left:
+        return _at_part(frame, tape, taping, left.why)
+    except Exception as error:
+        return _at_part(frame, tape, taping, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", error)
+    finally:
+        for owner, name, usual in swapped:
+            owner[name] = usual
+        restore(erased)
+
+
+def _check(op: Op, taping: Taping, made: set[int], frame: Frame) -> None:
+    """Before an operator of the trial runs. What earlier ones made is read from the tape."""
+    for item in taping.tapes[-1][-1:]:
+        if type(item) is Op:
+            made |= set(_storages(item.out)) - set(_storages(item.args))
+    why = _why_not(op, made, frame)
+    if why:
+        raise _Left(why)
+
+
+def _made_on(tape: list) -> set[int]:
+    """The storages that operators on a tape made, all other tensors on it let go."""
+    ops = [item for item in tape if type(item) is Op]
+    tape.clear()
+    return {made for op in ops for made in set(_storages(op.out)) - set(_storages((op.args, op.kwargs)))}
+
+
+def _entering(frame: Frame) -> tuple[tuple, dict]:
+    """What the module takes, inputs that its border converts replaced by what they became."""
+    replaced = {id(frame.inputs[at]): new for at, new in frame.conversions.items() if isinstance(at, int)}
+    return map_tensors((frame.args, frame.kwargs), lambda tensor: replaced.get(id(tensor), tensor))
+
+
+def _swap(frame: Frame) -> list[tuple[dict, str, Tensor]]:
+    swapped = []
+    for at, new in frame.conversions.items():
+        if isinstance(at, str):
+            owner, name = parameter_place(frame.module, at)
+            swapped.append((owner, name, owner[name]))
+            owner[name] = new
+    return swapped
+
+
+def _quiet_hooks(tape: list) -> list[tuple[dict, str, Any]]:
+    """Takes all hooks but a plan's borders off the modules that are called: in a trial they are not run again."""
+    usual = []
+    for module in {item.frame.module for item in tape if type(item) is Crossing}:
+        held = module.__dict__
+        for name in FORWARD_HOOKS:
+            usual.append((held, name, held[name]))
+            borders = [(key, hook) for key, hook in held[name].items() if hasattr(hook, "converter")]
+            held[name] = OrderedDict(borders)
+    return usual
+
+
+def _compare(frame: Frame, tape: list, taping: Taping, done: list[Tensor], out: Any) -> Difference | None:
+    tried = tensors_of(out)
+    pairs = Pairs()
+    difference = first_difference(tape, taping.tapes[-1], pairs)
+    if difference is not None:
+        return explained(difference)
+    if len(tried) != len(done) or odd_value(out) or _skeleton(out) != _skeleton(frame.out):
+        return Difference("returns something else", frame.site.line)
+    wanted = [frame.sources.get(i, tensor) for i, tensor in enumerate(done)]
+    severed = _severed(tape)
+    with local_only():
+        for one, other in zip(wanted, tried):
+            if taping.storages.ref(one).storage in severed:
+                return Difference("returns a view of a shard where one device has a copy", frame.site.line)
+            if not pairs.same(taping.storages.ref(one), taping.storages.ref(other)):
+                return Difference("returns another tensor", frame.site.line)
+            if not same_bits(one, other):
+                return Difference("gives other bits", frame.site.line)
+        return graph_difference(wanted, tried, bool(severed), frame.moved)
+
+
+def _skeleton(value: Any) -> Any:
+    """A result without its tensors."""
+    if isinstance(value, Tensor):
+        return Tensor
+    if isinstance(value, dict):
+        return type(value), tuple((name, _skeleton(item)) for name, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_skeleton, value))
+    return value
+
+
+# --- words ---------------------------------------------------------------------------
+
+
+def _at_part(frame: Frame, tape: list, taping: Taping, why: str, error: Exception | None = None) -> Difference:
+    """The reason of a trial that was left early: the first difference so far, or what happened at its end."""
+    difference = first_difference(tape, taping.tapes[-1], Pairs(), whole=False)
+    if difference is not None:
+        return explained(difference)
+    if error is None:
+        return Difference(why, frame.site.line)
+    line = _line_of(error) or frame.site.line
+    if isinstance(error, (RuntimeError, ValueError)):
+        return Difference(f"reads a global size{_source(line)}; write -1 to make it static", line)
+    return Difference(f"{why}{_source(line)}", line)
+
+
+def _line_of(error: Exception) -> str:
+    """The user's line that an exception came from."""
+    found, at = "", error.__traceback__
+    while at is not None:
+        if is_users(at.tb_frame):
+            found = f"{at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
+        at = at.tb_next
+    return found
+
+
+def explained(difference: Difference) -> Difference:
+    return Difference(f"{difference.what}{_source(difference.line)}", difference.line)
+
+
+def _source(line: str) -> str:
+    """The user's line itself, quoted."""
+    path, _, number = line.rpartition(":")
+    text = linecache.getline(path, int(number)).strip() if number.isdigit() else ""
+    return f" in `{text}`" if text else ""

@@ -1,0 +1,112 @@
+"""Reductions of buffers on their way, and what ranks tell each other about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor.debug import Cause
+from vescale_dtensor.engine import Mesh, PendingGather, PendingReduction, set_cause
+
+if TYPE_CHECKING:
+    from .buffer import Buffer
+    from .slot import Slot
+
+SYNC = Cause("gradient sync", direction="backward")
+
+
+class InFlight:
+    """The reduction of one buffer's gradients on its way; `pending` is None where other ranks hold the buffer."""
+
+    def __init__(self, buffer: Buffer, pending: PendingReduction | None, missing: list[int]) -> None:
+        self.buffer, self.pending, self.missing = buffer, pending, missing
+        self.usage: Usage | None = None  # its own, where it is finished before the others
+
+    def advance(self) -> None:
+        if self.pending is not None:
+            self.pending.advance()
+
+    def finish(self, usage: Usage | None = None) -> None:
+        summed = self.buffer.master[:0] if self.pending is None else self.pending.finish()
+        self.buffer.settle(summed, self.missing, self.usage or usage)
+        if self.usage is not None:
+            self.usage.close()
+
+
+class Usage:
+    """Which parameters any rank used in a backward: a small all-gather, started when made, read only if need be.
+
+    Arguments: all reductions of the backward, in the same order on all ranks.
+    """
+
+    def __init__(self, flights: Sequence[InFlight], mesh: Mesh) -> None:
+        axes = tuple(sorted({axis for flight in flights for axis in flight.buffer.axes}))
+        self._at: dict[int, int] = {}
+        mine: list[int] = []
+        for flight in flights:
+            missing = set(flight.missing)
+            for i, slot in enumerate(flight.buffer.slots):
+                at = self._at.setdefault(id(slot), len(mine))
+                if at == len(mine):
+                    mine.append(0)
+                mine[at] |= i not in missing
+        self._everyone: list[int] | None = None
+        self._pending: PendingGather | None = None
+        if axes:
+            part = _on_device(bytes(mine), flights[0].buffer.device)
+            self._out = part.new_empty(mesh.count(axes) * len(mine))
+            set_cause(SYNC)
+            self._pending = PendingGather(self._out, part, mesh, axes)
+
+    def anywhere(self, slot: Slot) -> bool:
+        if self._everyone is None:
+            self._pending.wait()
+            self._everyone = self._out.view(-1, len(self._at)).amax(0).tolist()
+        return bool(self._everyone[self._at[id(slot)]])
+
+    def close(self) -> None:
+        """Waits, so that nothing stays under way."""
+        if self._pending is not None:
+            self._pending.wait()
+
+
+def _on_device(values: bytes, device: torch.device) -> Tensor:
+    """The bytes there. On an accelerator they are kept: most backwards tell the same, and the host waits for a copy."""
+    return (_made if device.type in ("cpu", "meta") else _kept)(values, device)
+
+
+def _made(values: bytes, device: torch.device) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.uint8, device=device)
+
+
+_kept = lru_cache(maxsize=64)(_made)
+
+
+class Apart:
+    """Of parameters that some ranks hold alone, whether they have a gradient: all ranks must see the same ones.
+
+    What sums norms over `parameters()`, or counts steps, would otherwise meet other parameters on every rank.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], mesh: Mesh) -> None:
+        self._buffers, self._mesh = buffers, mesh
+        self._axes = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
+
+    def tell(self) -> None:
+        """Cost: an all-gather of a byte per parameter."""
+        mine = [slot.parameter.grad is not None for buffer in self._buffers for slot in buffer.slots]
+        if not mine:
+            return
+        part = _on_device(bytes(mine), self._buffers[0].device)
+        out = part.new_empty(self._mesh.count(self._axes) * len(mine))
+        set_cause(SYNC)
+        PendingGather(out, part, self._mesh, self._axes).wait()
+        used = out.view(-1, len(mine)).amax(0).tolist()
+        for buffer in self._buffers:
+            if buffer.is_elsewhere:
+                buffer.used_elsewhere(used[: len(buffer.slots)])
+            used = used[len(buffer.slots) :]

@@ -1,0 +1,89 @@
+"""Which optimizers step on flat parts: those whose steps treat every element of a parameter alike and alone.
+
+torch's are listed, a user's are registered, and a subclass is as its base as long as it leaves alone what the base's
+step runs through: the step itself, and every method and attribute that the step may call. What a subclass adds under
+names of its own is not called by it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from .._plan.parts import PlanError
+
+Kind = type[torch.optim.Optimizer]
+_elementwise: dict[Kind, tuple[str, ...]] = dict.fromkeys(
+    (
+        getattr(torch.optim, name)
+        for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+    ),
+    (),
+)
+"""Classes whose step treats every element of a parameter alike and alone -> methods beside it that do, too."""
+MATRIX = frozenset(kind for kind in (getattr(torch.optim, "Muon", None),) if kind is not None)
+"""Classes whose step looks at one whole matrix at a time. Subclasses are not meant."""
+
+# What a step does not go through. `__init__` and groups are a matter of the constructor, and pickling of whole objects.
+_FREE = frozenset(
+    """__init__ __doc__ __module__ __qualname__ __dict__ __weakref__ __annotations__ __orig_bases__ __parameters__
+    __repr__ __str__ __format__ __getstate__ __setstate__ __reduce__ __reduce_ex__ __init_subclass__ __subclasshook__
+    __class_getitem__ __firstlineno__ __static_attributes__ __annotate__ __annotate_func__ __annotations_cache__
+    __abstractmethods__ __hash__ __eq__ __sizeof__ __dir__ __slotnames__ __new__ __doc__
+    add_param_group zero_grad state_dict load_state_dict register_step_pre_hook register_step_post_hook
+    register_state_dict_pre_hook register_state_dict_post_hook register_load_state_dict_pre_hook
+    register_load_state_dict_post_hook""".split()
+)
+
+
+def register_elementwise(kind: Kind | None = None, *, methods: tuple[str, ...] = ()) -> Any:
+    """Says that an optimizer's `step` treats every element of a parameter alike and alone, as Adam's does.
+
+    Under a plan it then steps on this rank's part of the parameters, and its states are made for that part: one
+    all-gather of new parameters per step, where an optimizer that is not known steps on the DTensors themselves,
+    which is right as well, and gathers whatever its rules ask for. Norms of tensors, factored or blockwise quantised
+    states, and anything that looks at shapes are not elementwise. Subclasses that leave `step`, and what it calls,
+    alone are meant too. Called before `parallelize`; also a decorator.
+
+    Arguments:
+        kind: the class of the optimizer.
+        methods: methods beside `step` that look at gradients or states (Sophia's `update_hessian`).
+
+    Raises PlanError for what is no optimizer, or has no such method.
+    """
+    if kind is None:
+        return lambda given: register_elementwise(given, methods=methods)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind in MATRIX:
+        why = "looks at whole matrices" if kind in MATRIX else "is no class of optimizers"
+        raise PlanError(
+            "register_elementwise", f"{getattr(kind, '__name__', kind)!s} {why}", (), [("a torch.optim.Optimizer", "")]
+        )
+    missing = [name for name in methods if not callable(getattr(kind, name, None))]
+    if missing:
+        raise PlanError(
+            "register_elementwise", f"{kind.__name__} has no method {missing[0]!r}", (), [("methods=()", "step alone")]
+        )
+    _elementwise[kind] = tuple(methods)
+    return kind
+
+
+def elementwise_methods(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
+    """The methods beside `step` that run on flat parts; None for an optimizer that is not known to be elementwise."""
+    kind = type(optimizer)
+    base = next((one for one in kind.__mro__ if one in _elementwise), None)
+    if base is None:
+        return None
+    reached = set(dir(base)) - _FREE | {"__getattribute__", "__getattr__", "__setattr__"}
+    if any(_found(kind, name) is not _found(base, name) for name in reached):
+        return None
+    if any(name in reached and callable(value) for name, value in vars(optimizer).items()):
+        return None  # replaced on the object
+    return _elementwise[base]
+
+
+def _found(kind: type, name: str) -> Any:
+    found = inspect.getattr_static(kind, name, None)
+    # torch wraps the step of each class that it meets, for its profiler and hooks.
+    return found.__wrapped__ if name == "step" and getattr(found, "hooked", False) else found

@@ -1,0 +1,247 @@
+"""A parameter's place in a flat buffer, how buffers are shared, and what layouts say about both."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.hooks import RemovableHandle
+
+from vescale_dtensor import DTensor, Layout, PlacementError
+from vescale_dtensor.engine import INVARIANT, PENDING, Mesh, convert, convert_plain, forget, local_only, stamp
+
+from .packing import whole_rows
+
+_set_data = Tensor.data.__set__
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the buffers of a model are shared.
+
+    zero: the stage. lead: the mesh axis over which ZeRO shards (the innermost data axis); None without one.
+    compute, reduce, sent: see `Precision`, None for the parameters' own.
+    offload: masters, and so optimizer states, on the host.
+    """
+
+    mesh: Mesh
+    zero: int = 0
+    lead: int | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    sent: torch.dtype | None = None
+    offload: bool = False
+
+
+class Read(Function):
+    """A parameter's part at rest -> the same values; backward, a part's gradient -> what this rank adds to the whole's.
+
+    Parts of different ranks are of different elements, so what is sent is nothing more than the sum over ranks that the
+    gradients of the model's own use take.
+    """
+
+    @staticmethod
+    def forward(ctx, part: Tensor, slot: Slot) -> Tensor:
+        ctx.slot = slot
+        with local_only():
+            return part.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        with local_only():
+            return ctx.slot.spread(grad), None
+
+
+_read = super(Function, Read).apply  # `apply` of others is replaced by one that gathers
+
+
+class Slot:
+    """One parameter's place in a buffer."""
+
+    __slots__ = (
+        "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
+        "gradient_layout", "full", "master", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
+        "is_separate", "met", "hooks", "held", "open_gradients",
+    )  # fmt: skip
+
+    parameter: DTensor
+    full_layout: Layout  # while the model computes with it
+    master_layout: Layout  # as the optimizer updates it
+    reduced_layout: Layout  # of the whole reduced gradient
+    gradient_layout: Layout  # of the reduced gradient that an optimizer step consumes
+    full: Tensor
+    master: Tensor
+    optimized: nn.Parameter | None  # the master as a plain parameter, which elementwise optimizers take
+    gradient: Tensor | None
+    arriving: Tensor | None  # on the host, where the gradients of an offloaded parameter arrive
+    is_copied: bool  # whether `optimized` is a copy of the master, on the host
+    is_separate: bool  # whether `full` is memory of its own, which rests empty, or as a copy in another dtype
+    met: tuple[Tensor, Layout] | None  # where it lay before it was shown whole, for autograd to add to its gradient
+    is_away: bool  # the parameter was pointed at memory of somebody else's
+    is_lent: bool  # its memory was given to somebody whose writes do not count the parameter's version up
+    hooks: OrderedDict[int, Callable] | None  # the user's, for the reduced gradient; None where nothing is reduced
+
+    held: tuple[int, int]  # the range of the local shard, flattened, that the master is
+    open_gradients: Callable[[], None]  # the buffer's: autograd adds into its memory from there on
+
+    def read(self, tensor: DTensor) -> Tensor:
+        """The parameter at rest, for a function that computes with it: with gradient, a tensor of its own.
+
+        Autograd knows a parameter by one shape, which is that of the whole, for so the model uses it.
+        """
+        if tensor is not self.parameter or not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor
+        with local_only():
+            rest = self._show_whole()
+            node = Tensor.view_as(tensor, tensor).grad_fn.next_functions[0][0]
+            self._show_again(rest)
+            node.register_prehook(self._meet)
+            return stamp(_read(tensor, self), self.master_layout)
+
+    def _meet(self, grads: tuple[Tensor, ...]) -> None:
+        """Before autograd adds to the gradient: the parameter has the gradient's shape, until it was added."""
+        with local_only():
+            if self.parameter._layout.base is not self.full_layout:
+                self.met = self._show_whole()
+
+    def part(self) -> None:
+        """After it. With dispatch off."""
+        if self.met is not None:
+            rest, self.met = self.met, None
+            self._show_again(rest)
+
+    def _show_whole(self) -> tuple[Tensor, Layout]:
+        """`show(True)`, for a moment. Returns where the parameter lay, which may be memory of a user's own."""
+        rest = self.parameter.data, self.parameter._layout
+        self.show(True)
+        return rest
+
+    def _show_again(self, rest: tuple[Tensor, Layout]) -> None:
+        forget(self.parameter)
+        data, self.parameter._layout = rest
+        _set_data(self.parameter, data)
+
+    def spread(self, grad: Tensor) -> Tensor:
+        """A gradient of the part, as one of the whole local shard: zero elsewhere. With dispatch off."""
+        self.open_gradients()
+        low, high = self.held
+        whole = F.pad(grad.reshape(-1), (low, self.numel - high)).view(self.shape)
+        return whole.to(self.full.device)
+
+    def register(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """`register_post_accumulate_grad_hook` of the parameter."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+    @property
+    def at_rest(self) -> tuple[Tensor, Layout]:
+        """The memory that holds the parameter's values between steps, and how it is laid out."""
+        return (self.master, self.master_layout) if self.is_separate else (self.full, self.full_layout)
+
+    def show(self, whole: bool) -> None:
+        """Points the parameter at `full` or at `master`. Call with dispatch disabled."""
+        parameter = self.parameter
+        forget(parameter)
+        _set_data(parameter, self.full if whole else self.master)
+        if whole:
+            parameter._layout = self.full_layout
+        else:  # an untracked one, so that what computes with it asks for `read`
+            parameter._layout = self.master_layout.untracked if self.is_separate else self.master_layout
+
+    def replace(self, tensor: DTensor, value: Tensor) -> None:
+        """`tensor.data = value`, of the parameter: it lies there until the buffer takes the values in. What is over
+        its memory of now, an average's backup, keeps that. Raises PlacementError for another global shape."""
+        layout = tensor._layout.base
+        if tuple(value.shape) != layout.shape:
+            raise PlacementError(
+                "Tensor.data",
+                f"{self.name!r} lies in a flat buffer, and is given a value of another shape",
+                [f"parameter  {list(layout.shape)}", f"value  {list(value.shape)}"],
+                [("change the module before parallelize", ""), ("module.weight = nn.Parameter(...)", "a new one")],
+            )
+        if type(value) is DTensor:
+            value = convert(value.detach(), layout, "Tensor.data")
+        else:
+            value = convert_plain(value.detach(), layout.mesh, layout, "Tensor.data")
+        with local_only():
+            if self.arriving is not None:
+                value = value.to(tensor.device)
+            if value.device != tensor.device:
+                raise PlacementError(
+                    "Tensor.data",
+                    f"{self.name!r} lies on {tensor.device}, where the plan's mesh is, and is given a value elsewhere",
+                    [f"value  {value.device}"],
+                    [(f"value.to({str(tensor.device)!r})", "a copy")],
+                )
+            if value.data_ptr() == tensor.data_ptr() and value.dtype is tensor.dtype and value.device == tensor.device:
+                return
+            forget(tensor)
+            _set_data(tensor, value.detach())
+        self.is_away = True
+
+    def reduced(self, value: Tensor) -> DTensor | None:
+        """`parameter.grad = value`, of the global shape, as the gradient that a step consumes; None for one that is
+        pending as autograd's own is, or of another shape."""
+        full = self.full_layout
+        pending = type(value) is DTensor and value._layout.base is full.gradient
+        if tuple(value.shape) != full.shape or (pending and self.gradient_layout is self.reduced_layout):
+            return None
+        if type(value) is DTensor:
+            return convert(value, self.gradient_layout, "grad")
+        return convert_plain(value, full.mesh, self.gradient_layout, "grad")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the parameter's memory is another than the buffer's: replaced, or exchanged with a tensor's."""
+        return self.is_away or self.parameter.__dict__.get("_owner") is not self
+
+    def take_back(self, may_be_part: bool) -> tuple[Tensor, bool]:
+        """The parameter's local values, wherever they lie, and whether they are the master's part alone."""
+        tensor, full = self.parameter, self.full_layout
+        kept = (full, self.master_layout) if may_be_part else (full,)
+        if type(tensor) is not DTensor:  # exchanged with a plain one
+            value = convert_plain(tensor.detach(), full.mesh, full, "swap_tensors")
+            tensor.__class__ = DTensor
+        else:
+            value = tensor.detach()
+            value = value if tensor._layout.base in kept else convert(value, full, "swap_tensors")
+        tensor._layout, tensor._owner, self.is_away = value._layout.base, self, False
+        with local_only():
+            return value.detach(), value._layout.base is not full
+
+
+def settled(layout: Layout) -> Layout:
+    """The layout of the gradient of a tensor of `layout`, reduced."""
+    gradient = layout.gradient
+    return gradient.with_states(INVARIANT if state is PENDING else state for state in gradient.states)
+
+
+def holders(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """(axis, rank) of the axes of which one rank alone holds anything: an expert's, say."""
+    found = []
+    for axis, state in enumerate(layout.states):
+        if state.is_sharded and layout.mesh.sizes[axis] > 1:
+            before, after = (0,) * axis, (0,) * (layout.mesh.ndim - axis - 1)
+            ranks = range(layout.mesh.sizes[axis])
+            full = [rank for rank in ranks if prod(layout.shape_at((*before, rank, *after)))]
+            found += [(axis, rank) for rank in full if len(full) == 1]
+    return tuple(found)
+
+
+def largest_shard(layout: Layout) -> int:
+    """Elements of the largest shard over all coordinates: what the buffer reserves on every rank alike."""
+    cutting = [range(size) if state.is_sharded else (0,) for size, state in zip(layout.mesh.sizes, layout.states)]
+    return max(prod(layout.shape_at(coordinate)) for coordinate in itertools.product(*cutting))
+
+
+def block_of(layout: Layout, rows: int) -> int:
+    """Elements of `rows` rows of the local shard."""
+    return whole_rows(layout.local_shape, rows) if layout.ndim else 1

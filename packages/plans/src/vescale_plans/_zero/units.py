@@ -1,0 +1,169 @@
+"""Units: a model's blocks with their buffers, and which parameters share one.
+
+A `Unit` is one block of the model, or below ZeRO-3 several, gathered and reduced together; the root, with what lies in
+no block, is the last. When they are gathered and reduced is `zero.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from math import prod
+
+from torch import nn
+
+from vescale_dtensor import DTensor
+from vescale_dtensor.engine import PENDING
+
+from .._apply.blocks import blocks_of, owners
+from .buffer import Buffer
+from .slot import Sharing, holders
+
+# Below ZeRO-3 blocks share buffers of a quarter of the model, within these bounds: fewer collectives than one per
+# block, and still some that start while backward runs.
+BUCKET_BYTES, LEAST_BUCKET_BYTES, BUCKETS = 25 << 20, 1 << 20, 4
+# Parameters of a block that are pending over other axes than most go to the root when they are this few, relatively:
+# one collective for all norms of a model instead of one per block.
+_FEW = 1 / 16
+
+
+class Pass:
+    """One call of a block in a forward pass: open in backward from the first gradient of its outputs on, until those
+    of all its inputs are there. (A block that is called twice has two.) `left`: of `inputs`, in the backward that
+    runs: there may be several."""
+
+    __slots__ = ("inputs", "left")
+
+    def __init__(self) -> None:
+        self.inputs = self.left = 0
+
+
+class Unit:
+    """Blocks that are gathered and reduced together."""
+
+    def __init__(self, name: str, modules: list[nn.Module], buffers: list[Buffer]) -> None:
+        self.name, self.modules, self.buffers = name, modules, buffers
+        self.fetched = [buffer for buffer in buffers if buffer.separate]
+        self.reduced = [buffer for buffer in buffers if buffer.reduces]
+        # Autograd may keep gradients that nobody sums yet, as it does on one device: they come in the sum's dtype.
+        self.may_wait = not self.fetched and all(buffer.reduce is buffer.dtype for buffer in self.reduced)
+        self.is_open = not self.fetched
+        self.next: dict[bool, Unit | None] = {False: None, True: None}  # by whether this is a backward
+        self.started = False
+        self.touched = False
+        self.entered: list[Pass] = []  # calls that have not returned
+        self.passes: set[Pass] = set()  # in backward, those that a gradient has reached
+
+    def fetch(self) -> None:
+        for buffer in self.fetched:
+            buffer.fetch()
+
+    def open(self) -> None:
+        """The block computes with whole parameters from here on."""
+        if self.is_open:
+            return
+        self.fetch()
+        for buffer in self.fetched:
+            buffer.wait()
+            buffer.expose(True)
+        self.is_open = True
+
+    def hide(self) -> None:
+        """Outside of the model's calls parameters are the masters, so that a write to one stays; what was gathered is
+        kept for the backward that comes."""
+        for buffer in self.fetched:
+            buffer.wait()
+            buffer.expose(False)
+        self.is_open = not self.fetched
+
+    def close(self) -> None:
+        if self.is_open or any(buffer.is_gathered for buffer in self.fetched):
+            for buffer in self.fetched:
+                buffer.let_go()
+        self.is_open = not self.fetched
+
+    def open_gradients(self) -> None:
+        self.touched = True
+        for buffer in self.reduced:
+            buffer.open_gradients()
+
+    @property
+    def is_intact(self) -> bool:
+        return all(buffer.is_intact for buffer in self.buffers)
+
+    @property
+    def is_full(self) -> bool:
+        return all(buffer.is_full for buffer in self.reduced)
+
+
+def units_of(
+    model: nn.Module, sharing: Sharing, rows: Mapping[str, int], closed: Collection[nn.Module] = ()
+) -> list[Unit]:
+    """The units of a model in its order, the root's last. `rows`: by parameter name, see `Plan.blocks`; `closed`: lists
+    whose members are no blocks."""
+    blocks = blocks_of(model, closed)
+    owner = owners(model, blocks)
+    named: dict[int, list[tuple[str, DTensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter) is DTensor and "_owner" not in parameter.__dict__:  # else of a parallelized model inside
+            named.setdefault(owner[id(parameter)], []).append((name, parameter))
+    groups: list[tuple[list[str], list[nn.Module], list[tuple[str, DTensor]]]] = []
+    root = list(named.get(-1, ()))
+    whole = sharing.zero >= 3 or sharing.compute is not None
+    every = [one for members in named.values() for one in members]
+    limit = min(max(_bytes(every) // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
+    for index, (name, module) in enumerate(blocks):
+        mine, few = _without_few(named.get(index, []))
+        root += few
+        if groups and not whole and _bytes(groups[-1][2]) + _bytes(mine) <= limit:
+            names, modules, members = groups[-1]
+            groups[-1] = ([*names, name], [*modules, module], members + mine)
+        elif mine:
+            groups.append(([name], [module], mine))
+    rooted = [model]
+    if groups and not whole and _bytes(groups[0][2]) + _bytes(root) <= limit:
+        _, modules, members = groups.pop(0)  # the last that backward reaches, as the root's are
+        rooted, root = [model, *modules], root + members
+    units = [Unit(", ".join(n), modules, _buffers(m, sharing, rows)) for n, modules, m in groups]
+    return [*units, Unit("", rooted, _buffers(root, sharing, rows))]
+
+
+def _without_few(named: list[tuple[str, DTensor]]) -> tuple[list, list]:
+    """A block's parameters, and those few that are pending over other axes than most of it."""
+    if not named:
+        return [], []
+    sizes: dict[tuple, int] = {}
+    for _, parameter in named:
+        sizes[_key(parameter)] = sizes.get(_key(parameter), 0) + parameter.numel()
+    most = max(sizes, key=lambda key: sizes[key])
+    few = {key for key, size in sizes.items() if key != most and size < _FEW * sizes[most]}
+    return [one for one in named if _key(one[1]) not in few], [one for one in named if _key(one[1]) in few]
+
+
+def _key(parameter: DTensor) -> tuple:
+    """What parameters of one buffer have in common: the axes over which their gradients are pending, and more."""
+    layout = parameter.mesh_layout
+    states = layout.gradient.states
+    axes = tuple(a for a, state in enumerate(states) if state is PENDING and layout.mesh.sizes[a] > 1)
+    return axes, parameter.dtype, parameter.device, parameter.requires_grad, holders(layout)
+
+
+def _buffers(named: list[tuple[str, DTensor]], sharing: Sharing, rows: Mapping[str, int]) -> list[Buffer]:
+    """The parameters by what they have in common, cut where a buffer would outgrow its size below ZeRO-3."""
+    groups: list[tuple[tuple, list]] = []
+    for name, parameter in named:
+        key = _key(parameter)
+        mine = next((group for k, group in reversed(groups) if k == key), None)
+        if mine is None or (sharing.zero < 3 and _bytes(mine) + _bytes([(name, parameter)]) > BUCKET_BYTES):
+            groups.append((key, mine := []))
+        mine.append((name, parameter))
+    return [Buffer(group, key[0], sharing, [rows.get(name, 0) for name, _ in group]) for key, group in groups]
+
+
+def _bytes(named: list[tuple[str, DTensor]]) -> int:
+    """Of a rank's shards on average: ranks must cut alike, though they may hold different amounts."""
+    total = 0
+    for _, parameter in named:
+        layout = parameter.mesh_layout
+        cut = prod(size for size, state in zip(layout.mesh.sizes, layout.states) if state.is_sharded)
+        total += -(-layout.numel // cut) * parameter.itemsize
+    return total

@@ -1,0 +1,391 @@
+"""Data parallelism, ZeRO 0-3: when buffers are gathered, let go, filled with gradients and reduced.
+
+Of units (`units.py`) of buffers (`buffer.py`):
+
+    forward    before a block runs its parameters are gathered (ZeRO-3; a cast under a precision), and the block
+               that came next in the last pass is started; after it they are let go
+    backward   the first gradient that reaches a block's output gathers them again and opens its gradient buffer;
+               when all of the block's gradients are there, or those of its inputs, their sum over ranks starts
+    its end    what has not started does; all sums are waited for and handed out as `param.grad`
+
+A pipeline runs a call in many small forwards and backwards (`in_parts`): every block is
+gathered once per call then, by the first part that runs it.
+
+Sums start in one fixed order, that of the units reversed, so that all ranks start the
+same collectives whatever each of them used. A gradient that comes again after its sum
+has started (a reentrant checkpoint, a block that runs twice) is summed in a second
+round. Each contribution is thereby reduced exactly once and then ADDED to what earlier
+backwards left: several backwards before a step come out as on one device (design
+section 3, contract 9).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _current_graph_task_id
+
+from vescale_dtensor.engine import after_backward, forget_all, in_backward, local_only
+
+from .._apply.containers import map_tensors
+from .buffer import Buffer
+from .in_flight import Apart, InFlight, Usage
+from .slot import Sharing, Slot
+from .units import Pass, Unit, units_of
+
+# Sums under way before the oldest is waited for: bounds the memory of gradients under ZeRO-2 and 3.
+_IN_FLIGHT = 2
+
+
+class DataParallel:
+    """A model's buffers, and the hooks that move them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharing: Sharing,
+        rows: Mapping[str, int] | None = None,
+        closed: Collection[nn.Module] = (),
+    ) -> None:
+        """`closed`: lists whose members are no blocks, for not all ranks run them."""
+        self.sharing = sharing
+        self.units = units_of(model, sharing, rows or {}, closed)
+        self._slots: dict[Tensor, Slot] = {}
+        for unit in self.units:
+            for buffer in unit.buffers:
+                self._slots.update((slot.parameter, slot) for slot in buffer.slots)
+                self._listen(unit, buffer, range(len(buffer.slots)))
+        apart = [b for unit in self.units for b in unit.buffers if b.differentiable and b.holders]
+        self._apart = Apart(apart, sharing.mesh)
+        self._order = [unit for unit in reversed(self.units) if unit.reduced]
+        self._needs_end = bool(apart) or bool(self._order)
+        self._next_start = 0
+        self._running: list[InFlight] = []
+        self._touched = False
+        # Whether the backward that runs, and the one before, makes a graph: its own backward computes with parameters.
+        self._makes_graph = self._made_graph = False
+        self._last: dict[bool, Unit | None] = {False: None, True: None}
+        self.enabled, self.holds = True, False
+        forward = [self.units[-1], *self.units[:-1]]  # until it is seen in what order they run
+        for one, other in itertools.pairwise(forward):
+            one.next[False], other.next[True] = other, one
+        forward[0].next[True] = forward[-1]
+        for unit in self.units:
+            for module in unit.modules:
+                self._install(unit, module)
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        if sharing.compute is not None:
+            model.register_forward_pre_hook(self._cast, with_kwargs=True)
+        after_backward(self.finish)
+
+    # --- what the optimizer and the user call -------------------------------------------
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Gradients stay pending; the next backward outside reduces their sum."""
+        saved, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = saved
+
+    @contextlib.contextmanager
+    def in_parts(self) -> Iterator[None]:
+        """A call that is run in parts, forward and backward (a pipeline's): its gradients stay pending, and what its
+        parts gather stays gathered until the backward that releases them; without gradients, until the end."""
+        self.holds = True
+        try:
+            with self.paused():
+                yield
+        finally:
+            self.holds = False
+        if not torch.is_grad_enabled():
+            self.rest()
+
+    def take_in(self) -> None:
+        """Parameters that somebody has given other memory lie in their buffers again, with the values that they have:
+        before anything reads a buffer. Cost: a look at each parameter."""
+        for unit in self.units:
+            if not unit.is_intact:
+                unit.close()
+                for buffer in unit.buffers:
+                    if not buffer.is_intact:
+                        self._listen(unit, buffer, buffer.take_in())
+                unit.is_open = not unit.fetched
+
+    def _listen(self, unit: Unit, buffer: Buffer, which: Iterable[int]) -> None:
+        """Hears when autograd has added to the gradients of these of the buffer's parameters."""
+        for i in which if buffer.reduces else ():
+            parameter = buffer.slots[i].parameter
+            with local_only():
+                if (hooks := parameter._post_accumulate_grad_hooks) is None:
+                    parameter.register_post_accumulate_grad_hook(self._arrival(unit, buffer, i))
+                else:  # an exchange of tensors takes their hooks from autograd, not from the objects
+                    parameter._post_accumulate_grad_hooks = hooks
+
+    def flush(self) -> None:
+        """Reduces whatever is still pending: before an optimizer step that follows `paused` backwards only."""
+        self.take_in()
+        for unit in self.units:
+            for buffer in unit.reduced:
+                if buffer.has_pending():
+                    buffer.open_gradients()
+                    self._touched = True
+        saved, self.enabled = self.enabled, True
+        try:
+            self.finish()
+        finally:
+            self.enabled = saved
+
+    @property
+    def tells(self) -> bool:
+        """Whether users' hooks on gradients run, with parameters at rest already."""
+        return any(buffer.tells for unit in self.units for buffer in unit.buffers)
+
+    def rest(self) -> None:
+        """Parameters are the masters, where they are not the same memory: a write to one stays. What is gathered ahead
+        goes: it may be older than a write."""
+        for unit in self.units:
+            unit.close()
+
+    def updated(self) -> None:
+        """The masters have changed: parameters follow. Cost: below ZeRO-3 an all-gather of each buffer."""
+        for unit in self.units:
+            for buffer in unit.buffers:
+                buffer.updated()
+            unit.is_open = not unit.fetched
+        self._made_graph = False
+        for unit in self.units:
+            for buffer in unit.buffers:
+                if not buffer.separate:
+                    buffer.wait()
+        forget_all()
+
+    def slot_of(self, parameter: Tensor) -> Slot | None:
+        """The parameter's place in its buffer, None for a tensor that is no parameter of the model."""
+        return self._slots.get(parameter)
+
+    def on_host(self) -> list[Tensor]:
+        """What of the buffers lies on the host: offloaded masters, or their copies, and where gradients arrive."""
+        buffers = [buffer for unit in self.units for buffer in unit.buffers]
+        slots = [slot for buffer in buffers for slot in buffer.slots if slot.arriving is not None]
+        masters = [buffer.master for buffer in buffers if buffer.hosted]
+        return masters + [slot.arriving for slot in slots] + [slot.optimized for slot in slots if slot.is_copied]
+
+    # --- forward --------------------------------------------------------------------------
+
+    def _install(self, unit: Unit, module: nn.Module) -> None:
+        root = unit is self.units[-1]
+        if unit.fetched:
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: self._enter(unit, None if root else (args, kwargs)),
+                with_kwargs=True, prepend=True,
+            )  # fmt: skip
+        # That a gradient has reached the model is known from its output, so that all ranks take part in the sums.
+        if unit.fetched or (root and module is unit.modules[0] and self._needs_end):
+            module.register_forward_hook(lambda _, args, output: self._leave(unit, output, root))
+
+    def _begin(self, root: nn.Module, args: tuple) -> None:
+        if _current_graph_task_id() == -1:
+            self.take_in()
+            if not self.holds:
+                self.rest()
+
+    def _cast(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Floating inputs in the dtype that the model computes in."""
+        compute = self.sharing.compute
+        return map_tensors((args, kwargs), lambda one: one.to(compute) if one.is_floating_point() else one)
+
+    def _enter(self, unit: Unit, inputs: Any) -> None:
+        backward = _current_graph_task_id() != -1
+        self._open(unit, backward)
+        if inputs is not None and torch.is_grad_enabled():
+            # The gradients of its inputs are the last that a block computes. (In a recompute, only a reentrant
+            # checkpoint's: the others are those of the first pass.)
+            entry = Pass()
+            unit.entered.append(entry)
+            passed = partial(self._passed, unit, entry)
+
+            def watch(tensor: Tensor) -> Tensor:
+                # What several blocks take (an encoder's output) is watched for the first: the others would wait too.
+                with local_only():
+                    if tensor.requires_grad and (tensor.is_leaf or not backward) and not hasattr(tensor, "_watched"):
+                        tensor._watched = True
+                        entry.inputs += 1
+                        # Of a leaf's gradient and those of the parameters either may come first.
+                        late = tensor.is_leaf
+                        tensor.register_hook(lambda _: _at_the_end(passed) if late else passed())
+                return tensor
+
+            map_tensors(inputs, watch)
+
+    def _open(self, unit: Unit, backward: bool) -> None:
+        if unit.is_open and not unit.fetched:
+            return
+        with torch._C.DisableTorchFunction():  # nothing of it is the forward's: a pipeline's dry run must not see it
+            if not (unit.is_open or unit.is_intact):
+                self.take_in()
+            unit.open()
+            last = self._last[backward]
+            if last is not unit:
+                if last is not None:
+                    last.next[backward] = unit
+                self._last[backward] = unit
+            following = unit.next[backward]
+            if following is not None and not following.is_open:
+                following.fetch()
+
+    def _leave(self, unit: Unit, output: Any, root: bool) -> None:
+        if root:
+            self._last[False] = None
+        if unit.may_wait and not self.enabled:
+            return
+        in_graph = False
+        entry = unit.entered.pop() if unit.entered else Pass()
+
+        def watch(tensor: Tensor) -> Tensor:
+            nonlocal in_graph
+            with local_only():
+                if tensor.requires_grad and not tensor.is_leaf:
+                    in_graph = True
+                    tensor.register_hook(lambda _: self._reached(unit, entry))
+            return tensor
+
+        if torch.is_grad_enabled():
+            map_tensors(output, watch)
+        if unit.fetched and _current_graph_task_id() == -1:
+            # The root's parameters, and those of the block that backward begins with, are needed again at once.
+            stays = in_graph and (root or unit is self.units[-2])
+            if root and not self._keeps_open:
+                with torch._C.DisableTorchFunction():
+                    for each in {unit, self.units[-2] if len(self.units) > 1 else unit}:
+                        each.hide() if in_graph else each.close()
+            elif not stays and not self._keeps_open:
+                with torch._C.DisableTorchFunction():
+                    unit.close()
+
+    # --- backward -------------------------------------------------------------------------
+
+    def _reached(self, unit: Unit, entry: Pass) -> None:
+        """A gradient has reached the output of a unit's block."""
+        if unit.may_wait and not self.enabled:
+            return
+        self._ask_for_the_end()
+        self._makes_graph = torch.is_grad_enabled()
+        if entry not in unit.passes:
+            unit.passes.add(entry)
+            entry.left = entry.inputs
+        if unit.fetched:
+            self._open(unit, True)
+        if not unit.touched:
+            unit.open_gradients()
+
+    def _passed(self, unit: Unit, entry: Pass) -> None:
+        """The gradient of an input of a unit's block is there; of the last one: this call of the block is through."""
+        entry.left -= 1
+        if entry.left > 0:
+            return
+        unit.passes.discard(entry)
+        if unit.passes:
+            return
+        if self.enabled and not unit.started and any(buffer.filled for buffer in unit.reduced):
+            unit.started = True
+            self._start_in_order()
+        if not self._keeps_open:
+            unit.close()
+
+    @property
+    def _keeps_open(self) -> bool:
+        return self.holds or self._makes_graph or self._made_graph
+
+    def _arrival(self, unit: Unit, buffer: Buffer, i: int) -> Callable[[Tensor], None]:
+        """The hook of a parameter: autograd has added to its gradient."""
+        may_wait = unit.may_wait
+
+        def arrived(parameter: Tensor) -> None:
+            if may_wait and not self.enabled and buffer.flat is None:
+                return
+            self._ask_for_the_end()
+            unit.touched = True
+            buffer.arrived(i)
+            if self.enabled and not unit.started and unit.is_full:
+                unit.started = True
+                self._start_in_order()
+
+        return arrived
+
+    def _ask_for_the_end(self) -> None:
+        if not self._touched:
+            self._touched = True
+            if not in_backward():
+                # The loss was a plain tensor: this backward was not started by us, so we ask to be called at its end.
+                _at_the_end(self.finish)
+
+    def _start_in_order(self) -> None:
+        while self._next_start < len(self._order) and self._order[self._next_start].started:
+            self._start(self._order[self._next_start])
+            self._next_start += 1
+
+    def _start(self, unit: Unit) -> None:
+        with torch.no_grad():
+            for buffer in unit.reduced:
+                self._running.append(flight := buffer.start())
+                if buffer.is_hooked and self.sharing.zero >= 2:
+                    flight.usage = Usage([flight], self.sharing.mesh)
+            for flight in self._running[:-_IN_FLIGHT]:
+                flight.advance()
+            while len(self._running) > _IN_FLIGHT and self._running[0].buffer.is_hooked:  # its gradients may go then
+                flight = self._running.pop(0)
+                flight.finish()
+                flight.buffer.tell()
+
+    def finish(self) -> None:
+        """Starts what is left, waits for all, and hands out the reduced gradients."""
+        if not self._touched:
+            return
+        self._touched = False
+        with torch.no_grad():
+            if self.enabled:
+                for unit in self._order:
+                    unit.started = True
+                self._start_in_order()
+                for unit in self._order:  # what came again after its sum had started
+                    for buffer in unit.reduced:
+                        if buffer.flat is not None:
+                            self._running.append(buffer.start())
+                running, self._running = self._running, []
+                usage = Usage(running, self.sharing.mesh) if self.sharing.zero >= 2 else None
+                for flight in running:
+                    flight.advance()
+                for flight in running:
+                    flight.finish(usage)
+                if usage is not None:
+                    usage.close()
+                self._apart.tell()
+                for flight in running:
+                    flight.buffer.tell()
+            else:
+                for unit in self._order:
+                    for buffer in unit.reduced:
+                        buffer.leave_pending()
+        self._next_start = 0
+        self._last[True] = None
+        for unit in self.units:
+            unit.started = unit.touched = False
+            unit.entered.clear()
+            unit.passes.clear()
+        self._made_graph, self._makes_graph = self._makes_graph, False
+        for unit in self.units:
+            if not self._keeps_open:
+                unit.close()
+
+
+def _at_the_end(call: Callable[[], None]) -> None:
+    """Calls it when the backward that runs is done; of nested ones, the innermost."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)

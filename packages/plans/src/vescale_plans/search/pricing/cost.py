@@ -1,0 +1,167 @@
+"""Time of one training step of one candidate, in closed form.
+
+Matrix multiplications by a roofline that small sizes do not reach, or by the terms that were measured; collectives by
+latency and bandwidth of the link that their axis lies on, or by measured curves; the pipeline by its bubble (Narayanan
+et al., arXiv 2104.04473, section 2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from ..candidates import Candidate
+from .hardware import ATTENTION, Hardware
+from .sizes import Sizes
+
+OPERATORS = 12
+"""Operators around one contraction in eager code."""
+SHOWN = 0.1
+"""Share of what is reduced or gathered beside computation that nothing hides."""
+HOPS = 0.3
+"""Share of a pipeline's transfers that computation does not hide."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one step, by what they are spent on."""
+
+    compute: float
+    elementwise: float
+    tensor: float
+    experts: float
+    data: float
+    pipeline: float
+    optimizer: float
+
+    @property
+    def busy(self) -> float:
+        """What grows with the parts of the model that a rank holds."""
+        return self.compute + self.elementwise + self.tensor + self.experts
+
+    @property
+    def total(self) -> float:
+        return self.busy + self.data + self.pipeline + self.optimizer
+
+
+def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Cost:
+    """Of the slowest rank; `batch` rows of `seq` positions on all ranks together.
+
+    What a rank is busy with (compute, elementwise, tensor, experts) is a sum over the parts that it holds, and that of
+    `sizes` over candidate.pp: blocks dealt out evenly. `pipeline` is waiting, pp - 1 microbatches long, and transfers.
+    """
+    positions = ceil(batch / candidate.dp / candidate.microbatches) * seq
+    forward = _matrices(sizes, candidate, hardware, positions) + _attention(sizes, hardware, positions, seq)
+    passes = 4 if candidate.checkpointing else 3
+    compute = forward * passes
+    elementwise = _elementwise(sizes, candidate, hardware, positions) * passes
+    tensor = _tensor(sizes, candidate, hardware, positions, (compute + elementwise) / passes) * (passes - 1)
+    experts = _exchanges(sizes, candidate, hardware, positions) * (passes - 1)
+    stage = (compute + tensor + experts + elementwise) / candidate.pp
+    share = candidate.microbatches / candidate.pp
+    held = sizes.spread(candidate.ep) / candidate.pp
+    return Cost(
+        compute=compute * share,
+        elementwise=elementwise * share,
+        tensor=tensor * share,
+        experts=experts * share,
+        data=_data(sizes, candidate, hardware, 3 * forward * share),
+        pipeline=stage * (candidate.pp - 1) / candidate.virtual + _hops(sizes, candidate, hardware, positions),
+        optimizer=held / (candidate.sharded if candidate.zero else 1) * 32 / hardware.bandwidth,
+    )
+
+
+def _matrices(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
+    time = 0.0
+    for one, times in sizes.contractions.items():
+        rows, experts = positions, 1.0
+        if one.experts:  # spread, each rank has fewer, to each of which more ranks send
+            rows, experts = positions * candidate.ep * one.chosen / one.experts, one.experts / candidate.ep
+        time += times * experts * hardware.product_seconds(rows, one.outward, one.inward)
+    return time
+
+
+def _attention(sizes: Sizes, hardware: Hardware, positions: int, seq: int) -> float:
+    width = sum(
+        times * branch.features / (sizes.tp if branch.split else 1)
+        for branch, times in sizes.branches.items()
+        if branch.positions_meet
+    )
+    return 4 * positions * seq * width / (hardware.flops * ATTENTION)
+
+
+def _elementwise(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
+    stream = candidate.tp if candidate.sp else 1
+    moved = 0.0
+    for branch, times in sizes.branches.items():
+        inner = branch.features * max(1, branch.chosen) / (sizes.tp if branch.split else 1)
+        moved += times * (hardware.stream * branch.stream / stream + 4 * inner)
+    operators = OPERATORS * sum(sizes.contractions.values())
+    each = hardware.launch + (hardware.host if hardware.at_once else 0.0)
+    return positions * moved * hardware.itemsize / hardware.bandwidth + operators * each
+
+
+def _tensor(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int, computed: float) -> float:
+    """One direction, which takes so many seconds of computation: an all-reduce per split group, or an all-gather and
+    a reduce-scatter, which move the same; ranks wait for each other at one of the two."""
+    split = {branch: times for branch, times in sizes.branches.items() if branch.split}
+    if candidate.tp == 1 or not split:
+        return 0.0
+    calls, kind = (2, "reduce_scatter") if candidate.sp else (1, "all_reduce")
+    moved = 2 / calls * (candidate.tp - 1) / candidate.tp * positions * hardware.itemsize
+    wait = hardware.wait_seconds(computed / sum(split.values()))
+    return sum(
+        times * (wait + calls * hardware.collective_seconds(kind, candidate.tp, moved * branch.stream))
+        for branch, times in split.items()
+    )
+
+
+def _exchanges(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
+    """One direction: each stack of experts is sent the rows chosen for it, and sends back as many."""
+    if candidate.ep == 1:
+        return 0.0
+    nodes = candidate.tp * candidate.ep // hardware.node
+    time = 0.0
+    for branch, times in sizes.branches.items():
+        copies = branch.chosen * (candidate.ep - 1) / candidate.ep
+        if hardware.once:
+            copies = (min(branch.chosen, nodes) * (nodes - 1) / nodes if nodes > 1 else copies) / candidate.tp
+        if copies:
+            moved = copies * positions * hardware.itemsize * branch.stream
+            time += times * 2 * hardware.collective_seconds("all_to_all", candidate.ep, moved, candidate.tp)
+    return time
+
+
+def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float) -> float:
+    """What computation does not hide; `compute` without what is computed again, for how much that is the cut decides
+    later, and no plan may be cheaper for what it might compute again and does not."""
+    if candidate.dp == 1:
+        return 0.0
+    copies = candidate.dp // candidate.ep  # of each expert
+    dense = (sizes.held - sizes.experts) * (candidate.dp - 1) / candidate.dp
+    part = 4 / candidate.pp * (dense + sizes.experts / candidate.ep * (copies - 1) / copies)
+    backwards = candidate.microbatches if candidate.pp == 1 and candidate.zero > 1 else 1  # see `Plan.parts`
+    kind, moved = ("reduce_scatter", part) if candidate.zero == 3 else ("all_reduce", 2 * part)
+    reduce = backwards * hardware.collective_seconds(kind, candidate.dp, moved, candidate.tp)
+    exposed = _exposed(reduce, hardware, compute * 2 / 3)
+    if candidate.zero < 3:
+        return exposed
+    gather = hardware.collective_seconds("all_gather", candidate.dp, part * hardware.itemsize / 4, candidate.tp)
+    gathers = gather * (1 if candidate.pp > 1 else 2 * candidate.microbatches)
+    return exposed + _exposed(gathers, hardware, compute)
+
+
+def _exposed(seconds: float, hardware: Hardware, beside: float) -> float:
+    """Of what is sent beside so many seconds of computation."""
+    if hardware.hidden < 0:
+        return seconds * (1 - hardware.hidden)
+    return max(SHOWN * seconds, seconds - hardware.hidden * beside)
+
+
+def _hops(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
+    if candidate.pp == 1:
+        return 0.0
+    width = max((branch.stream for branch in sizes.branches), default=0)
+    moved = positions * width * hardware.itemsize
+    hop = hardware.collective_seconds("send", 2, moved, candidate.tp * candidate.dp * candidate.pp // 2)
+    return 2 * candidate.microbatches * candidate.virtual * hop * HOPS

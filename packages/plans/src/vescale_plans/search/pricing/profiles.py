@@ -1,0 +1,138 @@
+"""Profiles of devices, as data: figures of data sheets, what of them large operations reach, and where each is from.
+
+`node` is the domain of the fast links: eight GPUs of an HGX board, 72 of an NVL72 rack (18 trays of four), all ranks of
+one host on a CPU. Another size is a `dataclasses.replace(hardware_of("h100"), node=6)`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from ...plan import PlanError
+from .hardware import GIB, Hardware, Link
+
+NVLINK_LATENCY, NETWORK_LATENCY = 8e-6, 2e-5
+
+
+def _gpu(name, flops, small, bandwidth, memory, inside, across, peak, wide, node=8, latency=NVLINK_LATENCY) -> Hardware:
+    links = Link(latency, inside), Link(NETWORK_LATENCY, across)
+    return Hardware(name, flops, small, bandwidth, memory * GIB, 6e-6, node, *links, peak=peak, wide=wide)
+
+
+PROFILES: Mapping[str, Hardware] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            _gpu("a100", 250e12, 64, 2.0e12, 80, 230e9, 22e9, 312e12, 18e12),
+            _gpu("h100", 740e12, 128, 3.35e12, 80, 370e9, 46e9, 989e12, 52e12),
+            _gpu("h200", 740e12, 128, 4.3e12, 141, 370e9, 46e9, 989e12, 52e12),
+            # The longer name first: "auto" takes the first that a device's name carries.
+            _gpu("gb200", 1870e12, 128, 7.2e12, 186, 740e9, 46e9, 2500e12, 62e12, node=72),
+            _gpu("b200", 1690e12, 128, 7.2e12, 180, 740e9, 46e9, 2250e12, 58e12),
+            _gpu("v100", 95e12, 64, 0.8e12, 32, 115e9, 11e9, 125e12, 14e12),
+            Hardware(
+                "l40s", 180e12, 128, 0.8e12, 48 * GIB, 6e-6, 8, Link(1e-5, 22e9), Link(3e-5, 12e9), wide=60e12,
+                peak=362e12,
+            ),
+            Hardware("cpu", 50e9, 16, 8e9, 8 * GIB, 5e-6, 1 << 30, Link(3e-4, 1e9), Link(3e-4, 1e9), 4, backend="gloo"),
+        )
+    }
+)  # fmt: skip
+"""In bfloat16 (float16 on a V100, which has no other) and, `wide`, in float32 as torch multiplies by default (no TF32);
+`cpu` is gloo on a small shared machine, in float32."""
+
+SOURCES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "a100": {
+            "peak, memory": "NVIDIA A100 data sheet, SXM 80 GB",
+            "flops": "0.80 of the peak: large products of Megatron's reports (SC21)",
+            "bandwidth": "data sheet, 2.04 TB/s",
+            "inside": "NVLink 3: 300 GB/s each way, of which NCCL's bus bandwidth is about 230",
+            "across": "200 Gb/s a GPU, about 22 GB/s",
+        },
+        "h100": {
+            "peak, memory, bandwidth": "NVIDIA H100 data sheet, SXM",
+            "flops": "0.75 of the peak: large products at full power",
+            "inside": "NVLink 4: 450 GB/s each way; about 370 effective, by a maintainer of NCCL",
+            "across": "400 Gb/s a GPU, 45 to 48 GB/s",
+        },
+        "h200": {
+            "peak, memory": "NVIDIA H200 data sheet",
+            "bandwidth": "measured copies, 4.3 of the sheet's 4.8 TB/s",
+            "flops, inside, across": "as of an H100",
+        },
+        "b200": {
+            "peak, memory": "NVIDIA HGX B200 data sheet, dense, a GPU's share",
+            "bandwidth": "0.9 of the sheet's 8 TB/s, an H200's share: assumed, nothing was measured",
+            "flops": "0.75 of the peak, an H100's share: assumed",
+            "inside": "NVLink 5: 900 GB/s each way, at an H100's share: assumed",
+            "across": "400 Gb/s a GPU, as of an H100",
+        },
+        "gb200": {
+            "peak, memory, node": "NVIDIA GB200 NVL72 data sheet, dense, a 72nd of the rack",
+            "flops, bandwidth, inside, across": "as of a B200: assumed, nothing was measured",
+        },
+        "v100": {
+            "peak, memory": "NVIDIA V100 data sheet, SXM2 32 GB, float16",
+            "bandwidth": "0.9 of the sheet's 900 GB/s",
+            "flops": "0.76 of the peak: assumed",
+            "inside": "NVLink 2: 150 GB/s each way, at an A100's share: assumed",
+            "across": "100 Gb/s a GPU",
+        },
+        "l40s": {
+            "peak, memory": "NVIDIA L40S data sheet, dense",
+            "flops": "half of the peak: assumed, vendors list as much",
+            "inside, across": "PCIe 4 x16, 20 to 25 GB/s; a network card for two",
+        },
+        "cpu": {"all": "two shared cores, measured roughly; vescale calibrate knows more"},
+    }
+)
+"""Where the figures of a profile are from, and which are assumed."""
+
+
+def calibrated_path() -> Path:
+    """Where `vescale calibrate` leaves this machine's profile, and "auto" looks for it."""
+    base = os.environ.get("VESCALE_HARDWARE") or os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    path = Path(base).expanduser()
+    return path if path.suffix == ".json" else path / "vescale" / "hardware.json"
+
+
+def hardware_of(name: str | os.PathLike | Hardware) -> Hardware:
+    """The profile of that name, or in that file.
+
+    "auto" is what `vescale calibrate` wrote on this machine; else the profile whose name the first GPU here carries,
+    "cpu" without a GPU.
+
+    Raises PlanError for a name that no profile has, and for a file that is none.
+    """
+    if isinstance(name, Hardware):
+        return name
+    if name == "auto":
+        if calibrated_path().is_file():
+            return _read(calibrated_path())
+        device = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "cpu"
+        name = next((one for one in PROFILES if one in device), device)
+    if name in PROFILES:
+        return PROFILES[name]
+    if isinstance(name, os.PathLike) or str(name).endswith(".json"):
+        return _read(Path(name))
+    raise PlanError(
+        "generate_plan",
+        f"no hardware profile is called {name!r}",
+        [f"profiles  {', '.join(PROFILES)}"],
+        [('hardware="h100"', ""), ('hardware="profile.json"', "that vescale calibrate wrote")],
+    )
+
+
+def _read(path: Path) -> Hardware:
+    try:
+        return Hardware.from_json(path.read_text())
+    except OSError as error:
+        remedies = [("vescale calibrate --out FILE", "writes one")]
+        rule = f"the profile {path.name} cannot be read: {error.strerror}"
+        raise PlanError("hardware", rule, (), remedies) from error

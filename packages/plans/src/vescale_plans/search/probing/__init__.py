@@ -1,0 +1,1 @@
+"""A model's structure found by influence: which features of one contraction reach which of the next."""

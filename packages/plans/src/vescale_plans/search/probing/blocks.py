@@ -1,0 +1,142 @@
+"""Repeated blocks: found by structure, and all but the first few skipped while a model is probed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..._apply.containers import map_first
+from .model import first_tensor
+
+KEPT = 2
+"""Of equal blocks so many really run: two show what one hands to the next."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks of one container, in the order of their registration.
+
+    Arguments:
+        names: of the modules.
+        kinds: per block a number; equal numbers are equal structure.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[int, ...]
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Blocks beyond the first KEPT of their kind -> the first of that kind."""
+        alike: dict[int, list[str]] = defaultdict(list)
+        for name, kind in zip(self.names, self.kinds):
+            alike[kind].append(name)
+        return {name: names[0] for names in alike.values() for name in names[KEPT:]}
+
+
+def chains(model: nn.Module) -> tuple[Chain, ...]:
+    """Containers with at least two children of equal structure, outermost first; none inside another's block.
+
+    Where modules around modules, or settings, are all that tells the children of a container apart, they are a chain of
+    different kinds: none stands for another, but a pipeline may be cut between them.
+    """
+    found: list[Chain] = []
+    seen: set[int] = set()
+
+    def walk(name: str, module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+        kinds, names = [], tuple(one for one, _ in children)
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and any(True for _ in module.parameters()):
+            kinds = _kinds([child for _, child in children])
+        if len(kinds) > max(1, len(set(kinds))):
+            found.append(Chain(names, tuple(kinds)))
+            return
+        before = len(found)
+        for one, child in children:
+            walk(one, child)
+        if len(kinds) > max(1, len({_bare(child) for _, child in children})) and len(found) == before:
+            found.append(Chain(names, tuple(kinds)))
+
+    walk("", model)
+    return tuple(found)
+
+
+def _kinds(blocks: list[nn.Module]) -> list[int]:
+    """A number per block, equal for blocks that do the same: classes, shapes and plain settings, without names.
+
+    A setting that counts up from block to block is the block's place, and no difference.
+    """
+    settings = [_settings(block) for block in blocks]
+    families: dict[Hashable, list[int]] = defaultdict(list)
+    for at, (block, own) in enumerate(zip(blocks, settings)):
+        families[_form(block), len(own)].append(at)
+    keys: dict[int, Hashable] = {}
+    for form, members in families.items():
+        columns = [column for column in zip(*(settings[at] for at in members)) if not _counts(column, members)]
+        for row, at in enumerate(members):
+            keys[at] = (form, tuple(column[row] for column in columns))
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(keys[at], len(numbers)) for at in range(len(blocks))]
+
+
+def _counts(column: Sequence[Hashable], places: Sequence[int]) -> bool:
+    """Whether these values are their places plus a constant."""
+    if len(column) == 1:
+        return True
+    return all(type(value) is int for value in column) and len({v - at for v, at in zip(column, places)}) == 1
+
+
+def _form(block: nn.Module) -> Hashable:
+    return tuple(
+        (
+            type(module),
+            tuple(tuple(one.shape) for one in module._parameters.values() if one is not None),
+            tuple(tuple(one.shape) for one in module._buffers.values() if one is not None),
+        )
+        for module in block.modules()
+    )
+
+
+def _bare(block: nn.Module) -> Hashable:
+    """The form without modules that hold one other and nothing else."""
+    return tuple(one for one, module in zip(_form(block), block.modules()) if any(one[1:]) or len(module._modules) != 1)
+
+
+def _settings(block: nn.Module) -> list[Hashable]:
+    plain = bool | int | float | str
+    return [value for module in block.modules() for value in module.__dict__.values() if isinstance(value, plain)]
+
+
+def hand_on(model: nn.Module, found: Sequence[Chain]) -> None:
+    """From now on skipped blocks of `model` return what they are given, in the form that their like returned last."""
+    last: dict[str, Any] = {}
+    for chain in found:
+        skipped = chain.skipped
+        for name in chain.names:
+            block, like = model.get_submodule(name), skipped.get(name)
+            if like is not None:
+                block.forward = _handing_on(last, like)
+            else:
+                kind = chain.kinds[chain.names.index(name)]
+                block.register_forward_hook(_remembering(last, chain.names[chain.kinds.index(kind)]))
+
+
+def _handing_on(last: Mapping[str, Any], like: str) -> Callable:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        carried = first_tensor((args, kwargs))
+        return map_first(last[like], lambda tensor: carried)
+
+    return forward
+
+
+def _remembering(last: dict[str, Any], like: str) -> Callable:
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        last[like] = output
+
+    return hook

@@ -1,0 +1,138 @@
+"""What probing tells of: a model's contractions, the taints put into them, and where these arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from .blocks import Chain
+from .operands import Features
+
+Key = tuple[str, int]
+"""A call: the parameter, and the how-manieth call with it in one forward (0 for all calls of a stack)."""
+
+
+@dataclass
+class Call:
+    """What one forward showed of a contraction.
+
+    Arguments:
+        key: see `Key`.
+        order: of its first call.
+        lookup, scattered: see `Form`; `stack` for a parameter that holds one matrix per expert.
+        inward, outward: what its in and out features are of the parameter.
+        bias: name of the parameter that is added.
+        outer: the batch dim of the flattened rows lies inside so many rows; None where rows follow no batch dim.
+        path: modules that were running, outermost first.
+    """
+
+    key: Key
+    order: int
+    in_features: int
+    out_features: int
+    lookup: bool
+    scattered: bool
+    stack: bool
+    convolution: bool
+    inward: Features | None
+    outward: Features
+    bias: str | None
+    path: tuple[str, ...]
+    outer: int | None = None
+    coupled: bool = False
+
+
+@dataclass(frozen=True)
+class Test:
+    """A taint: some out features of a call (`features`), or all of them at one position (`token`)."""
+
+    key: Key
+    features: Tensor | None
+    token: int | None = None
+
+
+@dataclass
+class Reached:
+    """Where the taints of one forward arrived.
+
+    Arguments:
+        features: call -> bool [rows, in features].
+        tokens: call -> bool [rows, positions].
+        selectors: bool [rows], whether the taint met a topk, argmax or sort.
+    """
+
+    features: dict[Key, Tensor] = field(default_factory=dict)
+    tokens: dict[Key, Tensor] = field(default_factory=dict)
+    selectors: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Influence:
+    """What a contraction's out features reach of one other's in features.
+
+    Arguments:
+        unit: neighbouring out features that were tainted together.
+        reach: bool [out features / unit, in features].
+    """
+
+    unit: int
+    reach: Tensor
+
+    @cached_property
+    def is_mixing(self) -> bool:
+        """What lies between sees all features together: every unit that reaches any reaches the same."""
+        hit = self.reach[self.reach.any(1)]
+        return bool((hit == hit[:1]).all()) and (len(hit) > 1 or bool(hit.all()))
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module that takes and returns whole activations.
+
+    Arguments:
+        batch, position: dims of its first output tensor; None if there is no such dim.
+    """
+
+    name: str
+    batch: int | None
+    position: int | None
+    features: int
+
+
+@dataclass
+class Findings:
+    """All that was seen of a model.
+
+    Arguments:
+        calls: in order.
+        influences: source -> sink -> Influence.
+        bridged: the same with norms handing nothing on, for sources that mix otherwise.
+        vectors: parameter of one dim -> sink -> what its entries reach; where it reaches sinks of groups alone.
+        routers: calls whose result something was selected by.
+        chosen: of so many scores, so many were selected.
+        sites: module -> how its output lies; for modules whose output has the sample's batch and positions.
+        token_wise: calls of the residual stream whose position s reaches position s alone.
+        chains: repeated blocks.
+        like: parameter or module in a block -> its like in all blocks of that kind, itself among them; what a source
+            reaches was seen in full in the first of these.
+        coupled: contractions whose rows depend on other rows of the batch.
+        tied: parameters that are one, as tuples of names.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    calls: dict[Key, Call]
+    influences: dict[Key, dict[Key, Influence]] = field(default_factory=dict)
+    bridged: dict[Key, dict[Key, Influence]] = field(default_factory=dict)
+    vectors: dict[str, dict[Key, Influence]] = field(default_factory=dict)
+    routers: set[Key] = field(default_factory=set)
+    chosen: dict[int, int] = field(default_factory=dict)
+    inputs: dict[str, Site] = field(default_factory=dict)
+    outputs: dict[str, Site] = field(default_factory=dict)
+    token_wise: dict[Key, bool] = field(default_factory=dict)
+    chains: tuple[Chain, ...] = ()
+    like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    coupled: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()

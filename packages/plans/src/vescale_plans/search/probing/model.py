@@ -1,0 +1,158 @@
+"""A model as it is probed: a copy without weights, plain kernels, and hooks that tell which modules run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from ..._apply.containers import map_first
+
+
+def on_meta(model: nn.Module, stand_ins: Mapping[str, str] | None = None) -> nn.Module:
+    """A copy of the model with its parameters on the meta device, and its buffers with values on the CPU.
+
+    Arguments:
+        stand_ins: module -> another, whose children, parameters and buffers it shares in the copy: what is never to
+            run need not be copied, and attributes that others read of it are there all the same.
+    """
+    memo: dict[int, Any] = {}
+    shared = {name: model.get_submodule(name) for name in stand_ins or ()}
+    for module in shared.values():
+        memo[id(module)] = _shell(module)
+    for parameter in model.parameters():
+        empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        empty.__dict__.update(parameter.__dict__)
+        memo[id(parameter)] = empty
+    copied = copy.deepcopy(model, memo)
+    for name, like in (stand_ins or {}).items():
+        shell, other = memo[id(shared[name])], memo[id(model.get_submodule(like))]
+        for members in ("_modules", "_parameters", "_buffers"):
+            shell.__dict__[members] = dict(zip(shell.__dict__[members], other.__dict__[members].values()))
+    for module in copied.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "cpu":
+                module._buffers[name] = _values(buffer)
+    return copied
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    shell = object.__new__(type(module))
+    for key, value in vars(module).items():
+        shell.__dict__[key] = copy.copy(value) if isinstance(value, dict) else value
+    return shell
+
+
+def _values(buffer: Tensor) -> Tensor:
+    if not buffer.is_meta:
+        return buffer.detach().cpu()
+    if buffer.is_floating_point():
+        return (
+            torch.rand(buffer.shape, generator=torch.Generator().manual_seed(buffer.numel())).add_(0.5).to(buffer.dtype)
+        )
+    return (
+        torch.ones(buffer.shape, dtype=buffer.dtype)
+        if buffer.dtype == torch.bool
+        else torch.zeros(buffer.shape, dtype=buffer.dtype)
+    )
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What a forward writes into buffers is put back."""
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in kept:
+            buffer.copy_(value) if buffer.shape == value.shape else buffer.set_(value)
+            module._buffers[name] = buffer
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Attention in elementary steps: a fused kernel may swallow a NaN. One thread: what is computed is small."""
+    fast, threads = torch.backends.mha.get_fastpath_enabled(), torch.get_num_threads()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.set_num_threads(1)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.set_num_threads(threads)
+
+
+class Unrolled(TorchFunctionMode):
+    """Recurrent layers step by step, in products with their parameters, by torch's decompositions: its own functions
+    check in C++ that input and parameters lie on one device, before anything below sees them."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        unrolled = _unrolled().get(function)
+        if unrolled is None:
+            return function(*args, **(kwargs or {}))
+        batch, packed = unrolled
+        sizes = args[1]  # of a packed sequence's steps; of a batch the state, or a tuple of two
+        is_packed = isinstance(sizes, Tensor) and not sizes.is_floating_point()
+        return (packed if is_packed else batch)(*args, **(kwargs or {}))
+
+
+@cache
+def _unrolled() -> dict[Callable, tuple[Callable, Callable]]:
+    """Recurrent function -> what it does to a batch, and to a packed sequence: (data, batch_sizes, ...)."""
+    from torch._decomp import decomposition_table
+
+    found = {}
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        operator = getattr(torch.ops.aten, name)
+        found[getattr(torch._VF, name)] = decomposition_table[operator.input], decomposition_table[operator.data]
+    return found
+
+
+@contextmanager
+def paths(
+    modules: Iterable[tuple[str, nn.Module]], path: list[str], note: Callable[[str, Any, Any], None] | None
+) -> Iterator[None]:
+    """Keeps in `path` which of the named `modules` are running, outermost first; `note` sees what each takes and
+    returns."""
+    handles = []
+    for name, module in modules:
+
+        def enter(_, __, name=name):
+            path.append(name)
+
+        def leave(_, args, kwargs, output, name=name):
+            path.pop()
+            if note is not None:
+                note(name, (args, kwargs), output)
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_first(value, keep)
+    return found[0] if found else None

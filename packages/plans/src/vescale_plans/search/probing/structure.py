@@ -1,0 +1,298 @@
+"""From what probing saw to a `Structure`: which contractions pair up, and which of them repeat in every block."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from ..._experts.structure import stacked_experts
+from ..progress import Bar
+from ..structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
+from .calls import Call, Findings, Influence, Key, Site
+from .probe import probe
+from .sample import Sample
+
+
+def structure_of(model: nn.Module, sample: Sample, bar: Bar | None = None) -> Structure:
+    """Probes `model` and reads its structure from what was seen. Nothing of the model is changed.
+
+    Cost: some tens of forwards of a few blocks without their contractions; no communication, no weight is read.
+    """
+    found = probe(model, sample, bar or Bar())
+    pairs = _paired(found)
+    groups = tuple(
+        group for sink in sorted(pairs, key=lambda key: found.calls[key].order) for group in _group(found, sink, pairs)
+    )
+    groups = _everywhere(groups, found.like)
+    return Structure(
+        shapes=dict(_shapes(model)),
+        modules=tuple(name for name, _ in model.named_modules() if name),
+        groups=groups,
+        matrices=_matrices(found),
+        lookups=_lookups(found),
+        heads=_heads(found, pairs),
+        experts=_experts(model, found),
+        routers=tuple(dict.fromkeys(name for key in found.routers for name in found.like.get(key[0], (key[0],)))),
+        blocks=_blocks(model, found),
+        tied=found.tied,
+        coupled=found.coupled,
+        position_dim=_position_dim(found, pairs),
+        stream_entries=_entries(found),
+    )
+
+
+def _shapes(model: nn.Module):
+    return ((name, tuple(one.shape)) for name, one in model.named_parameters(remove_duplicate=False))
+
+
+# ------------------------------------------------------------------------ pairs
+
+
+def _paired(found: Findings) -> dict[Key, dict[Key, Influence]]:
+    """sink -> the sources that may be split with it.
+
+    A source qualifies if everything it reaches is a sink that it reaches feature by feature; a sink if a source
+    that qualifies reaches it. In a chain the first pair wins: what is split by its in features gives sums, and those
+    are whole before they are split again.
+    """
+    influences = {key: dict(sinks) for key, sinks in found.influences.items()}
+    for key, sinks in found.bridged.items():
+        if any(not one.is_mixing for one in sinks.values()):
+            influences[key] = dict(sinks)
+    order = {key: call.order for key, call in found.calls.items()}
+    sinks = {sink for reached in influences.values() for sink, one in reached.items() if not one.is_mixing}
+    while True:
+        pairs: dict[Key, dict[Key, Influence]] = {}
+        for sink in sorted(sinks, key=order.__getitem__):
+            for key in sorted(influences, key=order.__getitem__):
+                reached = influences[key]
+                one = reached.get(sink)
+                if one is None or one.is_mixing or key in pairs or order[key] >= order[sink] or set(reached) - sinks:
+                    continue
+                if any(other.is_mixing for other in reached.values()):
+                    continue
+                pairs.setdefault(sink, {})[key] = one
+        pairs = {sink: sources for sink, sources in pairs.items() if any(not _is_table(found, key) for key in sources)}
+        bridged = {s for s, sources in pairs.items() if all(k in found.bridged for k in sources)}
+        pairs = {sink: sources for sink, sources in pairs.items() if sink not in bridged}
+        if set(pairs) == sinks:
+            return pairs
+        sinks = set(pairs)
+
+
+def _is_table(found: Findings, key: Key) -> bool:
+    return found.calls[key].lookup
+
+
+def _spans(influence: Influence) -> tuple[Span, ...]:
+    """Per unit the first and the last feature reached."""
+    spans = []
+    for row in influence.reach:
+        hit = row.nonzero().flatten()
+        spans.append((int(hit[0]), int(hit[-1]) + 1) if len(hit) else (0, 0))
+    return tuple(spans)
+
+
+def _group(found: Findings, sink: Key, pairs: Mapping[Key, Mapping[Key, Influence]]) -> list[Group]:
+    sources = pairs[sink]
+    call = found.calls[sink]
+    if found.like.get(sink[0], sink)[0] != sink[0]:
+        return []
+    if (
+        call.inward is None
+        or call.inward.dim is None
+        or not _is_plain(call.inward.index, found.shapes[sink[0]][call.inward.dim])
+    ):
+        return []
+    made = []
+    for key, influence in sources.items():
+        source = found.calls[key]
+        dim = source.outward.dim
+        if dim is None or not _is_plain(source.outward.index, found.shapes[key[0]][dim]):
+            continue
+        made.append(
+            Source(
+                key[0],
+                source.bias,
+                dim,
+                source.out_features,
+                influence.unit,
+                _spans(influence),
+                _site(found.inputs, source),
+                key in found.bridged,
+                source.lookup,
+            )
+        )
+    if not made or not any(not one.companion for one in made):
+        return []
+    for name, reached in found.vectors.items():
+        if sink in reached and set(reached) <= pairs.keys():
+            size = found.shapes[name][0]
+            made.append(Source(name, None, 0, size, reached[sink].unit, _spans(reached[sink]), companion=True))
+    split = {one.parameter for one in made}
+    kept = {key[0] for key, reached in found.influences.items() if sink in reached} - split - {sink[0]}
+    experts = found.shapes[sink[0]][0] if call.stack else 0
+    return [
+        Group(
+            sink[0],
+            call.inward.dim,
+            call.in_features,
+            call.bias,
+            tuple(made),
+            tuple(sorted(kept, key=lambda name: list(found.shapes).index(name))) if len(kept) < 8 else (),
+            _site(found.outputs, call),
+            experts,
+            any(not found.token_wise.get(key, True) for key in (*sources, *((name, 0) for name in kept))),
+        )
+    ]
+
+
+def _site(sites: Mapping[str, Site], call: Call) -> str | None:
+    """The innermost module at the call that takes, or returns, whole activations: positions and all."""
+    inner = next((name for name in reversed(call.path) if name in sites and sites[name].position is not None), None)
+    return inner or (call.path[-1] if call.path else None) or None
+
+
+def _matrices(found: Findings) -> tuple[Matrix, ...]:
+    made: dict[str, Matrix] = {}
+    for (name, _), call in found.calls.items():
+        if call.lookup:
+            continue
+        for one in found.like.get(name, (name,)):
+            experts = found.shapes[name][0] if call.stack else 0
+            made.setdefault(one, Matrix(one, call.in_features, call.out_features, experts))
+    return tuple(made.values())
+
+
+def _is_plain(index, size: int) -> bool:
+    """The features are the dim's indices, in order, all of them."""
+    return len(index) == size and bool((index[1:] - index[:-1] == 1).all()) and int(index[0]) == 0
+
+
+# ------------------------------------------------------------- vocabulary, experts
+
+
+def _lookups(found: Findings) -> tuple[Vocabulary, ...]:
+    """Tables that data look up: their rows differ where the model's integers do."""
+    made = {}
+    for key, call in found.calls.items():
+        rows = found.shapes[key[0]][0]
+        if call.lookup and call.outer is not None and rows > 2 and key[0] not in made:
+            made[key[0]] = Vocabulary(key[0], None, 0, call.path[-1] if call.path else None)
+    return tuple(made.values())
+
+
+def _heads(found: Findings, pairs: Mapping) -> tuple[Vocabulary, ...]:
+    """Contractions that reach no other, and are no sink themselves."""
+    made = {}
+    for key, call in found.calls.items():
+        if call.lookup or call.stack or call.convolution or key in pairs or found.influences.get(key):
+            continue
+        if call.outer is None or call.outward.dim is None or key in found.routers:
+            continue
+        if _is_plain(call.outward.index, found.shapes[key[0]][call.outward.dim]):
+            made[key[0]] = Vocabulary(key[0], call.bias, call.outward.dim, call.path[-1] if call.path else None)
+    return tuple(made.values())
+
+
+def _experts(model: nn.Module, found: Findings) -> tuple[Experts, ...]:
+    stacks: dict[str, list[Call]] = {}
+    for call in found.calls.values():
+        if call.stack or (
+            call.lookup and call.outer is None and any(c.stack and c.path == call.path for c in found.calls.values())
+        ):
+            stacks.setdefault(call.path[-1] if call.path else "", []).append(call)
+    made = []
+    for module, calls in stacks.items():
+        names = [call.key[0] for call in calls]
+        count = found.shapes[names[0]][0]
+        chosen = min(found.chosen.get(count, 1), count)
+        spreads = bool(module) and stacked_experts(model.get_submodule(module)) == count
+        for one in zip(*(found.like.get(name, (name,)) for name in (module, *names))):
+            made.append(Experts(tuple(one[1:]), count, one[0] or None, chosen, spreads))
+    return tuple(dict.fromkeys(made))
+
+
+# --------------------------------------------------------------- repeated blocks
+
+
+def _everywhere(groups: tuple[Group, ...], repeated: Mapping[str, tuple[str, ...]]) -> tuple[Group, ...]:
+    """The groups of the first block of each kind, and their like in the others."""
+    made: dict[str, Group] = {group.sink: group for group in groups}
+    for group in groups:
+        for at in range(len(repeated.get(group.sink, ()))):
+
+            def move(name: str | None, at=at) -> str | None:
+                return repeated[name][at] if name in repeated else name
+
+            if move(group.sink) not in made:
+                sources = tuple(
+                    replace(s, parameter=move(s.parameter), bias=move(s.bias), module=move(s.module))
+                    for s in group.sources
+                )
+                moved = replace(
+                    group,
+                    sink=move(group.sink),
+                    bias=move(group.bias),
+                    sources=sources,
+                    kept=tuple(move(name) for name in group.kept),
+                    module=move(group.module),
+                )
+                made[moved.sink] = moved
+    return tuple(made.values())
+
+
+def _blocks(model: nn.Module, found: Findings) -> tuple[Blocks, ...]:
+    made = []
+    for chain in found.chains:
+        sites = [(found.inputs.get(name), found.outputs.get(name)) for name in chain.names]
+        seen = [(i, o) for i, o in sites if i is not None and o is not None]
+        same = {(i.batch, i.position, i.features) for i, o in seen} | {
+            (o.batch, o.position, o.features) for i, o in seen
+        }
+        chained = len(seen) > 1 and len(same) == 1 and _in_order(model, found, chain.names)
+        made.append(Blocks(chain.names, chain.kinds, chained))
+    return tuple(made)
+
+
+def _in_order(model: nn.Module, found: Findings, blocks: Sequence[str]) -> bool:
+    """Modules with parameters are called in the order of their registration, as far as these blocks part them: that
+    order is by which a pipeline's stages are told."""
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    starts = [places[name] for name in blocks]
+    holding = (name for name in found.outputs if name in places and model.get_submodule(name)._parameters)
+    parts = [bisect_right(starts, places[name]) for name in holding if name]
+    return parts == sorted(parts)
+
+
+# ----------------------------------------------------------------------- stream
+
+
+def _position_dim(found: Findings, pairs: Mapping[Key, Mapping]) -> int | None:
+    """The dim of positions in what the groups' modules return, if positions meet nowhere but inside the groups."""
+    stream = [  # what reaches no sink directly: what does lies inside a group
+        key
+        for key, call in found.calls.items()
+        if call.outer is not None and found.influences.get(key) and not set(found.influences[key]) & set(pairs)
+    ]
+    sinks = [key for key in pairs if found.calls[key].outer is not None]
+    if not sinks or not all(found.token_wise.get(key, False) for key in stream):
+        return None
+    dims = set()
+    for sink in sinks:
+        site = found.outputs.get(_site(found.outputs, found.calls[sink]) or "")
+        if site is None or site.position is None:
+            return None
+        dims.add(site.position)
+    return dims.pop() if len(dims) == 1 else None
+
+
+def _entries(found: Findings) -> tuple[str, ...]:
+    return tuple(
+        dict.fromkeys(
+            call.path[-1] for call in found.calls.values() if call.lookup and call.outer is not None and call.path
+        )
+    )

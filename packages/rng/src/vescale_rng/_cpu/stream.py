@@ -1,0 +1,318 @@
+"""The `torch` stream on CPU: a shard's part of what torch draws on one device, in bounded memory.
+
+The whole sequence is drawn by torch's own kernels, a chunk at a time, and of each
+chunk the shard keeps its places. What makes a chunk equal to the same interval of the
+one-shot fill (torch/include/ATen/native/cpu/DistributionTemplates.h):
+
+    contiguous normal, 16 or more   blocks of 16 by Box-Muller, and where they do not come out even the last 16
+                                    once more: so chunks are multiples of 16, and the last takes the remainder
+    contiguous normal, fewer        one by one in double, the second of each pair kept in the generator: one chunk
+    normal of strided memory        likewise one by one, at any size: so the chunk's memory is strided, too
+    all else                        one by one, in the order of memory
+
+Places of other ranks are gone past without being drawn. A kernel that seeds another
+generator with one word (MKL's bernoulli, on Intel CPUs) cannot be drawn in chunks: then
+the whole is drawn, and the memory is that of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from math import prod
+
+import torch
+from torch import Generator, Tensor
+
+from vescale_dtensor import Layout
+from vescale_dtensor.engine import PENDING
+
+from .._cuda.fill import check_not_named, fill_parts, generator_on, is_followed
+from .._cuda.numbers import fused_dropout_
+from .._journal import note
+from .._philox.fill import fill_part
+from .._philox.philox import Key, next_key
+from .._region import Piece, Region
+from .._select import current_stream
+from .mt19937 import discard, generator_or_default, words_taken
+from .scratch import scratch
+
+CHUNK = 1 << 18  # elements; with strided memory beside it 4 MiB of doubles: stays in the cache
+BLOCK = 16  # elements that torch's normal makes at once
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A fill: `function(tensor, *args, **kwargs)` overwrites the tensor with random numbers of `generator`."""
+
+    function: Callable
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+
+    @property
+    def generator(self) -> Generator:
+        return generator_or_default(self.kwargs.get("generator"))
+
+    def generator_for(self, tensor: Tensor) -> Generator:
+        """The one that torch draws from into this tensor."""
+        return generator_on(tensor.device, self.kwargs.get("generator"))
+
+    def __call__(self, tensor: Tensor) -> None:
+        self.function(tensor, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Order:
+    """How one device's tensor lies in memory: its dims from the outermost, and whether as a fresh tensor does."""
+
+    dims: tuple[int, ...]
+    contiguous: bool
+
+
+def order_of(local: Tensor, shape: Sequence[int], fresh: bool = False) -> Order:
+    """That of the whole tensor, of global `shape`, told from its shard's strides; a fresh one has no gaps.
+
+    Of a dim of one index the stride says where it was made: a fresh [n, 1] has strides (1, 1),
+    so that among equal ones the dim of one index is the inner.
+    """
+    sizes, strides = local.shape, local.stride()
+    dims = sorted(range(local.ndim), key=lambda dim: (-strides[dim], sizes[dim] < 2))
+    long = [dim for dim in dims if shape[dim] != 1]
+    contiguous = long == sorted(long) and (fresh or _has_no_gaps(sizes, strides, dims))
+    return Order(tuple(range(local.ndim)) if contiguous else tuple(dims), contiguous)
+
+
+def _has_no_gaps(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> bool:
+    expected = 1
+    for dim in reversed(dims):
+        if strides[dim] != expected:
+            return False
+        expected *= max(sizes[dim], 1)
+    return True
+
+
+def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False) -> Tensor:
+    """Overwrites this rank's shard `local` (plain) with its part of the draw of the whole; returns it.
+
+    A pending tensor is drawn on the first rank of the axis and zero on the others, whose
+    generators go along. On a meta tensor nothing is drawn, as on one device. fresh: nobody has cut `local`
+    out of another tensor.
+    """
+    if local.is_meta:
+        draw(local)
+        return local
+    if current_stream() == "philox":
+        note(draw.function.__name__, draw.generator)
+        return _place_philox(local, layout, draw, next_key(draw.generator))
+    note(draw.function.__name__, draw.generator_for(local))
+    return _place(local, layout, draw, fresh)
+
+
+def fill_region(target: Tensor, region: Region, draw: Draw) -> None:
+    """Overwrites `target`, on CPU, with its part of a sequence of the torch stream, drawn as a contiguous tensor is."""
+    note(draw.function.__name__, draw.generator)
+    order = _in_rows(region.sizes)
+    _fill_in_chunks([(target, region)], region.numel, target.dtype, order, draw)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A draw that the generator went past, to be placed later, or never: with the generator's state before it, or
+    the key that it took."""
+
+    draw: Draw
+    state: Tensor
+    key: Key | None = None
+
+    def place(self, local: Tensor, layout: Layout | None = None) -> Tensor:
+        """Overwrites `local`, the shard of `layout` or all of the tensor, as the draw would have then."""
+        if self.key is not None:
+            return _place_philox(local, layout, self.draw, self.key)
+        generator = Generator()
+        generator.set_state(self.state)
+        draw = replace(self.draw, kwargs={**self.draw.kwargs, "generator": generator})
+        if layout is not None:
+            return _place(local, layout, draw, True)
+        draw(local)
+        return local
+
+
+def take(draw: Draw, like: Tensor) -> Taken:
+    """Goes past what a draw into a tensor like this one, which may be a meta tensor, takes from the generator."""
+    generator = draw.generator
+    note(draw.function.__name__, generator)
+    state = generator.get_state()
+    if current_stream() == "philox":
+        return Taken(draw, state, next_key(generator))
+    if like.numel() <= CHUNK:  # the memory order counts, gaps do not: they change what a normal takes
+        order = order_of(like, like.shape)
+        draw(_memory(like.numel(), like.dtype, order.contiguous, _fresh))
+    elif _seeds_another(draw, like.dtype):
+        draw(torch.empty(BLOCK, dtype=like.dtype))
+    else:
+        _fill_in_chunks([], like.numel(), like.dtype, order_of(like, like.shape), draw)
+    return Taken(draw, state)
+
+
+def _place_philox(local: Tensor, layout: Layout | None, draw: Draw, key: Key) -> Tensor:
+    args, kwargs = draw.args, {name: value for name, value in draw.kwargs.items() if name != "generator"}
+    if layout is None:
+        shape = tuple(local.shape)
+        parts = [(local, Region(shape, tuple(((0, size),) for size in shape)))]
+    elif any(state is PENDING and at for state, at in zip(layout.states, layout.mesh.coordinate)):
+        return local.zero_()
+    else:
+        parts = parts_of(local, layout, range(layout.ndim))
+    for target, region in parts:
+        fill_part(target, region, draw.function, args, kwargs, key)
+    return local
+
+
+Part = tuple[Tensor, Region]
+"""A part of the shard, and what it is of the whole: their dims in the same order."""
+
+
+def _place(local: Tensor, layout: Layout, draw: Draw, fresh: bool) -> Tensor:
+    zero = any(state is PENDING and at for state, at in zip(layout.states, layout.mesh.coordinate))
+    order = _in_rows(layout.shape) if layout.flat_axis is not None else order_of(local, layout.shape, fresh)
+    parts = [] if zero else parts_of(local, layout, order.dims)
+    if local.device.type == "cuda":
+        _place_on_device(parts, layout, local, order, draw)
+    elif not zero and parts and parts[0][1].is_whole and layout.flat_axis is None:
+        draw(local)
+    elif _seeds_another(draw, local.dtype):
+        _fill_from_whole(parts, _sizes(layout, order), local, order, draw)
+    else:
+        _fill_in_chunks(parts, layout.numel, local.dtype, order, draw)
+    return local.zero_() if zero else local
+
+
+def _place_on_device(parts: list[Part], layout: Layout, local: Tensor, order: Order, draw: Draw) -> None:
+    """By the formula of torch's kernels, where torch follows it on this device, else from the whole."""
+    dense = order.contiguous or draw.function is not fused_dropout_
+    if dense and is_followed(draw.function, local.dtype, local.device):
+        generator = draw.generator_for(local)
+        fill_parts(parts, layout.numel, local.dtype, draw.function, draw.args, draw.kwargs, generator)
+    else:
+        check_not_named(draw.function, local.dtype)
+        _fill_from_whole(parts, _sizes(layout, order), local, order, draw)
+
+
+def _in_rows(shape: Sequence[int]) -> Order:
+    return Order(tuple(range(len(shape))), True)
+
+
+def _sizes(layout: Layout, order: Order) -> tuple[int, ...]:
+    return tuple(layout.shape[dim] for dim in order.dims)
+
+
+def parts_of(local: Tensor, layout: Layout, dims: Sequence[int]) -> list[Part]:
+    """The shard with its dims in the order `dims`: one part, or the boxes of a flat one."""
+    sizes, here = tuple(layout.shape[dim] for dim in dims), layout.mesh.coordinate
+    if layout.flat_axis is None:
+        ranges = layout.region_at(here)
+        return [(local.permute(tuple(dims)), Region(sizes, tuple(ranges[dim] for dim in dims)))]
+    parts = []
+    for box, offset in layout.boxes_at(here):
+        region = Region(sizes, tuple((held,) for held in box))
+        parts.append((local[offset : offset + prod(region.shape)].view(region.shape), region))
+    return parts
+
+
+def _fill_in_chunks(parts: list[Part], total: int, dtype: torch.dtype, order: Order, draw: Draw) -> None:
+    parts = [_joined(*part) if part[0].is_contiguous() else part for part in parts]
+    generator = draw.generator
+    chunk = torch.empty((0,), dtype=dtype)
+    ahead = 0  # words to go past before the next draw
+    skips = total > CHUNK and not _waits(draw, order)
+    words = words_taken(draw, dtype, generator, BLOCK) // BLOCK if skips else 0
+    for start, stop, pieces in _steps(parts, total, skips):
+        # The last chunk is always drawn: a normal may take more words for it than others.
+        if skips and not pieces and stop < total:
+            ahead += words * (stop - start)
+            continue
+        if ahead:
+            discard(ahead, generator)
+            ahead = 0
+        if len(chunk) < stop - start:
+            chunk = _memory(stop - start, dtype, order.contiguous, partial(scratch, "chunk"))
+        drawn = chunk[: stop - start]
+        draw(drawn)
+        for target, region, piece in pieces:
+            _keep(piece, drawn, start, target, region.strides)
+
+
+def _joined(target: Tensor, region: Region) -> Part:
+    region = region.joined()
+    return target.view(region.shape), region
+
+
+def _steps(parts: list[Part], total: int, skips: bool) -> Iterator[tuple[int, int, list[tuple[Tensor, Region, Piece]]]]:
+    """The sequence in chunks, with the shard's pieces of each; with `skips`, gaps in larger and larger steps."""
+
+    def held(start: int, stop: int) -> Iterator[tuple[Tensor, Region, Piece]]:
+        return ((target, region, piece) for target, region in parts for piece in region.pieces(start, stop))
+
+    start, width = 0, CHUNK
+    while start < total:
+        last = total - start < width + BLOCK
+        if width > CHUNK and (last or next(held(start, start + width), None) is not None):
+            width //= 2
+            continue
+        stop = total if last else start + width
+        pieces = [] if width > CHUNK else list(held(start, stop))
+        yield start, stop, pieces
+        start = stop
+        if skips and not pieces:
+            width *= 2
+
+
+def _waits(draw: Draw, order: Order) -> bool:
+    """Whether normals are made two at a time, the second waiting in the generator: what they take depends on it."""
+    return draw.function is Tensor.log_normal_ or draw.function is Tensor.normal_ and not order.contiguous
+
+
+def _keep(piece: Piece, drawn: Tensor, start: int, target: Tensor, strides: tuple[int, ...]) -> None:
+    step = drawn.stride(0)
+    source = drawn.as_strided(
+        piece.shape, [stride * step for stride in strides], drawn.storage_offset() + (piece.start - start) * step
+    )
+    for dim, (at, size) in enumerate(zip(piece.corner, piece.shape)):
+        target = target.narrow(dim, at, size)
+    target.copy_(source)
+
+
+def _memory(count: int, dtype: torch.dtype, contiguous: bool, made: Callable[[int, torch.dtype], Tensor]) -> Tensor:
+    return made(count, dtype) if contiguous else made(2 * count, dtype)[::2]
+
+
+def _fresh(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype)
+
+
+def _fill_from_whole(parts: list[Part], sizes: tuple[int, ...], local: Tensor, order: Order, draw: Draw) -> None:
+    whole = _memory(prod(sizes), local.dtype, order.contiguous or local.device.type != "cpu", _fresh)
+    whole = whole.to(local.device)
+    # Such a kernel goes by index, not by memory: it must be given the dims in the user's order.
+    undo = [order.dims.index(dim) for dim in range(len(order.dims))]
+    strides = [prod(sizes[dim + 1 :]) * whole.stride(0) for dim in range(len(sizes))]
+    draw(whole.as_strided(sizes, strides).permute(undo))
+    for target, region in parts:
+        for piece in region.pieces(0, region.numel):
+            _keep(piece, whole, 0, target, region.strides)
+
+
+def _seeds_another(draw: Draw, dtype: torch.dtype) -> bool:
+    return draw.function in _MAY_SEED and _takes_one_word(draw.function, dtype)
+
+
+# Fills with a kernel of MKL's, in some build of torch, on some CPU.
+_MAY_SEED = frozenset({Tensor.bernoulli_, Tensor.exponential_})
+
+
+@lru_cache(maxsize=64)
+def _takes_one_word(function: Callable, dtype: torch.dtype) -> bool:
+    generator = Generator()
+    draw = Draw(function, (0.5,), {"generator": generator})
+    return words_taken(draw, dtype, generator, BLOCK) < BLOCK

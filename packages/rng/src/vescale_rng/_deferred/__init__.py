@@ -1,0 +1,1 @@
+"""Models built without memory, and their values made where they lie."""

@@ -1,0 +1,1 @@
+"""torch's functions that draw, on sharded tensors."""

@@ -1,0 +1,1 @@
+"""The machine at hand: its devices, what they take, and whether they reach each other."""
