@@ -95,7 +95,7 @@ def examples(clone: Path, environment: Mapping[str, str]) -> dict[str, float]:
 
 def snippets(clone: Path, environment: Mapping[str, str]) -> str:
     run(["make", "setup"], clone, environment)
-    pytest = [clone / ".venv/bin/python", "-m", "pytest", "-q", "packages/vescale/tests/test_readme.py"]
+    pytest = [clone / ".venv/bin/python", "-m", "pytest", "-q", "packages/vescale/tests/distribution/test_readme.py"]
     return run(pytest, clone, {**environment, "PYTHONPATH": str(clone / "tools")})
 
 

@@ -1,7 +1,7 @@
 """Runs the files of one pytest_test target: the launcher that Bazel writes calls this, and tools/run_tests.py
 does where there is no Bazel, so that both run the same thing.
 
-    python3 -P pytest_main.py --roots packages/dtensor/src:packages/plans/src -- packages/plans/tests/test_plan.py
+    python3 -P pytest_main.py --roots packages/dtensor/src:packages/plans/src -- packages/plans/tests/values
 
 What Bazel asks of a test through the environment is honoured: XML_OUTPUT_FILE, TESTBRIDGE_TEST_ONLY (--test_filter)
 and TEST_TMPDIR. The working directory is the workspace.

@@ -82,31 +82,25 @@ pytest_test = rule(
     },
 )
 
-def pytest_suites(name, deps, suites = {}, multi_rank = [], data = [], benchmark_deps = [], timeout = "long"):
+def pytest_suites(name, deps, suites = [], multi_rank = [], data = [], benchmark_deps = [], timeout = "long"):
     """One pytest_test per suite, such that each tests/test_*.py is in exactly one of them.
 
-    A new test file joins the suite whose stem its name begins with, and the suite `name` otherwise, with no edit here.
+    A new test file joins the suite of the folder that it lies in, with no edit here.
     Benchmarks (benchmarks/test_*.py) form one more suite, where each body runs once, untimed.
 
     Args:
-      name: the suite that takes every test file that no other suite takes
+      name: the suite of the files that lie loose in tests/
       deps: python_library targets that the tests import
-      suites: suite -> stems; the stem "rule" takes tests/test_rule*.py
+      suites: folders of tests/, each a suite of the same name
       multi_rank: the suites whose tests start several processes; each such suite gets the machine for itself
       data: further files that the tests read
       benchmark_deps: what the benchmarks import beside deps
       timeout: of each suite: short (1 minute), moderate (5), long (15)
     """
-    patterns = {
-        suite: ["tests/test_%s*.py" % stem for stem in stems]
-        for suite, stems in suites.items()
-    }
-    taken = [pattern for suite in patterns.values() for pattern in suite]
-    sources = {
-        suite: native.glob(suite_patterns, allow_empty = True)
-        for suite, suite_patterns in patterns.items()
-    }
-    sources[name] = native.glob(["tests/test_*.py"], exclude = taken, allow_empty = True)
+    sources = {suite: native.glob(["tests/%s/test_*.py" % suite], allow_empty = True) for suite in suites}
+    loose = native.glob(["tests/test_*.py"], allow_empty = True)
+    if loose:
+        sources[name] = loose
     for suite, srcs in sources.items():
         if srcs:
             pytest_test(
@@ -132,7 +126,7 @@ def pytest_suites(name, deps, suites = {}, multi_rank = [], data = [], benchmark
 
 def _beside_tests(folder):
     """conftest.py, snapshots and other files that lie beside the test files."""
-    return native.glob([folder + "/**"], exclude = [folder + "/test_*.py", "**/__pycache__/**"], allow_empty = True)
+    return native.glob([folder + "/**"], exclude = [folder + "/**/test_*.py", "**/__pycache__/**"], allow_empty = True)
 
 def source_tree(name = "tree", subpackages = []):
     """Every file of this folder, for the tests that read the repository as a whole: layers, installs, READMEs."""

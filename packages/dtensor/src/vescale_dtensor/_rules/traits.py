@@ -7,7 +7,7 @@ are, if it says as much.
 
 A function without traits is taken for one that may do anything to the elements of its operands (a sum, a sort, a
 contraction). That is always right and at times slow: on a flat shard its operand is gathered, in the reproducible mode
-it runs on whole tensors. What is declared and is not so gives wrong results; `packages/dtensor/tests/test_traits.py`
+it runs on whole tensors. What is declared and is not so gives wrong results; `tests/rules/test_traits.py`
 holds ours against torch's operator database, by numbers.
 """
 

@@ -17,7 +17,7 @@ from vescale_dtensor.testing import run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 
-EXAMPLES = Path(__file__).absolute().parents[3] / "examples"
+EXAMPLES = Path(__file__).absolute().parents[4] / "examples"
 # Ranks, and a part of the mesh that is left out where the whole grid is not asked for: eight processes are many.
 FAMILIES = {"nanogpt": (4, None), "llama": (8, '"dp": 2, '), "mixtral": (4, None)}
 MOST, STEPS = 12, 10

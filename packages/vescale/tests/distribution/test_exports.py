@@ -8,7 +8,7 @@ import pytest
 
 from package_tree import read_packages
 
-TOP = Path(__file__).absolute().parents[3]
+TOP = Path(__file__).absolute().parents[4]
 PACKAGES = {package.module: package for package in read_packages(TOP)}
 
 # What a package exports is a promise: a name comes or goes by an edit here, in the same change.

@@ -10,7 +10,7 @@ import pytest
 
 from readme_blocks import readme_program
 
-TOP = Path(__file__).absolute().parents[3]
+TOP = Path(__file__).absolute().parents[4]
 PAGES = [TOP / name for name in ("CONTRIBUTING.md", "docs/cluster.md", "docs/debugging.md")]
 GUIDES = [*PAGES, *sorted(TOP.glob("docs/concepts/*.md"))]
 READMES = [TOP / "README.md", *sorted(TOP.glob("packages/*/README.md")), *GUIDES]

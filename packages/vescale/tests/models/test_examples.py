@@ -14,7 +14,7 @@ from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 
-EXAMPLES = Path(__file__).absolute().parents[3] / "examples"
+EXAMPLES = Path(__file__).absolute().parents[4] / "examples"
 FAMILIES = ("nanogpt", "llama", "mixtral")
 MOST_LINES, STEPS, LOSS = 60, 8, 1e-5
 LAYOUTS = [

@@ -17,7 +17,7 @@ from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 
-SNAPSHOT = Path(__file__).with_name("snapshots") / "host_waits.json"
+SNAPSHOT = Path(__file__).parents[1] / "snapshots" / "host_waits.json"
 WRITE = os.environ.get("VESCALE_WRITE_WAITS") == "1"
 # What fails today, and why: the finding of issue 19 that it shows, or the figure and what is suspected. A case that
 # passes though it is listed here fails.

@@ -49,8 +49,8 @@ else:
 torch.manual_seed(0)
 model, optimizer = vescale.parallelize(plan, Net(), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 if KIND == "pipeline" and CASE == "stopped":
-    from vescale_pipeline import _watch
-    _watch._pulse.silent_s = 4.0
+    from vescale_pipeline._transport import watch
+    watch._pulse.silent_s = 4.0
 x, y = torch.randn(2, 8, 4)
 for step in range(4):
     loss = model(x, y)

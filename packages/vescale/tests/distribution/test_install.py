@@ -8,7 +8,7 @@ import pytest
 from fresh_install import InstallError, fresh_install, siblings
 from package_tree import read_packages
 
-TOP = Path(__file__).absolute().parents[3]
+TOP = Path(__file__).absolute().parents[4]
 NAMES = [package.name for package in read_packages(TOP)]
 
 
