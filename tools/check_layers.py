@@ -74,6 +74,10 @@ COMMUNICATES = {
         "_scaler",  # whether any rank's gradients are not finite
         "_stages",  # makes the groups of pipelines
         "timeline",  # asks for the rank
+        "group",  # a process group in memory
+        "store",  # the same for a store
+        "state",  # of simulations: swaps what each rank has of it
+        "simulate",  # makes a world of it
     },
 }
 # Modules that are not called as what is installed, by "_".

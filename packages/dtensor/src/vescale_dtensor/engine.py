@@ -7,6 +7,7 @@ numbers and checkpoints read regions. Nothing here is a promise to anybody else.
 from ._communication.collectives import connection_lost as connection_lost
 from ._communication.collectives import faking as faking
 from ._communication.collectives import gather_objects as gather_objects
+from ._communication.collectives import simulated as simulated
 from ._communication.endings import first_ending as first_ending
 from ._communication.endings import raised_here as raised_here
 from ._communication.endings import tell_endings as tell_endings
@@ -36,6 +37,7 @@ from ._conversions.memo import forget as forget
 from ._conversions.memo import forget_all as forget_all
 from ._conversions.memo import open_scope as open_scope
 from ._conversions.steps import Route as Route
+from ._debugger.guard import WHOLE_GROUP as WHOLE_GROUP
 from ._debugger.quiet import unstopped as unstopped
 from ._dispatch.copies import check_writable as check_writable
 from ._dispatch.fallback import gathered as gathered

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import time
 
 import pytest
 import torch
@@ -227,7 +226,7 @@ def test_a_rank_that_is_gone_while_a_person_thinks_is_named() -> None:
 
         def until_told() -> None:
             while "gone" not in sys.stdout.getvalue():
-                time.sleep(0.1)
+                session.wait(0.1)
 
         receive = session.Stop.receive
         if rank == 2:

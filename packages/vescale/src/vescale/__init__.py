@@ -61,6 +61,7 @@ from ._stages import parallelize as parallelize
 from ._version import __version__ as __version__
 from .compare import compare as compare
 from .record import record as record
+from .simulate import simulate as simulate
 from .timeline import merge_timeline as merge_timeline
 from .timeline import timeline as timeline
 

@@ -74,6 +74,7 @@ PUBLIC = {
         "reshard",
         "save",
         "set_rng_state",
+        "simulate",
         "static",
         "strict",
         "timeline",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ReduceOp
 
+from .._debugger import session
 from .._errors import CommunicationError
 from .._layouts.mesh import Mesh
 from . import events, flight
@@ -293,6 +294,17 @@ def faking(backend: str) -> Iterator[None]:
         yield
     finally:
         del _ENGINES[_FAKE]
+
+
+@contextlib.contextmanager
+def simulated(backend: str, simulation: session.Simulation) -> Iterator[None]:
+    """Within the block `backend` is one in this process, whose ranks take turns; what it moves goes the way of gloo."""
+    _ENGINES[backend], session.simulation = _ENGINES["gloo"], simulation
+    try:
+        yield
+    finally:
+        del _ENGINES[backend]
+        session.simulation = None
 
 
 # What a backend can move as it is; anything else travels as bytes. Reductions on gloo sum locally, so they never mind.

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-ALONE = frozenset({"fake"})
+ALONE = frozenset({"fake", "simulated"})
 """Backends of worlds whose ranks are not processes."""
 MOST_TEXT = 2000
 """Characters of an exception's text that are told."""

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from .._communication import events, flight
 from .._errors import CommunicationError
-from .session import Stop
+from .session import Stop, wait
 
 MEETING_SECONDS = 120.0
 """So long a rank waits for the others to come to a collective of a command."""
-_WHOLE_GROUP = (
+WHOLE_GROUP = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "all_to_all"),
     *("reduce_scatter_tensor", "all_to_all_single", "broadcast", "broadcast_object_list", "reduce", "gather"),
     *("gather_object", "scatter", "scatter_object_list", "barrier"),
@@ -63,7 +63,7 @@ def together(stop: Stop) -> Iterator[None]:
         return
     original, flight.note = flight.note, note
     changed = []
-    for name in _WHOLE_GROUP:
+    for name in WHOLE_GROUP:
         run = guarded(getattr(dist, name))
         for module in (dist, dist.distributed_c10d):
             changed.append((module, name, getattr(module, name)))
@@ -107,7 +107,7 @@ def _meet(stop: Stop, kind: str, ranks: Sequence[int], key: str, where: str) -> 
         if why is not None:
             stop.wire.put(f"{key}/{stop.rank}", _GAVE_UP)
             raise _refused(kind, where, why)
-        time.sleep(pause)
+        wait(pause)
         pause = min(2 * pause, 0.05)
 
 

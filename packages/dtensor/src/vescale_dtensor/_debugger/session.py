@@ -20,7 +20,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -65,6 +65,24 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+class Simulation(Protocol):
+    """A world whose ranks take turns in one process."""
+
+    def wait(self, seconds: float) -> None:
+        """Lets the others run."""
+
+    def place(self, rank: int) -> str:
+        """Where a rank is."""
+
+
+simulation: Simulation | None = None
+
+
+def wait(seconds: float) -> None:
+    """Lets time pass."""
+    (time.sleep if simulation is None else simulation.wait)(seconds)
+
+
 class Stop:
     """One stop of this rank. `name` says which, the same on all ranks that come to it."""
 
@@ -72,7 +90,7 @@ class Stop:
         self.wire, self.name, self.rank, self.size, self.driver = wire, name, rank, size, driver
         self.number = 0  # of the next command
         self.present = {rank}
-        self._beats: Beats | None = None
+        self._beats: Beats | NoBeats | None = None
 
     @property
     def drives(self) -> bool:
@@ -94,7 +112,8 @@ class Stop:
             return
         self.wire.put(f"{self.name}/at/{self.rank}", place)
         watched = range(self.size) if self.drives else [self.driver]
-        self._beats = Beats(self.wire, self.rank, watched, tell if self.drives else None)
+        beats = Beats if simulation is None else NoBeats
+        self._beats = beats(self.wire, self.rank, watched, tell if self.drives else None)
         if not self.drives:
             return
         self.wire.put("open", "1")
@@ -202,6 +221,8 @@ class Stop:
         ranks = list(ranks)
         if not ranks:
             return {}
+        if simulation is not None:
+            return {rank: simulation.place(rank) for rank in ranks}
         number = int(self.wire.get("where") or 0) + 1
         self.wire.put("where", str(number))
         found: dict[int, str] = {}
@@ -236,7 +257,7 @@ class Stop:
         pause = 0.005
         try:
             while not found():
-                time.sleep(pause)
+                wait(pause)
                 pause = min(pause * 1.5, _SLOWEST_LOOK)
         except dist.DistError as error:
             raise self._lost() from error
@@ -281,6 +302,16 @@ class Beats:
                 if self._tell is not None:
                     ending = first_ending()
                     self._tell(f"rank {other} is gone, while the others stand here" + (f": {ending}" if ending else ""))
+
+
+class NoBeats:
+    """Of ranks that live and end together."""
+
+    def __init__(self, *_: Any) -> None:
+        self.gone: set[int] = set()
+
+    def close(self) -> None:
+        """Nothing was begun."""
 
 
 def answer_where(store: dist.Store, rank: int, answered: str | None, place: Callable[[], str]) -> str | None:

@@ -11,6 +11,7 @@ so that torch's own Python functions run on it unchanged.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -190,6 +191,16 @@ class DTensor(Tensor, metaclass=TensorType):
         from .._conversions.convert import convert, to_plain
 
         return to_plain(convert(self, self._layout.base.invariant, "full_tensor", own=True))
+
+    @property
+    def shards(self) -> dict[tuple[int, ...], Tensor]:
+        """What every rank of the mesh holds, by its coordinate: plain tensors, to look at. Cost: an all-gather of
+        everything, pickled; call it on all ranks."""
+        from .._communication.collectives import gather_objects
+        from .._conversions.convert import to_plain
+
+        found = gather_objects(to_plain(self).detach(), self._layout.mesh)
+        return dict(zip(itertools.product(*map(range, self._layout.mesh.sizes)), found))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         # Never communicates: a debugger calls this on one rank, unless it goes through all of them in lockstep.

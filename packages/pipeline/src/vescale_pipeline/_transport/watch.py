@@ -108,7 +108,7 @@ class Pulse:
 def watch(pipeline: Watched) -> None:
     """Watches over a pipeline of several ranks from now on."""
     global _pulse, _world
-    if len(pipeline.ranks) == 1 or dist.get_backend() == "fake":
+    if len(pipeline.ranks) == 1 or dist.get_backend() in ("fake", "simulated"):
         return
     if _pulse is None or _world is not dist.group.WORLD:
         if _pulse is None:

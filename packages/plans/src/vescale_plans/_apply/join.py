@@ -98,7 +98,7 @@ def _backend_of(device: str) -> str | None:
     return None if name == "gloo" else name
 
 
-_HOSTS_TOO = frozenset({"gloo", "mpi", "ucc", "fake"})
+_HOSTS_TOO = frozenset({"gloo", "mpi", "ucc", "fake", "simulated"})
 """Backends that serve the host and accelerators alike: that a world has one says nothing of where its tensors lie."""
 
 

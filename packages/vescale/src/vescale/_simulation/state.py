@@ -1,0 +1,196 @@
+"""What is a rank's own among the state of a process: swapped when the turn goes to another rank.
+
+All else is shared, and may be: pure caches, tables that are filled at import, registries by object. `OURS` and `SHARED`
+name every module-level name of our packages that changes while a program runs; a test looks for one that is in neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import random
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vescale_dtensor.engine import WHOLE_GROUP
+
+OURS = {
+    "vescale_dtensor._reproducible.mode": ("_current",),
+    "vescale_dtensor._conversions.convert": ("each_use",),
+    "vescale_dtensor._debugger.prompt": ("state",),
+    "vescale_dtensor._debugger.quiet": ("_doing",),
+    "vescale_dtensor._dispatch.dispatch": ("_entry_of", "_table"),
+    "vescale_dtensor._communication.events": (
+        *("_current", "_direction", "listeners", "module_path", "settlers", "severing", "strict_depth", "watch"),
+    ),
+    "vescale_dtensor._communication.flight": ("note", "ring", "transfers"),
+    "vescale_dtensor._tensor.gradient": ("_after_backward", "_depth"),
+    "vescale_dtensor._conversions.memo": ("_scopes",),
+    "vescale_dtensor._rules.products.attention": ("stand_in",),
+    "vescale_dtensor._conversions.steps": ("whole_on_first",),
+    "vescale_dtensor._tensor.tensor": ("_prints_whole",),
+    "vescale_checkpoint._job": ("_in_flight", "_staging"),
+    "vescale_checkpoint.sync._sync": ("_finished", "_numbers", "_presence", "_world", "_world_store"),
+    "vescale_checkpoint.plan._outline": ("_kept",),
+    "vescale_pipeline._trace.placeholder": ("current.reader", "current.again"),
+    "vescale_pipeline._runtime.runtime": ("_numbers",),
+    "vescale_pipeline._transport.watch": ("_pulse", "_world"),
+    "vescale_pipeline.recording": ("_under_way",),
+    "vescale_plans._apply.adopt": ("_hooks",),
+    "vescale_plans._apply.join": ("_meshes", "_stages"),
+    "vescale_plans._apply.masks": ("_running",),
+    "vescale_plans._static.passes": ("running",),
+    "vescale_plans._recompute.recompute": ("_active",),
+    "vescale_rng._journal": ("_count", "entries"),
+    "vescale_rng._select": ("_current",),
+}
+"""Module -> names of which every rank has its own; after a dot, an attribute of an object that all of them import."""
+
+SHARED = {
+    # by object, and objects are a rank's own
+    "vescale_dtensor._communication.collectives": ("_ENGINES", "_under_way"),
+    "vescale_dtensor._context.choice": ("_pins",),
+    "vescale_dtensor._context.transfer": ("_greeted",),
+    "vescale_dtensor._dispatch.copies": ("_base_of", "_copies_of", "_sweep_at"),
+    "vescale_dtensor._layouts.layout": ("_interned",),
+    "vescale_dtensor._layouts.mesh": ("_meshes",),
+    "vescale_dtensor._static.compile": ("_numbers", "_routes"),
+    "vescale_plans._apply.adopt": ("_parallels",),
+    "vescale_plans._apply.inputs": ("_calls_of",),
+    "vescale_plans._apply.join": ("_settled",),
+    "vescale._scaler": ("lines",),
+    "vescale_plans._zero.optim_kinds": ("_elementwise",),
+    "vescale_plans._static.reads": ("_spaces",),
+    "vescale_checkpoint.sync._presence": ("_living",),
+    # facts about functions, files, shapes
+    "vescale_dtensor._reproducible.forms": ("FORMS",),
+    "vescale_dtensor._reproducible.functions.product": ("_memory",),
+    "vescale_dtensor._rules.registry": ("TABLE",),
+    "vescale_dtensor._tensor.constructors": ("Tensor.data",),
+    "vescale_dtensor._layouts.state": ("_flat", "_sharded"),
+    "vescale_dtensor._tensor.tensor": ("is_global",),
+    "vescale_plans._static.source": ("_files",),
+    "vescale_rng._cuda.fill": ("_named",),
+    # the simulation itself
+    "vescale_dtensor._debugger.session": ("simulation",),
+    "vescale.simulate": ("_create",),
+    # said once per process
+    "vescale_dtensor._dispatch.fallback": ("reported",),
+    # of processes, which simulated ranks are not
+    "vescale_dtensor._communication.endings": ("_before", "_raised"),
+    "vescale_dtensor._communication.hang": ("_watch",),
+    "vescale_dtensor._test_kit.worker": ("_by_value", "_sent_classes", "device_type", "in_worker"),
+    "vescale_dtensor.testing": ("_meshes", "_meshes_world"),
+}
+"""Module -> names that all ranks share, and why that is right."""
+
+TORCHS = {
+    "torch.distributed.distributed_c10d": (
+        *("_world", "_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_group_count", "_tags_to_pg"),
+        *("_pg_to_tag", "_backend", "_default_pg_init_method"),
+        *WHOLE_GROUP,  # which the debugger replaces while it executes a command
+    ),
+    "torch.distributed": WHOLE_GROUP,
+    "torch.nn.modules.module": (
+        *("_global_backward_pre_hooks", "_global_backward_hooks", "_global_is_full_backward_hook"),
+        *("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called"),
+        *("_global_forward_hooks_with_kwargs",),
+    ),
+    "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+    "sys": ("stdin", "stdout", "breakpointhook", "displayhook", "excepthook"),
+    "warnings": ("filters", "showwarning"),
+    "pdb": ("set_trace",),
+}
+
+_FRESH: dict[tuple[str, str], Callable[[], Any]] = {
+    ("torch.distributed.distributed_c10d", "_world"): lambda: type(torch.distributed.distributed_c10d._world)(),
+    ("torch.distributed.distributed_c10d", "_group_count"): lambda: 0,
+    ("torch.distributed.distributed_c10d", "_backend"): lambda: None,
+    ("torch.distributed.distributed_c10d", "_default_pg_init_method"): lambda: None,
+    ("vescale_dtensor._debugger.prompt", "state"): lambda: type(_get("vescale_dtensor._debugger.prompt", "state"))(),
+    **{
+        ("torch.distributed.distributed_c10d", name): dict
+        for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+    },
+}
+"""What a rank begins with, where that is not what stood outside."""
+
+_CONTAINERS = (list, dict, set, deque)
+_SHARED_TABLES = frozenset({("vescale_dtensor._dispatch.dispatch", "_table")})
+_ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def _get(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def owner(module: str, name: str) -> tuple[Any, str]:
+    """What holds a name of the tables, and how it is called there."""
+    *path, last = name.split(".")
+    return functools.reduce(getattr, path, importlib.import_module(module)), last
+
+
+class RankState:
+    """What one rank has of the process's state, while another runs."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        """Of a rank that has not begun."""
+        modules = {**OURS, **TORCHS}
+        self._slots = [(*owner(m, name), m) for m, names in modules.items() for name in names]
+        self._values = [self._first(holder, path, name) for holder, name, path in self._slots]
+        self._environment = dict(zip(_ENVIRONMENT, map(str, (rank, rank, ranks, ranks))))
+        self._numbers = _numbers()
+
+    def enter(self) -> None:
+        """The rank runs from now on."""
+        for (holder, name, _), value in zip(self._slots, self._values):
+            setattr(holder, name, value)
+        os.environ.update(self._environment)
+        _set_numbers(self._numbers)
+        if hasattr(warnings, "_filters_mutated"):  # a cache of theirs
+            warnings._filters_mutated()
+
+    def leave(self) -> None:
+        """It does not."""
+        self._values = [getattr(holder, name) for holder, name, _ in self._slots]
+        self._environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        self._numbers = _numbers()
+
+    def come_back(self) -> None:
+        """To what stood outside: names that were not in the environment are gone again."""
+        for name in _ENVIRONMENT:
+            os.environ.pop(name, None)
+        self.enter()
+
+    @staticmethod
+    def _first(holder: Any, path: str, name: str) -> Any:
+        fresh = _FRESH.get((path, name))
+        value = getattr(holder, name)
+        if fresh is not None:
+            return fresh()
+        return value.copy() if isinstance(value, _CONTAINERS) and (path, name) not in _SHARED_TABLES else value
+
+
+def _numbers() -> tuple:
+    """Where the generators are, and what torch makes where nothing is said."""
+    return torch.get_rng_state(), random.getstate(), _numpys(), torch.get_default_dtype()
+
+
+def _set_numbers(found: tuple) -> None:
+    torch.set_rng_state(found[0])
+    random.setstate(found[1])
+    if found[2] is not None:
+        sys.modules["numpy"].random.set_state(found[2])
+    if torch.get_default_dtype() is not found[3]:
+        torch.set_default_dtype(found[3])
+
+
+def _numpys() -> Any:
+    """The state of numpy's generator, where the program uses numpy."""
+    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None

@@ -1,0 +1,155 @@
+"""Whose turn it is: one rank runs at a time, until it has to wait for another.
+
+A rank that waits says for what, as a condition that anybody can test. So the next is found by looking, and where
+nobody's condition holds all wait for each other: that is told at once, with what each waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vescale_dtensor import CommunicationError
+from vescale_dtensor.engine import user_line
+
+from .state import RankState
+
+_POLL_SECONDS = 0.005
+
+
+class Ended(BaseException):
+    """Another rank failed; this one has nothing to wait for any more."""
+
+
+@dataclass
+class Wait:
+    """What a rank waits for."""
+
+    condition: Callable[[], bool]
+    what: str
+    line: str
+
+
+class Turns:
+    """The ranks of one simulation. Rank 0 runs in the thread that asked for it, and begins."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.failure: BaseException | None = None
+        self.failed = 0
+        self.current = 0
+        self._tokens = [threading.Semaphore(0) for _ in range(ranks)]
+        self._states = [RankState(rank, ranks) for rank in range(ranks)]
+        self._waits: list[Wait | None] = [None] * ranks
+        self._ended = [False] * ranks
+        self._threads = {threading.get_ident(): 0}
+
+    # --- a rank's life
+
+    def begin(self, rank: int) -> None:
+        """In the rank's thread: waits for its first turn."""
+        self._threads[threading.get_ident()] = rank
+        if rank:
+            self._tokens[rank].acquire()
+        self._states[rank].enter()
+
+    def end(self, rank: int) -> None:
+        """In the rank's thread: hands over for good."""
+        self._states[rank].leave()
+        self._ended[rank] = True
+        following = self._next(rank)
+        if following is None and not all(self._ended):
+            self.fail(rank, self._deadlock())
+            following = self._next(rank)
+        if following is not None:
+            self._give(following)
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Ends all ranks, each at its next wait; the first cause counts."""
+        if self.failure is None:
+            self.failure, self.failed = error, rank
+
+    # --- waiting
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Others run until `condition` holds.
+
+        Raises CommunicationError, on all ranks, where every rank waits for another.
+        """
+        rank = self._threads.get(threading.get_ident())
+        if rank is None:  # a thread that the program made
+            while not condition() and self.failure is None:
+                time.sleep(_POLL_SECONDS)
+            return
+        if self.failure is not None:
+            raise Ended
+        if condition():
+            return
+        self._waits[rank] = Wait(condition, what, user_line())
+        following = self._next(rank)
+        if following is None:
+            error = self._deadlock()
+            self.fail(rank, error)
+            self._waits[rank] = None
+            raise error
+        self._hand_over(rank, following)
+        self._waits[rank] = None
+        if self.failure is not None:
+            raise Ended
+
+    def wait(self, seconds: float) -> None:
+        """Others run, if they can; else lets time pass."""
+        rank = self._threads.get(threading.get_ident())
+        if rank is not None and self.failure is not None:
+            raise Ended
+        following = None if rank is None else self._next(rank)
+        if following in (None, rank):
+            time.sleep(seconds)
+            return
+        self._waits[rank] = Wait(lambda: True, "the debugger", "")
+        self._hand_over(rank, following)
+        self._waits[rank] = None
+        if self.failure is not None:
+            raise Ended
+
+    def place(self, rank: int) -> str:
+        """Where a rank is, in words."""
+        wait = self._waits[rank]
+        if self._ended[rank]:
+            return "it came to its end"
+        return "it has not begun" if wait is None else f"it waits in {wait.what} at {wait.line}"
+
+    # --- inside
+
+    def _next(self, rank: int) -> int | None:
+        for step in range(1, self.ranks + 1):
+            other = (rank + step) % self.ranks
+            wait = self._waits[other]
+            may = not self._ended[other] and (self.failure is not None or wait is None or wait.condition())
+            if may and (other != rank or wait is not None):
+                return other
+        return None
+
+    def _hand_over(self, rank: int, following: int) -> None:
+        if following == rank:
+            return
+        self._states[rank].leave()
+        self._give(following)
+        self._tokens[rank].acquire()
+        self._states[rank].enter()
+
+    def _give(self, rank: int) -> None:
+        self.current = rank
+        self._tokens[rank].release()
+
+    def _deadlock(self) -> CommunicationError:
+        places = [f"rank {rank}: {self.place(rank)}" for rank in range(self.ranks)]
+        shown = places[:16] + [f"... {len(places) - 16} ranks more"] * (len(places) > 16)
+        return CommunicationError(
+            "simulate",
+            "every rank waits for another, or has ended",
+            shown,
+            [("the same collectives, in the same order, on all ranks of a group", "")],
+        )

@@ -1,0 +1,296 @@
+"""Many ranks in one process: the bits of real processes, a state of its own for each rank, and none waits in vain."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import vescale
+from vescale._simulation.state import OURS, SHARED, TORCHS, owner
+from vescale_dtensor import CommunicationError, MeshError
+from vescale_dtensor.engine import is_reproducible
+from vescale_dtensor.testing import assert_ranks_agree, run_ranks, warm_up
+
+warm_up("torch._dynamo", "vescale", "transformers")
+PACKAGES = Path(__file__).parents[3]
+
+
+def train_example(name: str) -> list[float]:
+    """Three losses of an example as it stands: tensor, sequence, expert and pipeline parallel, ZeRO-3."""
+    return importlib.import_module(f"{name}.train_parallel").train(3)
+
+
+@pytest.mark.parametrize("name, ranks", [("nanogpt", 4), ("llama", 8), ("mixtral", 4)])
+def test_simulated_training_is_that_of_processes_to_the_bit(name: str, ranks: int) -> None:
+    found = vescale.simulate(train_example, name, ranks=ranks)
+    assert found == run_ranks(ranks, train_example, name)
+    assert assert_ranks_agree(found) and not dist.is_initialized() and "RANK" not in os.environ
+
+
+def test_each_rank_has_its_own_numbers_hooks_and_name() -> None:
+    before = torch.get_rng_state()
+
+    def run():
+        rank = dist.get_rank()
+        torch.manual_seed(rank)
+        heard = []
+        hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: heard.append(rank))
+        dist.barrier()
+        drawn = torch.rand(())
+        with torch.no_grad():
+            dist.barrier()
+            torch.nn.Identity()(drawn)
+        hook.remove()
+        return drawn.item(), heard, os.environ["RANK"], torch.is_grad_enabled()
+
+    found = vescale.simulate(run, ranks=3)
+    expected = [torch.rand((), generator=torch.Generator().manual_seed(rank)).item() for rank in range(3)]
+    assert found == [(expected[rank], [rank], str(rank), True) for rank in range(3)]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_collectives_of_torch_itself() -> None:
+    def run():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        one = torch.full((2,), float(rank))
+        total = one.clone()
+        dist.all_reduce(total)
+        most = one.clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        rows = [torch.empty(2) for _ in range(size)]
+        dist.all_gather(rows, one)
+        sent = torch.arange(float(size)) + 10 * rank
+        got = torch.empty(size)
+        dist.all_to_all_single(got, sent)
+        part = torch.empty(1)
+        dist.reduce_scatter_tensor(part, sent)
+        told = [None] * size
+        dist.all_gather_object(told, {"rank": rank})
+        first = one.clone()
+        dist.broadcast(first, 2)
+        passed = torch.empty(2)
+        works = [dist.isend(one, (rank + 1) % size), dist.irecv(passed, (rank - 1) % size)]
+        for work in works:
+            work.wait()
+        pair = dist.new_group([0, 2])
+        if rank != 1:
+            dist.all_reduce(one, group=pair)
+        dist.barrier()
+        listed = [total, most, torch.stack(rows)[:, 0], got, part, first, passed, one]
+        return [one.tolist() for one in listed], [one["rank"] for one in told]
+
+    assert vescale.simulate(run, ranks=3) == run_ranks(3, run)
+
+
+def test_torchs_own_parallelism_runs_on_it() -> None:
+    def run():
+        rank = dist.get_rank()
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        whole = torch.distributed.tensor.distribute_tensor(torch.arange(4.0), mesh, [torch.distributed.tensor.Shard(0)])
+        torch.manual_seed(0)
+        replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+        replica(torch.arange(3.0) + rank).sum().backward()
+        told = [rank * 7]
+        dist.broadcast_object_list(told, 1)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        work.wait()
+        return whole.sum().full_tensor().item(), replica.module.weight.grad.tolist(), told, work.is_completed()
+
+    assert vescale.simulate(run, ranks=2) == run_ranks(2, run)
+
+
+def coalesced() -> None:
+    with dist._coalescing_manager():
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "name, call", [("recv_anysource", lambda: dist.recv(torch.ones(1))), ("allreduce_coalesced", coalesced)]
+)
+def test_what_is_not_simulated_says_so(name: str, call: Callable[[], object]) -> None:
+    with pytest.raises(CommunicationError, match=f"simulate: {name} is not simulated"):
+        vescale.simulate(call, ranks=2)
+
+
+def test_a_mode_belongs_to_the_rank_that_entered_it() -> None:
+    """What other modules import as an object, or find in a module, is a rank's own, too."""
+
+    def run():
+        rank, found = dist.get_rank(), []
+        mode = vescale.reproducible() if rank else contextlib.nullcontext()
+        with mode:
+            dist.barrier()
+            found.append(is_reproducible())
+            dist.barrier()
+        return found
+
+    assert vescale.simulate(run, ranks=2) == [[False], [True]]
+
+
+def test_who_raises_ends_all_with_the_first_cause() -> None:
+    ended = []
+
+    def run():
+        try:
+            dist.barrier()
+            if dist.get_rank() == 1:
+                raise ValueError("broken here")
+            dist.barrier()
+        finally:
+            ended.append(dist.get_rank())
+
+    with pytest.raises(ValueError, match="broken here") as error:
+        vescale.simulate(run, ranks=3)
+    assert error.value.__notes__ == ["(raised on rank 1 of 3, simulated)"]
+    assert sorted(ended) == [0, 1, 2] and not dist.is_initialized()
+
+
+def test_who_stands_at_a_breakpoint_ends_with_who_raises() -> None:
+    def run():
+        if dist.get_rank():
+            raise ValueError("broken here")
+        vescale.breakpoint()
+
+    with pytest.raises(ValueError, match="broken here"):
+        vescale.simulate(run, ranks=2)
+
+
+def test_the_store_takes_text_and_bytes() -> None:
+    def run():
+        store = dist.distributed_c10d._get_default_store()
+        first = store.compare_set("key", b"", b"first")
+        dist.barrier()
+        return first, store.compare_set("key", "first", "second"), store.get("key")
+
+    assert vescale.simulate(run, ranks=2) == [(b"first", b"second", b"second")] * 2
+
+
+def test_ranks_that_wait_for_each_other_are_told_at_once() -> None:
+    def run():
+        if dist.get_rank() != 2:
+            dist.barrier()
+
+    with pytest.raises(CommunicationError) as error:
+        vescale.simulate(run, ranks=3)
+    text = str(error.value)
+    assert text.startswith(
+        "simulate: every rank waits for another, or has ended\n  rank 0: it waits in barrier, number 0"
+    )
+    assert "test_simulate.py:" in text and "rank 2: it came to its end" in text
+
+
+def test_collectives_that_differ_are_an_error() -> None:
+    def run():
+        one = torch.ones(())
+        dist.all_reduce(one) if dist.get_rank() else dist.barrier()
+
+    with pytest.raises(CommunicationError, match="rank 0 is in barrier, rank 1 in all_reduce"):
+        vescale.simulate(run, ranks=2)
+
+
+def test_a_process_in_a_world_cannot_be_another() -> None:
+    with pytest.raises(MeshError, match="this is rank 0 of a world of 1 already"):
+        vescale.simulate(lambda: vescale.simulate(lambda: None, ranks=2), ranks=1)
+
+
+def test_the_debugger_stops_all_ranks() -> None:
+    def run():
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = vescale.distribute_tensor(torch.arange(8.0), mesh, [vescale.Shard(0)])
+        vescale.breakpoint()
+        y = x * 2
+        return y.sum().item()
+
+    lines = [
+        "p x.sum().item()",
+        "x.to_local().tolist()",
+        "n",
+        "n",
+        "p y",
+        "[one.tolist() for one in y.shards.values()]",
+        "import os; os.environ['RANK']",
+        "c",
+    ]
+    before = sys.stdin, sys.stdout
+    sys.stdin, sys.stdout = io.StringIO("\n".join(lines) + "\n"), io.StringIO()
+    try:
+        assert vescale.simulate(run, ranks=4) == [56.0] * 4
+        text = sys.stdout.getvalue()
+    finally:
+        sys.stdin, sys.stdout = before
+    assert "of 4) 28.0\n(rank 0" in text and "[0.0, 1.0]\nrank 1: [2.0, 3.0]\nrank 2: [4.0, 5.0]" in text
+    assert "[[0.0, 2.0], [4.0, 6.0], [8.0, 10.0], [12.0, 14.0]]\n(rank 0" in text
+    assert "tensor([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.])" in text and "rank 3: '3'" in text
+
+
+def test_every_name_that_changes_is_a_ranks_own_or_known_to_be_shared() -> None:
+    """A new module-level name that our code changes is in one of the tables, with a reason where it is shared."""
+    tables = {**{("OURS", m): names for m, names in OURS.items()}, **{("SHARED", m): n for m, n in SHARED.items()}}
+    tables.update({("TORCHS", module): names for module, names in TORCHS.items()})
+    places, values = set(), set()
+    for (_, module), names in tables.items():
+        for name in names:
+            holder, last = owner(module, name)
+            assert hasattr(holder, last), f"{module} has no {name} any more"
+            places.add((id(holder), last))
+            values.add(id(getattr(holder, last)))
+    unknown = []
+    for source in sorted(PACKAGES.glob("*/src/vescale*")):
+        for path in sorted(source.rglob("*.py")):
+            name = ".".join(path.relative_to(source.parent).with_suffix("").parts)
+            changed = changed_names(ast.parse(path.read_text()))
+            if not changed or "._second" in name or name.endswith(".testing"):
+                continue
+            module = importlib.import_module(name)
+            for one, attribute in sorted(changed):
+                value = getattr(module, one)
+                if not attribute and inspect.ismodule(value):
+                    continue  # torch.add is a function
+                if not attribute:
+                    known = (id(module), one) in places or id(value) in values
+                else:
+                    known = (id(value), attribute) in places
+                if not known:
+                    unknown.append(f"{name}: {one}.{attribute}".rstrip("."))
+    assert not unknown, "\n".join(unknown)
+
+
+CHANGES = set("append add update clear pop popitem setdefault extend remove discard insert appendleft popleft".split())
+
+
+def changed_names(tree: ast.Module) -> set[tuple[str, str]]:
+    """Module-level names that a function rebinds, or whose value it changes; with the attribute, where it sets one."""
+    top = {t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
+    top |= {n.target.id for n in tree.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    top |= {alias.asname or alias.name for n in imports for alias in n.names}
+    changed = set()
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        here = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+        here |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                changed |= {(name, "") for name in node.names}
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in here:
+                if node.attr in CHANGES:
+                    changed.add((node.value.id, ""))
+                elif not isinstance(node.ctx, ast.Load):
+                    changed.add((node.value.id, node.attr))
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                value = node.value
+                changed |= {(value.id, "")} if isinstance(value, ast.Name) and value.id not in here else set()
+    return {(name, attribute) for name, attribute in changed if name in top}
