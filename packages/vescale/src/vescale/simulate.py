@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
 
 from vescale_dtensor import MeshError
 from vescale_dtensor.engine import simulated
@@ -107,12 +108,12 @@ def _prepared(ranks: int, boards: dict[str, Board]) -> Iterator[Turns]:
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, lambda *given: _create[-1](*given), devices=["cpu"])
     _create.append(create)
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _set_thread_isolation_mode(True)
     try:
         with simulated(NAME, turns):
             yield turns
     finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        _set_thread_isolation_mode(False)
         _create.pop()
         outside.come_back()
         torch.set_num_threads(threads)
