@@ -259,6 +259,13 @@ def averaged(model, optimizer, step):
         assert model(*batch(9)) != evaluated
 
 
+def evaluated_in_inference_mode(model, optimizer, step):
+    """The model meets the new memory in an evaluation; it was made there, and autograd refused it in training."""
+    scaled_by_data(model, optimizer, step)
+    with torch.inference_mode():
+        model(*batch(9))
+
+
 def halved_gradient(model, optimizer, step):
     """In place of a step's own: an older gradient halved, added and replaced before backward."""
     model(*batch(step + 20)).backward()
@@ -266,7 +273,10 @@ def halved_gradient(model, optimizer, step):
         parameter.grad = (parameter.grad / 2, full(parameter.grad) / 2, None)[i % 3]
 
 
-CHANGES = (scaled_by_data, vector, set_, swapped, double_and_back, moved, averaged, halved_gradient)
+CHANGES = (
+    scaled_by_data, vector, set_, swapped, double_and_back, moved, averaged, evaluated_in_inference_mode,
+    halved_gradient,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PLANS)

@@ -232,7 +232,8 @@ class Buffer:
         kept = [(slot.master, True) if self.separate else (slot.full, False) for slot in self.slots]
         values = [s.take_back(self.separate) if away else one for s, away, one in zip(self.slots, lost, kept)]
         self._take_dtype(dtype)
-        self._move_in(values)
+        with torch.inference_mode(False):  # an evaluation may be what meets them first, and training follows
+            self._move_in(values)
         return exchanged
 
     # --- parameters ---------------------------------------------------------------------
