@@ -36,15 +36,17 @@ class Net(nn.Module):
         return self.last(x + self.down(self.middle(self.up(self.norm(x)))))
 
 
-def train(middle, mode, change=None, verify_every=0):
+def train(middle, mode, change=None, verify_every=0, prepare=None):
     """Of each step the output and every gradient as this rank's shards; the model; what was warned of.
 
-    `change(model)` is called before step AT.
+    `change(model)` is called before step AT, `prepare(model)` before the first.
     """
     torch.manual_seed(0)
     model, _ = parallelize(PLAN, Net(middle))
     if mode == "static":
         static(model, verify_every=verify_every)
+    if prepare is not None:
+        prepare(model)
     generator, seen = torch.Generator().manual_seed(3), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -441,3 +443,22 @@ def test_autocast_and_inference_take_turns(where):
         return same(turns("eager"), turns("static"))
 
     assert run_ranks(4, run) == [True] * 4
+
+
+@pytest.mark.parametrize("frozen", ["norm", "up", "down", "last"])
+def test_what_was_frozen_when_it_was_recorded_trains_when_it_is_not(frozen):
+    """A norm before columns had lost the other ranks' part of its gradient."""
+
+    def work():
+        def freeze(model):
+            model.get_submodule(frozen).requires_grad_(False)
+
+        def thaw(model):
+            model.requires_grad_(True)
+
+        for prepare, change in ((freeze, thaw), (None, freeze)):
+            wanted, _, _ = train(nn.GELU(), "eager", change, prepare=prepare)
+            found, _, _ = train(nn.GELU(), "static", change, prepare=prepare)
+            assert same(found, wanted)
+
+    run_ranks(4, work)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor
+from vescale_dtensor.engine import requires_grad
 
 from .reads import Reads, Unchanged
 
@@ -22,8 +23,9 @@ _FORWARD = repeat("forward")
 
 
 class Guard:
-    """Whether modules are as they were: their forwards, children, parameters (the very objects, and their layouts),
-    buffers, hooks; and all that their forwards read beside these (`watch`).
+    """Whether modules are as they were: their forwards, children, parameters (the very objects, their layouts, and
+    whether they are frozen: what a frozen one's gradient would need is not recorded), buffers, hooks; and all that
+    their forwards read beside these (`watch`).
 
     Asked at every call, so the loops are C's, and modules without hooks are looked at only where somebody has
     registered a hook since: every registration, of whatever hook, counts `RemovableHandle.next_id` up. What sites do
@@ -44,6 +46,7 @@ class Guard:
         self._things = list(map(getitem, self._places, self._names))
         self._sharded = [thing for thing in self._things if type(thing) is DTensor]
         self._layouts = list(map(_layout, self._sharded))
+        self._trained = list(map(requires_grad, self._sharded))
         self._static, self._sites = static, [static.sites[id(one)] for one in modules]
         self._placed = -1
         self._unchanged: Callable[[], bool] = bool  # nothing holds before `watch`
@@ -62,6 +65,7 @@ class Guard:
                 and list(map(len, self._sized)) == self._sizes
                 and all(map(is_, map(getitem, self._places, self._names), self._things))
                 and list(map(_layout, self._sharded)) == self._layouts  # a layout equals itself alone
+                and list(map(requires_grad, self._sharded)) == self._trained
                 and all(map(is_, map(_forward, self._fronted), self._fronts))
                 and not any(map(contains, self._bare_fronts, _FORWARD))
                 and self._unchanged()
