@@ -142,7 +142,7 @@ def staged(name, mesh, axes, sequence_parallel, accumulate):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "accumulate"), slice_of(list(itertools.product(MODELS, ZERO_MESHES, (1, 3))), 5)
+    ("name", "mesh", "accumulate"), slice_of(list(itertools.product(MODELS, ZERO_MESHES, (1, 3))), 10)
 )
 def test_zero_stages_equal_one_device_and_each_other(name, mesh, accumulate):
     for loss, parameter, alike in run_ranks(4, staged, name, *ZERO_MESHES[mesh], accumulate, timeout=400)[0]:

@@ -411,7 +411,7 @@ GRID = [(mesh, part) for part in range(COUNT // PART) for mesh in MESHES]
 REFUSED = "refused: ViewError: copy_: in-place write to a view that had to be redistributed"
 
 
-@pytest.mark.parametrize("mesh, part", slice_of(GRID, 21))
+@pytest.mark.parametrize("mesh, part", slice_of(GRID, 42))
 def test_random_graphs_are_equal_to_the_bit(mesh, part):
     seeds = range(part * PART, (part + 1) * PART)
     sizes = MESHES[mesh]
