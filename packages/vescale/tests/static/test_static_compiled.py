@@ -5,6 +5,7 @@ is shown is that modules and conversions are traceable. Inductor, which `mode="c
 a C++ compiler.
 """
 
+import itertools
 import math
 import shutil
 from functools import partial
@@ -85,21 +86,25 @@ def train(name, dropout, mesh, more, backend):
     return losses, gradients, model
 
 
+def compiled(model):
+    """Names of the modules that run compiled."""
+    return {
+        site.name
+        for site in model._vescale.static.sites.values()
+        for regions in site.regions.values()
+        if any(getattr(region, "is_compiled", False) for region in regions)
+    }
+
+
 def compared(name, *case, backend="aot_eager"):
     """How far losses and gradients are from eager mode's, what is compiled, and graph breaks."""
     wanted, gradients, _ = train(name, *case, backend="")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     losses, found, model = train(name, *case, backend=backend)
-    compiled = {
-        site.name
-        for site in model._vescale.static.sites.values()
-        for regions in site.regions.values()
-        if any(getattr(region, "is_compiled", False) for region in regions)
-    }
     errors = [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
     norms = {n: ((found[n] - g).norm() / g.norm().clamp_min(1e-30)).item() for n, g in gradients.items()}
-    return errors, norms, compiled, dict(torch._dynamo.utils.counters["graph_break"])
+    return errors, norms, compiled(model), dict(torch._dynamo.utils.counters["graph_break"])
 
 
 MESHES = {  # mesh, more of the plan
@@ -152,3 +157,43 @@ def test_stages_of_a_pipeline_compile_as_well(name, kind, backend):
     more = {"mesh": mesh, "data_axis": None, "pipeline": pipeline}
     found = run_ranks(4, partial(compared, backend=backend), name, 0.0, {"tp": 2}, more, timeout=500)
     assert MODELS[name][3] <= close(found)
+
+
+class Widths(torch.nn.Module):
+    """More layers of one class, each of another shape, than torch makes anew for one code object."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [8 + 4 * i for i in range(11)]
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in itertools.pairwise(widths))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if x.abs().amax() > 1e9:  # a value is read: the loop stays eager, and each layer is a region
+                break
+        return x.square().mean()
+
+
+def widths(mode):
+    torch.manual_seed(0)
+    plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})
+    model, optimizer = vescale.parallelize(plan, Widths(), lambda p: torch.optim.SGD(p, lr=0.1))
+    if mode == "compile":
+        vescale.static(model, compiler="aot_eager")
+    losses = []
+    for step in range(4):
+        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, compiled(model) if mode == "compile" else set()
+
+
+def test_layers_of_one_class_compile_apart():
+    """torch compiles a code object eight times at most; under `fullgraph` one time more ended the training."""
+    wanted, _ = run_ranks(2, widths, "eager")[0]
+    for losses, names in run_ranks(2, widths, "compile", timeout=300):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert names == {f"layers.{i}" for i in range(10)}

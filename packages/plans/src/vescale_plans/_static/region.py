@@ -80,7 +80,8 @@ class Region:
         self.holds = frame.guard
         self._compiled: Callable | None = None
         if backend and not frame.shares and self._is_one_graph():
-            self._compiled = torch.compile(frame.site.forward, backend=backend, fullgraph=True, dynamic=False)
+            forward = _own_code(frame.site.forward)
+            self._compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
         self._stands = [] if frame.shares else list(self._straightened())
 
     @property
@@ -166,7 +167,7 @@ class Region:
             held[name] = tensor.view_as(tensor)
         try:
             return _apart(self._compiled(*args, **kwargs))
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             self._compiled = None
             why = str(error).strip().partition("\n")[0]
             warnings.warn(f"{self.site.name} is not compiled: {why}", StaticWarning, stacklevel=2)
@@ -315,6 +316,20 @@ def _across_once(inner: Callable, first: int | str | None, before: list[Callable
         return out
 
     return around
+
+
+def _own_code(forward: Callable) -> Callable:
+    """`forward` under a code object of its own.
+
+    A compiler keeps what it made, and the limit of how often it makes it anew, by code object, which all layers of one
+    class share: regions, each of one layout and one shape, would count as recompilations of each other.
+    """
+
+    def through(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    through.__code__ = through.__code__.replace()
+    return through
 
 
 def _apart(value: Any) -> Any:
