@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from .._layouts.drawing import Picture
     from ..placement import Placement
 
 is_global = _is_torch_function_enabled
@@ -201,6 +202,13 @@ class DTensor(Tensor, metaclass=TensorType):
 
         found = gather_objects(to_plain(self).detach(), self._layout.mesh)
         return dict(zip(itertools.product(*map(range, self._layout.mesh.sizes)), found))
+
+    def draw(self) -> Picture:
+        """A picture of which rank holds which part, hatched where parts are summands: an SVG, which notebooks show and
+        `save(path)` writes. Never communicates."""
+        from .._layouts.drawing import draw
+
+        return draw(self._layout)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         # Never communicates: a debugger calls this on one rank, unless it goes through all of them in lockstep.
