@@ -229,6 +229,11 @@ CHECKS: tuple[Check, ...] = (
         tests("vescale", "second_device/test_second_device"),
         20 * MINUTES,
     ),
+    Check(
+        21, 1, "unmodified architectures, those found right", tests("vescale", "architectures/test_architectures"),
+        120 * MINUTES,
+    ),
+    Check(21, 1, "98 of 100 of the listed right", (PYTHON, "-m", "architectures", "check")),
     Check(19, 3, "mutants of the engine", (PYTHON, "-m", "mutants"), 60 * MINUTES),
     Check(19, 4, "a hang between stages", tests("vescale", "debugging/test_hang_pipelines")),
     Check(19, 1, "its manners", tests("dtensor", "kit/test_second_device")),

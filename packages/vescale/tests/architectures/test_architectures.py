@@ -1,0 +1,33 @@
+"""Unmodified architectures of transformers against one device: a handful of what runs found right, another each day.
+
+With VESCALE_GRID=full all of these. The list is tools/architectures/types.json, what each said docs/architectures.md;
+`python -m architectures check` says whether enough of the whole list are right.
+"""
+
+import json
+
+import pytest
+import transformers
+
+from architectures import outcome, register, run, table
+from vescale_dtensor.testing import slice_of
+
+CASES = [(name, case) for case in run.CASES for name in table.right(case)]
+
+
+def test_the_list_is_of_this_transformers_and_names_what_it_leaves_out():
+    listed = json.loads(register.TYPES.read_text())
+    assert listed["transformers"] == transformers.__version__
+    assert {*listed["types"], *listed["left_out"]} == register.candidates().keys()
+    assert sum(name.startswith("other: ") for name in listed["types"]) >= 30
+
+
+def test_a_wrong_number_is_told():
+    found = {"loss": 0.0, "by scale": 2e-5, "by norm": float("nan")}
+    assert outcome.wrong(found).keys() == {"by scale", "by norm"}
+
+
+@pytest.mark.parametrize("name, case", slice_of(CASES, 40))
+def test_it_is_right(name, case):
+    found = run.tried(name, case)
+    assert found["outcome"] == run.RIGHT, found

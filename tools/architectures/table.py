@@ -1,0 +1,97 @@
+"""What runs found, kept in outcomes.json, and as a page: docs/architectures.md."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import register
+from .run import CASES, RIGHT, TRAININGS
+
+OUTCOMES = Path(__file__).with_name("outcomes.json")
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+WANTED = 0.98
+"""The share of the listed types that have to be right in each of `run.TRAININGS`."""
+KEPT = ("outcome", "collectives", "minimum")
+
+HEAD = """# Unmodified architectures under plans
+
+Written by `python -m architectures table`; do not edit. {count} types that build and train on one device from a small
+configuration (`tools/architectures/types.json`: {causal} causal language models of transformers {version}, {others}
+others; {left} more do not build so, and are named there). The plan of each case is `generate_plan`'s with these
+degrees; losses of three steps and all first gradients are held against one device. *Not run* says
+nothing of either.
+
+{summary}
+
+*Sent* is the collectives of the last of three steps under TP 2, without gradient syncs. *Least* is a count from the
+plan's cut weights: two for each that sums over what is cut, one for an embedding cut along its rows, two for a head
+cut along the vocabulary with its loss. It knows no recurrence, and no weight that is neither a Linear's, an
+Embedding's nor experts'; where it is 0 it says nothing.
+
+| type | {cases} | sent | least |
+| --- |{rules} --- | --- |
+"""
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """Name -> case -> what was found there."""
+    return json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
+
+
+def right(case: str) -> list[str]:
+    """The listed types that a run found right in `case`."""
+    found = kept()
+    return [name for name in register.listed() if found.get(name, {}).get(case, {}).get("outcome") == RIGHT]
+
+
+def merge(files: Iterable[str]) -> None:
+    """Add what runs wrote as lines of JSON; a later outcome of the same type and case counts."""
+    found = kept()
+    for file in files:
+        for one in map(json.loads, Path(file).read_text().splitlines()):
+            found.setdefault(one["name"], {})[one["case"]] = {key: one[key] for key in KEPT if key in one}
+    OUTCOMES.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+
+
+def write() -> None:
+    """The page."""
+    names, found, listed = register.listed(), kept(), json.loads(register.TYPES.read_text())
+    rows = ["| case | right | wrong | raises | no plan | not run |", "| --- | --- | --- | --- | --- | --- |"]
+    for case in CASES:
+        asked = [name for name in names if case != "generate" or not name.startswith("other: ")]
+        kinds = Counter(_kind(found.get(name, {}).get(case)) for name in asked)
+        rows.append(f"| {case} | " + " | ".join(str(kinds[k]) for k in KINDS) + " |")
+    others = sum(name.startswith("other: ") for name in names)
+    text = HEAD.format(
+        count=len(names), causal=len(names) - others, others=others, left=len(listed["left_out"]),
+        version=listed["transformers"], summary="\n".join(rows), cases=" | ".join(CASES), rules=" --- |" * len(CASES),
+    )  # fmt: skip
+    said = []
+    for name in names:
+        one = found.get(name, {})
+        figures = [str(one.get("tp 2", {}).get(key, "")) for key in ("collectives", "minimum")]
+        text += f"| {name} | " + " | ".join([*(_kind(one.get(case)) for case in CASES), *figures]) + " |\n"
+        said += [
+            f"- {name}, {case}: {' '.join(what['outcome'].replace('|', '/').split())}"
+            for case, what in one.items()
+            if what["outcome"] != RIGHT
+        ]
+    PAGE.write_text(text + "\n## What the rest said\n\n" + ("\n".join(said) or "Nothing.") + "\n")
+
+
+def short() -> list[str]:
+    """What is missing to `WANTED`, a line a case."""
+    count = len(register.listed())
+    shares = {case: len(right(case)) for case in TRAININGS}
+    return [f"{case}: {n} of {count} right" for case, n in shares.items() if n < WANTED * count]
+
+
+KINDS = (RIGHT, "wrong", "raises", "no plan", "not run")
+
+
+def _kind(what: dict[str, Any] | None) -> str:
+    return "not run" if what is None else next(kind for kind in KINDS if what["outcome"].startswith(kind))
