@@ -29,7 +29,10 @@ def quiet() -> Iterator[None]:
 
 
 def trained(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[float], dict[str, Any], Any]:
-    """Losses of some steps, the first step's gradients, and a trace of the last step."""
+    """Losses of some passes, the first one's gradients, and a trace of the last.
+
+    The gradients of the first two accumulate; an update follows each pass but the first.
+    """
     losses, gradients = [], {}
     for step in range(STEPS):
         torch.manual_seed(step)  # of what draws although nothing is dropped: hashes, for one

@@ -22,15 +22,16 @@ HEAD = """# Unmodified architectures under plans
 Written by `python -m architectures table`; do not edit. {count} types that build and train on one device from a small
 configuration (`tools/architectures/types.json`: {causal} causal language models of transformers {version}, {others}
 others; {left} more do not build so, and are named there). The plan of each case is `generate_plan`'s with these
-degrees; losses of three steps and all first gradients are held against one device. *Not run* says
-nothing of either.
+degrees. Compared with one device are three losses and all first gradients: SGD updates after the second pass, with the
+gradients of two, so that the third loss sees one update. *Not run* says nothing of either.
 
 {summary}
 
 *Sent* is the collectives of the last of three steps under TP 2, without gradient syncs. *Least* is a count from the
 plan's cut weights: two for each that sums over what is cut, one for an embedding cut along its rows, two for a head
 cut along the vocabulary with its loss. It knows no recurrence, and no weight that is neither a Linear's, an
-Embedding's nor experts'; where it is 0 it says nothing.
+Embedding's nor experts'; where it is 0 it says nothing. For a head it is what this engine was seen to need, on a Llama:
+a loss made otherwise may take less. Parameters that the planner leaves whole count nothing, however many.
 
 | type | {cases} | sent | least |
 | --- |{rules} --- | --- |
