@@ -39,6 +39,19 @@ def waits_of(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return {site: max(found.get(site, 0) for found in sites) for site in sorted(set().union(*sites))}
 
 
-def more_waits(waits: dict[str, int], known: dict[str, int]) -> dict[str, int]:
-    """Those that are not known, or come more often."""
-    return {site: count for site, count in waits.items() if count > known.get(site, 0)}
+def other_waits(waits: dict[str, int], known: dict[str, int]) -> dict[str, str]:
+    """Sites that are not known, or no longer there, or come another number of times: "found, not known"."""
+    sites = sorted(waits.keys() | known.keys())
+    pairs = {site: (waits.get(site, 0), known.get(site, 0)) for site in sites}
+    return {site: f"{found}, not {wanted}" for site, (found, wanted) in pairs.items() if found != wanted}
+
+
+def own_waits(waits: dict[str, int]) -> dict[str, int]:
+    """Those of veScale: neither the model's own, nor an operator's of its, which is called as it is."""
+    return {
+        site: count
+        for site, count in waits.items()
+        if "/" in site
+        and "dtensor/_dispatch/fallback.py:run" not in site.split(" < ")[0]
+        and "/" in site.partition("  ")[2].split(" < ")[0]
+    }

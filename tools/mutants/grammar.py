@@ -27,11 +27,34 @@ STARTS = {
     *("_start", "_started", "_run", "call", "send", "recv", "post", "swap", "fetch", "updated", "start", "exchange"),
     *("PendingGather", "PendingReduction", "PendingRows", "Usage", "_send", "_post", "_post_announced", "transfer"),
 }
-COMMUNICATES = STARTS | WAITS | {
-    *("all_gather", "all_reduce", "reduce_scatter", "gather", "scatter", "broadcast", "gather_objects", "open", "tell"),
-    *("_start_in_order", "send_object", "receive_object", "updated", "take_in", "_greet", "_sum_tied", "_share_loss"),
-    *("_share_buffers", "digest", "assert_ranks_agree", "step", "all_to_all", "let_go", "allreduce", "_open"),
-}
+COMMUNICATES = (
+    STARTS
+    | WAITS
+    | {
+        *(
+            "all_gather",
+            "all_reduce",
+            "reduce_scatter",
+            "gather",
+            "scatter",
+            "broadcast",
+            "gather_objects",
+            "open",
+            "tell",
+        ),
+        *(
+            "_start_in_order",
+            "send_object",
+            "receive_object",
+            "updated",
+            "take_in",
+            "_greet",
+            "_sum_tied",
+            "_share_loss",
+        ),
+        *("_share_buffers", "digest", "assert_ranks_agree", "step", "all_to_all", "let_go", "allreduce", "_open"),
+    }
+)
 SENDS = {"send", "_send", "send_object"}
 MADE_ON_DEVICE = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
 TAGGED = ("rank", "peer", "has_tags", "_words")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import training_cases
 from training_cases import CASES, Case, Outcome, train
-from training_verdict import more_waits, waits_of, wanted_of, wrong_numbers
+from training_verdict import other_waits, waits_of, wanted_of, wrong_numbers
 from vescale_dtensor._test_kit.worker_pool import pool
 from vescale_dtensor.testing import RankError, run_ranks
 
@@ -140,8 +140,8 @@ def verdict(place: Place, case: Case, wanted: Outcome, seen: Seen, which: int) -
         return judged("", "never reached")
     if wrong := wrong_numbers(outcomes, wanted):
         return judged("the numbers", wrong[0][:240])
-    if more := more_waits(waits_of(outcomes), seen.waits):
-        return judged("a wait of the host", ", ".join(more)[:240])
+    if others := other_waits(waits_of(outcomes), seen.waits):
+        return judged("a wait of the host", ", ".join(others)[:240])
     same = [one.traffic for one, _ in told] == seen.traffic
     return judged("", EQUIVALENT if same else "other bits were sent, or in another order")
 

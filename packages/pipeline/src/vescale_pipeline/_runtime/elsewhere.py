@@ -5,20 +5,36 @@ either, but its norm is that of all gradients that this rank does not hold: so a
 gradient and combines them gets the global norm, and what it then multiplies by is the same on all ranks. torch's own
 clipping stacks the norms of all gradients first: into that stack go the norms of the others one by one, in the order of
 the whole model, so that the total is one device's to the bit wherever the norms are.
-`named_parameters`, `state_dict` and the optimizer know nothing of it.
+`named_parameters`, `state_dict` and the optimizer know nothing of it. Norms are numbers of the device throughout: the
+host never waits for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from math import inf
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-Placed = tuple[dict[int, float], list[int]]
-"""(norms of the gradients elsewhere by the parameters' places in the whole model, places of those that are here)."""
+
+class Placed(NamedTuple):
+    """The norms of a model's gradients, by the parameters' places in it.
+
+    Arguments:
+        elsewhere: of those elsewhere, numbers on this rank's device.
+        dtype: of those elsewhere together; None where there are none.
+        here: the places of those that this rank holds.
+        whole: makes a distributed norm one device's.
+    """
+
+    elsewhere: dict[int, Tensor]
+    dtype: torch.dtype | None
+    here: list[int]
+    whole: Callable[[Tensor], Tensor]
+
+
 NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm))
 
 
@@ -83,7 +99,8 @@ class Norms(Tensor):
     placed: Placed
 
     def __new__(cls, placed: Placed, order: float, device: torch.device) -> Norms:
-        made = torch.Tensor._make_subclass(cls, torch.tensor(combined(placed[0].values(), order), device=device))
+        total = combined(list(placed.elsewhere.values()), order, device)
+        made = torch.Tensor._make_subclass(cls, total.to(torch.get_default_dtype()))
         made.placed = placed
         return made
 
@@ -94,29 +111,31 @@ class Norms(Tensor):
             return args[0]
         if function is torch.stack:
             (own,) = [tensor for tensor in args[0] if type(tensor) is cls]
-            elsewhere, here = own.placed
+            placed = own.placed
             others = [tensor for tensor in args[0] if type(tensor) is not cls]
-            if len(others) == len(here):
-                norms = elsewhere | {place: float(norm) for place, norm in zip(here, others)}
-                dtype = others[0].dtype if others else own.dtype
-                return torch.tensor([norms[place] for place in sorted(norms)], dtype=dtype, device=own.device)
+            if len(others) == len(placed.here) and (others or placed.elsewhere):
+                dtypes = [*(tensor.dtype for tensor in others), *((placed.dtype,) if placed.dtype is not None else ())]
+                norms = placed.elsewhere | {
+                    place: placed.whole(norm).double() for place, norm in zip(placed.here, others)
+                }
+                return torch.stack([norms[place] for place in sorted(norms)]).to(reduce(torch.promote_types, dtypes))
         with torch._C.DisableTorchFunctionSubclass():
-            args = [[x.as_subclass(Tensor) if type(x) is cls else x for x in args[0]], *args[1:]] \
-                if function is torch.stack else args
+            args = (
+                [[x.as_subclass(Tensor) if type(x) is cls else x for x in args[0]], *args[1:]]
+                if function is torch.stack
+                else args
+            )
             return function(*args, **kwargs)
 
 
-def combined(norms: Iterable[float], order: float) -> float:
-    """The norm of several vectors' concatenation, from their norms."""
-    norms = list(norms)
-    if order == inf:
-        return max(norms, default=0.0, key=lambda n: inf if n != n else n)
-    if order == 0:
-        return sum(norms)
-    return sum(norm**order for norm in norms) ** (1 / order)
+def combined(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """The norm of several vectors' concatenation, from their norms; without any, 0."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    joined = torch.stack(norms)
+    return joined.sum() if order == 0 else torch.linalg.vector_norm(joined, order)
 
 
-def norms_of_gradients(gradients: dict[int, Tensor], order: float) -> dict[int, float]:
+def norms_of_gradients(gradients: Sequence[Tensor], order: float, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """As torch computes them, one by one; of distributed gradients, those of the whole. Cost: what the norms cost."""
-    norms = torch._foreach_norm(list(gradients.values()), order) if gradients else ()
-    return {place: float(norm) for place, norm in zip(gradients, norms)}
+    return [whole(norm) for norm in torch._foreach_norm(gradients, order)] if gradients else []

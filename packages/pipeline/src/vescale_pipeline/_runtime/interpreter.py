@@ -20,7 +20,7 @@ from ..recording import is_recording, note
 from ..simulate import Event
 from .call import Call
 from .generators import set_states, states
-from .loss import loss_in
+from .loss import Weight, Weights, loss_in
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -36,7 +36,7 @@ class Interpreter:
     """
 
     def __init__(
-        self, runtime: Runtime, call: Call, parts: list[Any], weights: list[float], scale: float, trains: bool
+        self, runtime: Runtime, call: Call, parts: list[Any], weights: Weights, scale: Weight, trains: bool
     ) -> None:
         self._forward, self._codec = runtime.forward, runtime.codec
         self._link, self._tags, self._stages = runtime.link, runtime.tags, runtime.stages
@@ -46,7 +46,7 @@ class Interpreter:
         self._posted: dict[tuple[str, int, int], Arrival] = {}
         self._unannounced: dict[tuple[str, int, int], int] = {}  # to be received from a peer
         self._made: dict[tuple[str, int, int], tuple[list[Tensor | None], Header]] = {}
-        self._seeds: dict[float, Tensor] = {}
+        self._seeds: dict[Weight, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._memories = Memories(call.record.slots, runtime.stages, runtime.codec.whole)
@@ -101,7 +101,8 @@ class Interpreter:
         if stage == self._last:
             loss = loss_in(slot.output)
             if loss is not None:
-                slot.loss, slot.counts = self._codec.whole(loss), self._weights[microbatch] != 0
+                weight = self._weights[microbatch]
+                slot.loss, slot.counts = self._codec.whole(loss), isinstance(weight, Tensor) or weight != 0
                 self.losses[microbatch] = slot.loss.detach()
             if not self._trains:
                 self.outputs[microbatch] = slot.output
@@ -131,7 +132,9 @@ class Interpreter:
         weight = self._weights[microbatch]
         seed = self._seeds.get(weight)
         if seed is None:
-            seed = self._seeds[weight] = torch.full_like(self.losses[microbatch], weight * self._scale)
+            loss, factor = self.losses[microbatch], weight * self._scale
+            seed = factor.to(loss.dtype) if isinstance(factor, Tensor) else torch.full_like(loss, factor)
+            self._seeds[weight] = seed
         return seed
 
     def _hand_back(self, stage: int, microbatch: int, leaves: list[Tensor | None]) -> None:
@@ -215,9 +218,9 @@ def _like(known: Header, header: Header, tensors: list, kind: str, stage: int, d
             tensor = torch.zeros(expected.shape, dtype=expected.dtype, device=device)
         elif expected is not None and part is not None and expected[::2] == part[::2]:  # all but strides and grad
             if expected.stride != part.stride:
-                tensor = torch.empty_strided(
-                    expected.shape, expected.stride, dtype=part.dtype, device=device
-                ).copy_(tensor)
+                tensor = torch.empty_strided(expected.shape, expected.stride, dtype=part.dtype, device=device).copy_(
+                    tensor
+                )
         elif expected != part:
             raise PipelineError(
                 "pipeline",

@@ -24,8 +24,20 @@ def loss_in(output: Any) -> Tensor | None:
     return numbers[0] if len(numbers) == 1 else None
 
 
-def weighted(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+Weight = float | Tensor
+Weights = list[float] | list[Tensor]
+"""Of each microbatch; on a device, numbers in double precision that the host does not know."""
+
+
+def weighted(losses: Sequence[Tensor], weights: Weights) -> Tensor:
     """The batch's loss, of the microbatches'; one that has no weight is left out: it may be 0 / 0."""
+    if weights and isinstance(weights[0], Tensor):
+        precise = torch.promote_types(losses[0].dtype, torch.float32)  # as the product with a Python number
+        parts = [
+            (loss * weight.to(precise)).to(loss.dtype).masked_fill(weight == 0, 0)
+            for loss, weight in zip(losses, weights)
+        ]
+        return sum(parts[1:], parts[0])
     kept = [(loss, weight) for loss, weight in zip(losses, weights) if weight]
     if not kept:
         return torch.zeros_like(losses[0])
@@ -64,12 +76,13 @@ class Gradients:
     """The gradients of one call, until the user's backward takes them.
 
     They were computed for a loss scaled by `scale`, a guess of what the backward will
-    scale it by: the last call's. Where the guess is right nothing is multiplied, and
-    a loss scaler's factor was in the backward, where half precision needs it. `check`
-    raises if the pipeline has failed since the call: a device may run behind the host.
+    scale it by: the last call's. So a loss scaler's factor was in the backward, where
+    half precision needs it. Where the guess is right nothing is multiplied on the CPU; a
+    device's factor is not known to the host, and multiplying by 1 changes nothing.
+    `check` raises if the pipeline is known to have failed since the call.
     """
 
-    def __init__(self, sums: list[Tensor | None], scale: float, check: Callable[[], None]) -> None:
+    def __init__(self, sums: list[Tensor | None], scale: Weight, check: Callable[[], None]) -> None:
         self._sums: list[Tensor | None] | None = sums
         self._scale, self._check = scale, check
         self.used = scale
@@ -83,14 +96,22 @@ class Gradients:
                 (),
                 [("loss = model(batch)", "once per backward; retain_graph has no meaning here")],
             )
-        scale = incoming.item()
         self._check()
+        if incoming.device.type == "cpu":
+            scale = incoming.item()
+            if scale and isfinite(scale):
+                self.used = scale
+            if scale == self._scale:
+                return sums
+        else:
+            scale = incoming.double()
+            guess = torch.full_like(scale, self._scale) if isinstance(self._scale, float) else self._scale
+            self.used = scale.where(scale.isfinite() & (scale != 0), guess)
         factor = scale / self._scale
-        if scale and isfinite(scale):
-            self.used = scale
-        if factor == 1:
-            return sums
-        return [None if gradient is None else gradient.mul_(factor) for gradient in sums]
+        for i, gradient in enumerate(sums):
+            if gradient is not None:  # not in place: of a single microbatch two may share memory
+                sums[i] = gradient * factor
+        return sums
 
 
 class Release(torch.autograd.Function):
@@ -108,7 +129,7 @@ class Release(torch.autograd.Function):
 
 
 def released(
-    gradients: list[Tensor | None], scale: float, loss: Tensor, parameters: list[Tensor], check: Callable[[], None]
+    gradients: list[Tensor | None], scale: Weight, loss: Tensor, parameters: list[Tensor], check: Callable[[], None]
 ) -> tuple[Tensor, Gradients]:
     """`loss`, connected to the parameters."""
     held = Gradients(gradients, scale, check)

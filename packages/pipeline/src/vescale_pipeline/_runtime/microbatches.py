@@ -14,6 +14,7 @@ from .._trace.containers import fill, tensors_in
 from .._trace.placeholder import Placeholder
 from .._trace.record import Record
 from .._trace.reduction import LABELLED, Lost, Tag, refused
+from .loss import Weights
 from .skeleton import Run
 
 
@@ -74,20 +75,35 @@ def rows_of(inputs: Any) -> int:
 # --- weights ------------------------------------------------------------------------
 
 
-def loss_weights(reduction: Tag, record: Record, forward: Callable[[Any], Any], parts: list[Any]) -> list[float]:
+def loss_weights(
+    reduction: Tag,
+    record: Record,
+    forward: Callable[[Any], Any],
+    parts: list[Any],
+    whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Weights:
     """What each part's loss counts for in the batch's: shares of 1, or 1 each where the loss is a sum.
 
     A mean over labels weighs a part by the labels that it does not ignore. They are
     counted from the targets, which no stage computes: the forward is run once more per
-    part, on placeholders alone. Raises PipelineError for a loss that is no such mean or
+    part, on placeholders alone. `whole` makes a distributed count one device's. On a device the shares of a single mean
+    stay there. Means that are to be compared, and labels that a weight might cancel, are read by the host, all at once.
+    Raises PipelineError for a loss that is no such mean or
     sum, and for one that adds up what weighs the parts differently.
     """
     if isinstance(reduction, Lost):
         raise refused(reduction)
     kinds = reduction if isinstance(reduction, frozenset) else frozenset(("mean",))
     labelled = sorted(kind for kind in kinds if isinstance(kind, int))
-    counts = [Counter(record).count(forward, part) for part in parts] if labelled else []
-    found = {kind: _shares([of_part[kind] for of_part in counts]) for kind in labelled}
+    counters = [Counter(record).count(forward, part) for part in parts] if labelled else []
+    counts = [[whole(counter.counts[kind]).double() for counter in counters] for kind in labelled]
+    if len(kinds) == 1 and labelled and counts[0][0].device.type != "cpu" and not counters[0].weighs:
+        column = torch.stack(counts[0])
+        return list((column / column.sum()).unbind())
+    columns = (
+        torch.stack([count for column in counts for count in column]).view(len(counts), -1).tolist() if counts else []
+    )
+    found = dict(zip(labelled, map(_shares, columns)))
     if "mean" in kinds:
         found["mean"] = [1 / len(parts)] * len(parts)
     if "sum" in kinds:
@@ -119,20 +135,22 @@ def _shares(counts: list[float]) -> list[float]:
 class Counter(Run):
     """Runs a forward on placeholders alone, and counts what its losses are means over."""
 
-    __slots__ = ("counts",)
+    __slots__ = ("counts", "weighs")
 
     def __init__(self, record: Record) -> None:
         super().__init__(record, len(record.events), {})
         self._replays = False
-        self.counts: list[float] = []
+        self.counts: list[Tensor | None] = []
+        self.weighs = False
 
-    def count(self, forward: Callable[[Any], Any], part: Any) -> list[float]:
+    def count(self, forward: Callable[[Any], Any], part: Any) -> Counter:
         self(lambda: forward(part))
-        return self.counts
+        return self
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         if function in LABELLED:
             self.counts.append(_labels(*args, **kwargs))
+            self.weighs |= len(args) > 2 and args[2] is not None or kwargs.get("weight") is not None
         return super().call(function, args, kwargs)
 
 
@@ -145,12 +163,11 @@ def _labels(
     reduce: Any = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> float:
-    """The labels that a mean divides by; 0 where it is none, which nobody asks for."""
+) -> Tensor | None:
+    """The labels that a mean divides by, a number; None where it is none, which nobody asks for."""
     if reduction != "mean" or type(target) is Placeholder or target.is_floating_point():
-        return 0
+        return None
     kept = target != ignore_index
     if weight is None or type(weight) is Placeholder:
-        return int(kept.sum())
-    return float(weight[torch.where(kept, target, 0)][kept].sum())
-
+        return kept.sum()
+    return weight[target.masked_fill(~kept, 0)].masked_fill(~kept, 0).sum()

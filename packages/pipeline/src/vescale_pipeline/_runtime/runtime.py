@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from .call import Call, signature_of
 from .elsewhere import Elsewhere, Placed, norms_of_gradients
 from .generators import digest
 from .interpreter import Interpreter
-from .loss import Gradients, loss_in, no_loss, released, weighted, with_loss
+from .loss import Gradients, Weights, loss_in, no_loss, released, weighted, with_loss
 from .microbatches import loss_weights, split
 from .ownership import Ownership, disown_buffers, let_go
 from .skeleton import Run, Station
@@ -209,7 +210,7 @@ class Runtime:
             weights = []
             if has_loss:
                 with kept_as_it_was(self._model) if call.counts_labels and call.leaves_anything else nullcontext():
-                    weights = loss_weights(call.reduction, call.record, self.forward, parts)
+                    weights = loss_weights(call.reduction, call.record, self.forward, parts, self.codec.whole)
             self._greet(call, trains, doing)
             for stage in self.stages.values():
                 stage.begin(call.record, self.schedule.stages, self._tied if self._in_order() else ())
@@ -238,22 +239,36 @@ class Runtime:
         yield self._elsewhere
 
     def _norm_elsewhere(self, order: float) -> Placed:
-        """The norms of the gradients that this rank does not hold. Call it on all ranks of the pipeline. Cost: the
-        norms of those gradients to and from each rank, told by the first that holds one."""
+        """The norms of the gradients that this rank does not hold. Call it on all ranks of the pipeline. Cost: to and
+        from each rank one message of 8 bytes per gradient, told by the first that holds it, and a word of which there
+        are."""
         placement, tag = self.schedule.placement, self.tags("norm")
         peers = [peer for peer in range(self.schedule.ranks) if peer != self.rank]
         places = {name: place for place, name in enumerate(self._owned.stages)}
         first = {name: placement[stages[0]] for name, stages in self._owned.stages.items()}
-        mine = {name: self._parameters[name].grad for name in places if name in self._parameters}
-        here = {name: gradient for name, gradient in mine.items() if gradient is not None}
-        told = norms_of_gradients({places[n]: g for n, g in here.items() if first[n] == self.rank}, order)
+        held = {name: self._parameters[name].grad for name in places if name in self._parameters}
+        here = {name: gradient for name, gradient in held.items() if gradient is not None}
+        mine = [name for name in here if first[name] == self.rank]
+        norms = norms_of_gradients([here[name] for name in mine], order, self.codec.whole)
+        word = [(places[name], norm.dtype) for name, norm in zip(mine, norms)]
+        told = torch.stack(norms).double() if norms else torch.empty(0, dtype=torch.float64, device=self.link.device)
         for peer in peers:
-            self.link.send_object(peer, tag, told)
-        theirs = [self.link.receive_object(peer, tag) for peer in peers]
+            self.link.send_object(peer, tag, word)
+        known = {places[name] for name in held}
+        words = [self.link.receive_object(peer, tag) for peer in peers]
+        arrivals = [
+            self.link.swap(peer, tag + 2, [told], (Part((len(theirs),), (1,), torch.float64, False),))
+            for peer, theirs in zip(peers, words)
+        ]
+        elsewhere, dtypes = {}, []
+        for theirs, arrival in zip(words, arrivals):
+            for (place, dtype), norm in zip(theirs, arrival.wait()[0].unbind()):
+                if place not in known:
+                    elsewhere[place] = norm
+                    dtypes.append(dtype)
         self.link.flush()
-        held = {places[name] for name in self._parameters}
-        elsewhere = {place: norm for norms in theirs for place, norm in norms.items() if place not in held}
-        return elsewhere, [places[name] for name in here]
+        dtype = reduce(torch.promote_types, dtypes) if dtypes else None
+        return Placed(elsewhere, dtype, [places[name] for name in here], self.codec.whole)
 
     # --- before and after the actions ---------------------------------------------------
 
@@ -335,21 +350,23 @@ class Runtime:
                     for buffer, value in zip(buffers, arrived):
                         buffer.copy_(value)
 
-    def _share_loss(self, call: Call, state: Interpreter, weights: list[float]) -> Tensor:
+    def _share_loss(self, call: Call, state: Interpreter, weights: Weights) -> Tensor:
         """The batch's loss, from the rank of the last stage."""
         last = self.schedule.placement[-1]
         tag = self.tags("loss")
+        # On a device the host would wait for the number: there the next call's greeting compares.
+        compares = call.record.draws_anything and self.link.has_tags
         if self.rank == last:
             total = weighted([state.losses[microbatch] for microbatch in range(len(weights))], weights)
-            drawn = torch.tensor(self._digest_of_generator(call), device=total.device)
+            drawn = [torch.tensor(self._digest_of_generator(call))] if compares else []
             for peer in range(self.schedule.ranks):
                 if peer != last:
-                    self.link.send(peer, tag, [total, drawn])
+                    self.link.send(peer, tag, [total, *drawn])
             return total
         loss = loss_in(call.record.result)
         header = (Part((), (), loss.dtype, False), Part((), (), torch.int64, False))
-        total, drawn = self.link.post(last, tag, header).wait()
-        if call.record.draws_anything and self.link.has_tags and drawn.item() != self._digest_of_generator(call):
+        total, *drawn = self.link.post(last, tag, header if compares else header[:1]).wait()
+        if compares and drawn[0].item() != self._digest_of_generator(call):
             raise PipelineError(
                 "pipeline",
                 f"ranks {self.link.ranks[self.rank]} and {self.link.ranks[last]} have drawn other random numbers in "
@@ -359,7 +376,7 @@ class Runtime:
             )
         return total.clone()
 
-    def _evaluated(self, call: Call, state: Interpreter, weights: list[float]) -> Any:
+    def _evaluated(self, call: Call, state: Interpreter, weights: Weights) -> Any:
         """Whole outputs, on every rank: rows of the microbatches one after another, a loss as their weighted sum."""
         last = self.schedule.placement[-1]
         result = call.record.result
@@ -380,7 +397,7 @@ class Runtime:
         self.link.flush()
         return fill(result, whole)
 
-    def _joined(self, is_loss: bool, column: tuple[Tensor, ...], weights: list[float]) -> Tensor:
+    def _joined(self, is_loss: bool, column: tuple[Tensor, ...], weights: Weights) -> Tensor:
         """One output of all microbatches."""
         values = [self.codec.whole(value) for value in column]
         if is_loss:

@@ -57,7 +57,8 @@ class Slot:
     """What a stage keeps of one microbatch between its forward and its backward.
 
     `counts` is whether the loss has any weight: that of a microbatch whose labels are all ignored is 0 / 0, and its
-    gradients are zero whatever comes out. `kept` is what user code needs that computes again in backward.
+    gradients are zero whatever comes out. A weight on a device, which the host does not know, counts: cross entropy
+    gives ignored labels no gradient. `kept` is what user code needs that computes again in backward.
     """
 
     leaves: list[Tensor | None]
