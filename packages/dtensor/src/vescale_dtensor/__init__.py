@@ -51,6 +51,7 @@ from .placement import Placement as Placement
 from .placement import RaggedShard as RaggedShard
 from .placement import Replicate as Replicate
 from .placement import Shard as Shard
+from .placement import zigzag as zigzag
 
 _keep_layouts()
 _see_globally()

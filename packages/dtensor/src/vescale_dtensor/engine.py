@@ -27,6 +27,7 @@ from ._communication.pending import PendingReduction as PendingReduction
 from ._communication.pending import PendingRows as PendingRows
 from ._context.choice import WAYS as WAYS
 from ._context.choice import pin as pin
+from ._context.work import counted_pairs as counted_pairs
 from ._conversions.conversion import communicates as communicates
 from ._conversions.convert import convert as convert
 from ._conversions.convert import convert_plain as convert_plain
@@ -46,12 +47,14 @@ from ._layouts.layout import layout_of as layout_of
 from ._layouts.mesh import Mesh as Mesh
 from ._layouts.mesh import mesh_of as mesh_of
 from ._layouts.region import Box as Box
+from ._layouts.region import cut_ranges as cut_ranges
 from ._layouts.state import INVARIANT as INVARIANT
 from ._layouts.state import PENDING as PENDING
 from ._layouts.state import VARYING as VARYING
 from ._layouts.state import State as State
 from ._layouts.state import flat as flat
 from ._layouts.state import sharded as sharded
+from ._layouts.state import state_of as state_of
 from ._reproducible.mode import check_order as check_order
 from ._reproducible.mode import is_reproducible as is_reproducible
 from ._rules.body import body_of as body_of

@@ -4,7 +4,8 @@
 written for torch's DTensor reads the same here. Two are ours:
 
 - `InterleavedShard(dim, groups)`: the dim is `groups` equal groups one after the
-  other (a merged QKV is 3, a merged gate-up 2), and every group is sharded alike.
+  other (a merged QKV is 3, a merged gate-up 2), and every group is sharded alike;
+  an `order` says whose each of its chunks is (`zigzag`: a front and a back one).
 - `RaggedShard(dims, local_units)`: contiguous parts of unequal size, zero allowed:
   of one dim, in the proportions of `local_units`, or of the whole shard, flattened.
 
@@ -12,6 +13,8 @@ Uneven sizes follow `torch.chunk` wherever nothing else is said.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial as Partial
 from torch.distributed.tensor import Replicate as Replicate
@@ -25,26 +28,46 @@ class InterleavedShard(Placement):
     The local tensor is the concatenation, along `dim`, of this rank's chunk of
     group 0, of group 1, and so on.
 
+    With `order` a group is cut into as many chunks as it has entries, by `torch.chunk`'s sizes, and
+    chunk i is rank `order[i]`'s. `zigzag(n)` gives each of n ranks a front and a back chunk: where work
+    grows along the dim, as under a causal mask, all ranks have the same.
+
     >>> InterleavedShard(0, 3)
     InterleavedShard(dim=0, groups=3)
+    >>> InterleavedShard(1, 1, zigzag(2))
+    InterleavedShard(dim=1, groups=1, order=(0, 1, 1, 0))
     """
 
-    def __init__(self, dim: int, groups: int) -> None:
+    def __init__(self, dim: int, groups: int, order: Sequence[int] | None = None) -> None:
         super().__init__()
         self.dim = dim
         self.groups = groups
+        self.order = None if order is None else tuple(order)
+
+    def _key(self) -> tuple:
+        return self.dim, self.groups, self.order
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, InterleavedShard) and (self.dim, self.groups) == (other.dim, other.groups)
+        return isinstance(other, InterleavedShard) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((InterleavedShard, self.dim, self.groups))
+        return hash((InterleavedShard, self._key()))
 
     def __repr__(self) -> str:
-        return f"InterleavedShard(dim={self.dim}, groups={self.groups})"
+        order = "" if self.order is None else f", order={self.order}"
+        return f"InterleavedShard(dim={self.dim}, groups={self.groups}{order})"
 
     def __reduce__(self):
-        return (InterleavedShard, (self.dim, self.groups))
+        return (InterleavedShard, self._key())
+
+
+def zigzag(ranks: int) -> tuple[int, ...]:
+    """The order of chunks in which rank r of n has chunks r and 2n - 1 - r.
+
+    >>> zigzag(3)
+    (0, 1, 2, 2, 1, 0)
+    """
+    return (*range(ranks), *reversed(range(ranks)))
 
 
 class RaggedShard(Placement):

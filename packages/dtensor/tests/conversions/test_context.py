@@ -7,7 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vescale_dtensor import GradientError, Replicate, Shard, comm_trace, distribute_tensor
+from vescale_dtensor import (
+    GradientError,
+    InterleavedShard,
+    Replicate,
+    Shard,
+    comm_trace,
+    distribute_tensor,
+    zigzag,
+)
 from vescale_dtensor._context.choice import AUTO, GATHER, HEADS, RING, Problem, chosen, pin
 from vescale_dtensor._context.heads import kv_heads
 from vescale_dtensor._context.tiles import needs, tiles
@@ -87,6 +95,13 @@ def test_beside_tensor_and_data_parallelism(way):
 MASKS = ("none", "causal", "boolean", "rows of a batch", "padding", "added", "learned", "window", "documents", "heads")
 
 
+LAYOUTS = (
+    lambda ranks: Shard(2),
+    lambda ranks: InterleavedShard(2, 1, zigzag(ranks)),
+    lambda ranks: InterleavedShard(2, 1, (*range(ranks), *range(ranks), *reversed(range(ranks)))),
+)
+
+
 def problem(seed):
     """Sizes, a mask's kind, dtype and way of one random problem."""
     draw = random.Random(seed)
@@ -96,6 +111,7 @@ def problem(seed):
         "seed": seed,
         "kind": MASKS[seed % len(MASKS)],
         "way": (RING, HEADS, RING, GATHER, AUTO)[seed // len(MASKS) % 5],
+        "layout": LAYOUTS[seed % len(LAYOUTS)],
         "batch": draw.randint(1, 3),
         "heads": kv * draw.choice((1, 2, 4)),
         "kv": kv,
@@ -146,7 +162,7 @@ def solve_problem(p, mesh):
             given.append(mask.detach() if mask.dtype == torch.bool else mask.detach().to(dtype))
         differentiable = [i for i in range(len(given)) if i < 3 or mask.requires_grad]
         if is_sharded:
-            places = [(Shard(2),)] * 3 + [(Replicate(),)]
+            places = [(p["layout"](mesh.size()),)] * 3 + [(Replicate(),)]
             given = [spread(t, mesh, place) for t, place in zip(given, places)]
         for i in differentiable:
             given[i] = given[i].detach().requires_grad_()

@@ -188,7 +188,8 @@ def _placement_json(placement: Any) -> list[Any]:
     if isinstance(placement, RaggedShard):
         return ["ragged", placement.dims, placement.local_units]
     if isinstance(placement, InterleavedShard):
-        return ["interleaved", placement.dim, placement.groups]
+        order = [] if placement.order is None else [placement.order]
+        return ["interleaved", placement.dim, placement.groups, *order]
     if isinstance(placement, Shard):
         return ["shard", placement.dim]
     return ["partial"] if isinstance(placement, Partial) else ["replicate"]

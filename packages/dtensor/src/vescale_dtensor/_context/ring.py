@@ -23,10 +23,10 @@ from .._errors import GradientError
 from .._layouts.mesh import Mesh
 from .._layouts.region import Ranges
 from .._tensor.tensor import local_only
-from . import transfer
-from .empty import Table, blocks_seen
+from . import transfer, work
+from .empty import Seen, Table, blocks_seen
 from .kernels import Kernel, Scores, kernel_for
-from .tiles import Tile, tiles
+from .tiles import Tile
 
 _HALVES = (torch.bfloat16, torch.float16)
 FORWARD, BACKWARD = "ring", "ring_gradient"
@@ -61,11 +61,8 @@ class Circle:
             found.append((block if seen[rank][block] else None, to if seen[to][rank] else None))
         return found
 
-    def seen(self, causal: bool, mask: Tensor | None) -> Table:
+    def seen(self, causal: bool, mask: Tensor | None) -> Seen:
         return blocks_seen(self.mesh, self.axis, self.rows, self.columns, causal, mask)
-
-    def tiles(self, block: int, causal: bool, seen: Table) -> tuple[Tile, ...]:
-        return tiles(self.rows[self.rank], self.columns[block], causal) if seen[self.rank][block] else ()
 
 
 def attend(
@@ -77,17 +74,17 @@ def attend(
     mask, noise: this rank's rows (or one for all), all columns (or one for all); see `kernels`.
     """
     seen = circle.seen(causal, mask)
-    return _Ring.apply(circle, seen, query, key, value, mask, noise, causal, scale)
+    return _Ring.apply(circle, seen, query, key, value, mask, noise, scale)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, circle, seen, query, key, value, mask, noise, causal, scale):
+    def forward(ctx, circle, seen, query, key, value, mask, noise, scale):
         with local_only():
             kernel = kernel_for(query, key, value, mask, noise)
-            out, lse = _forward(kernel, circle, seen, query, key, value, mask, noise, causal, scale)
+            out, lse = _forward(kernel, circle, seen, query, key, value, mask, noise, scale)
         ctx.save_for_backward(query, key, value, mask, noise, out, lse)
-        ctx.circle, ctx.seen, ctx.kernel, ctx.causal, ctx.scale = circle, seen, kernel, causal, scale
+        ctx.circle, ctx.seen, ctx.kernel, ctx.scale = circle, seen, kernel, scale
         ctx.cause = events.current_cause()
         return out
 
@@ -102,28 +99,29 @@ class _Ring(torch.autograd.Function):
             events.restore_cause(ctx.cause)
             needs_mask = mask is not None and ctx.needs_input_grad[5]
             grads = _backward(
-                ctx.kernel, ctx.circle, ctx.seen, grad, query, key, value, mask, noise, out, lse, ctx.causal,
-                ctx.scale, needs_mask,
+                ctx.kernel, ctx.circle, ctx.seen, grad, query, key, value, mask, noise, out, lse, ctx.scale,
+                needs_mask,
             )  # fmt: skip
-        return None, None, *grads, None, None, None
+        return None, None, *grads, None, None
 
 
 def _forward(
-    kernel: Kernel, circle: Circle, seen: Table, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-    noise: Tensor | None, causal: bool, scale: float,
+    kernel: Kernel, circle: Circle, seen: Seen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    noise: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     mesh, axis, rank = circle.mesh, circle.axis, circle.rank
     merged = _Merged(query, value)
 
     def meet(block: int, key: Tensor, value: Tensor) -> None:
-        for tile in circle.tiles(block, causal, seen):
+        for tile in seen.tiles[block]:
+            work.count(tile)
             scores = Scores(_part(mask, tile), _part(noise, tile), tile.triangle, scale)
             rows, columns = slice(*tile.rows), slice(*tile.columns)
             part = kernel.forward(query[..., rows, :], key[..., columns, :], value[..., columns, :], scores)
             merged.add(rows, *part)
 
     mine = _Blocks(circle, key, value)
-    plan = circle.steps(seen)
+    plan = circle.steps(seen.table)
     arriving = mine.begin(plan[0]) if plan else None
     meet(rank, key, value)
     for at, (block, _) in enumerate(plan):
@@ -136,8 +134,8 @@ def _forward(
 
 
 def _backward(
-    kernel: Kernel, circle: Circle, seen: Table, grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    mask: Tensor | None, noise: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float, needs_mask: bool,
+    kernel: Kernel, circle: Circle, seen: Seen, grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    mask: Tensor | None, noise: Tensor | None, out: Tensor, lse: Tensor, scale: float, needs_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     mesh, axis, rank = circle.mesh, circle.axis, circle.rank
     wide = torch.float32 if query.dtype in _HALVES else query.dtype
@@ -147,7 +145,8 @@ def _backward(
     lse = lse.masked_fill(dead, 0.0)
 
     def meet(block: int, key: Tensor, value: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
-        for tile in circle.tiles(block, causal, seen):
+        for tile in seen.tiles[block]:
+            work.count(tile)
             scores = Scores(_part(mask, tile), _part(noise, tile), tile.triangle, scale, needs_mask)
             rows, columns = slice(*tile.rows), slice(*tile.columns)
             found = kernel.backward(
@@ -161,7 +160,7 @@ def _backward(
                 _part(grad_mask, tile).add_(found[3])
 
     mine = _Blocks(circle, key, value)
-    plan = circle.steps(seen)
+    plan = circle.steps(seen.table)
     arriving = mine.begin(plan[0]) if plan else None
     grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
     meet(rank, key, value, grad_key, grad_value)

@@ -167,7 +167,7 @@ def _all_gather(step: Step) -> Recipe | None:
     cuts = cut(state, layout.size_at(axis, dim), count)
     sizes = [_length(ranges) for ranges in cuts]
     shape = layout.local_shape
-    if min(sizes) == max(sizes) and 0 not in shape:
+    if min(sizes) == max(sizes) and 0 not in shape and not state.order:
         gather, whole = gather_recipe(mesh, (axis,), shape, step.kind), _with_size(shape, dim, count * shape[dim])
         if dim == 0 and groups == 1:
             return gather
@@ -219,7 +219,7 @@ def _reduce_scatter(step: Step) -> Recipe | None:
     cuts = cut(state, layout.size_at(axis, dim), count)
     sizes = [_length(ranges) for ranges in cuts]
     shape = layout.local_shape
-    if min(sizes) == max(sizes) and 0 not in shape:
+    if min(sizes) == max(sizes) and 0 not in shape and not state.order:
         scatter, sent = scatter_recipe(mesh, (axis,), shape, step.kind), (count * shape[0], *shape[1:])
         if _is_outermost(shape, dim, groups):
             return lambda local: scatter(local.contiguous().view(*sent))

@@ -283,7 +283,7 @@ def canonical_states(
                         ("RaggedShard((dim,), local_units)", "units are proportions of the dim"),
                     ],
                 )
-            dim, groups, units = placement.dims[0], 1, placement.local_units
+            dim, groups, units, order = placement.dims[0], 1, placement.local_units, None
             if len(units) != count or min(units) < 0:
                 raise PlacementError(
                     operation,
@@ -292,9 +292,9 @@ def canonical_states(
                     [(f"give {count} units, none negative", "")],
                 )
         elif isinstance(placement, InterleavedShard):
-            dim, groups, units = placement.dim, placement.groups, None
+            dim, groups, units, order = placement.dim, placement.groups, None, placement.order
         elif isinstance(placement, Shard):
-            dim, groups, units = placement.dim, 1, None
+            dim, groups, units, order = placement.dim, 1, None, None
         else:
             raise PlacementError(
                 operation,
@@ -309,7 +309,14 @@ def canonical_states(
                 [described],
                 [(f"use a dim in 0..{len(shape) - 1}", "") if shape else ("use Replicate()", "")],
             )
-        state = sharded(dim % len(shape), groups, units)
+        if order is not None and set(order) != set(range(count)):
+            raise PlacementError(
+                operation,
+                f"the order {order} of chunks does not name each of the {count} ranks of axis {name!r}, and no other",
+                [described],
+                [(f"InterleavedShard({dim}, {groups}, zigzag({count}))", "a front and a back part for each rank")],
+            )
+        state = sharded(dim % len(shape), groups, units, order)
         states.append(state)
         if not sizes_known:
             continue

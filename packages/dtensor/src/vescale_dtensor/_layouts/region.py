@@ -2,7 +2,7 @@
 
 A cut of a dim of `size` over `count` ranks is, per rank, a tuple of half-open
 ranges in the order in which the local tensor holds them. A plain shard has one
-range per rank, an interleaved one has one per group. The local size is the sum
+range per rank, an interleaved one has one per group, or several. The local size is the sum
 of their lengths; the ranges of all ranks partition the dim.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
-from .state import State
+from ..placement import InterleavedShard, Shard
+from .state import State, state_of
 
 Ranges = tuple[tuple[int, int], ...]
 Box = tuple[tuple[tuple[int, int], ...], int]
@@ -30,6 +31,8 @@ def cut(state: State, size: int, count: int) -> tuple[Ranges, ...]:
             at += length
         return tuple(bounds)
     group = size // state.groups
+    if state.order is not None:
+        return tuple(_ordered(rank, state.order, group, state.groups) for rank in range(count))
     chunk = -(-group // count)  # torch.chunk: the first ranks get the ceiling, the last ones what is left
     return tuple(
         tuple(
@@ -40,11 +43,30 @@ def cut(state: State, size: int, count: int) -> tuple[Ranges, ...]:
     )
 
 
+def _ordered(rank: int, order: tuple[int, ...], group: int, groups: int) -> Ranges:
+    """Of each group the chunks that are this rank's."""
+    chunk = -(-group // len(order))
+    found = [
+        (g * group + min(at * chunk, group), g * group + min((at + 1) * chunk, group))
+        for g in range(groups)
+        for at, owner in enumerate(order)
+        if owner == rank
+    ]
+    return tuple((start, stop) for start, stop in found if start < stop) or ((0, 0),)
+
+
+def cut_ranges(placement: Shard | InterleavedShard, size: int, count: int) -> tuple[Ranges, ...]:
+    """What each rank holds of a dim of `size` under a public placement."""
+    return cut(state_of(placement), size, count)
+
+
 @lru_cache(maxsize=65536)
 def cut_sizes(state: State, size: int, count: int) -> tuple[int, ...]:
     """How many indices of a dim of `size` each of `count` ranks holds. Does not list the ranges: groups can be many."""
     if state.units is not None:
         return tuple(stop - start for ((start, stop),) in cut(state, size, count))
+    if state.order is not None:
+        return tuple(sum(stop - start for start, stop in held) for held in cut(state, size, count))
     return tuple(state.groups * length for length in chunks(size // state.groups, count))
 
 

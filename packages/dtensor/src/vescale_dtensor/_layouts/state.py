@@ -9,7 +9,7 @@ two kinds of gradient (design section 3):
     R     replicated; ranks do different work with it    gradient P
 
 A sharding carries how the dim is cut: into equal chunks, into `groups` groups
-cut alike (InterleavedShard), or in the proportions of `units` (RaggedShard).
+cut alike (InterleavedShard, in the ranks' order or another), or in the proportions of `units` (RaggedShard).
 A fifth state, F, is a shard of what all other axes leave, flattened and cut into
 parts of `units` elements (RaggedShard over all dims); its gradient is F.
 States are interned: compare them with `is`.
@@ -28,18 +28,27 @@ class State:
     `dim` is the tensor dim that is cut; of a flat state, how many dims are flattened.
     """
 
-    __slots__ = ("kind", "dim", "groups", "units", "__weakref__")
+    __slots__ = ("kind", "dim", "groups", "units", "order", "__weakref__")
 
-    def __init__(self, kind: str, dim: int = -1, groups: int = 1, units: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, kind: str, dim: int = -1, groups: int = 1, units: tuple[int, ...] | None = None,
+        order: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         self.kind = kind
         self.dim = dim
         self.groups = groups
         self.units = units
+        self.order = order
 
     @property
     def is_sharded(self) -> bool:
         """Whether it cuts a dim."""
         return self.kind == "S"
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether every rank of a sharded axis holds one range of the dim, in the order of ranks."""
+        return self.groups == 1 and self.order is None
 
     @property
     def is_replicated(self) -> bool:
@@ -56,14 +65,16 @@ class State:
         if self.kind == "S":
             if self.units is not None:
                 return RaggedShard((self.dim,), self.units)
-            return Shard(self.dim) if self.groups == 1 else InterleavedShard(self.dim, self.groups)
+            if self.in_one_piece:
+                return Shard(self.dim)
+            return InterleavedShard(self.dim, self.groups, self.order)
         if self.kind == "F":
             return RaggedShard(tuple(range(self.dim)), self.units)
         return Partial() if self.kind == "P" else Replicate()
 
     def at(self, dim: int) -> State:
         """The same cut, on another dim."""
-        return sharded(dim, self.groups, self.units)
+        return sharded(dim, self.groups, self.units, self.order)
 
     def __repr__(self) -> str:
         if self.kind == "F":
@@ -72,10 +83,11 @@ class State:
             return self.kind
         if self.units is not None:
             return f"S({self.dim}, units={':'.join(map(str, self.units))})"
-        return f"S({self.dim})" if self.groups == 1 else f"S({self.dim}, groups={self.groups})"
+        groups = f", groups={self.groups}" if self.groups > 1 else ""
+        return f"S({self.dim}{groups}{f', order={self.order}' if self.order else ''})"
 
     def __reduce__(self):
-        return (_restore, (self.kind, self.dim, self.groups, self.units))
+        return (_restore, (self.kind, self.dim, self.groups, self.units, self.order))
 
 
 PENDING = State("P")
@@ -88,18 +100,27 @@ _UNSHARDED = {"P": PENDING, "I": INVARIANT, "R": VARYING}
 _sharded: dict[tuple, State] = {}
 
 
-def sharded(dim: int, groups: int = 1, units: tuple[int, ...] | None = None) -> State:
+def sharded(
+    dim: int, groups: int = 1, units: tuple[int, ...] | None = None, order: tuple[int, ...] | None = None
+) -> State:
     """The interned sharded state of dim `dim`; `units` are reduced to lowest terms."""
-    key = (dim, groups, units)
+    key = (dim, groups, units, order)
     state = _sharded.get(key)
     if state is None:
         divisor = gcd(*units) if units is not None else 1
         if divisor > 1:
             state = sharded(dim, groups, tuple(unit // divisor for unit in units))
         else:
-            state = State("S", dim, groups, units)
+            state = State("S", dim, groups, units, order)
         _sharded[key] = state
     return state
+
+
+def state_of(placement: Shard | InterleavedShard) -> State:
+    """The state that a cut of one dim means."""
+    if isinstance(placement, InterleavedShard):
+        return sharded(placement.dim, placement.groups, order=placement.order)
+    return sharded(placement.dim)
 
 
 _flat: dict[tuple, State] = {}
@@ -113,7 +134,7 @@ def flat(ndim: int, units: tuple[int, ...]) -> State:
     return state
 
 
-def _restore(kind: str, dim: int, groups: int, units: tuple[int, ...] | None) -> State:
+def _restore(kind: str, dim: int, groups: int, units: tuple[int, ...] | None, order: tuple[int, ...] | None) -> State:
     if kind == "F":
         return flat(dim, units)
-    return sharded(dim, groups, units) if kind == "S" else _UNSHARDED[kind]
+    return sharded(dim, groups, units, order) if kind == "S" else _UNSHARDED[kind]

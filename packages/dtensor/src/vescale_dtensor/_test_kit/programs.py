@@ -322,5 +322,6 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 def _short(placement: Placement) -> str:
     if isinstance(placement, InterleavedShard):
-        return f"InterleavedShard({placement.dim}, {placement.groups})"
+        order = f", {placement.order}" if placement.order else ""
+        return f"InterleavedShard({placement.dim}, {placement.groups}{order})"
     return {Replicate: "Replicate()", Partial: "Partial()"}.get(type(placement)) or f"Shard({placement.dim})"

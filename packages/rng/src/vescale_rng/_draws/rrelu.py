@@ -46,7 +46,7 @@ def _drawing(function: Callable, lower: float, upper: float, inplace: bool) -> C
         # bfloat16 rounds what it keeps for backward only; bounds that close have another backward.
         seeded = kwargs.get("generator") is not None or function is not F.rrelu and len(args) > 4
         known = x.dtype in (torch.float32, torch.float64) and upper - lower > 1e-6 and not seeded and x.numel()
-        plain = all(state.groups == 1 and state.units is None for state in layout.states)
+        plain = all(state.in_one_piece and state.units is None for state in layout.states)
         if not known or not plain or layout.is_pending or not draws_for(x):
             return gathered(function)(*args, **kwargs)
         if inplace:

@@ -153,7 +153,7 @@ def _groups_stay(query: Layout, axes: tuple[int, ...], key: Operand) -> bool:
     """Whether equal cuts of q's and of k's heads keep every group of queries with its kv head."""
     states = [query.states[axis] for axis in axes]
     ranks = prod(query.mesh.sizes[axis] for axis in axes)
-    return key.shape[-3] % ranks == 0 and all(state.groups == 1 and state.units is None for state in states)
+    return key.shape[-3] % ranks == 0 and all(state.in_one_piece and state.units is None for state in states)
 
 
 def _nothing(out: Layout):

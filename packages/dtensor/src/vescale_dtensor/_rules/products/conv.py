@@ -98,7 +98,7 @@ def _whole_groups(call: Call, groups: int, channel: int) -> bool:
         for operand, dim in zip(call.operands, (channel, 0, 0))
         for axis in operand.layout.axes_of(dim)
     ]
-    plain = all(state.groups == 1 and state.units is None for state in brought)
+    plain = all(state.in_one_piece and state.units is None for state in brought)
     return plain and groups % prod(call.mesh.sizes[axis] for axis in axes) == 0
 
 

@@ -175,7 +175,7 @@ def _on_borders(layout: Layout, groups: int) -> bool:
     """Whether every shard of the channels is a whole number of groups."""
     cuts = [layout.states[axis] for axis in layout.axes_of(1)]
     count = prod(layout.mesh.sizes[axis] for axis in layout.axes_of(1))
-    return groups % count == 0 and all(cut.groups == 1 and cut.units is None for cut in cuts)
+    return groups % count == 0 and all(cut.in_one_piece and cut.units is None for cut in cuts)
 
 
 @rule(F.instance_norm, torch.instance_norm)

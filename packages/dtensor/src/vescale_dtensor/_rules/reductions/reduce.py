@@ -91,7 +91,7 @@ def trace(call: Call):
     """The part of the diagonal that runs through the shard, pending; a shard of several pieces is made whole."""
     (x,) = call.operands
     layout = x.layout
-    if x.ndim != 2 or any(s.kind == "S" and s.groups != 1 for s in layout.states):
+    if x.ndim != 2 or any(s.kind == "S" and not s.in_one_piece for s in layout.states):
         return reduction(call, (0, 1), False) if x.ndim == 2 else None
     if not splits(layout, (0, 1)):
         return reduction(call, (0, 1), False, linear=[(0,)])

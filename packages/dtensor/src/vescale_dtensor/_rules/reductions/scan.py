@@ -44,7 +44,7 @@ def running(call: Call):
         return None
     (x,) = call.operands
     cuts = [x.layout.states[axis] for axis in splits(x.layout, dims)]
-    if only_split(call, dims) and all(cut.groups == 1 for cut in cuts):
+    if only_split(call, dims) and all(cut.in_one_piece for cut in cuts):
         dtype = call.get(2, "dtype")
         sums = call.name == "cumsum"
         return composite(

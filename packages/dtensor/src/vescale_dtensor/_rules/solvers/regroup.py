@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ..._layouts.region import chunks, cut_sizes
+from ..._layouts.region import Ranges, chunks, cut, cut_sizes
 from ..._layouts.state import State, sharded
 
 
@@ -42,6 +42,9 @@ class Comb:
 
     blocks: int
     spans: tuple[int, ...]
+    order: tuple[int, ...] | None = None
+    parts: tuple[Ranges, ...] = ()
+    """Where a rank's span lies in several parts: whose they are, and each rank's ranges in a block."""
 
 
 def groups_of(before: tuple[int, ...], after: tuple[int, ...]) -> list[Group]:
@@ -74,6 +77,8 @@ def combs_of(state: State, at: int, sizes: tuple[int, ...], count: int) -> list[
     inner = prod(sizes[at + 1 :])
     spans = tuple(size // state.groups * inner for size in cut_sizes(state, sizes[at], count))
     blocks = prod(sizes[:at]) * state.groups
+    if state.order is not None:
+        return [Comb(blocks, spans, state.order, _ordered(state.order, sizes[at] // state.groups, inner, count))]
     found = [Comb(blocks, spans)]
     if blocks > 1 and sum(span > 0 for span in spans) == 1:  # one rank holds all: blocks have no borders
         found.append(Comb(1, tuple(span * blocks for span in spans)))
@@ -88,10 +93,19 @@ def states_of(comb: Comb, at: int, sizes: tuple[int, ...]) -> list[State]:
     groups = comb.blocks // outer
     if sizes[at] % groups:
         return []
+    if comb.order is not None:
+        ranges = _ordered(comb.order, sizes[at] // groups, inner, len(comb.spans))
+        return [sharded(0, groups, order=comb.order)] if ranges == comb.parts else []
     lengths = tuple(span // inner for span in comb.spans)
     if lengths == tuple(chunks(sizes[at] // groups, len(lengths))):
         return [sharded(0, groups)]
     return [sharded(0, 1, lengths)] if groups == 1 else []
+
+
+def _ordered(order: tuple[int, ...], size: int, inner: int, count: int) -> tuple[Ranges, ...]:
+    """What each rank holds of `size` indices of `inner` elements each, in elements."""
+    cuts = cut(sharded(0, order=order), size, count)
+    return tuple(tuple((start * inner, stop * inner) for start, stop in ranges) for ranges in cuts)
 
 
 def carry_cut(

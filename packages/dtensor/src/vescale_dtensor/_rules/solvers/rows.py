@@ -14,7 +14,7 @@ from ..registry import Operand
 def is_contiguous_cut(x: Operand, dim: int) -> bool:
     """Whether `dim` is sharded, and every rank holds one range of it."""
     axes = x.layout.axes_of(dim)
-    return bool(axes) and all(x.states[axis].groups == 1 for axis in axes)
+    return bool(axes) and all(x.states[axis].in_one_piece for axis in axes)
 
 
 class Rows:

@@ -3,6 +3,7 @@
     dim taken whole                keeps its sharding
     sharded dim, integer or        pending: the ranks that hold a part give it, the others zeros; no
     short slice                    communication here, and the pending result is smaller than a gather
+    chunks dealt out, long slice   stay dealt out, few rows move over their borders (`shift`)
     sharded dim, any other slice   made whole first
     pending input                  pending
     assignment                     self stays as it is, every rank writes the part it holds
@@ -25,11 +26,12 @@ from torch import Tensor
 
 from ..._dispatch.copies import mark_copy
 from ..._dispatch.signature import Signature, solve
-from ..._layouts.layout import Layout
+from ..._layouts.layout import Layout, layout_of
 from ..._layouts.region import Ranges
 from ..._layouts.state import PENDING
 from ..registry import Call, Decision, Operand, composite, rule
 from ..traits import VIEWS, Trait
+from .shift import shift_of, shifted
 
 
 class Item(NamedTuple):
@@ -159,6 +161,9 @@ def read(call: Call, items: list[Item], *, keep: bool) -> Decision | None:
             labels[item.dim] = ("part", item.dim) if short else None
         if not item.drop:
             output.append(item.dim if full else None)
+    moving = [item for item in items if item.dim is not None and labels[item.dim] is None and _shift(x.layout, item)]
+    if len(moving) == 1 and len(items) == x.ndim and all(i is moving[0] or i.is_full(x.shape) for i in items):
+        return _shifting(call, moving[0])
     shape = tuple(len(item.taken) for item in items if not item.drop)
     summed = {label for label in labels if isinstance(label, tuple)}
     decision = solve(call, Signature([tuple(labels)], [tuple(output)], summed, linear=[(0,)], shapes=[shape]))
@@ -167,6 +172,25 @@ def read(call: Call, items: list[Item], *, keep: bool) -> Decision | None:
     if parted or not keep:
         decision.run = _reader(source, items, parted)
     return decision
+
+
+def _shift(layout: Layout, item: Item):
+    if item.drop or item.taken.step != 1:
+        return None
+    return shift_of(layout, item.dim, item.taken.start, len(item.taken))
+
+
+def _shifting(call: Call, item: Item) -> Decision:
+    """One slice, which leaves its dim cut."""
+    layout, dim = call.operands[0].layout, item.dim
+    shift, state = _shift(layout, item)
+    states = [state if axis == shift.axis else s for axis, s in enumerate(layout.states)]
+    out = layout_of(layout.mesh, states, (*layout.shape[:dim], len(item.taken), *layout.shape[dim + 1 :]))
+
+    def run(input: Tensor, *args, **kwargs) -> Tensor:
+        return mark_copy(shifted(shift, input), input)
+
+    return Decision(targets=(None,), out=out, run=run)
 
 
 def _reader(source: Layout, items: list[Item], parted: list[Item]):

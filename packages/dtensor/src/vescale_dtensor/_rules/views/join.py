@@ -71,7 +71,7 @@ def _blocks(call: Call, dim: int) -> Callable | None:
             return
         cut = [operand for operand in call.operands if axis in operand.layout.axes_of(dim)]
         length = cut[0].shape[dim] // cut[0].states[axis].groups
-        if length == 0 or any(operand.states[axis].units is not None for operand in cut):
+        if length == 0 or any(s.units is not None or s.order for s in (operand.states[axis] for operand in cut)):
             return
         if any(operand.shape[dim] % length or not operand.shape[dim] for operand in call.operands):
             return
@@ -190,7 +190,7 @@ def _parted(call: Call, dim):
     def through(axis, state, source, results):
         if state.dim != dim:
             return (state,) * len(shapes)
-        if state.units is not None:
+        if state.units is not None or state.order:
             return None
         found = {_pieces_of(state.groups, dim, sizes) for sizes in sizes_before(axis, (source, *results))}
         kept = found.pop()

@@ -1,7 +1,8 @@
 """Functions that move or blank elements along some dims: pad, roll, flip, rot90, tril, triu, diagonals.
 
     dims they do not touch     keep their sharding
-    dims they touch            whole; tril and triu take contiguous shards as they are
+    dims they touch            whole; tril and triu take contiguous shards as they are, a pad of one dim
+                               chunks that are dealt out (`shift`)
     pending input              pending, but for a pad with a value other than zero
 
 A diagonal touches both of its dims.
@@ -16,9 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._dispatch.signature import Signature
+from ..._layouts.layout import Layout, layout_of
+from ..._layouts.state import State
 from ..empty import guarded
-from ..registry import Call, Operand, both, rule
+from ..registry import Call, Decision, Operand, both, rule
 from ..traits import VIEWS, Trait
+from .shift import Shift, shift_of, shifted
 
 
 def touching(call: Call, dims: Iterable[int] | None, *, linear: bool = True, shape=None) -> Signature | None:
@@ -52,10 +56,24 @@ def pad(call: Call):
     touched = [dim for dim, pair in enumerate(pairs) if pair != (0, 0)]
     if mode != "constant" and 0 in x.shape:
         return None
+    if mode == "constant" and len(touched) == 1 and not (value and x.layout.is_pending):
+        moved = shift_of(x.layout, touched[0], -pairs[touched[0]][0], shape[touched[0]])
+        if moved is not None:
+            return _shifting(x.layout, *moved, shape, value or 0)
     signature = touching(call, touched, linear=mode != "constant" or not value, shape=shape)
     if mode != "constant":
         signature.local = guarded(call.function)
     return signature
+
+
+def _shifting(layout: Layout, shift: Shift, state: State, shape: tuple[int, ...], value: float) -> Decision:
+    """A pad that leaves its dim cut."""
+    states = [state if axis == shift.axis else s for axis, s in enumerate(layout.states)]
+
+    def run(input: Tensor, *args, **kwargs) -> Tensor:
+        return shifted(shift, input, value)
+
+    return Decision(targets=(None,), out=layout_of(layout.mesh, states, shape), run=run)
 
 
 @rule(both("roll"), traits=Trait.MOVES | Trait.LINEAR)
@@ -106,7 +124,7 @@ def triangle(call: Call):
     if x.ndim < 2:
         return None
     rows, columns = x.ndim - 2, x.ndim - 1
-    whole = {dim for dim in (rows, columns) if any(x.states[axis].groups > 1 for axis in x.layout.axes_of(dim))}
+    whole = {dim for dim in (rows, columns) if any(not x.states[axis].in_one_piece for axis in x.layout.axes_of(dim))}
     function = call.function
 
     def local(outs):
