@@ -1,4 +1,4 @@
-"""Long slices and pads of a dim whose chunks are dealt out: what is cut stays cut, and rows travel over borders alone."""
+"""Long slices and pads of a dim whose chunks are dealt out: it stays cut, and rows travel over borders alone."""
 
 import pytest
 import torch

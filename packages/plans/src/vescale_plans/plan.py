@@ -61,6 +61,11 @@ class Plan:
             `Boundary(arguments=...)` of the root, `""`.
         context: "ring", "all-to-all" (over heads), "gather" (of keys and values), or "auto", by cost. Where heads do
             not divide, an all-to-all is a ring.
+        context_layout: "contiguous", each rank one part of a sequence; "zigzag", a front and a back part, of as many
+            groups as balance the work of attention under causal masks, windows and packed documents (told by
+            `position_ids` that begin anew); or "auto", a zigzag where all attention of the model says that it is
+            causal, nothing else is known to mix positions, and `context` is "ring" or "auto". What leaves the model
+            keeps the layout: it is a DTensor, of which `full_tensor()` is in order.
         capacity_factor: each expert takes at most ceil(capacity_factor * tokens * k / experts) of the rows that
             choose it, the first in the order of the batch's tokens; the others add nothing. None drops nothing.
 
@@ -91,6 +96,7 @@ class Plan:
     accumulation: int = 1
     context_axis: str | None = None
     context: str = "auto"
+    context_layout: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("mesh", *table.GLOBS):  # a caller's own mapping may change later

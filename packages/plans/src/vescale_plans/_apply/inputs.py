@@ -38,6 +38,7 @@ from vescale_dtensor.engine import (
 )
 
 from ..plan import Plan, PlanError
+from .balance import Balance
 from .containers import map_tensors, tensors_in
 from .join import join, tensor_mesh
 
@@ -51,13 +52,15 @@ class Cuts(NamedTuple):
 
     data_axes: tuple[str, ...]
     context_axis: str | None
+    balance: Balance | None = None
 
     def placements(self, tensor: Tensor, names: Iterable[str], lengths: Collection[int]) -> list[Placement]:
         """Of a tensor, given the lengths of sequences in its batch: a mask's rows are of such a length."""
         dim = self.sequence(tensor.ndim)
         if dim == 2 and tensor.shape[2] not in lengths:
             dim = None
-        rows, sequence = Shard(0) if tensor.ndim else Replicate(), Replicate() if dim is None else Shard(dim)
+        rows = Shard(0) if tensor.ndim else Replicate()
+        sequence = Replicate() if dim is None else self.sequence_placement(dim, tensor.shape[dim])
         return [
             rows if name in self.data_axes else sequence if name == self.context_axis else Replicate()
             for name in names
@@ -67,6 +70,9 @@ class Cuts(NamedTuple):
         """Which dim is a sequence: [batch, places, ...], or of a mask's four [batch, heads, places, places]."""
         return None if self.context_axis is None else _SEQUENCE.get(ndim)
 
+    def sequence_placement(self, dim: int, size: int) -> Placement:
+        return Shard(dim) if self.balance is None else self.balance.placement(dim, size)
+
     def lengths(self, batch: Any) -> set[int]:
         return {t.shape[1] for t in tensors_in(batch) if t.ndim in (2, 3)} if self.context_axis is not None else set()
 
@@ -74,8 +80,8 @@ class Cuts(NamedTuple):
 _SEQUENCE = {2: 1, 3: 1, 4: 2}
 
 
-def cuts_of(plan: Plan) -> Cuts:
-    return Cuts(plan.data_axes, plan.context_axis)
+def cuts_of(plan: Plan, balance: Balance | None = None) -> Cuts:
+    return Cuts(plan.data_axes, plan.context_axis, balance)
 
 
 class RootBorder:
@@ -91,13 +97,30 @@ class RootBorder:
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         checks = self._calls < FIRST_CHECKS or self._calls % CHECK_EVERY == 0
         self._calls += 1
-        if not checks and not kwargs and all(type(each) is DTensor for each in args):
+        balance = self._cuts.balance
+        if balance is None and not checks and not kwargs and all(type(each) is DTensor for each in args):
             return None
         with torch._C.DisableTorchFunction():  # nothing here is the forward's: a pipeline's dry run must not see it
             if checks:
                 check_agreement((args, kwargs), self._mesh)
+            if balance is not None:
+                balance.look_at(kwargs)
             args, kwargs = spread((args, kwargs), self._mesh, self._cuts)
+            if balance is not None:
+                args, kwargs = map_tensors((args, kwargs), self._balanced)
         return args, kwargs
+
+    def _balanced(self, tensor: Tensor) -> Tensor:
+        """A sequence that was cut in one piece per rank, by `Plan.local_batch` for one, cut as it is here."""
+        axis, dim = self._mesh.axis(self._cuts.context_axis), self._cuts.sequence(tensor.ndim)
+        if type(tensor) is not DTensor or dim is None or tensor._layout.states[axis] is not sharded(dim):
+            return tensor
+        layout = tensor._layout
+        placements = list(layout.placements)
+        placements[axis] = self._cuts.sequence_placement(dim, layout.shape[dim])
+        states = canonical_states("batch", placements, self._mesh, layout.shape)
+        states = [state if at == axis else layout.states[at] for at, state in enumerate(states)]
+        return convert(tensor, layout.with_states(states), "batch (zigzag)")
 
     def _leave(self, root: nn.Module, args: tuple, output: Any) -> Any:
         """A pending number (a loss) becomes whole here, so that `loss.item()` never communicates."""

@@ -16,18 +16,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import INVARIANT, Mesh, convert_plain, layout_of, sharded
+from vescale_dtensor.engine import INVARIANT, Mesh, convert_plain, layout_of, sharded, state_of
+
+from .balance import Balance
 
 _ROWS = 2  # of [batch, heads, rows, columns]
-_running: list[tuple[Mesh, int]] = []
+_running: list[tuple[Mesh, int, Balance | None]] = []
 """The meshes of the models that run, with their context axes, the innermost last."""
 
 
 class MaskBorder:
     """Hooks of the root module: within its forward masks are made by rows."""
 
-    def __init__(self, root: nn.Module, mesh: Mesh, axis: int) -> None:
-        self._context = mesh, axis
+    def __init__(self, root: nn.Module, mesh: Mesh, axis: int, balance: Balance | None) -> None:
+        self._context = mesh, axis, balance
         root.register_forward_pre_hook(self._enter)
         root.register_forward_hook(self._leave, always_call=True)
 
@@ -57,10 +59,10 @@ def _by_rows(make: Callable) -> Callable:
     def made(*args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("mask_function")
         if _running and given is not None and not kwargs.get("use_vmap"):
-            mesh, axis = _running[-1]
+            context = _running[-1]
 
             def of_rows(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-                return given(batch, head, _cut(row, mesh, axis), column)
+                return given(batch, head, _cut(row, *context), column)
 
             kwargs = {**kwargs, "mask_function": of_rows}
         return make(*args, **kwargs)
@@ -69,8 +71,9 @@ def _by_rows(make: Callable) -> Callable:
     return made
 
 
-def _cut(rows: Tensor, mesh: Mesh, axis: int) -> Tensor:
+def _cut(rows: Tensor, mesh: Mesh, axis: int, balance: Balance | None) -> Tensor:
     if type(rows) is DTensor or rows.ndim != 4:
         return rows
-    states = [sharded(_ROWS) if at == axis else INVARIANT for at in range(mesh.ndim)]
+    rows_at = sharded(_ROWS) if balance is None else state_of(balance.placement(_ROWS, rows.shape[_ROWS]))
+    states = [rows_at if at == axis else INVARIANT for at in range(mesh.ndim)]
     return convert_plain(rows, mesh, layout_of(mesh, states, tuple(rows.shape)), "attention mask")

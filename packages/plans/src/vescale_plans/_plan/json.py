@@ -31,7 +31,7 @@ _PLACEMENTS: dict[str, tuple[type[Placement], tuple[str, ...]]] = {
     "Shard": (Shard, ("dim",)),
     "Replicate": (Replicate, ()),
     "Partial": (Partial, ("reduce_op",)),
-    "InterleavedShard": (InterleavedShard, ("dim", "groups")),
+    "InterleavedShard": (InterleavedShard, ("dim", "groups", "order")),
     "RaggedShard": (RaggedShard, ("dims", "local_units")),
 }
 
@@ -46,7 +46,7 @@ def placement_text(placement: Placement) -> str:
             (),
             [(f"use one of {', '.join(_PLACEMENTS)}", "")],
         )
-    arguments = [repr(getattr(placement, attribute)) for attribute in found[1]]
+    arguments = [repr(value) for attribute in found[1] if (value := getattr(placement, attribute)) is not None]
     return f"{type(placement).__name__}({'' if placement == Partial() else ', '.join(arguments)})"
 
 
@@ -197,6 +197,7 @@ _FIELDS: dict[str, _Codec] = {
     "accumulation": _Codec(_same, _same, '"accumulation": 4'),
     "context_axis": _Codec(_same, _same, '"context_axis": null'),
     "context": _Codec(_same, _same, '"context": "auto"'),
+    "context_layout": _Codec(_same, _same, '"context_layout": "auto"'),
 }
 
 

@@ -213,12 +213,21 @@ def _expert_axis(plan: Plan) -> None:
         raise PlanError("Plan", f"capacity_factor={factor} without an expert axis limits nothing", (), remedies)
 
 
+LAYOUTS = ("auto", "contiguous", "zigzag")
+
+
 def _context(plan: Plan) -> None:
     if plan.context not in WAYS:
         remedies = [(f"context={way!r}", "") for way in WAYS]
         raise PlanError("Plan", f"context is {plan.context!r}, which is no way of attention", (), remedies)
+    if plan.context_layout not in LAYOUTS:
+        remedies = [(f"context_layout={layout!r}", "") for layout in LAYOUTS]
+        raise PlanError("Plan", f"context_layout is {plan.context_layout!r}, which is no layout", (), remedies)
     axis = plan.context_axis
     if axis is None:
+        if plan.context_layout != "auto":
+            remedies = [('context_axis="cp"', "the axis over which sequences are cut")]
+            raise PlanError("Plan", f"context_layout={plan.context_layout!r} without a context axis", (), remedies)
         if plan.context != "auto":
             remedies = [('context_axis="cp"', "the axis over which sequences are cut")]
             raise PlanError("Plan", f"context={plan.context!r} without a context axis", (), remedies)

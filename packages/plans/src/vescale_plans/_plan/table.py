@@ -37,7 +37,7 @@ def table(plan: Plan) -> str:
 
 def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "batch", f"sharded over {', '.join(plan.data_axes)}" if plan.data_axes else "the same on all ranks"
-    how = "" if plan.context == "auto" else f", {plan.context}"
+    how = "".join(f", {said}" for said in (plan.context, plan.context_layout) if said != "auto")
     yield "sequences", f"cut over {plan.context_axis}{how}" if plan.context_axis else ""
     if plan.zero:
         parts = ("optimizer states", "gradients", "parameters")[: plan.zero]

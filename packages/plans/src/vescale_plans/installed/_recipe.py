@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor.engine import Mesh, mesh_of, pin
 
 from .._apply.adopt import watch
+from .._apply.balance import balance_of
 from .._apply.boundary import install_boundary, install_scopes
 from .._apply.inputs import RootBorder, cuts_of
 from .._apply.loss import LossBorder, LossFn
@@ -91,10 +92,11 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     install_scopes(model)
     if recipe.loss_fn is not None:
         LossBorder(model, recipe.loss_fn)
-    RootBorder(model, mesh, cuts_of(plan))
+    balance = balance_of(plan, model)
+    RootBorder(model, mesh, cuts_of(plan, balance))
     if plan.context_axis is not None:
         pin(mesh, mesh.axis(plan.context_axis), plan.context)
-        MaskBorder(model, mesh, mesh.axis(plan.context_axis))
+        MaskBorder(model, mesh, mesh.axis(plan.context_axis), balance)
     lists = [model.get_submodule(name) for name in recipe.experts.listed]
     made = Parallelized(recipe, DataParallel(model, _sharing(plan, mesh), recipe.blocks, lists), borders)
     object.__setattr__(model, "_vescale", made)

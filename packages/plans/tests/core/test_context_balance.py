@@ -1,0 +1,61 @@
+"""Sequences cut so that attention is the same work on every rank: pairs counted, of the tiles that a ring computes."""
+
+import random
+
+import pytest
+import torch
+
+from vescale_dtensor import InterleavedShard, Shard, zigzag
+from vescale_dtensor._context.empty import _trimmed
+from vescale_dtensor._context.tiles import tiles
+from vescale_dtensor._context.work import pairs_of
+from vescale_dtensor.engine import cut_ranges
+from vescale_plans._apply.balance import order_for
+
+
+def spread(order, size, ranks, mask=None):
+    """The most pairs that a rank computes over the least, less one; without a mask causal by places."""
+    cuts = cut_ranges(Shard(0) if order is None else InterleavedShard(0, 1, order), size, ranks)
+    work = []
+    for mine in cuts:
+        found = [tile for block in cuts for tile in _tiles(mine, block, mask)]
+        work.append(sum(map(pairs_of, found)))
+    return max(work) / min(work) - 1
+
+
+def _tiles(mine, block, mask):
+    if mask is None:
+        return tiles(mine, block, True)
+    rows = mask[torch.cat([torch.arange(*held) for held in mine])]
+    return _trimmed(rows, tiles(mine, block, False))
+
+
+def causal(size):
+    at, to = torch.arange(size)[:, None], torch.arange(size)
+    return to <= at, at - to
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_causal_mask(ranks):
+    order = order_for(1024, ranks, (None,))
+    assert order == zigzag(ranks)
+    assert spread(order, 1024, ranks) <= 0.05 and spread(order, 1024, ranks, causal(1024)[0]) <= 0.05
+    assert spread(None, 1024, ranks) > 1.5  # what it is for
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("window", [32, 100, 256, 341, 700])
+def test_a_sliding_window(ranks, window):
+    seen, away = causal(1024)
+    order = order_for(1024, ranks, (window,))
+    assert spread(order, 1024, ranks, seen & (away < window)) <= 0.05
+
+
+def test_packed_documents():
+    draw, size, ranks = random.Random(0), 2048, 4
+    for _ in range(20):
+        starts = (0, *sorted(draw.sample(range(1, size), draw.randint(1, 12))))
+        document = torch.zeros(size, dtype=torch.long).index_fill_(0, torch.tensor(starts), 1).cumsum(0)
+        mask = causal(size)[0] & (document[:, None] == document)
+        order = order_for(size, ranks, (None,), (starts,))
+        assert spread(order, size, ranks, mask) <= 0.1, starts
