@@ -67,6 +67,13 @@ def take_over(optimizer: torch.optim.Optimizer, model: nn.Module, sync: DataPara
     return wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
 
 
+def holds_moved(optimizer: Any) -> bool:
+    """Whether it is an optimizer that holds parameters of before `parallelize`, be they this rank's or not."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    return any(_Mark.of(parameter) is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
 def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Makes `optimizer`, made of a parallelized model's parameters, what `parallelize` makes of its own: it steps on
     this rank's parts, and `vescale.save` knows its states. For frameworks that make the optimizer themselves.

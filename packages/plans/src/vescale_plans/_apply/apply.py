@@ -23,8 +23,9 @@ from ..installed._copies import may_be_copied
 from ..installed._gradient_hooks import carry_hooks
 from ..installed._recipe import Recipe, install
 from ..plan import Plan, PlanError
-from .adopt import MOVED, check_given, moved, take_over
+from .adopt import MOVED, check_given, holds_moved, moved, take_over
 from .agreement import check_same_plan, check_same_values, checksums
+from .arguments import check_arguments, check_made
 from .join import join, keep_stage_mesh, make_mesh, settle_device
 from .loss import LossFn
 from .together import together
@@ -82,8 +83,9 @@ def parallelize(
         plan: see `Plan`.
         model: a single-device model, built with the same values on every rank (same seed). If it was built
             under `deferred_init`, this rank's shards are all that is allocated.
-        optimizer_fn: makes the optimizer from an iterable of parameters; or an optimizer that was made of the model's,
-            with or without states, which is taken over. Another one that was made of them raises in its step.
+        optimizer_fn: makes the optimizer from an iterable of parameters, or from groups of the model's parameters
+            that were put together before; or an optimizer that was made of the model's, with or without states, which
+            is taken over. Another one that was made of them raises in its step.
         loss_fn: for a model whose forward does not compute the loss. From then on
             `model(...)` returns `loss_fn(output, ...)`, called with the arguments of the
             call: `model(batch)` is `loss_fn(output, batch)`. Keyword arguments that the
@@ -122,6 +124,7 @@ def _parallelized(
     stages: Stages | None,
 ) -> tuple[nn.Module, Any]:
     with together("checking the plan"):
+        check_arguments(plan, model, optimizer_fn)
         check_mode(mode)
         if mode != "eager":
             check_order("parallelize", f'mode="{mode}" computes')
@@ -169,7 +172,11 @@ def _parallelized(
                 optimizer = take_over(optimizer_fn, model, sync)
             else:
                 optimizer = optimizer_fn(model.parameters())
-                optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
+                if holds_moved(optimizer):  # made of groups from before
+                    optimizer = take_over(optimizer, model, sync)
+                else:
+                    check_made(optimizer, model)
+                    optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
     if pipelined is not None:
         pipelined()
     if mode != "eager":

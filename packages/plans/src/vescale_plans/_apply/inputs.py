@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vescale_dtensor import (
     DTensor,
@@ -267,4 +268,12 @@ def checksum(tensor: Tensor) -> int:
     """Of a tensor's bytes; a meta tensor has none."""
     if tensor.is_meta:
         return 0
+    if is_traceable_wrapper_subclass(tensor):
+        kind = f"{type(tensor).__module__.split('.')[0]}'s {type(tensor).__name__}"
+        raise PlainTensorError(
+            "model",
+            f"{kind} entered the model: it takes plain tensors, the global batch, and veScale's DTensors",
+            [f"shape  {list(tensor.shape)}"],
+            [("tensor.full_tensor()", "plain"), ("vescale_dtensor.from_torch(tensor)", "of torch's DTensor, no copy")],
+        )
     return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else 0

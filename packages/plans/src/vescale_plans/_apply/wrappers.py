@@ -1,14 +1,16 @@
-"""torch's own ways to distribute a model, before or on top of `parallelize`: errors that name what to leave out.
+"""torch's own ways to distribute or compile a model, before or on top of `parallelize`: errors that name what to leave
+out.
 
 Nothing of torch is changed: what these ways read of a module answers for it. DistributedDataParallel reads a list of
-parameters that it is to leave alone, and the composable functions (fully_shard, replicate) what was applied before.
+parameters that it is to leave alone, the composable functions (fully_shard, replicate) what was applied before, and
+torch.compile what it may have compiled already.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -18,6 +20,12 @@ from .._plan.parts import PlanError
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _COMPOSES = frozenset({"checkpoint"})
 """Composable functions that distribute nothing."""
+_COMPILED = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"
+"""What torch.compile reads of what it is given."""
+_NOT_COMPILED = [
+    ('parallelize(plan, model, optimizer_fn, mode="compile")', "of the model as it was built: compiles what is local"),
+    ("leave torch.compile out", "eager mode computes the same"),
+]
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -25,6 +33,14 @@ def check_unwrapped(model: nn.Module) -> None:
     from torch.distributed._composable.contract import STATE_KEY
 
     for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise PlanError(
+                "parallelize",
+                f"{name or 'the model'} is compiled already: what is sharded would run as it was compiled, without "
+                "shards",
+                (),
+                _NOT_COMPILED,
+            )
         applied = {function.__name__ for function in module.__dict__.get(STATE_KEY, ())} - _COMPOSES
         if isinstance(module, (DataParallel, DistributedDataParallel)):
             applied.add(type(module).__name__)
@@ -45,6 +61,8 @@ def refuse_wrappers(model: nn.Module) -> None:
         if not isinstance(module.__dict__.get(STATE_KEY), _Applied):
             module.__dict__[STATE_KEY] = _Applied(module.__dict__.get(STATE_KEY, ()))
         module.__dict__[_IGNORED] = _LeftAlone()
+        module.__dict__.update(dict.fromkeys(_COMPILED, _NotCompiled()))
+        module.__dict__["compile"] = _refuse_compile
 
 
 class _Applied(OrderedDict):
@@ -61,6 +79,26 @@ class _LeftAlone:
 
     def __iter__(self) -> Iterator[str]:
         raise _refusal("DistributedDataParallel")
+
+
+class _NotCompiled:
+    """What a module was compiled from: torch.compile compares, or asks further, before it compiles."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        _refuse_compile()
+
+    def __call__(self) -> None:
+        _refuse_compile()
+
+    @property
+    def _torchdynamo_orig_callable(self) -> None:
+        _refuse_compile()
+
+
+def _refuse_compile(*args: Any, **options: Any) -> NoReturn:
+    raise PlanError("torch.compile", "the model is parallelized: a compiler does not see its shards", (), _NOT_COMPILED)
 
 
 def _refusal(what: str) -> PlanError:

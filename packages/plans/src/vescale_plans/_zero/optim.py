@@ -20,12 +20,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 from operator import is_
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor, Layout
+from vescale_dtensor import DTensor, Layout, OperatorError
 from vescale_dtensor.engine import convert, drop_gradients, local_only, route_between, stamp
 
 from .._plan.parts import PlanError
@@ -126,6 +126,17 @@ class Sharded:
                 super().step(**options)
         self._parallel.updated()
         return loss
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise OperatorError(
+            "pickle",
+            f"{type(self).__name__} is parallelized: it steps on this rank's parts, in memory of this process",
+            (),
+            [
+                ('vescale.save(path, {"optimizer": optimizer})', "a checkpoint: any plan and number of ranks loads it"),
+                ("vescale.adopt(copied_model, torch.optim.AdamW(...))", "an optimizer of its own for a copied model"),
+            ],
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own."""

@@ -1,0 +1,111 @@
+"""What `parallelize` is given, looked at before anything is done with it: a mistake is an error that says the line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from vescale_rng import is_deferred
+
+from .._plan.parts import PlanError
+from ..plan import Plan
+
+_CALL = "parallelize(plan, model, lambda parameters: torch.optim.AdamW(parameters, lr=...))"
+_SHOWN = 4
+
+
+def check_arguments(plan: Any, model: Any, optimizer_fn: Any) -> None:
+    """Raises PlanError where one of them is not what it should be, in the wrong place, or has no values."""
+    if isinstance(plan, nn.Module) and isinstance(model, Plan):
+        raise _wrong("the plan comes first, and then the model", plan, model)
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            "parallelize",
+            f"its first argument is {_kind(plan)}, and no plan",
+            (),
+            [
+                ("vescale.generate_plan(model, world_size, batch=..., seq=...)", "chooses one"),
+                ('vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})', "says one: here two data-parallel ranks"),
+            ],
+        )
+    if not isinstance(model, nn.Module):
+        raise _wrong(f"its second argument is {_kind(model)}, and no module", plan, model)
+    if not (optimizer_fn is None or callable(optimizer_fn) or isinstance(optimizer_fn, torch.optim.Optimizer)):
+        raise PlanError(
+            "parallelize",
+            f"its third argument is {_kind(optimizer_fn)}: it makes the optimizer, or is one",
+            (),
+            [
+                (_CALL, "called with the shards, which are the model's parameters from then on"),
+                ("parallelize(plan, model, optimizer)", "takes over one that was made of the model, schedulers too"),
+            ],
+        )
+    _check_values(model)
+
+
+def check_made(optimizer: Any, model: nn.Module) -> None:
+    """Raises PlanError where a factory made something that cannot train the model."""
+    groups = getattr(optimizer, "param_groups", None)
+    if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler) or groups is None:
+        several = isinstance(optimizer, (list, tuple, dict))
+        more = [("vescale.adopt(model, optimizer)", "for each further one, made of model.parameters() afterwards")]
+        raise PlanError(
+            "parallelize",
+            f"the function that makes the optimizer returned {_kind(optimizer)}, which has no parameters to train",
+            (),
+            [(_CALL, "returns the optimizer; a scheduler is made of it afterwards"), *(more if several else ())],
+        )
+    held = [parameter for group in groups for parameter in group["params"]]
+    own = set(model.parameters())
+    if held and own and not any(parameter in own for parameter in held):
+        raise PlanError(
+            "parallelize",
+            f"the {type(optimizer).__name__} that was made holds none of the model's parameters: it trains nothing",
+            [f"optimizer  {len(held)} parameters", f"model      {len(own)} parameters"],
+            [(_CALL, "made of what it is called with")],
+        )
+
+
+def _check_values(model: nn.Module) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            kind = f"{type(tensor).__module__.split('.')[0]}'s {type(tensor).__name__}"
+            raise PlanError(
+                "parallelize",
+                f"{name!r} is {kind}: a plan shards plain tensors",
+                (),
+                [("build the model as for one device", "parallelize shards it; what wraps its tensors comes after")],
+            )
+    if dist.get_backend() == "fake":  # a dry run, which reads no values
+        return
+    missing = [name for name, tensor in tensors if tensor.is_meta and not is_deferred(tensor)]
+    if missing:
+        shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        raise PlanError(
+            "parallelize",
+            f"{len(missing)} of the model's {len(tensors)} tensors lie on meta and have no values",
+            [f"on meta  {shown}"],
+            [
+                ("with vescale.deferred_init(): model = ...", "in place of torch.device('meta')"),
+                ("model.to_empty(device='cpu'), then its values", "reset_parameters(), or load_state_dict(...)"),
+            ],
+        )
+
+
+def _wrong(rule: str, *given: Any) -> PlanError:
+    first, second = given
+    return PlanError("parallelize", rule, [f"given  {_kind(first)}, {_kind(second)}"], [(_CALL, "in this order")])
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
