@@ -1,6 +1,7 @@
 # Every target works from a bare Python 3.11 or newer; `make setup` comes by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test verify bench bench-history dashboard torchtitan torchtitan-setup check docs smoke-install gpu clean
+.PHONY: help setup demo test verify bench bench-history dashboard torchtitan torchtitan-setup check docs smoke-install dist \
+    newcomer gpu clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ RUN := $(VENV)/bin/python
 PACKAGES := dtensor rng plans pipeline checkpoint vescale
 EXTRAS_dtensor := [testing]
 EXTRAS_vescale := [demo]
-BUILD_TOOLS := editables hatchling
+BUILD_TOOLS := build editables hatchling
 TOOLS := accelerate asv expecttest furo hypothesis mypy myst-parser numpy nvidia-ml-py peft pytest pytest-benchmark \
     rich ruff safetensors sphinx
 
@@ -58,6 +59,12 @@ docs: $(STAMP) ## build the documentation with a reference of every public name,
 
 smoke-install: $(STAMP) ## install each package from the network into an empty environment, and use it
 	@$(RUN) tools/fresh_install.py
+
+dist: $(STAMP) ## build a wheel and a source archive of every package, into dist/
+	@$(RUN) tools/make_dist.py dist
+
+newcomer: $(STAMP) ## from built wheels alone: train, save, go on under another mesh, export, generate
+	@$(RUN) tools/newcomer.py
 
 gpu: ## on a machine with a GPU, offline, with its own torch (PYTHON=...): everything that only a GPU can show, in 20 minutes
 	@PYTHONPATH=tools $(PYTHON) -m gpu $(PARTS)

@@ -16,13 +16,30 @@ PUBLIC = {
     "vescale": {
         "Boundary",
         "CheckpointError",
+        "CommunicationError",
+        "ConflictError",
+        "CorruptError",
         "DTensor",
         "DryRun",
+        "FallbackWarning",
+        "FormatError",
         "GlobalBatchSampler",
+        "GlobalValueWarning",
+        "GradientError",
+        "ImplicitCommunicationError",
         "InfeasibleError",
         "InterleavedShard",
+        "InternalError",
+        "MeshError",
+        "MismatchError",
+        "OperatorError",
         "Partial",
+        "PeerError",
         "Pipeline",
+        "PipelineError",
+        "PipelineFailure",
+        "PlacementError",
+        "PlainTensorError",
         "Plan",
         "PlanError",
         "Precision",
@@ -32,10 +49,15 @@ PUBLIC = {
         "Replicate",
         "ReproducibleError",
         "Retention",
+        "ScheduleError",
         "SeededSamples",
+        "ShapeError",
         "Shard",
         "StaticWarning",
+        "StorageError",
+        "UnsafeError",
         "VescaleError",
+        "ViewError",
         "adopt",
         "balanced_cuts",
         "breakpoint",
@@ -228,6 +250,15 @@ def public_names(module):
 @pytest.mark.parametrize("module", sorted(PACKAGES))
 def test_public_names(module):
     assert public_names(importlib.import_module(module)) == PUBLIC[module]
+
+
+@pytest.mark.parametrize("module", sorted(PACKAGES))
+def test_every_error_and_warning_has_its_name_in_vescale(module):
+    """So that whoever installs the one package can catch, or filter, whatever any of them raises."""
+    facade = importlib.import_module("vescale")
+    for name, value in vars(importlib.import_module(module)).items():
+        if isinstance(value, type) and issubclass(value, BaseException) and not name.startswith("_"):
+            assert getattr(facade, name) is value
 
 
 @pytest.mark.parametrize("module", sorted(PACKAGES))

@@ -25,7 +25,7 @@ from ..installed._recipe import Recipe, install
 from ..plan import Plan, PlanError
 from .adopt import MOVED, check_given, holds_moved, moved, take_over
 from .agreement import check_same_plan, check_same_values, checksums
-from .arguments import check_arguments, check_made
+from .arguments import check_arguments, check_made, check_values
 from .join import join, keep_stage_mesh, make_mesh, settle_device
 from .loss import LossFn
 from .together import together
@@ -136,6 +136,7 @@ def _parallelized(
         if isinstance(optimizer_fn, torch.optim.Optimizer):
             check_given(optimizer_fn, model)
         check_unwrapped(model)
+        check_values(model)
         fitted = fit(plan, model)
         experts = find_experts(plan, model)
         placed = place_experts(plan, model, experts, fitted.parameters)

@@ -19,7 +19,7 @@ _SHOWN = 4
 
 
 def check_arguments(plan: Any, model: Any, optimizer_fn: Any) -> None:
-    """Raises PlanError where one of them is not what it should be, in the wrong place, or has no values."""
+    """Raises PlanError where one of them is not what it should be, or in the place of another."""
     if isinstance(plan, nn.Module) and isinstance(model, Plan):
         raise _wrong("the plan comes first, and then the model", plan, model)
     if not isinstance(plan, Plan):
@@ -44,7 +44,6 @@ def check_arguments(plan: Any, model: Any, optimizer_fn: Any) -> None:
                 ("parallelize(plan, model, optimizer)", "takes over one that was made of the model, schedulers too"),
             ],
         )
-    _check_values(model)
 
 
 def check_made(optimizer: Any, model: nn.Module) -> None:
@@ -70,7 +69,8 @@ def check_made(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def _check_values(model: nn.Module) -> None:
+def check_values(model: nn.Module) -> None:
+    """Raises PlanError for tensors that no plan shards: of another library's type, or without values."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):

@@ -1,0 +1,39 @@
+"""What goes to an index is whole, and enough for somebody who has nothing else."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import newcomer
+from make_dist import DistError, check_wheel, make_dist
+from package_tree import read_packages
+
+TOP = Path(__file__).absolute().parents[4]
+
+
+def test_every_package_has_the_licence_of_the_repository():
+    for package in read_packages(TOP):
+        assert (package.folder / "LICENSE").read_bytes() == (TOP / "LICENSE").read_bytes()
+
+
+def test_a_wheel_without_its_licence_is_told(tmp_path):
+    shutil.copytree(TOP / "packages", tmp_path / "packages", ignore=shutil.ignore_patterns("__pycache__", "tests"))
+    (package,) = (found for found in read_packages(tmp_path) if found.name == "rng")
+    project = package.folder / "pyproject.toml"
+    project.write_text(project.read_text().replace('license-files = ["LICENSE"]', "license-files = []"))
+    with pytest.raises(DistError, match=r"lacks .*licenses/LICENSE"):
+        make_dist(tmp_path / "dist", [package], wheels_only=True)
+
+
+def test_from_the_source_archives_come_whole_wheels(tmp_path):
+    packages = [package for package in read_packages(TOP) if package.name in ("rng", "vescale")]
+    wheels = make_dist(tmp_path, packages)
+    for package, wheel in zip(packages, wheels, strict=True):
+        check_wheel(package, wheel)
+    assert len(list(tmp_path.glob("*.tar.gz"))) == len(packages)
+
+
+def test_a_newcomer_gets_from_wheels_to_generated_text(tmp_path):
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    assert newcomer.walk(tmp_path)["wheels"] == len(read_packages(TOP))
