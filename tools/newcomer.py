@@ -10,6 +10,7 @@ lent by links; ours are installed from wheels and from nowhere else.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,9 @@ class NewcomerError(RuntimeError):
 
 def walk(folder: Path) -> dict:
     """The whole way, in `folder`; figures."""
-    packages = read_packages(TOP)
+    ignored = shutil.ignore_patterns("__pycache__", ".*", "tests")
+    shutil.copytree(TOP / "packages", folder / "source" / "packages", ignore=ignored)  # files, where Bazel has links
+    packages = read_packages(folder / "source")
     wheels = make_dist(folder / "wheels", packages, wheels_only=True)
     venv.create(folder / "environment", with_pip=False, symlinks=True)
     lend_third_party(folder / "environment")
