@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -13,6 +12,7 @@ from vescale_rng import is_deferred
 
 from .._plan.parts import PlanError
 from ..plan import Plan
+from .join import is_fake
 
 _CALL = "parallelize(plan, model, lambda parameters: torch.optim.AdamW(parameters, lr=...))"
 _SHOWN = 4
@@ -81,7 +81,7 @@ def check_values(model: nn.Module) -> None:
                 (),
                 [("build the model as for one device", "parallelize shards it; what wraps its tensors comes after")],
             )
-    if dist.get_backend() == "fake":  # a dry run, which reads no values
+    if is_fake():  # a dry run, which reads no values
         return
     missing = [name for name, tensor in tensors if tensor.is_meta and not is_deferred(tensor)]
     if missing:

@@ -57,6 +57,11 @@ def join() -> None:
     hook_breakpoints()
 
 
+def is_fake() -> bool:
+    """Whether the joined world has no processes: torch's fake group, a dry run's."""
+    return dist.get_backend() == "fake"
+
+
 def _own_index(devices: int) -> int:
     """Which device is this rank's, of those that it sees."""
     if devices == 1:  # the only one, or each rank is shown its own
