@@ -4,7 +4,7 @@
     others      thirty that are no causal language model, with their inputs
     register    the types and classes (types.json), how each is built and what it is given
     outcome     one architecture under one case, against one device
-    run         all cases of an architecture, with its plan and the least that must be sent
+    run         all cases of an architecture, with its plan and what its cut weights should send
     table       outcomes.json and docs/architectures.md
 
 `python -m architectures list` writes types.json: every causal-LM type of transformers whose small configuration

@@ -1,4 +1,4 @@
-"""All cases of an architecture: its plan by the planner, what came of it, the least that the plan must send."""
+"""All cases of an architecture: its plan by the planner, what came of it, what its cut weights should send."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tried(name: str, case: str) -> dict[str, Any]:
 
 
 def minimum(model: nn.Module, plan: vescale.Plan) -> int:
-    """The collectives that a step of tensor parallelism takes at least, for the weights that `plan` cuts.
+    """The collectives that a step of tensor parallelism should take, for the weights that `plan` cuts; no lower bound.
 
     A weight cut along what it sums over takes a reduction in forward, and what feeds its group one in backward; an
     embedding cut along its rows one in forward. A head cut along the vocabulary takes one in backward, and its loss

@@ -27,13 +27,14 @@ gradients of two, so that the third loss sees one update. *Not run* says nothing
 
 {summary}
 
-*Sent* is the collectives of the last of three steps under TP 2, without gradient syncs. *Least* is a count from the
+*Sent* is the collectives of the last of three steps under TP 2, without gradient syncs. *By count* is a count from the
 plan's cut weights: two for each that sums over what is cut, one for an embedding cut along its rows, two for a head
 cut along the vocabulary with its loss. It knows no recurrence, and no weight that is neither a Linear's, an
 Embedding's nor experts'; where it is 0 it says nothing. For a head it is what this engine was seen to need, on a Llama:
-a loss made otherwise may take less. Parameters that the planner leaves whole count nothing, however many.
+a loss made otherwise may take less, as gpt_oss and llama4 do: it is a yardstick, not a bound. Parameters that
+the planner leaves whole count nothing, however many.
 
-| type | {cases} | sent | least |
+| type | {cases} | sent | by count |
 | --- |{rules} --- | --- |
 """
 
