@@ -384,7 +384,7 @@ def run_script(tmp_path, *launcher):
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return subprocess.run(
         [sys.executable, *launcher, str(script)],
-        env=clean | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+        env=clean | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 
@@ -422,6 +422,6 @@ def test_whoever_joined_leaves_in_order(tmp_path):
                 sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
                 "--rdzv-endpoint", "localhost:0", str(script), str(i),
             ],
-            capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
