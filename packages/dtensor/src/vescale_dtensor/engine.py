@@ -57,6 +57,7 @@ from ._layouts.state import sharded as sharded
 from ._layouts.state import state_of as state_of
 from ._reproducible.mode import check_order as check_order
 from ._reproducible.mode import is_reproducible as is_reproducible
+from ._reproducible.uses import value_of as value_of
 from ._rules.body import body_of as body_of
 from ._rules.elements.pointwise import elementwise as elementwise
 from ._rules.products.attention import attention as attention

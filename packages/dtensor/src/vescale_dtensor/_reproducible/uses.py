@@ -107,7 +107,11 @@ def _base(tensor: Tensor) -> Tensor:
     return tensor if stands_for is None else stands_for
 
 
-def _root(tensor: Tensor) -> Tensor:
+def value_of(tensor: Tensor) -> Tensor:
+    """The tensor that has the gradient of all uses, before the conversions; with dispatch disabled.
+
+    A hook of ours on what a module takes or gives belongs there: the node of a conversion hears of its first use only.
+    """
     origin = _origin(tensor)
     while origin is not None:
         tensor = origin.source
@@ -130,7 +134,7 @@ def apart(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 def places(tensors: list[Tensor], skip: Tensor | None = None) -> dict[int, list[Tensor]] | None:
     """Nodes for the places of one call, by the id of the tensor that stands there, in the order of its places; None
     where no tensor needs one. With dispatch disabled."""
-    roots = [_root(t) if t is not skip and t.requires_grad else None for t in tensors]
+    roots = [value_of(t) if t is not skip and t.requires_grad else None for t in tensors]
     many = len(tensors) > 1
     found: dict[int, list[Tensor]] = {}
     for i in reversed(range(len(tensors))):
@@ -210,7 +214,7 @@ def _of_value(entry: Entry) -> Callable:
 
     def run(function: Any, args: tuple, kwargs: dict) -> Any:
         with local_only():
-            root = _root(args[0])
+            root = value_of(args[0])
         if type(root) is DTensor:
             return entry.handler(function, (root, *args[1:]), kwargs)
         return function(root, *args[1:], **kwargs)
@@ -224,9 +228,9 @@ def _of_inputs(entry: Entry) -> Callable:
     def run(function: Any, args: tuple, kwargs: dict) -> Any:
         with local_only():
             if "inputs" in kwargs:
-                kwargs = {**kwargs, "inputs": substitute(kwargs["inputs"], _root)}
+                kwargs = {**kwargs, "inputs": substitute(kwargs["inputs"], value_of)}
             elif len(args) > 1:
-                args = (args[0], substitute(args[1], _root), *args[2:])
+                args = (args[0], substitute(args[1], value_of), *args[2:])
         return entry.handler(function, args, kwargs)
 
     return run
@@ -237,7 +241,7 @@ def _retained(entry: Entry) -> Callable:
 
     def run(function: Any, args: tuple, kwargs: dict) -> Any:
         with local_only():
-            converted = _root(args[0]) is not args[0]
+            converted = value_of(args[0]) is not args[0]
         if converted:
             raise ReproducibleError(
                 "retain_grad",

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 
-from vescale_dtensor.engine import after_backward, forget_all, in_backward, local_only
+from vescale_dtensor.engine import after_backward, forget_all, in_backward, local_only, value_of
 
 from .._apply.containers import map_tensors
 from .buffer import Buffer
@@ -215,12 +215,13 @@ class DataParallel:
             def watch(tensor: Tensor) -> Tensor:
                 # What several blocks take (an encoder's output) is watched for the first: the others would wait too.
                 with local_only():
-                    if tensor.requires_grad and (tensor.is_leaf or not backward) and not hasattr(tensor, "_watched"):
-                        tensor._watched = True
+                    value = value_of(tensor)
+                    if value.requires_grad and (value.is_leaf or not backward) and not hasattr(value, "_watched"):
+                        value._watched = True
                         entry.inputs += 1
                         # Of a leaf's gradient and those of the parameters either may come first.
-                        late = tensor.is_leaf
-                        tensor.register_hook(lambda _: _at_the_end(passed) if late else passed())
+                        late = value.is_leaf
+                        value.register_hook(lambda _: _at_the_end(passed) if late else passed())
                 return tensor
 
             map_tensors(inputs, watch)
@@ -254,7 +255,7 @@ class DataParallel:
             with local_only():
                 if tensor.requires_grad and not tensor.is_leaf:
                     in_graph = True
-                    tensor.register_hook(lambda _: self._reached(unit, entry))
+                    value_of(tensor).register_hook(lambda _: self._reached(unit, entry))
             return tensor
 
         if torch.is_grad_enabled():
