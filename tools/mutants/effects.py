@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_dtensor._second import _group, _queue
+from vescale_dtensor._second import _communicator, _memory, _numbers, _queue
 
 STEPS = 4
 """The trainings' steps, of which the last one's waits are counted."""
@@ -238,15 +238,15 @@ def _is_on_device(value: Any) -> bool:
 
 
 def _works() -> dict[int, Any]:
-    return {key: work for group in _group.groups for key, work in group.undelivered.items()}
+    return {key: work for group in _communicator.groups for key, work in group.undelivered.items()}
 
 
 def _undelivered() -> int:
-    return sum(len(group.undelivered) for group in _group.groups)
+    return sum(len(group.undelivered) for group in _communicator.groups)
 
 
 def _calls() -> int:
-    return sum(group.calls for group in _group.groups)
+    return sum(group.calls for group in _communicator.groups)
 
 
 def _buffers(work: Any) -> list[Tensor]:
@@ -261,4 +261,4 @@ def _overwrite(buffer: Tensor) -> None:
 
 
 def _bits(tensor: Tensor) -> int:
-    return hash(_group.read(_group._cpu(tensor.contiguous())))
+    return hash(_memory.read(_numbers.on_host(tensor.contiguous())))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_dtensor._second import _group, _queue, host_waits
+from vescale_dtensor._second import _queue, _work, host_waits
 from vescale_dtensor.testing import RankError, WorldStartError, mesh_of, raises_on_all, run_ranks
 
 DEVICE = "second"
@@ -491,7 +491,7 @@ def test_takes_what_nccl_takes(what):
 def test_who_waits_too_long_is_told_for_what():
     def alone():
         if dist.get_rank() == 0:
-            with mock.patch.object(_group, "HANG_SECONDS", 0.3):
+            with mock.patch.object(_work, "HANG_SECONDS", 0.3):
                 dist.all_reduce(torch.ones(4, device=DEVICE))
 
     with pytest.raises(RankError, match=r"waited 0.3 s for all_reduce\(sum of float32\[4\]\)[\s\S]*not there  rank 1"):
@@ -520,7 +520,7 @@ def test_to_destroy_a_group_with_something_pending_hangs_until_the_bound():
             return ""
         dist.all_reduce(torch.ones(4, device=DEVICE), group=group, async_op=True)
         try:
-            with mock.patch.object(_group, "HANG_SECONDS", 0.3):
+            with mock.patch.object(_work, "HANG_SECONDS", 0.3):
                 dist.destroy_process_group(group)
         except _queue.DeviceError as error:
             return str(error)

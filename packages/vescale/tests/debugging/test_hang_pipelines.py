@@ -35,9 +35,9 @@ class Net(nn.Module):
 def trained(odd, device, ranks):
     """Three calls, the third with `odd` done before: what this rank says of it, its error, and what it was in."""
     from vescale_dtensor._communication import hang
-    from vescale_dtensor._second import _group
+    from vescale_dtensor._second import _work
 
-    _group.HANG_SECONDS = 60
+    _work.HANG_SECONDS = 60
     torch.manual_seed(0)
     cuts = tuple(f"layers.{i}" for i in range(1, ranks))
     pipeline = vescale.Pipeline(axis="pp", cuts=cuts, schedule="1f1b", microbatches=4)

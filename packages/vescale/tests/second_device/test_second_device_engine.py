@@ -212,9 +212,9 @@ def test_a_failure_in_a_pipeline_wakes_who_waits_and_leaves_nothing_pending():
     """No connection closes there: the others find the cause in the store, and abort what they wait in."""
 
     def run():
-        from vescale_dtensor._second import _group
+        from vescale_dtensor._second import _communicator, _work
 
-        _group.HANG_SECONDS = 100  # nobody is to wait so long
+        _work.HANG_SECONDS = 100  # nobody is to wait so long
         torch.manual_seed(0)
         pipeline = vescale.Pipeline(axis="pp", cuts=("layers.1",), schedule="1f1b", microbatches=2)
         plan = vescale.Plan(mesh={"pp": 2, "dp": 1}, parameters={"*": {}}, pipeline=pipeline)
@@ -226,7 +226,7 @@ def test_a_failure_in_a_pipeline_wakes_who_waits_and_leaves_nothing_pending():
         with pytest.raises(PipelineError, match="rank 1 raised in stage 1, F of microbatch 0: ZeroDivisionError"):
             model(batch(1))
         group = runtime.link._group
-        pending = [w.label for g in _group.groups for w in g.undelivered.values()]
+        pending = [w.label for g in _communicator.groups for w in g.undelivered.values()]
         return group is None, pending
 
     assert on_second(2, run) == [(True, []), (True, [])]

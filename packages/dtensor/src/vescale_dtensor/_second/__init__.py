@@ -6,6 +6,8 @@
     _wire                     messages between the processes of a machine
     _queue                    what a communicator runs, one after the other, on its own stream
     _group                    the process group: NCCL's manners, at their worst
+    _communicator, _collectives, _transfers, _work   its parts: what both have in common, and a call in flight
+    _numbers                  which tensors it takes, and how it adds them up
     _memory                   what is in flight may be neither read, where it is output, nor written
 
 Tensors of `second` lie in host memory and run the CPU's kernels. They refuse to be mixed with the CPU's, backward runs
@@ -16,8 +18,8 @@ the host wait for a GPU is counted, by call site. The generator gives the CPU's 
 
 from ._build import BuildError as BuildError
 from ._build import library as library
+from ._communicator import check_at_rest as check_at_rest
+from ._communicator import forget_undelivered as forget_undelivered
 from ._device import HostWaits as HostWaits
 from ._device import host_waits as host_waits
 from ._device import register as register
-from ._group import check_at_rest as check_at_rest
-from ._group import forget_undelivered as forget_undelivered

@@ -1,0 +1,58 @@
+"""A call in flight: what waiting for it checks, delivers and raises."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from . import _device
+from ._memory import Flight, InFlightError
+from ._queue import DeviceError, Operation, wait_until
+
+if TYPE_CHECKING:
+    from ._communicator import Communicator
+
+HANG_SECONDS = float(os.environ.get("VESCALE_SECOND_HANG_SECONDS", "20"))
+
+
+class Work:
+    """A call in flight; `number` counts the calls of its group."""
+
+    def __init__(self, group: Communicator, operation: Operation, flight: Flight, deliver: Callable[[], None]) -> None:
+        self.number = group.calls
+        self._group, self._operation, self._flight, self._deliver = group, operation, flight, deliver
+        self._polls = 2
+        group.undelivered[id(self)] = self
+
+    @property
+    def label(self) -> str:
+        return self._operation.label
+
+    def is_completed(self) -> bool:
+        """As late as can be: a poll or two after it is true."""
+        if self._operation.done and self._polls:
+            self._polls -= 1
+            return False
+        return self._operation.done
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Raises DeviceError where it does not end, InFlightError where its memory was written meanwhile."""
+        if timeout is not None:
+            _device.register().note("wait(timeout)")
+        self.end(HANG_SECONDS if timeout is None else min(timeout, HANG_SECONDS))
+
+    def end(self, seconds: float) -> None:
+        if id(self) not in self._group.undelivered:
+            return
+        if not wait_until(lambda: self._operation.done, seconds):
+            raise DeviceError(self._group.what_hangs(self._operation, seconds))
+        del self._group.undelivered[id(self)]
+        flight, deliver, self._deliver = self._flight, self._deliver, None
+        if self._operation.error is not None:
+            raise self._operation.error
+        written = flight.check()
+        flight.end()
+        if written:
+            raise InFlightError(f"second: the {written} of {self.label} was written while it was in flight")
+        deliver()
