@@ -59,12 +59,12 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
     lines[mesh_of(stage_mesh)] = device_mesh.get_group(axis)
     ranks, group = _line(device_mesh, list(plan.mesh).index(axis))
     place = ranks.index(dist.get_rank())
-    let_go(model, {name for stage in schedule.stages_of(place) for name in owned.names_of(stage)})
+    device = torch.device(device_mesh.device_type)
+    let_go(model, {name for stage in schedule.stages_of(place) for name in owned.names_of(stage)}, device)
     stage_plan = plan.override(mesh=others, pipeline=None)
 
     def finish() -> None:
         codec = ShardCodec(mesh_of(stage_mesh))
-        device = torch.device(device_mesh.device_type)
         model._vescale.runtime = Runtime(
             model,
             schedule,

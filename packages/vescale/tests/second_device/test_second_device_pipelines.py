@@ -147,3 +147,50 @@ def test_a_scaled_backward_multiplies_gradients_that_share_memory_once(device):
     for found in run_ranks(2, gradients, plan, device=device, timeout=240):
         for name, value in found.items():
             assert torch.allclose(value, wanted[name], rtol=1e-6, atol=1e-8), name
+
+
+class Placing(nn.Module):
+    """User code between the stages asks where activations and weights lie, and makes tensors there, in every way."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x):
+        was, kind = x.device, x.device.type
+        weighed = self.last.weight.new_ones(CLASSES) + torch.arange(CLASSES, device=self.first.weight.device)
+        x = torch.tanh(self.first(x))
+        filled = torch.zeros(x.shape, device=x.device)
+        filled[:, 1:] = x[:, 1:]
+        places = [x.device, filled.device, self.first.weight.device, self.last.weight.device]
+        places += [y.device for y in (x.to(kind), x.to(f"{kind}:0"), x.to(device=kind), x.to(was), x.to(weighed))]
+        places += [x.to(torch.float64).device, x.cpu().to(was).device, (filled + x).device]
+        assert places == [was] * len(places), places
+        assert x.cpu().device == x.to("cpu").device == torch.device("cpu")
+        filled = filled * torch.arange(1, CLASSES + 1, device=filled.device) / CLASSES
+        return self.last(x.cpu().to(x.device) + filled.to(kind) * weighed / CLASSES).square().mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", "second"])
+def test_user_code_on_every_stage_sees_the_device_of_other_stages(device):
+    """The model is built on the host, and is told by `parallelize` where to lie."""
+
+    def parameters(plan):
+        torch.manual_seed(0)
+        model = Placing()
+        make = partial(torch.optim.SGD, lr=0.1)
+        model, optimizer = (model, make(model.parameters())) if plan is None else vescale.parallelize(plan, model, make)
+        for step in range(3):
+            x = torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(step))
+            model(x if plan is None else x.to(device)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {n: _whole(p) for n, p in model.named_parameters()}
+
+    pipeline = vescale.Pipeline(axis="pp", cuts=("last",), schedule="1f1b", microbatches=2)
+    plan = vescale.Plan(mesh={"pp": 2, "dp": 1}, parameters={"*": {}}, pipeline=pipeline)
+    wanted = parameters(None)
+    for found in run_ranks(2, parameters, plan, device=device, timeout=240):
+        assert found
+        for name, value in found.items():
+            assert (value - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from .._errors import PipelineError
@@ -54,15 +55,18 @@ def ownership(model: nn.Module, cuts: Sequence[str]) -> Ownership:
     )
 
 
-def let_go(model: nn.Module, owned: Collection[str]) -> None:
-    """Takes all parameters but the `owned` ones off the model; placeholders stand where they were."""
+def let_go(model: nn.Module, owned: Collection[str], device: torch.device | None = None) -> None:
+    """Takes all parameters but the `owned` ones off the model; placeholders stand where they were.
+
+    `device` is where the pipeline's parameters will lie: so says, too, what stands for those of a model on the host.
+    """
     keep = {id(parameter) for name, parameter in model.named_parameters() if name in owned}
     first_name = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         for leaf, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) not in keep:
                 del module._parameters[leaf]
-                module.__dict__[leaf] = weight_placeholder(parameter, first_name[id(parameter)])
+                module.__dict__[leaf] = weight_placeholder(parameter, first_name[id(parameter)], device)
 
 
 def disown_buffers(model: nn.Module, owned: Ownership, stages: Collection[int]) -> None:

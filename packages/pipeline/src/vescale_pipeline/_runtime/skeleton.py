@@ -182,7 +182,7 @@ class Run:
         if event.writes:
             self._take_writes(event)
         if filled is not None:
-            become(filled, _handle(event))
+            become(filled, _handle(event, filled))
             if tensors_in(event.template) and event.template.key == event.fills:
                 return filled
         return self._keep(event, out)
@@ -203,7 +203,7 @@ class Run:
                     slot.get().copy_(self.values[key])
         if event.fills is not None:
             target = base_of(_filled(args, event))
-            become(target, _handle(event))
+            become(target, _handle(event, target))
             if tensors_in(event.template) and event.template.key == event.fills:
                 return target
         template = event.template
@@ -308,10 +308,9 @@ def _filled(args: tuple, event: Event) -> Tensor:
     return args[0]
 
 
-def _handle(event: Event) -> Placeholder:
+def _handle(event: Event, filled: Tensor) -> Placeholder:
     """What the filled tensor becomes."""
-    made = placeholder(torch.empty(0, device="meta"), event.fills, event.name, torch.device("cpu"))
-    return made
+    return placeholder(torch.empty(0, device="meta"), event.fills, event.name, filled.device)
 
 
 @contextmanager

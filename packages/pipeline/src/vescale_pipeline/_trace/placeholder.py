@@ -22,6 +22,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from .._errors import PipelineError
 from .containers import map_tensors, tensors_in
+from .devices import placed
 
 local_only = DisableTorchFunctionSubclass
 
@@ -126,12 +127,16 @@ def stand_in_of(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def weight_placeholder(parameter: Tensor, name: str) -> Placeholder:
-    """What stands for a parameter that another stage owns. `shape` of a distributed one is the global shape."""
+def weight_placeholder(parameter: Tensor, name: str, device: torch.device | None = None) -> Placeholder:
+    """What stands for a parameter that another stage owns, and has on `device` where that is not where it is.
+
+    `shape` of a distributed one is the global shape.
+    """
     if type(parameter) is Placeholder:
         return parameter
     meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
-    return placeholder(meta, -1, name, parameter.device, is_weight=True)
+    home = parameter.device if device is None or parameter.device.type == "meta" else placed(device)
+    return placeholder(meta, -1, name, home, is_weight=True)
 
 
 def used_outside(function: Callable, args: tuple) -> PipelineError:

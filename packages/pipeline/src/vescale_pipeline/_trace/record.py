@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from .._errors import PipelineError
 from .._runtime.generators import device_of
 from .containers import copied, map_tensors, tensors_in
+from .devices import home_of, on_meta
 from .foreign import check_caller, who_calls
 from .left import Left, forget_values
 from .memory import Kept, Slot, kept_as_it_was, no_draws_of_python
@@ -258,7 +259,8 @@ class Recorder:
             self._note_use(tensor)
         began = self.seen.place()
         is_weight = all(tensor.is_weight for tensor in given)
-        home = _home(args, kwargs) or given[0].home
+        named = home_of(function, args, kwargs)
+        home = named or given[0].home
         result, written = self._on_meta(function, args, kwargs)
         origin = self._path[-1] if self._path[-1] and not is_weight else given[0].origin
         found = False
@@ -266,7 +268,11 @@ class Recorder:
         def wrap(tensor: Tensor) -> Tensor:
             nonlocal found
             found = True
-            return tensor if type(tensor) is Placeholder else self._new(tensor, origin, home, is_weight)
+            if type(tensor) is not Placeholder:
+                return self._new(tensor, origin, home, is_weight)
+            if named is None or tensor.home == home:
+                return tensor
+            return self._new(_meta(tensor, fresh=True), origin, home, is_weight)  # all of meta is one device
 
         fills = self._fill(written, origin, home) if not is_weight else None
         if fills is not None and isinstance(result, Tensor) and id(result) in (id(meta) for _, meta in written):
@@ -331,10 +337,11 @@ class Recorder:
                 pairs[id(tensor)] = tensor, meta, version_of(meta)
             return pairs[id(tensor)][1]
 
-        args, kwargs = map_tensors((_without_device(args), _without_device(kwargs)), stand_in)
+        call, args, kwargs = on_meta(function, args, kwargs)
+        args, kwargs = map_tensors((args, kwargs), stand_in)
         try:
             with local_only():
-                out = function(*args, **kwargs)
+                out = call(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
                 raise read_error(function, args, self._path[-1] or "the model") from error
@@ -454,22 +461,3 @@ def _meta(tensor: Tensor, fresh: bool = False) -> Tensor:
     if type(tensor) in (Tensor, nn.Parameter):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-
-
-def _without_device(given: Any) -> Any:
-    """Arguments with devices replaced by meta."""
-    if isinstance(given, dict):
-        return {
-            name: "meta" if value is not None and (name == "device" or isinstance(value, torch.device)) else value
-            for name, value in given.items()
-        }
-    return tuple(torch.device("meta") if _is_device(value) else value for value in given)
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device) or isinstance(value, str) and value.split(":")[0] in ("cpu", "cuda")
-
-
-def _home(args: tuple, kwargs: dict) -> torch.device | None:
-    named = [value for value in (*args, kwargs.get("device")) if value is not None and _is_device(value)]
-    return torch.device(named[0]) if named else None

@@ -1,0 +1,66 @@
+"""The devices that a call names: in a dry run all of them are meta, and what comes is at home where the call says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIKE = frozenset((Tensor.to, Tensor.type_as))
+"""Methods that take the device of a tensor that they are given."""
+
+
+def on_meta(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
+    """The call with meta in place of the devices that it names."""
+    moved = _moved_to(function)
+    if moved is not None:
+        return Tensor.to, (args[0], "meta"), {}
+    args = tuple("meta" if _names(function, value) else value for value in args)
+    return function, args, {name: "meta" if _is_given(name, value) else value for name, value in kwargs.items()}
+
+
+def home_of(function: Any, args: tuple, kwargs: dict) -> torch.device | None:
+    """The device that a call names for its result, if it names one."""
+    moved = _moved_to(function)
+    if moved is not None:
+        return placed(torch.device(moved, *(index for index in args[1:2] if isinstance(index, int))))
+    named = [value for value in args if _names(function, value)]
+    named += [value for name, value in kwargs.items() if _is_given(name, value)]
+    if named:
+        return placed(torch.device(named[0]))
+    like = (*args[1:2], kwargs.get("other")) if function in _LIKE else ()
+    return next((tensor.device for tensor in like if isinstance(tensor, Tensor)), None)
+
+
+def placed(device: torch.device) -> torch.device:
+    """The device with the index that tensors there have: of an accelerator without one, this rank's."""
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
+    if device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _moved_to(function: Any) -> str | None:
+    """The type of device that a method is named after: `x.cpu()`."""
+    name = getattr(function, "__name__", "")
+    return name if name in _KINDS and getattr(Tensor, name, None) is function else None
+
+
+_KINDS = frozenset(("cpu", "cuda", "xpu"))
+
+
+def _is_given(name: str, value: Any) -> bool:
+    return value is not None and (name == "device" or isinstance(value, torch.device))
+
+
+def _names(function: Any, value: Any) -> bool:
+    """Whether a positional argument is a device: also "cuda:1", as no other string is, and `x.to(1)`."""
+    if isinstance(value, str):
+        try:
+            torch.device(value)
+        except RuntimeError:
+            return False
+        return True
+    return isinstance(value, torch.device) or function is Tensor.to and type(value) is int
