@@ -9,6 +9,7 @@ from ._communication.collectives import faking as faking
 from ._communication.collectives import gather_objects as gather_objects
 from ._communication.collectives import simulated as simulated
 from ._communication.endings import first_ending as first_ending
+from ._communication.endings import raised_anywhere as raised_anywhere
 from ._communication.endings import raised_here as raised_here
 from ._communication.endings import tell_endings as tell_endings
 from ._communication.events import current_cause as current_cause

@@ -36,6 +36,13 @@ def raised_here() -> bool:
     return _raised
 
 
+def raised_anywhere() -> bool:
+    """Whether an exception has ended a rank; False where the store is gone."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        return dist.distributed_c10d._get_default_store().check([_RAISED])
+    return False
+
+
 def first_ending() -> str | None:
     """The first exception that ended a rank, or else the first rank that left; None if nothing is known."""
     with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, too

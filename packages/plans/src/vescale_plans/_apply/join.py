@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,12 +18,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import MeshError
-from vescale_dtensor.engine import hook_breakpoints, raised_here, tell_endings, watch_for_hangs
+from vescale_dtensor.engine import hook_breakpoints, raised_anywhere, raised_here, tell_endings, watch_for_hangs
 
 from ..plan import Plan, PlanError
 
 # Bounds every collective: a rank that waits longer raises, naming what it waited for.
 TIMEOUT = timedelta(minutes=10)
+LOOK_S = 1.0
+"""Whoever leaves looks so often whether another rank has raised."""
 
 
 def join() -> None:
@@ -81,13 +86,32 @@ def _own_index(devices: int) -> int:
 
 
 def leave() -> None:
-    """Ends all process groups; safe to call twice. After an error nobody answers what is pending, for which NCCL would
-    wait: it is aborted."""
+    """Ends all process groups; safe to call twice.
+
+    NCCL waits for what is pending, for good. So that is aborted where this rank or another one raised, who answers no
+    more, and after `TIMEOUT`, which a line on stderr says.
+    """
     if not dist.is_initialized():
         return
-    if raised_here() and dist.get_backend() != "gloo":
-        dist.distributed_c10d._abort_process_group()
-    else:
+    if dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+        return
+    until = time.monotonic() + TIMEOUT.total_seconds()
+    ending = threading.Thread(target=_destroy, daemon=True)
+    if not raised_here():
+        ending.start()
+        ending.join(LOOK_S)
+    while ending.is_alive() and time.monotonic() < until and not raised_anywhere():
+        ending.join(LOOK_S)
+    if raised_here() or ending.is_alive():
+        if ending.is_alive():
+            print("vescale: at the end something is pending that no rank answers: it is aborted", file=sys.stderr)
+        with contextlib.suppress(RuntimeError):  # of what has ended meanwhile
+            dist.distributed_c10d._abort_process_group()
+
+
+def _destroy() -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # what was aborted
         dist.destroy_process_group()
 
 
