@@ -21,7 +21,7 @@ from .plan._choice import Choice, Report
 from .plan._load_plan import plan_reads
 from .plan._restore import Restore
 from .plan._state import contents_of
-from .sync._sync import Session, forget_finished, open_session, session_of, shared
+from .sync._sync import Session, forget_finished, in_one_process, open_session, session_of, shared
 
 _SHOWN = 8
 
@@ -44,7 +44,8 @@ def save(
         state: any of "plan" (for information), models, optimizers, tensors and
             DTensors, anything with `state_dict`, and plain values, in nested dicts and
             lists. Values that are not sharded must be the same on all ranks.
-        asynchronous: return when the values are copied; the rest is done by a thread.
+        asynchronous: return when the values are copied; the rest is done by a thread. In `vescale.simulate` all is
+            done before it returns.
             At most one save is in flight: the next one waits for it.
         step: its number, 0 to 10**18 - 1; by default `state["step"]`, else one more than the last.
         retention: what to delete once this step is committed; by default nothing.
@@ -60,6 +61,7 @@ def save(
     (catalogues as well, where ranks hold different tensors), and each rank's checksums to rank 0.
     """
     settle()
+    asynchronous = asynchronous and not in_one_process()  # where a thread of a rank's would not wait for its turn
     session = open_session("save")
     try:
         with shared(session), without_collector():

@@ -200,6 +200,49 @@ def test_collectives_that_differ_are_an_error() -> None:
         vescale.simulate(run, ranks=2)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_goes_from_mesh_to_mesh(tmp_path: Path, asynchronous: bool) -> None:
+    def save(mesh: dict[str, int]):
+        torch.manual_seed(3)
+        plan = vescale.Plan(mesh=mesh, parameters={"weight": dict.fromkeys(mesh, vescale.Shard(0)), "*": {}})
+        model, optimizer = vescale.parallelize(plan, torch.nn.Linear(4, 8), torch.optim.AdamW)
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        state = {"model": model, "optimizer": optimizer}
+        vescale.save(tmp_path, state, step=1, asynchronous=asynchronous).wait()
+        return model.weight.full_tensor().tolist()
+
+    def load(mesh: dict[str, int]):
+        plan = vescale.Plan(mesh=mesh, parameters={"weight": dict.fromkeys(mesh, vescale.Shard(1)), "*": {}})
+        model, optimizer = vescale.parallelize(plan, torch.nn.Linear(4, 8), torch.optim.AdamW)
+        vescale.load(tmp_path, {"model": model, "optimizer": optimizer})
+        return model.weight.full_tensor().tolist()
+
+    saved = vescale.simulate(save, {"tp": 4}, ranks=4)
+    assert vescale.simulate(load, {"tp": 2}, ranks=2) == saved[:2] == run_ranks(2, load, {"tp": 2})
+
+
+def test_a_checkpoint_that_not_all_ranks_save_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vescale._simulation.turns._MOST_ASKING_SECONDS", 0.2)
+
+    def run() -> None:
+        if dist.get_rank():
+            vescale.save(tmp_path, {"step": 1}, step=1)
+
+    with pytest.raises(CommunicationError, match="every rank waits for another, or has ended") as error:
+        vescale.simulate(run, ranks=2)
+    assert "vescale_checkpoint/answer" in str(error.value) and "test_simulate.py:" in str(error.value)
+
+
+def test_a_result_can_be_drawn_afterwards() -> None:
+    def run():
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        return vescale.distribute_tensor(torch.arange(8.0), mesh, [vescale.Shard(0)])
+
+    picture = vescale.simulate(run, ranks=2)[1].draw()
+    assert ">rank 0<" in picture.svg and ">rank 1<" in picture.svg and "Shard(dim=0) over 2 ranks" in picture.caption
+
+
 def test_a_process_in_a_world_cannot_be_another() -> None:
     with pytest.raises(MeshError, match="this is rank 0 of a world of 1 already"):
         vescale.simulate(lambda: vescale.simulate(lambda: None, ranks=2), ranks=1)

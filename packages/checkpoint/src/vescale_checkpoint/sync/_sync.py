@@ -291,11 +291,18 @@ def open_session(operation: str) -> Session:
         if _presence is not None:
             _presence.end()
         store = dist.distributed_c10d._get_default_store()
-        _world_store, _presence = store.clone(), Presence(store.clone(), rank, size)
-        _presence.begin()
+        _world_store, _presence = store.clone(), None
+        if not in_one_process():
+            _presence = Presence(store.clone(), rank, size)
+            _presence.begin()
         _world, _numbers = dist.group.WORLD, itertools.count()
         _finished.clear()
     return Session(operation, rank, size, _world_store, next(_numbers), _presence)
+
+
+def in_one_process() -> bool:
+    """Whether the ranks are simulated: threads of one process that take turns, and die together."""
+    return dist.is_initialized() and dist.get_backend() == "simulated"
 
 
 def forget_finished(session: Session) -> None:

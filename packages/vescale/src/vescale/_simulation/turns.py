@@ -17,6 +17,7 @@ from vescale_dtensor.engine import user_line
 from .state import RankState
 
 _POLL_SECONDS = 0.005
+_MOST_ASKING_SECONDS = 10.0  # that a rank asks the store, while no other can run
 
 
 class Ended(BaseException):
@@ -30,6 +31,7 @@ class Wait:
     condition: Callable[[], bool]
     what: str
     line: str
+    asks: bool = False  # again and again, by itself
 
 
 class Turns:
@@ -45,6 +47,7 @@ class Turns:
         self._waits: list[Wait | None] = [None] * ranks
         self._ended = [False] * ranks
         self._threads = {threading.get_ident(): 0}
+        self._asks_since = self._asked_at = 0.0  # that nobody but ranks that ask the store could run; the last of them
 
     # --- a rank's life
 
@@ -108,11 +111,32 @@ class Turns:
         if following in (None, rank):
             time.sleep(seconds)
             return
-        self._waits[rank] = Wait(lambda: True, "the debugger", "")
-        self._hand_over(rank, following)
-        self._waits[rank] = None
+        self._let(rank, following, Wait(lambda: True, "the debugger", ""))
+
+    def ask_again(self, what: str) -> None:
+        """Of a rank that asks for what is not there yet: others run in between.
+
+        Raises CommunicationError, on all ranks, where for ten seconds nobody could run but who asks.
+        """
+        rank = self._threads.get(threading.get_ident())
+        if rank is None:
+            return
         if self.failure is not None:
             raise Ended
+        following = self._next(rank)
+        asks = {other for other, wait in enumerate(self._waits) if wait is not None and wait.asks} | {rank}
+        now = time.monotonic()
+        if following not in (None, *asks) or now - self._asked_at > 1.0:  # who asks seldom does other things
+            self._asks_since = now
+        self._asked_at = now
+        if now - self._asks_since > _MOST_ASKING_SECONDS:
+            self._waits[rank] = Wait(lambda: True, what, user_line(), True)
+            error = self._deadlock()
+            self.fail(rank, error)
+            self._waits[rank] = None
+            raise error
+        if following not in (None, rank):
+            self._let(rank, following, Wait(lambda: True, what, user_line(), True))
 
     def place(self, rank: int) -> str:
         """Where a rank is, in words."""
@@ -122,6 +146,14 @@ class Turns:
         return "it has not begun" if wait is None else f"it waits in {wait.what} at {wait.line}"
 
     # --- inside
+
+    def _let(self, rank: int, following: int, wait: Wait) -> None:
+        """Another runs, whatever this one waits for."""
+        self._waits[rank] = wait
+        self._hand_over(rank, following)
+        self._waits[rank] = None
+        if self.failure is not None:
+            raise Ended
 
     def _next(self, rank: int) -> int | None:
         for step in range(1, self.ranks + 1):
