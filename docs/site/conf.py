@@ -1,5 +1,7 @@
 """Sphinx's configuration, for tools/make_docs.py, which lays out the pages."""
 
+import torch
+
 project = "veScale"
 author = "the veScale authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -16,7 +18,8 @@ myst_heading_anchors = 4
 
 def _skip(app, what, name, value, skip, options) -> bool | None:
     """Methods that DTensor takes over from torch.Tensor are documented by torch."""
-    return True if getattr(value, "__module__", None) == "vescale_dtensor._methods" else None
+    documented = getattr(value, "__doc__", None)
+    return True if documented and documented == getattr(getattr(torch.Tensor, name, None), "__doc__", None) else None
 
 
 def setup(app) -> None:

@@ -31,6 +31,7 @@ OURS = {
     ),
     "vescale_dtensor._communication.flight": ("note", "ring", "transfers"),
     "vescale_dtensor._tensor.gradient": ("_after_backward", "_depth"),
+    "vescale_dtensor._context.work": ("_listening",),
     "vescale_dtensor._conversions.memo": ("_scopes",),
     "vescale_dtensor._rules.products.attention": ("stand_in",),
     "vescale_dtensor._conversions.steps": ("whole_on_first",),
