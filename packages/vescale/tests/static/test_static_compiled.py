@@ -197,3 +197,46 @@ def test_layers_of_one_class_compile_apart():
     for losses, names in run_ranks(2, widths, "compile", timeout=300):
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert names == {f"layers.{i}" for i in range(10)}
+
+
+class Block(torch.nn.Module):
+    """What it saves for its backward the backward may write into, where it is the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.down((self.up(x) * 2).sin().exp().cos())
+
+
+def backwards(retained, mode):
+    torch.manual_seed(0)
+    plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})
+    model, _ = vescale.parallelize(plan, torch.nn.Sequential(Block(), Block()), lambda p: torch.optim.SGD(p, lr=0.1))
+    if mode == "compile":
+        vescale.static(model, compiler="inductor")
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    for keep in retained:
+        loss = model(x).square().mean()
+        for _ in range(keep):
+            loss.backward(retain_graph=True)
+        loss.backward()
+    return model[0].up.weight.grad.full_tensor(), compiled(model) if mode == "compile" else set()
+
+
+def backwards_uncached(retained):
+    from torch.compiler import config  # which functions of a pickled test cannot name
+
+    with config.patch(force_disable_caches=True):  # what is on disk may know of retained graphs
+        return backwards(retained, "compile")
+
+
+@needs_a_compiler
+def test_a_graph_may_be_retained():
+    """By a step after others that did not."""
+    retained = (0, 0, 0, 2)  # the first is recorded
+    wanted, _ = run_ranks(2, backwards, retained, "eager")[0]
+    found, names = run_ranks(2, backwards_uncached, retained, timeout=300)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+    assert names == {"Sequential"}

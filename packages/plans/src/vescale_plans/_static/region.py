@@ -80,6 +80,7 @@ class Region:
         self.holds = frame.guard
         self._compiled: Callable | None = None
         if backend and not frame.shares and self._is_one_graph():
+            _let_graphs_be_retained()
             forward = _own_code(frame.site.forward)
             self._compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
         self._stands = [] if frame.shares else list(self._straightened())
@@ -316,6 +317,18 @@ def _across_once(inner: Callable, first: int | str | None, before: list[Callable
         return out
 
     return around
+
+
+def _let_graphs_be_retained() -> None:
+    """Compiled backwards may run twice, as eager ones do and as a pipeline's split backward needs.
+
+    A compiled backward writes into what was saved for it, where nobody asked for the graph to be retained when it was
+    made; another process may have made it, and left it in the compiler's cache on disk. torch has one switch for that,
+    which is read again in every backward. Of the process; it costs memory of backwards that would have been reused.
+    """
+    from torch._functorch import config
+
+    config.donated_buffer = False
 
 
 def _own_code(forward: Callable) -> Callable:
