@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,10 @@ from .register import build, inputs_of, loss_of
 
 STEPS, RATE = 3, 0.05
 LOSS, BY_SCALE, BY_NORM = 1e-5, 1e-5, 1e-3
-"""Relative errors: of each step's loss; of a gradient by the largest gradient's norm, and by its own."""
+"""Relative errors: of each step's loss; of a gradient by the largest gradient's norm, and by its own.
+
+The last pass's gradients and what the steps made of the parameters are measured as the first gradients are, by the
+largest of their kind."""
 NEW_TOKENS = 4
 
 
@@ -28,11 +31,21 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def trained(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[float], dict[str, Any], Any]:
-    """Losses of some passes, the first one's gradients, and a trace of the last.
+Tensors = dict[str, torch.Tensor]
 
-    The gradients of the first two accumulate; an update follows each pass but the first.
-    """
+
+class Trained(NamedTuple):
+    """What some passes gave, by the names of parameters, and a trace of the last."""
+
+    losses: list[float]
+    gradients: Tensors  # of the first
+    last: Tensors
+    parameters: Tensors
+    trace: Any
+
+
+def trained(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+    """Some passes. The gradients of the first two accumulate; an update follows each pass but the first."""
     losses, gradients = [], {}
     for step in range(STEPS):
         torch.manual_seed(step)  # of what draws although nothing is dropped: hashes, for one
@@ -42,35 +55,51 @@ def trained(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
             if step:
                 optimizer.step()
         if not step:
-            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            gradients = {n: _whole(g).clone() for n, g in gradients.items()}
+            gradients = _gradients(model)
         else:
+            last = _gradients(model)
             optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, gradients, trace
+    parameters = {n: _whole(p).detach().clone() for n, p in model.named_parameters() if n in gradients}
+    return Trained(losses, gradients, last, parameters, trace)
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    return {n: _whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def judged(name: str, plan: vescale.Plan) -> dict[str, Any]:
     """Errors against one device in the fields of BOUNDS, and the collectives of a step beside gradient syncs."""
     with quiet():
         alone = build(name)
-        wanted, gradients, _ = trained(name, alone, torch.optim.SGD(alone.parameters(), RATE))
-        model, optimizer = _parallel(name, plan)
-        losses, found, trace = trained(name, model, optimizer)
-    norms = {n: g.norm().item() for n, g in gradients.items()}
-    scale = max(norms.values())
-    apart = {n: (g - gradients[n]).norm().item() for n, g in found.items()}
+        before = {n: p.detach().clone() for n, p in alone.named_parameters()}
+        wanted = trained(name, alone, torch.optim.SGD(alone.parameters(), RATE))
+        found = trained(name, *_parallel(name, plan))
+    moved = {n: p - before[n] for n, p in wanted.parameters.items()}
+    losses = zip(wanted.losses, found.losses, strict=True)
+    by_scale, by_norm = _apart(found.gradients, wanted.gradients)
     return {
-        "loss": max(abs(one - other) / max(abs(one), 1e-3) for one, other in zip(wanted, losses, strict=True)),
-        "by scale": max(apart.values()) / scale,
-        "by norm": max((apart[n] / norms[n] for n in apart if norms[n] > 1e-4 * scale), default=0.0),
-        "gradients": sorted(found),
-        "gradients wanted": sorted(gradients),
-        "collectives": len(trace) - trace.count(function="gradient sync"),
+        "loss": max(abs(one - other) / max(abs(one), 1e-3) for one, other in losses),
+        "by scale": by_scale,
+        "by norm": by_norm,
+        "last by scale": _apart(found.last, wanted.last)[0],
+        "moved by scale": _apart({n: p - before[n] for n, p in found.parameters.items()}, moved)[0],
+        "gradients": sorted(found.gradients),
+        "gradients wanted": sorted(wanted.gradients),
+        "collectives": len(found.trace) - found.trace.count(function="gradient sync"),
     }
 
 
-BOUNDS = {"loss": LOSS, "by scale": BY_SCALE, "by norm": BY_NORM}
+def _apart(found: Tensors, wanted: Tensors) -> tuple[float, float]:
+    """The largest error of those found by the largest norm wanted, and by its own where that is not tiny."""
+    norms = {n: one.norm().item() for n, one in wanted.items()}
+    scale = max(norms.values())
+    apart = {n: (one - wanted[n]).norm().item() for n, one in found.items()}
+    by_norm = max((apart[n] / norms[n] for n in apart if norms[n] > 1e-4 * scale), default=0.0)
+    return max(apart.values()) / scale, by_norm
+
+
+BOUNDS = {"loss": LOSS, "by scale": BY_SCALE, "by norm": BY_NORM, "last by scale": BY_SCALE, "moved by scale": BY_SCALE}
 
 
 def wrong(found: dict[str, Any]) -> dict[str, float]:
@@ -83,8 +112,14 @@ def static(name: str, plan: vescale.Plan) -> list[str]:
     with quiet():
         eager = trained(name, *_parallel(name, plan))
         other = trained(name, *_parallel(name, plan, mode="static"))
-    apart = [n for n, g in eager[1].items() if not torch.equal(g, other[1][n])]
-    return apart + ["losses"] * (eager[0] != other[0])
+    kinds = ("gradients", "last", "parameters")
+    apart = [
+        f"{kind} of {n}"
+        for kind in kinds
+        for n, t in getattr(eager, kind).items()
+        if not torch.equal(t, getattr(other, kind)[n])
+    ]
+    return apart + ["losses"] * (eager.losses != other.losses)
 
 
 def generated(name: str, plan: vescale.Plan) -> bool:

@@ -232,6 +232,24 @@ class Plan:
 
         fit(self, model, even=even)
 
+    def complete(self, model: nn.Module, sample: Any = None) -> Plan:
+        """The plan with boundaries where cut parameters alone leave open when a sum of parts is made whole.
+
+        Without them sums stay pending until something needs them, each reader for itself: right, with several times
+        the traffic. What the plan says already stands; `plan.diff(plan.complete(model))` shows what is added.
+
+        Arguments:
+            model: is probed on the meta device, as by `generate_plan`, and left as it is.
+            sample: what the model is called with, as for `generate_plan`.
+
+        Example:
+            >>> plan = Plan(mesh={"tp": 2}, parameters={"*.up.weight": column, "*.down.weight": row, "*": {}})
+            >>> model, optimizer = parallelize(plan.complete(model, batch), model, make_optimizer)
+        """
+        from .search.complete import completed
+
+        return completed(self, model, sample)
+
     def shard_batch(self, global_batch: Any) -> Any:
         """The global batch, the same on every rank, as DTensors sharded over the data axes (dim 0), and their sequences
         over the context axis.

@@ -23,8 +23,8 @@ def test_the_list_is_of_this_transformers_and_names_what_it_leaves_out():
 
 
 def test_a_wrong_number_is_told():
-    found = {"loss": 0.0, "by scale": 2e-5, "by norm": float("nan")}
-    assert outcome.wrong(found).keys() == {"by scale", "by norm"}
+    found = dict.fromkeys(outcome.BOUNDS, 0.0) | {"by scale": 2e-5, "moved by scale": float("nan")}
+    assert outcome.wrong(found).keys() == {"by scale", "moved by scale"}
 
 
 @pytest.mark.parametrize("name, case", slice_of(CASES, 40))

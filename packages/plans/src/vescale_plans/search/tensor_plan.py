@@ -66,7 +66,7 @@ def tensor_parallel_plan(
             [("sequence_parallel=False", "activations between the groups are replicated")],
         )
     return TensorPlan(
-        _patterns({name: {axis: split[name]} if name in split else {} for name in structure.shapes}, rest={}),
+        patterns({name: {axis: split[name]} if name in split else {} for name in structure.shapes}, rest={}),
         _boundaries(structure, split, degree, axis, structure.position_dim if sequence_parallel else None),
         split,
     )
@@ -126,10 +126,10 @@ def _boundaries(
         tables = {one.module for one in structure.lookups if one.parameter in split}
         leaving.update({name: whole for name in (*structure.stream_entries, *tables) if name and name not in leaving})
     named = {name: Boundary(entering.get(name, {}), leaving.get(name, {})) for name in {**entering, **leaving}}
-    return _patterns({name: named.get(name) for name in structure.modules}, rest=None, last=False)
+    return patterns({name: named.get(name) for name in structure.modules}, rest=None, last=False)
 
 
-def _patterns(named: Mapping[str, T], *, rest: T, last: bool = True) -> dict[str, T]:
+def patterns(named: Mapping[str, T], *, rest: T, last: bool = True) -> dict[str, T]:
     """Globs that give exactly these names these values; numbers in a name become "*" where all such names agree.
 
     Names with the value `rest` are named by none; with `last` they are left to a "*" at the end.

@@ -1,0 +1,67 @@
+"""The boundaries that a plan of parameters alone leaves open, found by probing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from vescale_dtensor import InterleavedShard, Placement, Replicate, Shard
+from vescale_dtensor.engine import unstopped
+
+from .._plan.match import first_match
+from .._plan.parts import Boundary
+from ..plan import Plan
+from .probing.sample import sample_of
+from .probing.structure import structure_of
+from .structure import Structure
+from .tensor_plan import patterns
+
+
+def completed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
+    """See `Plan.complete`."""
+    with unstopped("Plan.complete runs the model on tensors without values"):
+        structure = structure_of(model, sample_of(model, sample))
+    taken = {plan.expert_axis, plan.context_axis, plan.pipeline.axis if plan.pipeline else None, *plan.data_axes}
+    leaving: dict[str, dict[str, Placement]] = {}
+    for axis in plan.mesh:
+        if axis not in taken and plan.mesh[axis] > 1:
+            for name in _whole(structure, _split(plan, structure, axis)):
+                leaving.setdefault(name, {})[axis] = Replicate()
+    added = {name: _beside(plan, name, output) for name, output in leaving.items()}
+    globs = patterns({name: added.get(name) for name in structure.modules}, rest=None, last=False)
+    if not globs:
+        return plan
+    merged = globs | {glob: said for glob, said in plan.boundaries.items() if glob not in globs}
+    deciding = {first_match(merged, name) for name in structure.modules}
+    return replace(plan, boundaries={glob: said for glob, said in merged.items() if glob in deciding})
+
+
+def _split(plan: Plan, structure: Structure, axis: str) -> dict[str, int]:
+    """Parameter -> the dim that the plan cuts along the axis."""
+    split = {}
+    for name in structure.shapes:
+        glob = first_match(plan.parameters, name)
+        placement = plan.parameters[glob].get(axis) if glob is not None else None
+        if isinstance(placement, Shard | InterleavedShard):
+            split[name] = placement.dim
+    return split
+
+
+def _whole(structure: Structure, split: Mapping[str, int]) -> list[str]:
+    """Modules whose output is to be made whole once, for all who read it: a sum of parts that a cut sink gives, and
+    where the residual stream begins, that of a cut table."""
+    sums = [group.module for group in structure.groups if split.get(group.sink) == group.dim]
+    tables = [one.module for one in structure.lookups if one.parameter in split]
+    return [name for name in dict.fromkeys(sums + (tables and [*structure.stream_entries, *tables])) if name]
+
+
+def _beside(plan: Plan, name: str, output: Mapping[str, Placement]) -> Boundary | None:
+    """What the plan says of the module, and `output` for the axes of which it says nothing; None adds nothing."""
+    glob = first_match(plan.boundaries, name)
+    said = plan.boundaries[glob] if glob is not None else Boundary()
+    if all(axis in said.output for axis in output):
+        return None
+    return Boundary(said.input, {**output, **said.output}, said.arguments)

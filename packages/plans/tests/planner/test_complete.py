@@ -1,0 +1,110 @@
+"""Plan.complete: a plan of parameters alone gets the boundaries that spare its traffic, and keeps what it says."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vescale_dtensor import Replicate, Shard
+from vescale_plans import Boundary, Plan, PlanError, dry_run
+
+COLUMN, ROW = {"tp": Shard(0)}, {"tp": Shard(1)}
+NAMED = {"*.one.weight": COLUMN, "*.gate.weight": COLUMN, "*.two.weight": ROW, "table.weight": COLUMN, "*": {}}
+
+
+class Norm(nn.Module):
+    """Written out, so that it reads its input twice."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Part(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm = Norm(width)
+        self.one, self.gate = nn.Linear(width, 32, bias=False), nn.Linear(width, 32, bias=False)
+        self.two = nn.Linear(32, width, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.two(F.silu(self.gate(x)) * self.one(x))
+
+
+class Model(nn.Module):
+    """A residual stream that several read, under names that say nothing."""
+
+    def __init__(self, parts=3):
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+        self.parts = nn.ModuleList(Part() for _ in range(parts))
+        self.last = Norm(16)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for part in self.parts:
+            x = x + part(x)
+        return self.last(x).square().mean()
+
+
+IDS = torch.arange(24).reshape(2, 12)
+
+
+def sent(plan):
+    """Collectives beside gradient syncs, and the bytes of them."""
+    events = [e for e in dry_run(plan, Model(), IDS).collectives if e.cause.function != "gradient sync"]
+    return sum(event.count for event in events), sum(event.received for event in events)
+
+
+def test_parameters_alone_send_no_more_than_with_boundaries_written():
+    bare = Plan(mesh={"tp": 2}, parameters=NAMED)
+    whole = Boundary(output={"tp": Replicate()})
+    written = bare.override(boundaries={"*.two": whole, "table": whole})
+    completed = bare.complete(Model(), IDS)
+    assert sent(completed) == sent(written)
+    assert sent(completed)[0] == 1 + 3 + 3  # the table's, and of each part one in each direction
+    assert sent(bare)[0] > 2 * sent(completed)[0]
+
+
+def test_the_difference_names_each_boundary_once():
+    bare = Plan(mesh={"tp": 2}, parameters=NAMED)
+    said = str(bare.diff(bare.complete(Model(), IDS)))
+    assert len(said.splitlines()) == 2 and "'parts.*.two'" in said and "'table'" in said
+
+
+def test_what_a_plan_says_stands():
+    said = {
+        "parts.1.two": Boundary(output={"tp": Shard(1)}),
+        "*.two": Boundary(input={"tp": Shard(2)}),
+        "table": Boundary(),
+    }
+    plan = Plan(mesh={"dp": 2, "tp": 2}, parameters=NAMED, boundaries=said, zero=3)
+    completed = plan.complete(Model(), IDS)
+    assert completed.zero == 3 and completed.parameters == plan.parameters
+    assert completed.boundaries["parts.1.two"] == said["parts.1.two"]
+    assert completed.boundaries["parts.0.two"] == Boundary({"tp": Shard(2)}, {"tp": Replicate()})
+    completed.validate(Model())  # no glob of the plan was left without a module
+
+
+def test_it_adds_nothing_twice_and_nothing_where_nothing_is_cut():
+    plan = Plan(mesh={"tp": 2}, parameters=NAMED)
+    once = plan.complete(Model(), IDS)
+    assert once.complete(Model(), IDS) == once
+    data = Plan(mesh={"dp": 2}, parameters={"*": {}})
+    assert data.complete(Model(), IDS) is data
+
+
+def test_two_axes_that_cut_weights_get_one_boundary_for_both():
+    both = {"*.one.weight": {"a": Shard(0), "b": Shard(0)}, "*.gate.weight": {"a": Shard(0), "b": Shard(0)}}
+    plan = Plan(mesh={"a": 2, "b": 2}, parameters=both | {"*.two.weight": {"a": Shard(1), "b": Shard(1)}, "*": {}})
+    completed = plan.complete(Model(), IDS)
+    assert completed.boundaries == {"parts.*.two": Boundary(output={"a": Replicate(), "b": Replicate()})}
+
+
+def test_a_model_of_which_nobody_says_what_it_takes_is_an_error_with_the_remedy():
+    with pytest.raises(PlanError, match="sample="):
+        Plan(mesh={"tp": 2}, parameters=NAMED).complete(Model())
