@@ -41,6 +41,7 @@ from vescale_dtensor import local_map as local_map
 from vescale_dtensor import register_rule as register_rule
 from vescale_dtensor import reproducible as reproducible
 from vescale_dtensor import strict as strict
+from vescale_dtensor import zigzag as zigzag
 from vescale_pipeline import PipelineError as PipelineError
 from vescale_pipeline import PipelineFailure as PipelineFailure
 from vescale_pipeline import ScheduleError as ScheduleError

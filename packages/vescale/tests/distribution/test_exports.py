@@ -101,6 +101,7 @@ PUBLIC = {
         "strict",
         "timeline",
         "use_rng_stream",
+        "zigzag",
     },
     "vescale_checkpoint": {
         "CheckpointError",
@@ -165,6 +166,7 @@ PUBLIC = {
         "strict",
         "to_torch",
         "zeros",
+        "zigzag",
     },
     "vescale_pipeline": {
         "Action",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import InterleavedShard, Placement, Shard, zigzag
-from vescale_dtensor.engine import cut_ranges
+from vescale_dtensor.engine import Mesh, cut_ranges
 
 from ..plan import Plan
 
@@ -59,13 +59,13 @@ class Balance:
         return Shard(dim) if order is None else InterleavedShard(dim, 1, order)
 
 
-def balance_of(plan: Plan, model: nn.Module) -> Balance | None:
-    """None where sequences are cut in one piece for each rank."""
+def balance_of(plan: Plan, mesh: Mesh, model: nn.Module) -> Balance | None:
+    """None where sequences are cut in one piece for each rank. The mesh may be smaller than the plan's: one rank."""
     if plan.context_axis is None or plan.context_layout == "contiguous":
         return None
     if plan.context_layout == "auto" and (plan.context not in ("auto", "ring") or not _is_causal(model)):
         return None
-    return Balance(plan.mesh[plan.context_axis], windows_of(model))
+    return Balance(mesh.sizes[mesh.axis(plan.context_axis)], windows_of(model))
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -92,7 +92,7 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     install_scopes(model)
     if recipe.loss_fn is not None:
         LossBorder(model, recipe.loss_fn)
-    balance = balance_of(plan, model)
+    balance = balance_of(plan, mesh, model)
     RootBorder(model, mesh, cuts_of(plan, balance))
     if plan.context_axis is not None:
         pin(mesh, mesh.axis(plan.context_axis), plan.context)
