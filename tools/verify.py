@@ -161,7 +161,7 @@ CHECKS: tuple[Check, ...] = (
         (*tests("vescale", PLANNER), "-k", "three_steps or packed"), 60 * MINUTES,
     ),
     Check(9, 5, "the pruned search is brute force", tests("plans", "planner/test_search")),
-    Check(9, 5, "Llama-3 405B on 16,384 H100s", (PYTHON, "benchmarks/planner.py")),
+    Check(9, 5, "Llama-3 405B on 16,384 H100s, DeepSeek-V3 on 2,048", (PYTHON, "benchmarks/planner.py")),
     Check(9, 6, "odd and infeasible requests", tests("plans", "planner/test_requests")),
     Check(9, 6, "what is chosen, and refused", tests("plans", "planner/test_generate")),
     Check(9, 6, "plan.explain", tests("plans", "planner/test_explain")),

@@ -24,6 +24,7 @@ from vescale_plans.search import (
 )
 from vescale_plans.search.progress import Bar
 from vescale_plans.search.ranking import Pricer
+from vescale_plans.search.stages import bound_of
 
 
 def by_force(parts, count, microbatches, limit, again):
@@ -74,7 +75,8 @@ def test_cuts_equal_brute_force():
         tight += bool(found.again)
         assert found.seconds(microbatches) == pytest.approx(wanted, rel=1e-12)
         assert found.memory <= limit
-        assert cutter.bound <= wanted * (1 + 1e-12)
+        times = [part.time for part in parts]
+        assert bound_of(sum(times), max(times), count, microbatches) <= wanted * (1 + 1e-12)
         assert cutter.made(found.starts).seconds(microbatches) == pytest.approx(wanted, rel=1e-12)
     assert feasible > 100
     assert tight > 30

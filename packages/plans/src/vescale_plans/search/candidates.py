@@ -76,7 +76,7 @@ def candidates(
     for one in forbid:
         check_names("forbid", (one,) if isinstance(one, str) else one)
     for candidate in _all(structure, world_size, batch, seq):
-        values = asdict(candidate)
+        values = asdict(candidate) if pin or banned else {}
         if any(values[name] != value for name, value in pin.items()):
             continue
         if any(_is_banned(values, one, rule) for one, rule in zip(forbid, banned)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
@@ -11,19 +12,22 @@ import torch
 
 from ..plan import PlanError
 from .candidates import Candidate, candidates
-from .pricing.cost import Cost, cost_of
+from .pricing.cost import Cost, Pass, cost_of, pass_of, positions_of
 from .pricing.hardware import Hardware
 from .pricing.memory import Memory, memory_of
 from .pricing.sizes import Sizes, parts_of, sizes_of
 from .progress import Bar
 from .refusals import nothing_legal, too_large
-from .stages import Cutter, Part, Stages
+from .stages import Cutter, Part, Stages, bound_of
 from .structure import Structure
 
 MARGIN = 0.94
 """Of a device's memory that a plan may fill: the allocator and the communication library want the rest."""
 KEPT = 6
 """Estimates that are made exactly: the choice, and the next five."""
+
+ROUNDING = 1e-9
+"""Of a bound, so that sums in another order do not lie above what they bound."""
 
 RANKING = "pricing candidates"
 
@@ -87,7 +91,8 @@ class Pricer:
     def __init__(self, request: Request) -> None:
         self.request = request
         self._sizes: dict[int, Sizes] = {}
-        self._parts: dict[int, tuple[list[Sizes], list[int]]] = {}
+        self._parts: dict[int, tuple[list[Sizes], list[int], Counter[int]]] = {}
+        self._passes: dict[tuple, tuple[Pass, list[Pass]]] = {}
         points = set(request.structure.cut_points)
         self._names = request.structure.block_names or ("",)  # of the block in each part
         self._cuttable = [at == 0 or name in points for at, name in enumerate(self._names)]
@@ -96,7 +101,8 @@ class Pricer:
         """In closed form, with blocks dealt out evenly; all of them computed again where the candidate may."""
         asked, sizes = self.request, self._whole(candidate.tp)
         shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
-        return Estimate(candidate, cost_of(sizes, *shape), memory_of(sizes, *shape))
+        cost = cost_of(sizes, *shape, self._pass(candidate, batch)[0])
+        return Estimate(candidate, cost, memory_of(sizes, *shape))
 
     def least(self, candidate: Candidate, batch: int | None = None) -> Memory | None:
         """Of the fullest rank with blocks dealt out evenly, all computed again that may be; None where that is no
@@ -120,9 +126,41 @@ class Pricer:
         return None if found is None else self._estimate(candidate, rough, found)
 
     def bound(self, candidate: Candidate, *, whole: bool) -> float:
-        """Seconds that no cut of the candidate is below."""
-        rough = self.evenly(candidate).cost
-        return self.cutter(candidate, 0, whole=whole).bound + _apart(rough, candidate)
+        """Seconds that no cut of the candidate is below, but for rounding."""
+        asked = self.request
+        one, parts = self._pass(candidate)
+        rough = cost_of(
+            self._whole(candidate.tp), candidate, asked.hardware.joining(candidate.ranks), asked.batch, asked.seq, one
+        )
+        each = [part.busy(whole and candidate.checkpointing) for part in parts]
+        counts = self._kinds(candidate.tp)[2]
+        total = sum(seconds * counts[kind] for kind, seconds in enumerate(each))
+        longest = max(part.busy(False) for part in parts)
+        bound = bound_of(total, longest, candidate.pp, candidate.microbatches) + _apart(rough, candidate)
+        return bound * (1 - ROUNDING)
+
+    def _pass(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
+        """Of the whole model, and of each kind of part."""
+        asked = self.request
+        rows = batch or asked.batch
+        key = (candidate.tp, candidate.ep, candidate.sp, candidate.ranks, positions_of(candidate, rows, asked.seq))
+        if key not in self._passes:
+            shape = (candidate, asked.hardware.joining(candidate.ranks), rows, asked.seq)
+            kinds = [pass_of(one, *shape) for one in self._kinds(candidate.tp)[0]]
+            self._passes[key] = (pass_of(self._whole(candidate.tp), *shape), kinds)
+        return self._passes[key]
+
+    def _kinds(self, tp: int) -> tuple[list[Sizes], list[int], Counter[int]]:
+        """The parts that differ, which of them each part is, and how many are alike."""
+        if tp not in self._parts:
+            kinds: list[Sizes] = []
+            of = []
+            for one in parts_of(self.request.structure, tp):
+                if one not in kinds:
+                    kinds.append(one)
+                of.append(kinds.index(one))
+            self._parts[tp] = (kinds, of, Counter(of))
+        return self._parts[tp]
 
     def _whole(self, tp: int) -> Sizes:
         if tp not in self._sizes:
@@ -130,34 +168,25 @@ class Pricer:
         return self._sizes[tp]
 
     def _priced(self, candidate: Candidate, batch: int | None) -> list[Part]:
-        if candidate.tp not in self._parts:
-            kinds: list[Sizes] = []
-            of = []
-            for one in parts_of(self.request.structure, candidate.tp):
-                if one not in kinds:
-                    kinds.append(one)
-                of.append(kinds.index(one))
-            self._parts[candidate.tp] = (kinds, of)
-        kinds, of = self._parts[candidate.tp]
-        priced = [self._part(one, candidate, batch or self.request.batch) for one in kinds]
+        kinds, of, _ = self._kinds(candidate.tp)
+        times = self._pass(candidate, batch)[1]
+        priced = [self._part(one, time, candidate, batch or self.request.batch) for one, time in zip(kinds, times)]
         return [
             part if cuttable else replace(part, cuttable=False)
             for part, cuttable in zip((priced[kind] for kind in of), self._cuttable)
         ]
 
-    def _part(self, sizes: Sizes, candidate: Candidate, batch: int) -> Part:
-        asked = self.request
+    def _part(self, sizes: Sizes, time: Pass, candidate: Candidate, batch: int) -> Part:
         plain = replace(candidate, pp=1, checkpointing=False)
-        shape = (asked.hardware.joining(candidate.ranks), batch, asked.seq)
+        shape = (self.request.hardware.joining(candidate.ranks), batch, self.request.seq)
         memory = memory_of(sizes, plain, *shape)
-        time = cost_of(sizes, plain, *shape).busy / candidate.microbatches
         static = memory.total - memory.activations - memory.gathered
         if not candidate.checkpointing:
-            return Part(time, static, memory.activations)
-        again = replace(plain, checkpointing=True)
-        longer = cost_of(sizes, again, *shape).busy / candidate.microbatches - time
-        less = memory.activations - memory_of(sizes, again, *shape).activations
-        return Part(time, static, memory.activations, (float(f"{longer:.9g}"), less))  # equal blocks, equal numbers
+            return Part(time.busy(False), static, memory.activations)
+        longer = time.busy(True) - time.busy(False)
+        less = memory.activations - memory_of(sizes, replace(plain, checkpointing=True), *shape).activations
+        again = (float(f"{longer:.9g}"), less)  # equal blocks, equal numbers
+        return Part(time.busy(False), static, memory.activations, again)
 
     def _estimate(self, candidate: Candidate, rough: Estimate, found: Stages) -> Estimate:
         scale = found.longest * candidate.microbatches / rough.cost.busy if rough.cost.busy else 1.0
@@ -176,7 +205,7 @@ class Pricer:
     def _memory(self, candidate: Candidate, rough: Estimate, found: Stages, batch: int | None = None) -> Memory:
         """Of the fullest stage of a cut, by kind."""
         borders = [*found.starts, len(self._cuttable)]
-        kinds, of = self._parts[candidate.tp]
+        kinds, of, _ = self._kinds(candidate.tp)
         plain = replace(candidate, pp=1, checkpointing=False)
         shape = (plain, self.request.hardware, batch or self.request.batch, self.request.seq)
         held = [memory_of(kinds[of[at]], *shape) for at in range(*borders[found.fullest : found.fullest + 2])]

@@ -68,6 +68,12 @@ class _Stage:
     again: Mapping[tuple[float, int], int]
 
 
+def bound_of(total: float, longest: float, count: int, microbatches: int) -> float:
+    """Seconds of a step that no cut in `count` stages is below: of parts that take `total` per microbatch, and the
+    `longest` of them."""
+    return total + (microbatches - 1) * max(total / count, longest)
+
+
 class Cutter:
     """Cuts `parts` in `count` stages.
 
@@ -90,15 +96,6 @@ class Cutter:
         self._kinds = {kind: [0, *accumulate(int(part.again == kind) for part in parts)] for kind in kinds}
         self._starts = [*accumulate((int(part.cuttable) for part in reversed(parts[1:])), initial=0)][::-1]
         self._known: dict[tuple[int, int, int], _Stage | None] = {}
-
-    @property
-    def bound(self) -> float:
-        """No cut takes less, in seconds of a step."""
-        total = self._time[-1]
-        if self.again == "all":
-            total += sum(part.again[0] for part in self.parts)
-        longest = max(total / self.count, max(part.time for part in self.parts))
-        return total + (self.microbatches - 1) * longest
 
     def best(self, below: float = inf) -> Stages | None:
         """The fastest cut that fits; None where none does in at most `below` seconds a step."""

@@ -16,6 +16,8 @@ from .sizes import Sizes
 
 OPERATORS = 12
 """Operators around one contraction in eager code."""
+PASSES = {False: 3, True: 4}
+"""Forwards that a forward and a backward take as long as, by whether the forward is computed again."""
 SHOWN = 0.1
 """Share of what is reduced or gathered beside computation that nothing hides."""
 HOPS = 0.3
@@ -44,19 +46,48 @@ class Cost:
         return self.busy + self.data + self.pipeline + self.optimizer
 
 
-def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Cost:
-    """Of the slowest rank; `batch` rows of `seq` positions on all ranks together.
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one microbatch in one direction, over all that `Sizes` counts."""
+
+    compute: float
+    elementwise: float
+    tensor: float
+    experts: float
+
+    def busy(self, again: bool) -> float:
+        """Forward and backward; `again`: forward twice."""
+        passes = PASSES[again]
+        return passes * (self.compute + self.elementwise) + (passes - 1) * (self.tensor + self.experts)
+
+
+def pass_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Pass:
+    """Alike for all candidates of equal `tp`, `ep`, `sp` and `positions_of`."""
+    positions = positions_of(candidate, batch, seq)
+    compute = _matrices(sizes, candidate, hardware, positions) + _attention(sizes, hardware, positions, seq)
+    elementwise = _elementwise(sizes, candidate, hardware, positions)
+    tensor = _tensor(sizes, candidate, hardware, positions, compute + elementwise)
+    return Pass(compute, elementwise, tensor, _exchanges(sizes, candidate, hardware, positions))
+
+
+def positions_of(candidate: Candidate, batch: int, seq: int) -> int:
+    """Of one microbatch on one rank."""
+    return ceil(batch / candidate.dp / candidate.microbatches) * seq
+
+
+def cost_of(
+    sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int, one: Pass | None = None
+) -> Cost:
+    """Of the slowest rank; `batch` rows of `seq` positions on all ranks together; `one` is `pass_of` the same, if it is
+    known.
 
     What a rank is busy with (compute, elementwise, tensor, experts) is a sum over the parts that it holds, and that of
     `sizes` over candidate.pp: blocks dealt out evenly. `pipeline` is waiting, pp - 1 microbatches long, and transfers.
     """
-    positions = ceil(batch / candidate.dp / candidate.microbatches) * seq
-    forward = _matrices(sizes, candidate, hardware, positions) + _attention(sizes, hardware, positions, seq)
-    passes = 4 if candidate.checkpointing else 3
-    compute = forward * passes
-    elementwise = _elementwise(sizes, candidate, hardware, positions) * passes
-    tensor = _tensor(sizes, candidate, hardware, positions, (compute + elementwise) / passes) * (passes - 1)
-    experts = _exchanges(sizes, candidate, hardware, positions) * (passes - 1)
+    one = one or pass_of(sizes, candidate, hardware, batch, seq)
+    positions, passes = positions_of(candidate, batch, seq), PASSES[candidate.checkpointing]
+    compute, elementwise = one.compute * passes, one.elementwise * passes
+    tensor, experts = one.tensor * (passes - 1), one.experts * (passes - 1)
     stage = (compute + tensor + experts + elementwise) / candidate.pp
     share = candidate.microbatches / candidate.pp
     held = sizes.spread(candidate.ep) / candidate.pp
@@ -65,7 +96,7 @@ def cost_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, 
         elementwise=elementwise * share,
         tensor=tensor * share,
         experts=experts * share,
-        data=_data(sizes, candidate, hardware, 3 * forward * share),
+        data=_data(sizes, candidate, hardware, 3 * one.compute * share),
         pipeline=stage * (candidate.pp - 1) / candidate.virtual + _hops(sizes, candidate, hardware, positions),
         optimizer=held / (candidate.sharded if candidate.zero else 1) * 32 / hardware.bandwidth,
     )

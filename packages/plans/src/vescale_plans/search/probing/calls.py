@@ -27,6 +27,7 @@ class Call:
         bias: name of the parameter that is added.
         outer: the batch dim of the flattened rows lies inside so many rows; None where rows follow no batch dim.
         path: modules that were running, outermost first.
+        repeated: a stack that one forward contracted several times, an expert at a time.
     """
 
     key: Key
@@ -43,6 +44,7 @@ class Call:
     path: tuple[str, ...]
     outer: int | None = None
     coupled: bool = False
+    repeated: bool = False
 
 
 @dataclass(frozen=True)

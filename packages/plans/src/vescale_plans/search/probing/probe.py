@@ -68,7 +68,7 @@ class _Prober:
         wanted = [
             key
             for key in found.calls
-            if found.like.get(key[0], key)[0] == key[0] and any(not i.is_mixing for i in sampled.get(key, {}).values())
+            if not self._is_later(key) and any(not i.is_mixing for i in sampled.get(key, {}).values())
         ]
         self._sinks = {key: frozenset(s for s, i in sinks.items() if not i.is_mixing) for key, sinks in sampled.items()}
         self.silent = frozenset(key for key in found.calls if not sampled.get(key) and key not in found.routers)
@@ -212,6 +212,8 @@ class _Prober:
                     self._add(rows, test, row, seen, apart.get(test.key))
         if hidden and not units and not bridge:  # packed tests cannot be told apart where rows follow no batch
             for key in dict.fromkeys(test.key for test in packed):
+                if self._is_later(key) and _mixes(rows[key]):
+                    continue
                 size = calls[key].out_features
                 for at in sorted({0, size // 2, size - 1}):
                     test = Test(key, torch.tensor([at]))
@@ -228,6 +230,10 @@ class _Prober:
             }
             for source, sinks in rows.items()
         }
+
+    def _is_later(self, key: Key) -> bool:
+        """Whether it is of a block that has a like before it."""
+        return self.findings.like.get(key[0], key)[0] != key[0]
 
     def _taints(self, batch: int, tests, everywhere, shift: bool, bridge: bool) -> Reached:
         sinks = [self._sinks.get(test.key) for part in (*tests.values(), everywhere) for test in part]
@@ -340,6 +346,12 @@ def _apart(tests: Sequence[Test], sinks: Mapping[Key, frozenset[Key]]) -> Iterat
             taken |= {None} if reached is None else reached | {test.key}
         yield part
         waiting = later
+
+
+def _mixes(reached: Mapping[Key, Sequence[Tensor]]) -> bool:
+    """Whether some sink shows already that this is no source to split, whatever else it reaches."""
+    found = (Influence(1, torch.stack(list(reach))) for reach in reached.values())
+    return any(bool(one.reach.any()) and one.is_mixing for one in found)
 
 
 def _like(model: nn.Module, found: Sequence[Chain]) -> dict[str, tuple[str, ...]]:

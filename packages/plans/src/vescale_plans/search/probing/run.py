@@ -85,8 +85,8 @@ class Probe(TorchDispatchMode):
         self.reached = Reached(selectors=torch.zeros(batch, dtype=torch.bool))
         self.chosen: dict[int, int] = {}
         self.path: list[str] = []
-        stacked = until is None or any(calls[key].stack or calls[key].scattered for key in until)
-        self._awaited = None if stacked else set(until)
+        endless = until is None or any(calls[key].repeated for key in until)
+        self._awaited = None if endless else set(until)
         self._tests: dict[Key, list[tuple[int, Test]]] = defaultdict(list)
         for row, together in (tests or {}).items():
             for test in together:
@@ -182,6 +182,8 @@ class Probe(TorchDispatchMode):
         key = (name, 0 if stack else self._counts[name])
         self._counts[name] += 1
         call = self.calls.get(key)
+        if call is not None:
+            call.repeated = True
         if call is None and self.known is not None and key in self.known:
             call = self.calls[key] = self.known[key]
         if call is None:
