@@ -14,11 +14,11 @@ boards take 500 W. Degrees that were not reported are taken as the planner has t
 (every second product) lies between none and all; it is not in the space.
 
 Blind rows. A row is blind if the constants were frozen before its figures were read. The protocol: (1) a commit holds
-`frozen()`, the hash of the profiles and of the modules that price, in FROZEN, together with BLIND_SOURCES, at least
-eight public reports of which no figure is in this file; (2) a later commit enters every run of these reports that
-qualifies (a model that transformers builds, hardware with a profile, degrees and batch given, no fp8, no context
-parallelism), whatever it says, in a table BLIND, reported apart; (3) the record says whether the hash is still FROZEN.
-No blind row was entered so far: no report was at hand that was not used before.
+`frozen()`, the hash of the profiles and of the modules that price, in FROZEN, together with BLIND_SOURCES, public
+reports of which no figure is in this file; (2) a later commit enters every run of these reports that qualifies
+(hardware with a profile, degrees, batch and recomputation given, fused attention and norms, no fp8, no context
+parallelism), whatever it says, reported apart; (3) the record says whether the hash is still FROZEN. FROZEN is of
+2026-11-23: of the three reports, an excerpt of KempnerForge's and the best utilisation of Hagemann's had been seen.
 
 Structures are probed from models of transformers on the meta device. Not covered, and so left out: context parallelism
 (Llama-3 405B at 131k), asynchronous tensor parallelism, expert overlap schedules, fp8. Experts over 32 ranks of which
@@ -142,9 +142,14 @@ ROWS = (
 
 VIRTUAL = (1, 2, 3, 4)
 """Interleaved stages per rank."""
-FROZEN: str | None = None
-BLIND_SOURCES: tuple[str, ...] = ()
-PRICING = ("candidates", "cost", "hardware", "memory", "profiles", "ranking", "sizes", "stages")
+FROZEN = "fc53d4f6810b4d87"
+BLIND_SOURCES = (
+    "MosaicML llm-foundry, scripts/train/benchmarking/README.md",
+    "KempnerForge, benchmarks/mfu_scaling/mfu_scaling.md",
+    "Hagemann et al., Efficient parallelization layouts, arXiv 2311.05610: the sheets of its repository",
+)
+PRICES = ("cost", "hardware", "memory", "profiles", "sizes")
+PRICING = ("candidates", "ranking", "stages", *(f"pricing/{name}" for name in PRICES))
 
 
 def frozen() -> str:
