@@ -2,11 +2,11 @@
 gathered again.
 
 A checkpointed module is torch's own non-reentrant checkpoint, put around the module's
-call by its hooks (`torch.distributed._composable`), so that its forward, its names and
-its type stay. What enters it is kept as it is sharded outside: a conversion at its
-border is inside, and made again. A HuggingFace cache of keys and values does not enter
-it while gradients are recorded: the second computation would append to it again, and
-attend to what the first one left there.
+forward by hooks (`checkpoint.py`), so that its forward, its names and its type stay.
+What enters it is kept as it is sharded outside: a conversion at its border is inside,
+and made again. A HuggingFace cache of keys and values does not enter it while gradients
+are recorded: the second computation would append to it again, and attend to what the
+first one left there.
 
 Regathering keeps, in place of an activation that a conversion gathered, the shard that
 it was gathered from (Korthikanti et al., arXiv 2205.05198, section 4.2.2: the
@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._composable import checkpoint
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vescale_dtensor import GradientError
@@ -37,11 +35,10 @@ from vescale_dtensor.debug import Cause
 from vescale_dtensor.engine import Route, communicates, local_only, route_between, set_cause, set_watch
 
 from .._plan.validate import CONTAINERS
+from .checkpoint import Checkpoint
 
 Watch = Callable[..., Tensor]
 """What `set_watch` takes: called in place of a conversion, with what would make it."""
-CHECKPOINT_KEYS = STATE_KEY, REGISTRY_KEY
-"""Attributes of a module that torch's checkpoint adds."""
 CAUSE = Cause("regather", direction="backward")
 
 
@@ -49,17 +46,12 @@ def install_recompute(model: nn.Module, checkpointed: tuple[str, ...], regathere
     """Install before boundaries: what a border converts on the way in lies inside. Arguments: see `Fit`."""
     for name in checkpointed:
         module = model.get_submodule(name)
-        checkpoint(module)
+        Checkpoint(module)
         module.register_forward_pre_hook(_without_cache, with_kwargs=True)
     for module, regathers in _turns(model, regathered, checkpointed):
         region = Regathering() if regathers else Keeping()
         module.register_forward_pre_hook(region.enter, prepend=True)
         module.register_forward_hook(region.leave, always_call=True)
-
-
-def is_checkpoints(hook: Callable) -> bool:
-    """Whether a module's hook is torch's checkpoint's."""
-    return getattr(hook, "__module__", "") == checkpoint.__module__
 
 
 def _without_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

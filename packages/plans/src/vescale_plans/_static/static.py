@@ -23,6 +23,7 @@ from torch._C import _are_functorch_transforms_active, _len_torch_function_stack
 
 from vescale_dtensor.engine import Difference, check_order, grad_state, is_strict, restore
 
+from .._recompute.checkpoint import is_checkpoints
 from ..plan import PlanError
 from . import passes
 from .frame import Frame
@@ -98,7 +99,7 @@ class Site:
 
     def has_odd_border(self) -> bool:
         """Whether a border of ours stands on the module that changes what its forward computes with."""
-        return any(is_ours(hook) and not knows_plain(hook) for hook in self._hooks)
+        return any(is_ours(hook) and not knows_plain(hook) and not is_checkpoints(hook) for hook in self._hooks)
 
     @property
     def _hooks(self) -> tuple:

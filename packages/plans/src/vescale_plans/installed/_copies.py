@@ -23,11 +23,10 @@ from vescale_dtensor import OperatorError
 from vescale_dtensor.engine import stamp
 
 from .._plan.promise import promise_copy
-from .._recompute.recompute import CHECKPOINT_KEYS, is_checkpoints
 from .._static.key import is_ours
 from .._static.static import Site, static
 from .._zero.slot import Slot
-from ._recipe import Recipe, install
+from ._recipe import install
 
 _COPIER = "__deepcopy__"
 
@@ -81,7 +80,7 @@ def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Modu
     names = {id(each): name for name, each in root.named_modules()}
     recipe = held.recipe.below(names[id(module)]) if id(module) in names else None
     modules = [each for each in module.modules() if getattr(each.__dict__.get(_COPIER), "root", None) is root]
-    with _taken_off(modules, held.recipe):
+    with _taken_off(modules):
         copied = copy.deepcopy(module, memo)
     if recipe is not None:
         install(copied, recipe.among(copied))
@@ -102,18 +101,14 @@ _MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forw
 
 
 @contextlib.contextmanager
-def _taken_off(modules: Sequence[nn.Module], recipe: Recipe) -> Iterator[None]:
+def _taken_off(modules: Sequence[nn.Module]) -> Iterator[None]:
     """The modules are for a while as they were before `parallelize`, but for their parameters."""
     kept: list[tuple[dict, dict]] = []
     for module in modules:
         held = module.__dict__
         mine = {name for name in ("_vescale", _COPIER) if name in held}
-        if recipe.checkpointed:
-            mine |= {name for name in CHECKPOINT_KEYS if name in held}
         forward = held.get("forward")
-        hooks = {
-            id_ for name in _HOOKS for id_, hook in held[name].items() if is_ours(hook) or is_checkpoints(hook)
-        }
+        hooks = {id_ for name in _HOOKS for id_, hook in held[name].items() if is_ours(hook)}
         kept.append((held, dict(held)))
         for name in mine:
             del held[name]

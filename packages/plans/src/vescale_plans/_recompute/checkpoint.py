@@ -1,0 +1,129 @@
+"""torch's non-reentrant checkpoint around a module's forward, put there by hooks.
+
+What users' hooks do to a call counts once, wherever they stand. Those that the call passes before the checkpoint's
+own (of all modules, from before `parallelize`, or with `prepend=True`) lie outside of it: what they made of the
+arguments is what is kept. Those between the checkpoint's two hooks lie inside, as the forward does, and run again with
+it, on what they were given the first time. The hooks are those of the first pass: one that is taken off before
+backward, or put on, changes nothing. What this library has on the module (gathers, scopes, borders) runs both times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules import module as every
+from torch.utils import checkpoint
+from torch.utils.hooks import BackwardHook
+
+from .._static.key import is_ours
+
+
+class Checkpoint:
+    """The two hooks of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._running: list[tuple[Generator, Again]] = []
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave, prepend=True, always_call=True)
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        again = Again(module)
+        around = checkpoint._checkpoint_without_reentrant_generator(
+            again, True, checkpoint.noop_context_fn, checkpoint._DEFAULT_DETERMINISM_MODE, False, True, *args, **kwargs
+        )
+        next(around)
+        self._running.append((around, again))
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not self._running:  # a hook before `_enter` raised
+            return
+        around, again = self._running.pop()
+        again.returns()
+        next(around, None)
+
+
+def is_checkpoints(hook: Callable) -> bool:
+    """Whether a module's hook is a checkpoint's."""
+    return isinstance(getattr(hook, "__self__", None), Checkpoint)
+
+
+class Hook(NamedTuple):
+    """One of a module's, and how torch calls it."""
+
+    call: Callable
+    takes_kwargs: bool
+    always: bool
+
+
+class Again:
+    """The call of a module as it is made again in backward: what of it lies inside the checkpoint, and what must be
+    opened and closed around it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        held = [
+            Hook(hook, id_ in module._forward_pre_hooks_with_kwargs, False)
+            for id_, hook in module._forward_pre_hooks.items()
+        ]
+        at = next(i for i, hook in enumerate(held) if is_checkpoints(hook.call))
+        self._before = [*_ours(held[:at]), *held[at + 1 :]]
+        self._after: list[Hook] = []
+        self._closing: list[Hook] = []
+        self._is_watched = bool(
+            module._backward_hooks
+            or module._backward_pre_hooks
+            or every._global_backward_hooks
+            or every._global_backward_pre_hooks
+        )
+
+    def returns(self) -> None:
+        """The forward is through: which hooks come after it."""
+        module = self._module
+        everywhere = [
+            Hook(hook, id_ in every._global_forward_hooks_with_kwargs, False)
+            for id_, hook in every._global_forward_hooks.items()
+            if not is_ours(hook)
+        ]
+        held = [
+            Hook(hook, id_ in module._forward_hooks_with_kwargs, id_ in module._forward_hooks_always_called)
+            for id_, hook in module._forward_hooks.items()
+        ]
+        at = next(i for i, hook in enumerate(held) if is_checkpoints(hook.call))
+        self._after = [*everywhere, *held[:at]]
+        self._closing = [hook for hook in _ours(held) if hook.always and not is_checkpoints(hook.call)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        module, output, watching = self._module, None, every._global_forward_hooks_always_called
+        closing = [Hook(h, False, True) for id_, h in every._global_forward_hooks.items() if id_ in watching]
+        closing = [*_ours(closing), *self._closing]
+        try:
+            for hook in every._global_forward_pre_hooks.values():
+                if is_ours(hook):
+                    hook(module, args)
+            for hook in self._before:
+                if hook.takes_kwargs:
+                    answer = hook.call(module, args, kwargs)
+                    args, kwargs = (args, kwargs) if answer is None else answer
+                else:
+                    answer = hook.call(module, args)
+                    args = args if answer is None else answer if isinstance(answer, tuple) else (answer,)
+            if self._is_watched:  # what the forward was given went through torch's identity
+                args = BackwardHook(module, [], []).setup_input_hook(args)
+            output = module.forward(*args, **kwargs)
+            for hook in self._after:
+                closing = [one for one in closing if one is not hook]
+                answer = _after(hook, module, args, kwargs, output)
+                output = output if answer is None else answer
+        finally:  # torch ends it by an exception once all that was kept is there again
+            for hook in closing:
+                _after(hook, module, args, kwargs, output)
+
+
+def _ours(hooks: Iterable[Hook]) -> list[Hook]:
+    return [hook for hook in hooks if is_ours(hook.call)]
+
+
+def _after(hook: Hook, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    return hook.call(module, args, kwargs, output) if hook.takes_kwargs else hook.call(module, args, output)
