@@ -64,6 +64,7 @@ _ALIGN_BYTES = 64
 _get_grad = Tensor.grad.__get__
 _is_away, _is_lent, _owner_of = attrgetter("is_away"), attrgetter("is_lent"), attrgetter("_owner")
 _version_of = Tensor._version.__get__
+_requires_grad_of = Tensor.requires_grad.__get__
 _set_grad = Tensor.grad.__set__
 
 
@@ -84,8 +85,8 @@ class Buffer:
         self.outer = tuple(axis for axis in axes if axis < begin)
         self.differentiable = first.requires_grad
         self._take_dtype(dtype)
-        # Frozen parameters have nothing to share below ZeRO-3.
-        self.shards = self.lead is not None and sharing.zero >= (1 if self.differentiable else 3)
+        # Frozen parameters are cut like those that are trained, for they may be thawed.
+        self.shards = self.lead is not None and sharing.zero >= 1
         self.lets_go = self.shards and sharing.zero >= 3
         self.separate = self.lets_go or self.compute is not dtype
         self.offloads = sharing.offload and _is_beside_host(self.device)
@@ -132,7 +133,7 @@ class Buffer:
         slot.is_copied = slot.is_away = slot.is_lent = False
         slot.is_separate, slot.met = self.separate, None
         slot.open_gradients = self._open_at_rest
-        slot.hooks = OrderedDict() if self.reduces else None
+        slot.hooks = OrderedDict() if self.axes else None
         if self.shards:
             cut = flat(layout.ndim, self.packing.units(i, largest_shard(layout)))
             slot.master_layout = layout.with_states((*layout.states[:lead], cut, *layout.states[lead + 1 :]))
@@ -182,22 +183,38 @@ class Buffer:
                 else:
                     slot.master.view(-1).copy_(value.reshape(-1) if is_part else value.reshape(-1)[low:high])
             if self.differentiable:
-                optimized = slot.master
-                if self.offloads:
-                    slot.arriving = on_host(slot.master.shape, dtype, device)
-                    slot.is_copied = not self.hosted
-                    if slot.is_copied:
-                        optimized = on_host(slot.master.shape, dtype, device).copy_(slot.master)
-                slot.optimized = nn.Parameter(optimized)
-                if self.reduce is not self.compute or self.compute is not dtype:
-                    with local_only():
-                        slot.parameter.grad_dtype = self.reduce
+                self._make_trainable(slot)
         if self.lets_go:
             whole.untyped_storage().resize_(0)
         with local_only():
             for slot in self.slots:
                 slot.show(not self.separate)
         self.ready = not self.separate
+
+    def _make_trainable(self, slot: Slot) -> None:
+        """What an optimizer is given of the slot."""
+        optimized, dtype, device = slot.master, self.dtype, self.device
+        if self.offloads:
+            slot.arriving = on_host(slot.master.shape, dtype, device)
+            slot.is_copied = not self.hosted
+            if slot.is_copied:
+                optimized = on_host(slot.master.shape, dtype, device).copy_(slot.master)
+        slot.optimized = nn.Parameter(optimized)
+        if self.reduce is not self.compute or self.compute is not dtype:
+            with local_only():
+                slot.parameter.grad_dtype = self.reduce
+
+    @property
+    def is_thawed(self) -> bool:
+        """Whether the buffer was made of frozen parameters, and one of them is to be trained by now."""
+        return not self.differentiable and any(map(_requires_grad_of, self._parameters))
+
+    def thaw(self) -> None:
+        """From here on its gradients are reduced, and optimizers step over it."""
+        self.differentiable = True
+        with torch.inference_mode(False):
+            for slot in self.slots:
+                self._make_trainable(slot)
 
     @property
     def is_intact(self) -> bool:
@@ -303,7 +320,7 @@ class Buffer:
         if self.separate:
             self.let_go()
             self.ready = False
-        elif self.shards and not self.is_elsewhere:
+        elif self.shards and self.differentiable and not self.is_elsewhere:
             set_cause(GATHER)
             self._pending = PendingGather(self._sink, self.master.data, self.sharing.mesh, (self.lead,))
 

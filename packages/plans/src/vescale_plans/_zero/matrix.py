@@ -31,12 +31,16 @@ class Owners:
         self._mesh, self._lead = mesh, lead
         self._layouts: dict[int, Layout] = {}
         self._lent: dict[int, nn.Parameter] = {}
-        work = [0] * (mesh.sizes[lead] if lead is not None else 1)
+        self.work = [0] * (mesh.sizes[lead] if lead is not None else 1)
         for slot in sorted(slots, key=lambda one: (-_work(one.full_layout.shape), one.name)):
-            owner = work.index(min(work))
-            work[owner] += _work(slot.full_layout.shape)
-            self._layouts[id(slot)] = self._owned(slot.full_layout.shape, owner, len(work))
-        self.work = tuple(work)
+            self._give(slot)
+
+    def _give(self, slot: Slot) -> Layout:
+        """To who has the least to do."""
+        owner, shape = self.work.index(min(self.work)), slot.full_layout.shape
+        self.work[owner] += _work(shape)
+        self._layouts[id(slot)] = made = self._owned(shape, owner, len(self.work))
+        return made
 
     def _owned(self, shape: Sequence[int], owner: int, count: int) -> Layout:
         states = [INVARIANT] * self._mesh.ndim
@@ -46,7 +50,8 @@ class Owners:
         return layout_of(self._mesh, states, shape)
 
     def layout(self, slot: Slot) -> Layout:
-        return self._layouts[id(slot)]
+        known = self._layouts.get(id(slot))
+        return self._give(slot) if known is None else known  # of a group that was added since
 
     def plain(self, slot: Slot) -> nn.Parameter:
         """The parameter that the optimizer keeps its state by: whole on the owner, empty on others."""

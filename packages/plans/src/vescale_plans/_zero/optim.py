@@ -359,7 +359,8 @@ def _state_made_early(optimizer: torch.optim.Optimizer) -> None:
             if type(value) is DTensor and slot is not None:
                 local = convert(value, slot.gradient_layout, "step")
                 with local_only():
-                    own = torch.empty(slot.optimized.shape, dtype=local.dtype, device=slot.optimized.device)
+                    like = slot.master if slot.optimized is None else slot.optimized
+                    own = torch.empty(like.shape, dtype=local.dtype, device=like.device)
                     values[key] = own.copy_(local.reshape(own.shape))
 
 

@@ -43,15 +43,18 @@ class Unit:
     def __init__(self, name: str, modules: list[nn.Module], buffers: list[Buffer]) -> None:
         self.name, self.modules, self.buffers = name, modules, buffers
         self.fetched = [buffer for buffer in buffers if buffer.separate]
-        self.reduced = [buffer for buffer in buffers if buffer.reduces]
-        # Autograd may keep gradients that nobody sums yet, as it does on one device: they come in the sum's dtype.
-        self.may_wait = not self.fetched and all(buffer.reduce is buffer.dtype for buffer in self.reduced)
+        self.look_at_buffers()
         self.is_open = not self.fetched
         self.next: dict[bool, Unit | None] = {False: None, True: None}  # by whether this is a backward
         self.started = False
         self.touched = False
         self.entered: list[Pass] = []  # calls that have not returned
         self.passes: set[Pass] = set()  # in backward, those that a gradient has reached
+
+    def look_at_buffers(self) -> None:
+        self.reduced = [buffer for buffer in self.buffers if buffer.reduces]
+        # Autograd may keep gradients that nobody sums yet, as it does on one device: they come in the sum's dtype.
+        self.may_wait = not self.fetched and all(buffer.reduce is buffer.dtype for buffer in self.reduced)
 
     def fetch(self) -> None:
         for buffer in self.fetched:

@@ -61,10 +61,7 @@ class DataParallel:
             for buffer in unit.buffers:
                 self._slots.update((slot.parameter, slot) for slot in buffer.slots)
                 self._listen(unit, buffer, range(len(buffer.slots)))
-        apart = [b for unit in self.units for b in unit.buffers if b.differentiable and b.holders]
-        self._apart = Apart(apart, sharing.mesh)
-        self._order = [unit for unit in reversed(self.units) if unit.reduced]
-        self._needs_end = bool(apart) or bool(self._order)
+        self._look_at_buffers()
         self._next_start = 0
         self._running: list[InFlight] = []
         self._touched = False
@@ -118,6 +115,26 @@ class DataParallel:
                     if not buffer.is_intact:
                         self._listen(unit, buffer, buffer.take_in())
                 unit.is_open = not unit.fetched
+        frozen = [(unit, buffer) for unit, buffer in self._frozen if buffer.is_thawed]
+        if frozen:
+            self._thaw(frozen)
+
+    def _thaw(self, thawed: list[tuple[Unit, Buffer]]) -> None:
+        """Parameters that were frozen when their buffers were made are trained from here on. A gradient that one of
+        them has by now is pending, and summed with the next ones, or before the step."""
+        for unit, buffer in thawed:
+            buffer.thaw()
+            unit.look_at_buffers()
+            self._listen(unit, buffer, range(len(buffer.slots)))
+        self._look_at_buffers()
+
+    def _look_at_buffers(self) -> None:
+        every = [(unit, buffer) for unit in self.units for buffer in unit.buffers]
+        self._frozen = [(unit, buffer) for unit, buffer in every if not buffer.differentiable]
+        apart = [buffer for _, buffer in every if buffer.differentiable and buffer.holders]
+        self._apart = Apart(apart, self.sharing.mesh)
+        self._order = [unit for unit in reversed(self.units) if unit.reduced]
+        self._needs_end = bool(apart) or bool(self._order)
 
     def _listen(self, unit: Unit, buffer: Buffer, which: Iterable[int]) -> None:
         """Hears when autograd has added to the gradients of these of the buffer's parameters."""
@@ -125,7 +142,10 @@ class DataParallel:
             parameter = buffer.slots[i].parameter
             with local_only():
                 if (hooks := parameter._post_accumulate_grad_hooks) is None:
+                    trained = parameter.requires_grad  # torch hangs no hook on what is frozen
+                    parameter.requires_grad_(True)
                     parameter.register_post_accumulate_grad_hook(self._arrival(unit, buffer, i))
+                    parameter.requires_grad_(trained)
                 else:  # an exchange of tensors takes their hooks from autograd, not from the objects
                     parameter._post_accumulate_grad_hooks = hooks
 
@@ -188,7 +208,7 @@ class DataParallel:
                 with_kwargs=True, prepend=True,
             )  # fmt: skip
         # That a gradient has reached the model is known from its output, so that all ranks take part in the sums.
-        if unit.fetched or (root and module is unit.modules[0] and self._needs_end):
+        if unit.fetched or (root and module is unit.modules[0]):
             module.register_forward_hook(lambda _, args, output: self._leave(unit, output, root))
 
     def _begin(self, root: nn.Module, args: tuple) -> None:
@@ -245,7 +265,7 @@ class DataParallel:
     def _leave(self, unit: Unit, output: Any, root: bool) -> None:
         if root:
             self._last[False] = None
-        if unit.may_wait and not self.enabled:
+        if (unit.may_wait and not self.enabled) or not (unit.fetched or self._needs_end):
             return
         in_graph = False
         entry = unit.entered.pop() if unit.entered else Pass()
