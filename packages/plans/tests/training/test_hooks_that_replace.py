@@ -134,8 +134,8 @@ def trained(model, make, kind, when, plan=None, mode="eager"):
     return losses, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def run(plan, mode, kinds):
-    for (kind, when) in itertools.product(kinds, TIMES):
+def run(plan, mode, cases):
+    for kind, when in cases:
         make = on_all if kind == "of all modules" else on_modules
         torch.manual_seed(0)
         alone = Net()
@@ -151,9 +151,31 @@ def run(plan, mode, kinds):
             assert apart <= 1e-5 * one.norm() + 1e-6, f"{kind}, {when}: {name} is {apart:.2g} apart"
 
 
-@pytest.mark.parametrize(("plan", "mode"), slice_of(itertools.product(PLANS, ("eager", "static")), 8))
+CASES = list(itertools.product((*KINDS, "of all modules"), TIMES))
+
+
+@pytest.mark.parametrize(("plan", "mode"), slice_of(itertools.product(PLANS, ("eager", "static")), 4))
 def test_what_a_hook_replaces_counts_once(plan, mode):
-    run_ranks(PLANS[plan].world_size, run, PLANS[plan], mode, (*KINDS, "of all modules"))
+    run_ranks(PLANS[plan].world_size, run, PLANS[plan], mode, slice_of(CASES, 6), timeout=240.0)
+
+
+def _turned(plan):
+    """Dropout outside of `eval()` is computed again as dropout, and batch statistics are those of the batch."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.LayerNorm(WIDTH))
+    alone = nn.Sequential(block, nn.Linear(WIDTH, 1))
+    model, _ = parallelize(plan, copy.deepcopy(alone))
+    for each in (alone, model):
+        torch.manual_seed(1)
+        loss = each(torch.ones(4, WIDTH)).square().mean()
+        each.eval()
+        loss.backward()
+    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.full_tensor(), one.grad)
+
+
+def test_a_model_may_be_turned_to_evaluation_before_backward():
+    run_ranks(2, _turned, Plan(mesh={"dp": 2}, zero=3, checkpointing={"0": True}, **WHOLE))
 
 
 def _counted(plan):

@@ -3,13 +3,15 @@
 What users' hooks do to a call counts once, wherever they stand. Those that the call passes before the checkpoint's
 own (of all modules, from before `parallelize`, or with `prepend=True`) lie outside of it: what they made of the
 arguments is what is kept. Those between the checkpoint's two hooks lie inside, as the forward does, and run again with
-it, on what they were given the first time. The hooks are those of the first pass: one that is taken off before
-backward, or put on, changes nothing. What this library has on the module (gathers, scopes, borders) runs both times.
+it, on what they were given the first time. The hooks are those of the first pass, on the module and on those inside:
+one that is taken off before backward, or put on, changes nothing; neither does `eval()`. What this library has on the
+module (gathers, scopes, borders) runs both times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -62,7 +64,7 @@ class Again:
     opened and closed around it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module, self._inside = module, Inside(module)
         held = [
             Hook(hook, id_ in module._forward_pre_hooks_with_kwargs, False)
             for id_, hook in module._forward_pre_hooks.items()
@@ -111,7 +113,8 @@ class Again:
                     args = args if answer is None else answer if isinstance(answer, tuple) else (answer,)
             if self._is_watched:  # what the forward was given went through torch's identity
                 args = BackwardHook(module, [], []).setup_input_hook(args)
-            output = module.forward(*args, **kwargs)
+            with self._inside.as_it_was():
+                output = module.forward(*args, **kwargs)
             for hook in self._after:
                 closing = [one for one in closing if one is not hook]
                 answer = _after(hook, module, args, kwargs, output)
@@ -119,6 +122,44 @@ class Again:
         finally:  # torch ends it by an exception once all that was kept is there again
             for hook in closing:
                 _after(hook, module, args, kwargs, output)
+
+
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
+
+
+class Inside:
+    """What decides how a module and those inside are called: their hooks, the hooks of all modules, `training`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        held = [each.__dict__ for each in module.modules()]
+        tables = [one[name] for one in held for name in _HOOKS]
+        tables += [getattr(every, f"_global{name}") for name in _HOOKS if hasattr(every, f"_global{name}")]
+        self._tables = [(table, tuple(table.items())) for table in tables]
+        self._training = [(one, one["training"]) for one in held]
+
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        other = [(table, then, tuple(table.items())) for table, then in self._tables if tuple(table.items()) != then]
+        turned = [one for one, training in self._training if one["training"] is not training]
+        try:
+            for table, then, _ in other:
+                _fill(table, then)
+            for one in turned:
+                one["training"] = not one["training"]
+            yield
+        finally:
+            for table, _, now in other:
+                _fill(table, now)
+            for one in turned:
+                one["training"] = not one["training"]
+
+
+def _fill(table: dict, items: tuple) -> None:
+    table.clear()
+    table.update(items)
 
 
 def _ours(hooks: Iterable[Hook]) -> list[Hook]:
