@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every
 
-from vescale_dtensor import Replicate, Shard
+from vescale_dtensor import DTensor, Replicate, Shard
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Plan, parallelize
 
@@ -189,3 +189,47 @@ def _counted(plan):
 
 def test_a_hook_outside_of_a_checkpoint_runs_once():
     run_ranks(2, _counted, PLANS["zero3, checkpointed"])
+
+
+class Averaged(nn.Module):
+    """Buffers that are written, replaced and written by C++ while they are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("average", torch.ones(WIDTH))
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.lerp_(x.abs().mean(0), 0.3)
+        self.seen = self.seen + x.detach().abs().max()
+        return x + torch.tanh(self.norm(self.line(x / self.average.clone()))) / self.seen
+
+
+def _buffered(plan, mode):
+    torch.manual_seed(0)
+    alone = nn.Sequential(Averaged(), Averaged(), nn.Linear(WIDTH, 1))
+    alone.add_module("3", alone[0])  # called twice
+    alone = nn.Sequential(*(alone[i] for i in (0, 1, 3, 2)))
+    make = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    models = [(alone, make(alone.parameters())), parallelize(plan, copy.deepcopy(alone), make, mode=mode)]
+    for step in range(4):
+        for model, optimizer in models:
+            model.train(step != 2)
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    states = [model.state_dict() for model, _ in models]
+    for name, one in states[0].items():
+        other = states[1][name]
+        other = other.full_tensor() if type(other) is DTensor else other
+        torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_buffers_that_a_checkpointed_module_writes_are_written_once(zero, mode):
+    plan = Plan(mesh={"dp": 2}, zero=zero, checkpointing={"0": True, "1": True}, **WHOLE)
+    run_ranks(2, _buffered, plan, mode, timeout=120.0)

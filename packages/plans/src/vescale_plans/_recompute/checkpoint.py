@@ -4,8 +4,8 @@ What users' hooks do to a call counts once, wherever they stand. Those that the 
 own (of all modules, from before `parallelize`, or with `prepend=True`) lie outside of it: what they made of the
 arguments is what is kept. Those between the checkpoint's two hooks lie inside, as the forward does, and run again with
 it, on what they were given the first time. The hooks are those of the first pass, on the module and on those inside:
-one that is taken off before backward, or put on, changes nothing; neither does `eval()`. What this library has on the
-module (gathers, scopes, borders) runs both times.
+one that is taken off before backward, or put on, changes nothing; neither does `eval()`. Buffers are read as the first
+pass found them, and written once. What this library has on the module (gathers, scopes, borders) runs both times.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import BackwardHook
 
 from .._static.key import is_ours
+from .buffers import Buffers, Found
 
 
 class Checkpoint:
@@ -27,11 +28,12 @@ class Checkpoint:
 
     def __init__(self, module: nn.Module) -> None:
         self._running: list[tuple[Generator, Again]] = []
+        self._buffers = Buffers(module)
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave, prepend=True, always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        again = Again(module)
+        again = Again(module, self._buffers.now())
         around = checkpoint._checkpoint_without_reentrant_generator(
             again, True, checkpoint.noop_context_fn, checkpoint._DEFAULT_DETERMINISM_MODE, False, True, *args, **kwargs
         )
@@ -63,8 +65,8 @@ class Again:
     """The call of a module as it is made again in backward: what of it lies inside the checkpoint, and what must be
     opened and closed around it."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._inside = module, Inside(module)
+    def __init__(self, module: nn.Module, found: Found) -> None:
+        self._module, self._inside, self._found = module, Inside(module), found
         held = [
             Hook(hook, id_ in module._forward_pre_hooks_with_kwargs, False)
             for id_, hook in module._forward_pre_hooks.items()
@@ -81,7 +83,8 @@ class Again:
         )
 
     def returns(self) -> None:
-        """The forward is through: which hooks come after it."""
+        """The forward is through: which hooks come after it, and which buffers it has written."""
+        self._found.settle()
         module = self._module
         everywhere = [
             Hook(hook, id_ in every._global_forward_hooks_with_kwargs, False)
@@ -113,7 +116,7 @@ class Again:
                     args = args if answer is None else answer if isinstance(answer, tuple) else (answer,)
             if self._is_watched:  # what the forward was given went through torch's identity
                 args = BackwardHook(module, [], []).setup_input_hook(args)
-            with self._inside.as_it_was():
+            with self._inside.as_it_was(), self._found.in_place():
                 output = module.forward(*args, **kwargs)
             for hook in self._after:
                 closing = [one for one in closing if one is not hook]
