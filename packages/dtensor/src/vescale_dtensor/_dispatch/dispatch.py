@@ -189,6 +189,8 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     decision = None
     if entry.rule is not None and kwargs.get("out") is not None:
         decision = forms.out_form(function)
+    elif entry.rule is not None and inplace and type(args[0] if args else None) is Tensor:
+        decision = forms.plain_in_place(function)
     elif entry.rule is not None and not (inplace and operands[0].plain):
         asked = Call(function, abstract_args, abstract_kwargs, operands, mesh, inplace)
         is_flat = any(operand.layout.flat_axis is not None for operand in operands)

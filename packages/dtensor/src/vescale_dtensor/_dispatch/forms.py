@@ -2,6 +2,8 @@
 
 out=                  run without it, then `out.copy_(result)`: `out` keeps its layout
 in place, pending     self is reduced, written in place, and put back pending (on the first rank: free)
+in place, plain       self, which all ranks hold alike, is written as the DTensor that it is (I); where a gradient is to
+                      flow through it, it is one from there on, the same object
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .._conversions.convert import convert
-from .._layouts.layout import Layout
+from .._layouts.layout import Layout, layout_of
+from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT, PENDING
 from .._rules.registry import Call, Decision, Operand, composite
-from .._tensor.tensor import DTensor
+from .._tensor.tensor import DTensor, local_only, stamp
+from .arguments import collect
 from .fallback import gathered
 from .signature import Signature, solve
 
@@ -43,6 +47,31 @@ def out_form(function: Callable) -> Decision:
 
 def _takes(out: Tensor, value: Tensor) -> bool:
     return type(out) is DTensor and out.shape == value.shape and torch.can_cast(value.dtype, out.dtype)
+
+
+def plain_in_place(function: Callable) -> Decision:
+    """An in-place `function` on a plain tensor, with DTensors among its other operands."""
+
+    def run(own: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given: list[Tensor] = []
+        collect(args, given)
+        collect(kwargs, given)
+        mesh = next(tensor._layout.mesh for tensor in given if type(tensor) is DTensor)
+        if is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+            for tensor in (own, own._base):  # what is written through a view is the view's base
+                if type(tensor) is Tensor:
+                    stamp(tensor, _invariant(tensor, mesh))
+            return function(own, *args, **kwargs)
+        with local_only():
+            view = stamp(own.detach(), _invariant(own, mesh).untracked)
+        out = function(view, *args, **kwargs)
+        return own if out is view else out
+
+    return composite(run)
+
+
+def _invariant(tensor: Tensor, mesh: Mesh) -> Layout:
+    return layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(tensor.shape))
 
 
 def pending_in_place(call: Call, signature: Signature) -> Decision | None:

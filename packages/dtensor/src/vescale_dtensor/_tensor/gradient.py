@@ -16,7 +16,8 @@ from torch._C import _current_graph_task_id
 
 from .._conversions.convert import alias, convert, convert_plain, describe
 from .._errors import GradientError
-from .._layouts.layout import Layout
+from .._layouts.layout import Layout, layout_of
+from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT, PENDING, VARYING
 from .tensor import DTensor, local_only, plain_class, source_of, stamp
 
@@ -224,11 +225,22 @@ def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...] 
     # Inputs stay the DTensor objects (autograd knows the nodes by them), dispatch off only for the outer call's
     # own check: the graph itself runs on plain tensors.
     found = _engine_grad(roots, inputs, starts, given)
-    return tuple(
-        # another object: what the graph hands back can be the caller's own seed
-        stamp(alias(g), _layout_of_gradient(i)) if type(i) is DTensor and g is not None else g
-        for i, g in zip(inputs, found)
-    )
+    mesh = next((output._layout.mesh for output in outputs if type(output) is DTensor), None)
+    return tuple(_gradient(i, g, mesh) for i, g in zip(inputs, found))
+
+
+def _gradient(tensor: Tensor, found: Tensor | None, mesh: Mesh | None) -> Tensor | None:
+    """What a graph computed for an input, as another object: it can be the caller's own seed.
+
+    That of a plain input is alike on all ranks, as the input is, and a DTensor (I) where it has a graph itself.
+    """
+    if found is None:
+        return None
+    if type(tensor) is DTensor:
+        return stamp(alias(found), _layout_of_gradient(tensor))
+    if type(found) is not Tensor or found.grad_fn is None or mesh is None:
+        return found
+    return stamp(alias(found), layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(found.shape)))
 
 
 def _engine_grad(roots, inputs, starts, options):
