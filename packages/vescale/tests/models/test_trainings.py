@@ -7,6 +7,7 @@ once on one device and once on the mesh, under float64 mostly, where what is wro
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import fnmatch
 import random
@@ -245,6 +246,30 @@ SETUPS = {
     "averaged model": ["averaged = torch.optim.swa_utils.AveragedModel(model)"],
     "retained": ["model.{p}.register_hook(lambda g: note('gradient', g))"],
     "frozen": ["model.blocks[{b}].requires_grad_(False)"],
+    "backward hook": [
+        "model.blocks[{b}].register_full_backward_hook("
+        "lambda m, into, out: tuple(None if g is None else g * 0.5 for g in into))"
+    ],
+    "backward prehook": [
+        "model.blocks[{b}].register_full_backward_pre_hook(lambda m, out: tuple(g.clamp(-0.1, 0.1) for g in out))"
+    ],
+    "backward observer": ["model.head.register_full_backward_hook(lambda m, into, out: note('out of head', out[0]))"],
+    "step hooks": [
+        "steppers = {{p: torch.optim.SGD([p], lr=0.05, momentum=0.5) for p in model.parameters()}}",
+        "def stepped(p):",
+        "    steppers[p].step()",
+        "    steppers[p].zero_grad()",
+        "for p in model.parameters():",
+        "    p.register_post_accumulate_grad_hook(stepped)",
+    ],
+}
+# On one device, before the model is wrapped.
+EARLIER = {
+    "frozen": ["made.blocks[{b}].requires_grad_(False)"],
+    "head alone": ["made.requires_grad_(False)", "made.head.requires_grad_(True)"],
+    "hook": ["made.{p}.register_hook(lambda g: g * 0.5)"],
+    "module prehook": ["made.blocks[{b}].register_forward_pre_hook(lambda m, given: (given[0] * 0.9,))"],
+    "module hook": ["made.blocks[{b}].register_forward_hook(lambda m, given, out: out * 0.9)"],
 }
 # Before a step, at step 1 or 2, or at each.
 BEFORE = {
@@ -282,6 +307,8 @@ BEFORE = {
         "for p in model.parameters():",
         "    p.grad = None if p.grad is None else p.grad / 2",
     ],
+    "copied": ["twin = copy.deepcopy(model)", "with torch.no_grad():", "    note('twin', twin(*batch(90)))"],
+    "trained copy": ["twin = copy.deepcopy(model)", "twin(*batch(91)).backward()", "note_gradients(twin)"],
     "nothing": ["pass"],
 }  # fmt: skip
 LOSSES = {
@@ -330,8 +357,11 @@ def program(seed):
     kinds = [chance.choice(KINDS) for _ in range(chance.randint(2, 4))]
     experts = "Experts()" in kinds and chance.random() < 0.5
     plan = chance.choice((OF_EXPERTS if experts else PLANS)[ranks])
+    if chance.random() < 0.3:
+        again = chance.choice(["{'blocks.*': True}", "{'blocks.0': True}", "{'*.up': True, 'head': True}"])
+        plan += f".override(checkpointing={again})"
     setups = chance.sample(list(SETUPS), chance.choice([0, 0, 1, 1, 2]))
-    hooked = any("gradient hook" in name for name in setups)
+    hooked = any("gradient hook" in name or "backward" in name or "step" in name for name in setups)
     calls = _calls(chance, kinds, not hooked)  # a reentrant checkpoint adds to gradients, and calls hooks, in parts
     changes = [f"    model = Net([{', '.join(kinds)}], {calls}, {chance.choice([0.0, 0.0, 0.1])})"]
     if chance.random() < 0.2:
@@ -356,7 +386,9 @@ def program(seed):
     tied = any("embed" in line for line in changes)
     weights = ["norm.weight", "embed.weight", "norm.bias"] if tied else ["head.weight", "norm.weight", "embed.weight"]
     named = {"b": chance.randrange(len(kinds)), "p": chance.choice(weights)}
-    lines = [f"model, optimizer = wrap(build(0), lambda p: {chance.choice(OPTIMIZERS)})"]
+    earlier = EARLIER[chance.choice(list(EARLIER))] if chance.random() < 0.25 and "penalty" not in loss else []
+    lines = ["made = build(0)", *(line.format(**named) for line in earlier)]
+    lines.append(f"model, optimizer = wrap(made, lambda p: {chance.choice(OPTIMIZERS)})")
     if loss == "teacher":
         lines.append("teacher = wrap(build(1).requires_grad_(False).eval(), None)[0]")
     if loss == "critic":
@@ -482,12 +514,13 @@ def fitting(plan, model):
         plan,
         parameters={glob: one for glob, one in plan.parameters.items() if fnmatch.filter(parameters, glob)},
         boundaries={glob: one for glob, one in plan.boundaries.items() if fnmatch.filter(modules, glob)},
+        checkpointing={glob: one for glob, one in plan.checkpointing.items() if fnmatch.filter(modules, glob)},
     )
 
 
 NAMES = {one.__name__: one for one in (
     Mlp, Gated, Attention, Averaged, Batched, Scaled, Experts, Net, Critic, Plan, tensor_parallel, batch, whole, seeded
-)} | {"torch": torch, "nn": nn, "F": F, "contextlib": contextlib, "WORDS": WORDS}  # fmt: skip
+)} | {"torch": torch, "nn": nn, "F": F, "contextlib": contextlib, "copy": copy, "WORDS": WORDS}  # fmt: skip
 
 
 def ran(text, plan=False):
