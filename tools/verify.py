@@ -207,7 +207,7 @@ CHECKS: tuple[Check, ...] = (
     Check(8, 4, "changes, and what outlives a call", tests("plans", "static/test_static_changes")),
     Check(20, 2, "mutations of what a forward reads", tests("plans", "static/test_static_reads"), 30 * MINUTES),
     Check(20, 2, "202 forwards that leave traces", tests("plans", "static/test_static_traces"), 20 * MINUTES),
-    Check(20, 1, "hooks that replace, and buffers, under checkpoints", tests("plans", "training/test_hooks_that_replace")),
+    Check(20, 1, "hooks and buffers under checkpoints", tests("plans", "training/test_hooks_that_replace")),
     Check(20, 1, "freezing and thawing", tests("plans", "training/test_freezing"), 30 * MINUTES),
     Check(20, 1, "plain tensors beside a model", tests("plans", "training/test_plain_tensors")),
     Check(24, 1, "long sequences on stock models", tests("vescale", "end_to_end/test_context"), 30 * MINUTES),
