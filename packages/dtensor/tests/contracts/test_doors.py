@@ -329,3 +329,111 @@ def test_what_a_storage_answers():
 
     warnings.simplefilter("ignore")
     assert run_ranks(2, answered) == [True, True]
+
+
+# How those of REFUSED are called that want operands; all others are called without.
+GIVEN = {
+    "__delitem__": lambda t: t.__delitem__(0),
+    "_nested_tensor_size": lambda t: t._nested_tensor_size(),
+    "_sparse_mask_projection": lambda t: t._sparse_mask_projection(torch.eye(5, 3).to_sparse()),
+    "_to_sparse": lambda t: t._to_sparse(2).to_dense(),
+    "_to_sparse_bsc": lambda t: t._to_sparse_bsc((5, 3)).to_dense(),
+    "_to_sparse_bsr": lambda t: t._to_sparse_bsr((5, 3)).to_dense(),
+    "_to_sparse_csc": lambda t: t._to_sparse_csc().to_dense(),
+    "_to_sparse_csr": lambda t: t._to_sparse_csr().to_dense(),
+    "_to_dense": lambda t: t._to_dense(),
+    "_autocast_to_full_precision": lambda t: t._autocast_to_full_precision(False, False),
+    "_autocast_to_reduced_precision": lambda t: t._autocast_to_reduced_precision(
+        False, True, torch.float16, torch.bfloat16
+    ),
+    "_coalesced_": lambda t: t._coalesced_(True),
+    "index": lambda t: t.index(0),
+    "map2_": lambda t: t.clone().map2_(t, t, lambda a, b, c: a + b * c),
+    "reinforce": lambda t: t.reinforce(1.0),
+    "resize_as_sparse_": lambda t: t.clone().resize_as_sparse_(torch.eye(5, 3).to_sparse()),
+    "smm": lambda t: t.smm(torch.ones(3, 2)),
+    "slice_inverse": lambda t: t.slice_inverse(torch.ones(9, 3), 0, 2, 7, 1),
+    "sparse_mask": lambda t: t.sparse_mask(torch.eye(5, 3).to_sparse()).to_dense(),
+    "sparse_resize_": lambda t: t.clone().sparse_resize_((5, 3), 2, 0),
+    "sparse_resize_and_clear_": lambda t: t.clone().sparse_resize_and_clear_((5, 3), 2, 0),
+    "sspaddmm": lambda t: t.sspaddmm(t, t.t()),
+    "to_mkldnn": lambda t: t.to_mkldnn().to_dense(),
+    "to_padded_tensor": lambda t: t.to_padded_tensor(0.0),
+    "to_sparse_bsc": lambda t: t.to_sparse_bsc((5, 3)).to_dense(),
+    "to_sparse_bsr": lambda t: t.to_sparse_bsr((5, 3)).to_dense(),
+    "to_sparse_csc": lambda t: t.to_sparse_csc().to_dense(),
+    "to_sparse_csr": lambda t: t.to_sparse_csr().to_dense(),
+}
+
+
+def _asked(name):
+    """The attribute, or what its call gives."""
+
+    def ask(tensor):
+        value = getattr(tensor, name)
+        return value() if callable(value) else value
+
+    return GIVEN.get(name, ask)
+
+
+def _refused(names):
+    """Where a dense plain tensor raises, so does a DTensor; else it gives the same, or a typed error."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    wrong = []
+    for name in names:
+        for place, placement in PLACES.items():
+            tensor, plain = spread(WHOLE.clone(), mesh, [placement]), WHOLE.clone()
+            outcomes = []
+            for one in (plain, tensor):
+                try:
+                    outcomes.append(_asked(name)(one))
+                except Exception as raised:
+                    outcomes.append(raised)
+            expected, found = outcomes
+            if isinstance(found, VescaleError):
+                continue
+            if isinstance(expected, Exception) or isinstance(found, Exception):
+                if not (isinstance(expected, Exception) and isinstance(found, Exception)):
+                    wrong.append((name, place, repr(found)[:200], repr(expected)[:200]))
+            elif not _same(found, expected) or not _same(tensor, plain):
+                wrong.append((name, place, repr(found)[:200], repr(expected)[:200]))
+    return wrong
+
+
+def test_other_kinds_of_tensors_are_refused_as_on_one_device():
+    assert run_ranks(2, _refused, REFUSED, timeout=120) == [[], []]
+
+
+# Of LOCAL: what can be asked for without operands, and is then the object's own; and what else is called, with what it
+# gives of a plain tensor and of a DTensor alike.
+_CALLED = {
+    "__getattribute__": lambda t: t.__getattribute__("ndim"),
+    "__setattr__": lambda t: (t.__setattr__("mine", 3), t.mine),
+    "__delattr__": lambda t: (t.__setattr__("mine", 3), t.__delattr__("mine"), hasattr(t, "mine")),
+    "__class__": lambda t: isinstance(t, torch.Tensor),
+    "__getstate__": lambda t: None,
+    "__subclasshook__": lambda t: t.__subclasshook__(int) is NotImplemented,
+    "as_subclass": lambda t: None,  # `test_constructors` holds it
+    "share_memory_": lambda t: t.clone().share_memory_(),
+    "register_post_accumulate_grad_hook": lambda t: (
+        t.detach().clone().requires_grad_().register_post_accumulate_grad_hook(print) is not None
+    ),
+    "storage_type": lambda t: t.storage_type() is not None,
+    "_use_count": lambda t: t._use_count() > 0,
+    "module_load": lambda t: t.module_load(t + 1),
+    "pin_memory": lambda t: t.pin_memory() if torch.cuda.is_available() else None,
+    "cuda": lambda t: t.cuda() if torch.cuda.is_available() else None,
+    "_clear_non_serializable_cached_data": lambda t: t._clear_non_serializable_cached_data(),
+}
+_VALUES = (
+    "_backward_hooks _post_accumulate_grad_hooks _grad _grad_fn is_ipu is_maia is_mps is_mtia is_vulkan is_xla is_xpu"
+).split()
+
+
+def test_what_is_local_by_intent_answers():
+    names = [name for group in LOCAL.values() for name in group.split()]
+    calls = _CALLED | {name: lambda t, name=name: getattr(t, name) for name in _VALUES}
+    others = {n: lambda t, n=n: hasattr(t, n) for n in names if n not in calls and n != "__slotnames__"}  # made late
+    assert set(calls) <= set(names)
+    assert run_ranks(2, _answers, calls | others, False, timeout=120) == [[], []]
