@@ -30,6 +30,15 @@ def test_every_kind_is_drawn(kind, tmp_path):
     assert f"<!-- {kind}: 3 ranks, 5 microbatches" in text
 
 
+def test_a_picture_is_as_wide_as_its_page_and_its_legend_is_whole(tmp_path):
+    pytest.importorskip("matplotlib")
+    text = draw(generate("zbv", 2, 4), tmp_path / "timeline.svg").read_text()
+    root = ElementTree.fromstring(text)
+    assert "viewBox" in root.attrib and not {"width", "height"} & set(root.attrib)
+    assert all(f"<!-- {label} -->" in text for label in ("chunk 0", "chunk 1", "F forward", "I input gradient"))
+    assert "fill: #ffffff" in text  # digits on a dark ground
+
+
 def test_recorded_events_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     assert draw(RECORDED, tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -5,7 +5,9 @@ Needs matplotlib for pictures (`pip install "vescale-pipeline[draw]"`); a trace 
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ LABELS = {
 }
 MOST_LABELS = 3000
 """Beyond as many computations, microbatch numbers would be specks."""
+_DARK = 0.45
+"""Luminance below which digits are white."""
 
 
 def draw(what: Schedule | Simulation | Iterable[Sequence[Any]], path: str | Path, *, title: str | None = None) -> Path:
@@ -51,7 +55,16 @@ def draw(what: Schedule | Simulation | Iterable[Sequence[Any]], path: str | Path
         return path
     if title is None:
         title = _describe(what) if isinstance(what, Simulation) else f"{len(events)} recorded events"
-    _picture(events, title).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure = _picture(events, title)
+    if path.suffix == ".png":
+        figure.savefig(path)
+        return path
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    # As wide as the page that shows it: a size in points would be clipped at a window's border.
+    path.write_text(
+        re.sub(r"<svg [^>]*>", lambda tag: re.sub(r' (width|height)="[^"]*"', "", tag[0]), text.getvalue(), count=1)
+    )
     return path
 
 
@@ -105,6 +118,7 @@ def _describe(simulation: Simulation) -> str:
 def _picture(events: Sequence[Event], title: str) -> Any:
     """A figure; made without pyplot, so that neither a display nor global state is touched."""
     try:
+        from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
@@ -121,16 +135,25 @@ def _picture(events: Sequence[Event], title: str) -> Any:
         # A transfer is a thin bar under what the rank computes meanwhile.
         below, height = (rank + 0.36, 0.1) if group == "transfer" else (rank - 0.38, 0.72)
         axes.broken_barh(bars, (below, height), color=COLOURS[group], alpha=shade, edgecolor="white", linewidth=0.4)
+    shades = _shades(events)
     computed = [event for event in events if event.action.kind in COMPUTE]
     if len(computed) <= MOST_LABELS:
         for rank, action, start, stop in computed:
             if stop - start > end / 200:
-                text = str(action.microbatch)
-                axes.text((start + stop) / 2, rank - 0.02, text, ha="center", va="center", fontsize=6, clip_on=True)
+                shade = shades[rank][action.stage]
+                red, green, blue = (1 - shade * (1 - part) for part in to_rgb(COLOURS[action.kind]))
+                dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < _DARK
+                axes.text(
+                    (start + stop) / 2, rank - 0.02, str(action.microbatch), ha="center", va="center", fontsize=6,
+                    color="white" if dark else "black", clip_on=True,
+                )  # fmt: skip
     axes.set(xlim=(0, end), ylim=(ranks - 0.4, -0.5), xlabel="time", ylabel="rank", yticks=range(ranks))
     axes.set_title(title, fontsize=9, loc="left")
     shown = [group for group in COLOURS if any(_group(event.action) == group for event in events)]
     handles = [Patch(color=COLOURS[group], label=LABELS[group]) for group in shown]
+    chunks = sorted({shade for row in shades.values() for shade in row.values()}, reverse=True)
+    if len(chunks) > 1:
+        handles += [Patch(color="black", alpha=shade, label=f"chunk {at}") for at, shade in enumerate(chunks)]
     axes.legend(
         handles=handles, ncols=len(handles) or 1, fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.22), frameon=False
     )
@@ -139,15 +162,21 @@ def _picture(events: Sequence[Event], title: str) -> Any:
     return figure
 
 
-def _bars(events: Sequence[Event]) -> dict[tuple[int, str, float], list[tuple[float, float]]]:
-    """What is drawn in one go: (rank, group, opacity) -> (start, length). Later stages of a rank are paler."""
-    own: dict[int, list[int]] = {}
+def _shades(events: Sequence[Event]) -> dict[int, dict[int, float]]:
+    """The opacity of each rank's stages: later chunks of a rank are paler."""
+    own: dict[int, set[int]] = {}
     for event in events:
-        if event.action.stage not in (stages := own.setdefault(event.rank, [])):
-            stages.append(event.action.stage)
+        own.setdefault(event.rank, set()).add(event.action.stage)
+    return {
+        rank: {stage: 1 - 0.5 * at / max(1, len(stages) - 1) for at, stage in enumerate(sorted(stages))}
+        for rank, stages in own.items()
+    }
+
+
+def _bars(events: Sequence[Event]) -> dict[tuple[int, str, float], list[tuple[float, float]]]:
+    """What is drawn in one go: (rank, group, opacity) -> (start, length)."""
+    shades = _shades(events)
     bars: dict[tuple[int, str, float], list[tuple[float, float]]] = {}
     for rank, action, start, end in events:
-        order = sorted(own[rank]).index(action.stage)
-        shade = 1 - 0.5 * order / max(1, len(own[rank]) - 1)
-        bars.setdefault((rank, _group(action), shade), []).append((start, end - start))
+        bars.setdefault((rank, _group(action), shades[rank][action.stage]), []).append((start, end - start))
     return bars
