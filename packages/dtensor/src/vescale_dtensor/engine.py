@@ -26,6 +26,7 @@ from ._communication.hang import watch_for_hangs as watch_for_hangs
 from ._communication.pending import PendingGather as PendingGather
 from ._communication.pending import PendingReduction as PendingReduction
 from ._communication.pending import PendingRows as PendingRows
+from ._context import mixing as mixing
 from ._context.choice import WAYS as WAYS
 from ._context.choice import pin as pin
 from ._context.work import counted_pairs as counted_pairs

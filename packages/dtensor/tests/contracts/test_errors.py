@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 import vescale_dtensor
@@ -44,6 +45,7 @@ from vescale_dtensor import (
     strict,
     to_torch,
 )
+from vescale_dtensor._context import mixing
 from vescale_dtensor._layouts.mesh import mesh_of as engine_mesh
 from vescale_dtensor.testing import RankError, mesh_of, raises_on_all, run_ranks
 
@@ -113,6 +115,18 @@ def local_of(*sizes):
     return torch.zeros(sizes[dist.get_rank()], 3)
 
 
+class Reversed(torch.nn.Module):
+    def forward(self, x):
+        return x.flip(1)
+
+
+def positions_mixed():
+    """As within the forward of a model under a plan with a context axis."""
+    model = torch.nn.ModuleDict({"mixer": Reversed()})
+    with mixing.sequences_cut(engine_mesh(mesh()), 1, model):
+        model.mixer(sharded(2, 8, 4, placements=(R, Shard(1))))
+
+
 # name -> (error, what raises it). Every text is the same on all ranks.
 CASES = {
     "one placement for two axes": (MeshError, lambda: distribute_tensor(torch.ones(4), mesh(), [Shard(0)])),
@@ -127,6 +141,11 @@ CASES = {
     "a dim that the tensor has not": (PlacementError, lambda: distribute_tensor(torch.ones(4), mesh(), [R, Shard(1)])),
     "a dim of a scalar": (PlacementError, lambda: distribute_tensor(torch.tensor(1.0), mesh(), [R, Shard(0)])),
     "redistribute to a missing dim": (PlacementError, lambda: sharded(4, 6).redistribute([R, Shard(2)])),
+    "positions mixed": (OperatorError, positions_mixed),
+    "a mask of a wrong size": (
+        ShapeError,
+        lambda: F.scaled_dot_product_attention(*[sharded(2, 3, 8, 4, placements=(R, Shard(2)))] * 3, torch.ones(4, 8)),
+    ),
     "groups that do not divide": (
         PlacementError, lambda: distribute_tensor(torch.ones(8, 2), mesh(), [R, InterleavedShard(0, 3)]),
     ),

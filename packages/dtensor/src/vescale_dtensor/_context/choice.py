@@ -15,12 +15,12 @@ for what is so short that the number of messages decides.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch.nn.functional as F
 
 from .._layouts.mesh import Mesh
 from .._rules.registry import TABLE
+from .pins import pins
 
 RING, HEADS, GATHER, AUTO = "ring", "all-to-all", "gather", "auto"
 WAYS = (AUTO, RING, HEADS, GATHER)
@@ -29,8 +29,6 @@ HIDDEN = 2048
 transfer: a current GPU computes some 2000 operations in the time of a byte from another, and a row is 2 for 1."""
 SHORT = 1 << 20
 """Bytes of all keys and values of a rank's heads, up to which one message is better than n - 1."""
-
-_pins: WeakKeyDictionary[Mesh, dict[int, str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -57,13 +55,13 @@ class Choice:
 
 def pin(mesh: Mesh, axis: int, way: str) -> None:
     """From now on, attention over `axis` goes that way where it can."""
-    if pinned(mesh, axis) != way:
-        _pins.setdefault(mesh, {})[axis] = way
+    if pins.get(mesh, {}).get(axis) != way:
+        pins.setdefault(mesh, {})[axis] = way
         TABLE[F.scaled_dot_product_attention].cache.clear()  # what was decided before
 
 
 def pinned(mesh: Mesh, axis: int) -> str:
-    return _pins.get(mesh, {}).get(axis, AUTO)
+    return pins.get(mesh, {}).get(axis, AUTO)
 
 
 def chosen(problem: Problem, pinned: str, can_swap: bool) -> Choice:

@@ -136,6 +136,10 @@ def convert_plain(local: Tensor, mesh: Mesh, target: Layout, cause: object) -> D
     return _converted(local, layout_of(mesh, (INVARIANT,) * mesh.ndim, target.shape), target, fresh=True)
 
 
+# While a model with a context axis runs: what is told of each operand that does not fit (`_context/mixing.py`).
+about_to_move: Callable | None = None
+
+
 def convert_operand(
     tensor: Tensor, source: Layout, target: Layout, function: object, explanation: tuple | None = None
 ) -> Tensor:
@@ -146,6 +150,8 @@ def convert_operand(
     """
     if events.strict_depth and communicates(source, target):
         raise_implicit(tensor, source, target, function, explanation)
+    if about_to_move is not None:
+        about_to_move(tensor, source, target, function)
     events.set_cause(function)
     return _converted(tensor, source, target, fresh=False)
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import INVARIANT, Mesh, convert_plain, layout_of, sharded, state_of
+from vescale_dtensor.engine import INVARIANT, Mesh, convert_plain, layout_of, mixing, sharded, state_of
 
 from .balance import Balance
 
@@ -36,10 +36,12 @@ class MaskBorder:
     def _enter(self, root: nn.Module, args: tuple) -> None:
         _install()
         _running.append(self._context)
+        mixing.enter(*self._context[:2], root)
 
     def _leave(self, root: nn.Module, args: tuple, output: Any) -> None:
         if _running and _running[-1] == self._context:  # another hook of the root may have failed before `_enter`
             _running.pop()
+        mixing.leave(root)
 
 
 def _install() -> None:

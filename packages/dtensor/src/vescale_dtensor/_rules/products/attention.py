@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from ..._context.choice import GATHER
 from ..._context.meeting import Meeting, gathered, meeting_of, meets, run_for, states_for
 from ..._dispatch.signature import Signature, solve
+from ..._errors import ShapeError
 from ..._layouts.layout import Layout
 from ..body import run_body
 from ..elements.pointwise import labels_for
@@ -65,6 +66,8 @@ def _decide(
     shape = _batch_shape(query, key, value, grouped=heads != "h")
     if shape is None or not (mask is None or isinstance(mask, Operand) and mask.ndim <= len(shape) + 2):
         return None
+    if mask is not None:
+        _check_mask(mask, (*shape, query.shape[-2], key.shape[-2]))
     kernel = stand_in(kernel) if stand_in is not None else kernel
     places = tuple(("b", d) for d in range(-len(shape), 0))
     found = {}
@@ -114,6 +117,18 @@ def _decide(
     elif stand_in is not None:
         decision.run = kernel
     return decision
+
+
+def _check_mask(mask: Operand, sizes: tuple[int, ...]) -> None:
+    """Raises ShapeError where the mask does not broadcast to [..., L, S]: a shard of it might, by accident."""
+    if all(own in (1, size) for own, size in zip(reversed(mask.shape), reversed(sizes))):
+        return
+    raise ShapeError(
+        "scaled_dot_product_attention",
+        f"a mask of {list(mask.shape)} does not fit scores of {list(sizes)} (batch, heads, queries, keys)",
+        [f"attn_mask  {list(mask.shape)}", f"scores     {list(sizes)}"],
+        [("a mask of the global sizes", "a dim of 1 is for all; each rank takes its rows")],
+    )
 
 
 def _meeting(call: Call, query: Operand, key: Operand, value: Operand, mask, kernel: Callable) -> Meeting | None:

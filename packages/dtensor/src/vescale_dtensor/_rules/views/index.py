@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._context.mixing import note_read
 from ..._dispatch.copies import mark_copy
 from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import Layout, layout_of
@@ -203,8 +204,12 @@ def _reader(source: Layout, items: list[Item], parted: list[Item]):
         for item in items
     )  # fmt: skip
 
+    single = [(item.dim, item.taken.start) for item in parted if item.drop]
+
     def run(input: Tensor, *args, **kwargs) -> Tensor:
         x = input
+        for dim, position in single:
+            note_read(source, dim, position)
         for dim, parts, length in cuts:
             x = owned(x, dim, parts, length)
         # on one device a view: writing to this copy would not reach the base, and raises

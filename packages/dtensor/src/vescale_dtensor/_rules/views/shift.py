@@ -1,4 +1,4 @@
-"""A dim whose chunks are dealt out, moved along by some places: long slices and pads keep the cut, and only the rows at
+"""A dim that one axis cuts, moved along by some places: long slices and pads keep the cut, and only the rows at
 its borders move.
 
     out[j] = x[j + offset] where there is such a place, else a constant
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..._communication import events
 from ..._communication.collectives import exchange
+from ..._context.pins import pinned_at
 from ..._layouts.layout import Layout
 from ..._layouts.mesh import Mesh
 from ..._layouts.region import Ranges, cut, divides, intersect, local_offset
@@ -51,11 +52,14 @@ class Shift(NamedTuple):
 
 
 def shift_of(layout: Layout, dim: int, offset: int, length: int) -> tuple[Shift, State] | None:
-    """How a slice or pad of a dim whose chunks one axis deals out keeps a cut, and which; None for every other cut."""
+    """How a slice or pad of a dim keeps a cut, and which: of a dim whose chunks one axis deals out, and of one that a
+    plan's context axis cuts in one piece per rank. None for every other cut."""
     axes = layout.axes_of(dim)
-    if len(axes) != 1 or layout.states[axes[0]].order is None or not length:
+    if len(axes) != 1 or not length:
         return None
     mesh, (axis,), state = layout.mesh, axes, layout.states[axes[0]]
+    if state.order is None and not (state.in_one_piece and state.units is None and pinned_at(mesh, axis)):
+        return None
     count, size = mesh.sizes[axis], layout.shape[dim]
     target = state if divides(state, length) else sharded(dim, order=state.order)
     return Shift(mesh, axis, dim, cut(state, size, count), cut(target, length, count), offset), target

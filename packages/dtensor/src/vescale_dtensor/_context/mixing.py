@@ -1,0 +1,146 @@
+"""Modules that mix positions in a way for which a cut sequence has no rule: an error that names them.
+
+Attention, products, choices of rows and what treats positions one by one have rules. A scan, a sort, a convolution, a
+shift of positions, and a function that has no rule at all would need the sequence whole on every rank: the result
+would be right, and what context parallelism is for would be lost without a word. So it is an error while the model of
+a plan with a context axis runs, and for activations alone: of places, masks and labels (two dims) little is moved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._communication.events import function_name
+from .._conversions import convert
+from .._errors import OperatorError
+from .._layouts.layout import Layout
+from .._layouts.mesh import Mesh
+from .._rules.registry import TABLE
+
+ONE_BY_ONE = 8
+"""As many positions of one activation are read one by one by what chooses some of them, not by a scan."""
+_NAMES = """
+cumsum cumprod logcumsumexp cummax cummin diff sort argsort msort kthvalue mode median nanmedian quantile nanquantile
+conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d pad constant_pad_nd roll flip fliplr flipud
+rot90 unfold fold unbind avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d max_pool1d max_pool2d
+interpolate upsample grid_sample pixel_shuffle pixel_unshuffle
+""".split()
+"""Functions with a rule that needs the dim whole along which they work; of a running sum not where each rank's part is
+in one piece."""
+MIXING = frozenset(
+    function
+    for name in _NAMES
+    for owner in (torch, Tensor, F)
+    if callable(function := getattr(owner, name, None))
+) | frozenset(function for function in vars(torch.fft).values() if callable(function))  # fmt: skip
+_MEETING = frozenset({"_grouped_mm", "grouped_mm", "flex_attention", "scaled_dot_product_attention"})
+"""Functions without a rule that meet positions as attention and products do."""
+
+
+class Running(NamedTuple):
+    """A model that runs: its mesh, the axis that cuts its sequences, its root, and which positions of activations of
+    a layout were read one by one."""
+
+    mesh: Mesh
+    axis: int
+    root: nn.Module
+    read: dict[Layout, set[int]]
+
+
+_running: list[Running] = []  # the innermost last
+
+
+def enter(mesh: Mesh, axis: int, root: nn.Module) -> None:
+    """The model's forward begins: from now on what mixes positions that `axis` cuts raises. Pairs with `leave`."""
+    _running.append(Running(mesh, axis, root, {}))
+    convert.about_to_move = _check
+
+
+def leave(root: nn.Module) -> None:
+    """The model's forward has ended, maybe before it was told that it began."""
+    if _running and _running[-1].root is root:
+        _running.pop()
+    if not _running:
+        convert.about_to_move = None
+
+
+@contextmanager
+def sequences_cut(mesh: Mesh, axis: int, root: nn.Module) -> Iterator[None]:
+    """`enter` and `leave` around a block."""
+    enter(mesh, axis, root)
+    try:
+        yield
+    finally:
+        leave(root)
+
+
+def note_read(layout: Layout, dim: int, position: int) -> None:
+    """One position of a cut dim is read: many of them, one after the other, are a scan."""
+    if not _running or not _is_cut(layout, dim) or convert.each_use is not None:
+        return
+    now = _running[-1]
+    read = now.read.setdefault(layout, set())
+    read.add(position)
+    if len(read) > ONE_BY_ONE and _innermost(now.root):
+        _raise("getitem", f"reads more than {ONE_BY_ONE} positions one by one of a sequence that {{axis}} cuts", layout)
+
+
+def _check(tensor: Tensor, source: Layout, target: Layout, function: object) -> None:
+    axis = _running[-1].axis
+    state = source.states[axis] if source.mesh is _running[-1].mesh else None
+    if state is None or state.kind != "S" or target.states[axis] is state or not _is_cut(source, state.dim):
+        return
+    if source.shape[state.dim] == source.mesh.sizes[axis]:  # what each rank hands on, of a running sum
+        return
+    if convert.each_use is not None:  # the reproducible mode runs much on whole tensors, and says so
+        return
+    name = function_name(function)
+    if function in MIXING:
+        _raise(name, "mixes positions of a sequence that {axis} cuts, and needs it whole", source)
+    entry = TABLE.get(function) if callable(function) else None
+    if entry is not None and entry.rule is None and entry.handler is None and name not in _MEETING:
+        _raise(name, "calls what has no rule: a sequence that {axis} cuts would be made whole for it", source)
+
+
+def _is_cut(layout: Layout, dim: int) -> bool:
+    """Whether the dim is an activation's sequence: places, labels and masks of the model's own have two dims."""
+    now = _running[-1]
+    return layout.mesh is now.mesh and layout.ndim > 2 and layout.axes_of(dim) == (now.axis,)
+
+
+def _raise(operation: str, rule: str, layout: Layout) -> None:
+    now = _running[-1]
+    axis, name = now.mesh.names[now.axis], _innermost(now.root)
+    where = f"module {name!r} ({type(now.root.get_submodule(name)).__name__})" if name else "the model's own forward"
+    whole = f"Boundary(input={{{axis!r}: Replicate()}})"
+    remedies = [
+        (f"Plan(..., boundaries={{{name!r}: {whole}}})", "the module sees whole sequences: all-gathers what enters it")
+    ] if name else []  # fmt: skip
+    remedies += [
+        ("Plan(..., context_axis=None)", "sequences stay whole on every rank"),
+        (f"register_rule({operation})", "where it does not mix positions, or communicates by itself"),
+    ]
+    states = ", ".join(map(repr, layout.states))
+    operands = [f"operand  {list(layout.shape)}  {states}  on {layout.mesh}"]
+    raise OperatorError(operation, f"{where} {rule.format(axis=repr(axis))}", operands, remedies)
+
+
+def _innermost(root: nn.Module) -> str:
+    """The module of which the forward runs: the user's own, else torch's; "" for the root."""
+    names = {id(module): name for name, module in root.named_modules()}
+    frame, found = sys._getframe(1), ""
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_argcount else None
+        name = names.get(id(module), "") if isinstance(module, nn.Module) else ""
+        if name and not type(module).__module__.startswith("torch.nn"):
+            return name
+        found = found or name
+        frame = frame.f_back
+    return found
