@@ -10,6 +10,7 @@ from vescale_dtensor._context.empty import _trimmed
 from vescale_dtensor._context.tiles import tiles
 from vescale_dtensor._context.work import pairs_of
 from vescale_dtensor.engine import cut_ranges
+from vescale_dtensor.testing import slice_of
 from vescale_plans._apply.balance import order_for
 
 
@@ -43,8 +44,10 @@ def test_a_causal_mask(ranks):
     assert spread(None, 1024, ranks) > 1.5  # what it is for
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("window", [32, 100, 256, 341, 700])
+WINDOWS = [(ranks, window) for ranks in (2, 4) for window in (32, 100, 256, 341, 700)]
+
+
+@pytest.mark.parametrize(("ranks", "window"), slice_of(WINDOWS, 3))
 def test_a_sliding_window(ranks, window):
     seen, away = causal(1024)
     order = order_for(1024, ranks, (window,))
@@ -52,9 +55,10 @@ def test_a_sliding_window(ranks, window):
 
 
 def test_packed_documents():
+    """Twenty random packings, all with VESCALE_GRID=full."""
     draw, size, ranks = random.Random(0), 2048, 4
-    for _ in range(20):
-        starts = (0, *sorted(draw.sample(range(1, size), draw.randint(1, 12))))
+    packings = [(0, *sorted(draw.sample(range(1, size), draw.randint(1, 12)))) for _ in range(20)]
+    for starts in slice_of(packings, 7):
         document = torch.zeros(size, dtype=torch.long).index_fill_(0, torch.tensor(starts), 1).cumsum(0)
         mask = causal(size)[0] & (document[:, None] == document)
         order = order_for(size, ranks, (None,), (starts,))

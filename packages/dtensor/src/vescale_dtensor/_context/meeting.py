@@ -13,7 +13,7 @@ from .._communication import events
 from .._layouts.layout import Layout
 from .._layouts.mesh import Mesh
 from .._layouts.region import cut, cut_sizes
-from .._layouts.state import VARYING, State
+from .._layouts.state import INVARIANT, VARYING, State
 from .._rules.registry import Operand
 from . import heads, ring
 from .choice import HEADS, Choice, Problem, chosen, pinned
@@ -50,11 +50,12 @@ def meeting_of(mesh: Mesh, query: Operand, key: Operand, value: Operand, *, swap
     return Meeting(axis, choice)
 
 
-def gathered(meeting: Meeting, operands: list[Operand], *moved: Operand) -> list[Operand]:
-    """The operands with `moved` whole on the axis: what is decided then leaves queries where they are."""
-    found = list(operands)
+def gathered(meeting: Meeting, operands: list[Operand], *moved: Operand, alike: bool = False) -> list[Operand]:
+    """The operands with `moved` whole on the axis: what is decided then leaves queries where they are. alike: nothing
+    else is cut by it, and every rank computes the same."""
+    found, state_there = list(operands), INVARIANT if alike else VARYING
     for operand in moved:
-        states = [VARYING if axis == meeting.axis else state for axis, state in enumerate(operand.states)]
+        states = [state_there if axis == meeting.axis else state for axis, state in enumerate(operand.states)]
         found[operand.index] = Operand(operand.layout.with_states(states), operand.plain, operand.index)
     return found
 

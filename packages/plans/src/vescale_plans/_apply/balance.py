@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import InterleavedShard, Placement, Shard, zigzag
-from vescale_dtensor.engine import Mesh, cut_ranges
+from vescale_dtensor.engine import Mesh, cut_ranges, is_reproducible
 
 from ..plan import Plan
 
@@ -40,8 +40,9 @@ Documents = tuple[tuple[int, ...], ...]
 class Balance:
     """The layout of sequences of one model: `placement` of a dim, for the batch that is under way."""
 
-    def __init__(self, ranks: int, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, ranks: int, windows: tuple[int | None, ...], pinned: bool) -> None:
         self._ranks = ranks
+        self._pinned = pinned  # by the plan, in the reproducible mode too, which computes attention whole on each rank
         self._windows = windows
         self._documents: Documents = ()
 
@@ -55,6 +56,8 @@ class Balance:
                 self._documents = tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in starts)
 
     def placement(self, dim: int, size: int) -> Placement:
+        if is_reproducible() and not self._pinned:
+            return Shard(dim)
         order = order_for(size, self._ranks, self._windows, self._documents)
         return Shard(dim) if order is None else InterleavedShard(dim, 1, order)
 
@@ -65,7 +68,8 @@ def balance_of(plan: Plan, mesh: Mesh, model: nn.Module) -> Balance | None:
         return None
     if plan.context_layout == "auto" and (plan.context not in ("auto", "ring") or not _is_causal(model)):
         return None
-    return Balance(mesh.sizes[mesh.axis(plan.context_axis)], windows_of(model))
+    ranks = mesh.sizes[mesh.axis(plan.context_axis)]
+    return Balance(ranks, windows_of(model), pinned=plan.context_layout != "auto")
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -80,10 +80,11 @@ def _decide(
         sizes = (*shape, query.shape[-2], key.shape[-2])
         names = (*places, "l", "s")
         found[mask.index] = tuple(None if d is None else names[d] for d in labels_for(mask, sizes))
-    meeting = None if stand_in is not None else _meeting(call, query, key, value, mask, kernel)
-    gathers = meeting is not None and meeting.choice.way == GATHER
+    meeting = _meeting(call, query, key, value, mask, kernel)
+    whole = meeting is not None and stand_in is not None
+    gathers = whole or meeting is not None and meeting.choice.way == GATHER
     if gathers:
-        moved = gathered(meeting, call.operands, key, value)
+        moved = gathered(meeting, call.operands, *(call.operands if whole else (key, value)), alike=whole)
         before, call, meeting = call, replace(call, operands=moved), None
     signature = Signature(
         [found[operand.index] for operand in call.operands], [(*places, "l", "ev")],
