@@ -17,8 +17,9 @@ Blind rows. A row is blind if the constants were frozen before its figures were 
 `frozen()`, the hash of the profiles and of the modules that price, in FROZEN, together with BLIND_SOURCES, public
 reports of which no figure is in this file; (2) a later commit enters every run of these reports that qualifies
 (hardware with a profile, degrees, batch and recomputation given, fused attention and norms, no fp8, no context
-parallelism), whatever it says, reported apart; (3) the record says whether the hash is still FROZEN. FROZEN is of
-2026-11-23: of the three reports, an excerpt of KempnerForge's and the best utilisation of Hagemann's had been seen.
+parallelism), whatever it says, in `published_blind.csv`, which `published_blind.py` prices; (3) the record says whether
+the hash is still FROZEN. FROZEN is of 2026-11-23: of the three reports, an excerpt of KempnerForge's and the best
+utilisation of Hagemann's had been seen.
 
 Structures are probed from models of transformers on the meta device. Not covered, and so left out: context parallelism
 (Llama-3 405B at 131k), asynchronous tensor parallelism, expert overlap schedules, fp8. Experts over 32 ranks of which
@@ -340,7 +341,7 @@ def summed(rows: list[dict]) -> dict:
     errors = [abs(one["error"]) for one in rows]
     apart = [one for one in rows if one["aside"]]
     return {
-        "rows": len(rows), "blind rows": 0, "constants": frozen(), "frozen": frozen() == FROZEN,
+        "rows": len(rows), "constants": frozen(), "frozen": frozen() == FROZEN,
         "median error": round(median(errors), 4), "worst error": round(max(errors), 4),
         "searched": sum(not one["outside"] for one in rows), "fits": sum(one["fits"] for one in rows),
         "recovered": round(sum(one["found"] for one in rows) / len(rows), 4), "rows aside": len(apart),

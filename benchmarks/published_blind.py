@@ -1,0 +1,115 @@
+"""Blind rows: runs of reports that no constant was chosen by, priced by what ships.
+
+    python benchmarks/published_blind.py [--json FILE]
+
+`published.py` states the protocol and holds the frozen hash; `published_blind.csv` holds every run of the reports that
+qualifies, entered after the hash was, and those that ran out of memory, which have no seconds. A configuration is
+priced as it was reported, with blocks dealt out evenly, for the hardware as its report has it: FSDP's reductions run
+beside the backward, those of arXiv 2311.05610 (ZeRO-1, at the end of the step) do not. Of the memory it is counted how
+often the planner says of a run that it fits, and of one that did not that it does not.
+
+Taken from the reports' texts or derived from their figures: of arXiv 2311.05610 the batch (2,048 rows of 2,048
+positions, 512 of 8,192) and the table of 128,000 words, which its utilisation and step times agree with; MPT by GPT-2's
+blocks, with tied tables and learned positions, as its counts of parameters show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from published import FROZEN, LLAMA, frozen, profile, structure
+from vescale_plans.search import Candidate, Request
+from vescale_plans.search.ranking import MARGIN, Estimate, Pricer
+
+GOALS = {"median error": 0.10, "worst error": 0.25}
+MODELS = {
+    "mpt-125m": ("gpt", 12, 768, 12), "mpt-350m": ("gpt", 24, 1024, 16), "mpt-760m": ("gpt", 24, 1536, 12),
+    "mpt-1b": ("gpt", 24, 2048, 16), "mpt-3b": ("gpt", 32, 2560, 20), "mpt-7b": ("gpt", 32, 4096, 32),
+    "mpt-13b": ("gpt", 40, 5120, 40), "mpt-30b": ("gpt", 48, 7168, 56), "mpt-70b": ("gpt", 80, 8192, 64),
+    "forge-7B": LLAMA["8B"], "forge-13B": ("llama", 40, 5120, 40, 8, 17920), "forge-70B": LLAMA["70B"],
+    "llama-13B": ("llama", 40, 5120, 40, 40, 13824), "llama-30B": ("llama", 60, 6656, 52, 52, 17920),
+    "llama-65B": ("llama", 80, 8192, 64, 64, 22016),
+}  # fmt: skip
+LATE = ("arXiv 2311.05610",)
+"""Whose gradients are reduced when the last backward is through."""
+NODES = {"KempnerForge": 4}
+"""Devices of a node, where they are not the profile's."""
+NUMBERS = ("tp", "pp", "zero", "microbatches")
+
+
+def runs() -> Iterator[dict[str, str]]:
+    with Path(__file__).with_suffix(".csv").open() as file:
+        yield from csv.DictReader(file)
+
+
+def candidate_of(run: Mapping[str, str]) -> Candidate:
+    degrees = {name: int(run[name]) for name in NUMBERS}
+    dp = int(run["gpus"]) // degrees["tp"] // degrees["pp"]
+    return Candidate(**degrees, dp=dp, sp=run["sp"] == "1", checkpointing=run["again"] == "1")
+
+
+@cache
+def pricer_of(report: str, model: str, hardware: str, gpus: int, batch: int, seq: int) -> Pricer:
+    known = profile(hardware, report not in LATE)
+    known = replace(known, node=NODES.get(report, known.node))
+    limit = MARGIN * known.memory
+    return Pricer(Request(structure(MODELS[model]), gpus, batch, seq, known, limit, dtype=torch.bfloat16))
+
+
+def estimate_of(run: Mapping[str, str]) -> tuple[Estimate, float]:
+    """What the planner says of it, and the bytes that it may fill."""
+    sizes = (int(run[name]) for name in ("gpus", "batch", "seq"))
+    pricer = pricer_of(run["report"], run["model"], run["hardware"], *sizes)
+    return pricer.evenly(candidate_of(run)), pricer.request.limit
+
+
+def compared(run: Mapping[str, str]) -> dict:
+    found, limit = estimate_of(run)
+    ran = bool(run["seconds"])
+    return {
+        "report": run["report"], "run": f"{run['model']} {run['hardware']} {run['gpus']}", "seq": int(run["seq"]),
+        "plan": str(found.candidate), "predicted s": round(found.cost.total, 3), "ran": ran,
+        "error": round(found.cost.total / float(run["seconds"]) - 1, 4) if ran else None,
+        "GiB": round(found.memory.total / 2**30, 1), "fits": found.memory.total <= limit,
+    }  # fmt: skip
+
+
+def summed(table: list[dict]) -> dict:
+    errors = [one["error"] for one in table if one["ran"]]
+    ran, died = ([one["fits"] for one in table if one["ran"] == ran] for ran in (True, False))
+    off = sorted(map(abs, errors))
+    return {
+        "runs": len(errors), "median error": round(median(off), 4), "worst error": off[-1],
+        "nine of ten within": off[len(off) * 9 // 10], "median, with its sign": round(median(errors), 4),
+        "fits, of those that ran": [sum(ran), len(ran)],
+        "does not fit, of those that ran out of memory": [len(died) - sum(died), len(died)],
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json")
+    path = parser.parse_args().json
+    table = [compared(run) for run in runs()]
+    names = dict.fromkeys(one["report"] for one in table)
+    reports = {name: [one for one in table if one["report"] == name] for name in names}
+    record = {"constants": frozen(), "frozen": frozen() == FROZEN, "goals": GOALS, **summed(table)}
+    record["reports"] = {name: summed(part) for name, part in reports.items()}
+    if path:
+        Path(path).write_text(json.dumps({**record, "table": table}, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+    return int(not record["frozen"] or any(record[name] > most for name, most in GOALS.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
