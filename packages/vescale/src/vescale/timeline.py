@@ -57,8 +57,9 @@ def timeline(folder: str | Path, model: nn.Module | None = None) -> Iterator[Non
             stack.enter_context(_modules(model, notes))
         yield
     for event in actions:
-        about = {"stage": event.action.stage, "microbatch": event.action.microbatch}
-        notes.add("pipeline", str(event.action), event.start, event.end, about)
+        action = event.action
+        about = {"stage": action.stage, "microbatch": action.microbatch, "kind": action.kind, "peer": action.peer}
+        notes.add("pipeline", str(action), event.start, event.end, about)
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps({"rank": rank, "spans": notes.spans}))
 

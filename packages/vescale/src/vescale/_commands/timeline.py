@@ -7,15 +7,26 @@ from typing import Annotated
 
 import typer
 
+from .._pages.spans import lost, straggler
+from .._pages.timeline_page import timeline_page
 from ..timeline import merge_timeline, read_timeline, totals
 
 
 def timeline(
     folder: Annotated[Path, typer.Argument(help="Folder that vescale.timeline wrote.")],
     out: Annotated[Path | None, typer.Option(help="The trace, .json; FOLDER/trace.json by default.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page, which opens without a network.")] = None,
 ) -> None:
     """Merges the timelines of all ranks into a trace for Chrome or Perfetto, and sums up each rank."""
-    for rank, spans in sorted(read_timeline(folder).items()):
+    ranks = read_timeline(folder)
+    gone = lost(ranks)
+    for rank, spans in sorted(ranks.items()):
         for name, (count, seconds) in sorted(totals(spans).items(), key=lambda row: -row[1][1]):
             typer.echo(f"rank {rank:<4} {name:<20} {1e3 * seconds:9.2f} ms  {count:>5} times")
+        typer.echo(f"rank {rank:<4} {'exposed collectives':<20} {1e3 * gone[rank].exposed:9.2f} ms")
+    if said := straggler(ranks):
+        typer.echo(said)
     typer.echo(f"written to {merge_timeline(folder, out)}")
+    if html is not None:
+        html.write_text(timeline_page(ranks))
+        typer.echo(f"written to {html}")
