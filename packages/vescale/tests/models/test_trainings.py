@@ -387,6 +387,8 @@ def program(seed):
     weights = ["norm.weight", "embed.weight", "norm.bias"] if tied else ["head.weight", "norm.weight", "embed.weight"]
     named = {"b": chance.randrange(len(kinds)), "p": chance.choice(weights)}
     earlier = EARLIER[chance.choice(list(EARLIER))] if chance.random() < 0.25 and "penalty" not in loss else []
+    if any("hook" in name or name == "retained" for name in setups):  # torch hangs none on what is frozen
+        earlier = [line for line in earlier if "requires_grad" not in line]
     lines = ["made = build(0)", *(line.format(**named) for line in earlier)]
     lines.append(f"model, optimizer = wrap(made, lambda p: {chance.choice(OPTIMIZERS)})")
     if loss == "teacher":
