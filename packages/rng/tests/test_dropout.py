@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vescale_rng
 from vescale_dtensor import FallbackWarning, Partial, RaggedShard, Replicate, Shard, distribute_tensor, from_local
-from vescale_dtensor._test_kit.oracle import compare
+from vescale_dtensor._test_kit.oracle import STRIDED_VIEWS, compare
 from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
 
 R, P, S = Replicate(), Partial(), Shard
@@ -80,6 +80,32 @@ def test_values_gradients_and_generator(name):
             assert torch.equal(*function.after), pair
 
     run(layouts)
+
+
+@pytest.mark.parametrize("name", STRIDED_VIEWS)
+def test_masks_after_strided_views(name):
+    """Of the view as it lies, of what is computed with it, of a copy; and numbers drawn like it."""
+    view = STRIDED_VIEWS[name]
+    draws = (
+        lambda x: F.dropout(x, 0.4),
+        lambda x: F.dropout(x * 2, 0.4, True, True),
+        lambda x: F.dropout(x.contiguous(), 0.4),
+        lambda x: torch.rand_like(x),
+        lambda x: torch.randn_like(x),
+        lambda x: (x * 2).normal_(),
+    )
+
+    def masks():
+        value = torch.rand(8, 8, generator=torch.Generator().manual_seed(2))
+        every = itertools.product([R, S(0), S(1)], repeat=2)
+        for mesh, places in [(mesh_of(2, 2), pair) for pair in every] + [(mesh_of(4), (S(d),)) for d in (0, 1)]:
+            for i, draw in enumerate(draws):
+                function = seeded(lambda x, draw=draw: draw(view(x)))
+                expected = function(value)
+                found = function(distribute_tensor(value, mesh, places)).full_tensor()
+                assert torch.equal(found, expected) and torch.equal(*function.after), (places, i)
+
+    run(masks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, distribute_tensor
-from vescale_dtensor._test_kit.oracle import compare, spread
+from vescale_dtensor._test_kit.oracle import STRIDED_VIEWS, compare, spread
 from vescale_dtensor.testing import assert_ranks_agree, mesh_of, run_ranks
 
 R, P, S = Replicate(), Partial(), Shard
@@ -159,6 +159,28 @@ def test_masks_follow_the_order_of_memory():
             expected = F.dropout(value.t(), 0.4)
             torch.manual_seed(3)
             assert torch.equal(F.dropout(distribute_tensor(value, mesh, places).t(), 0.4).full_tensor(), expected)
+
+    run_ranks(4, on_ranks)
+
+
+@pytest.mark.parametrize("name", STRIDED_VIEWS)
+def test_masks_after_strided_views_are_those_of_one_device(name):
+    """Also of views for which a cut dim had to be put together, or cut in another way."""
+    view = STRIDED_VIEWS[name]
+
+    def on_ranks():
+        mesh = mesh_of(2, 2)
+        value = torch.rand(8, 8, generator=torch.Generator().manual_seed(2))
+        draws = (lambda x: F.dropout(x, 0.4), lambda x: torch.rand_like(x), lambda x: F.dropout(x.contiguous(), 0.4))
+        for places in LAYOUTS:
+            for draw in draws:
+                torch.manual_seed(3)
+                expected = draw(view(value))
+                after = torch.rand(2)
+                torch.manual_seed(3)
+                found = draw(view(distribute_tensor(value, mesh, places)))
+                assert torch.equal(torch.rand(2), after), places
+                assert torch.equal(found.full_tensor(), expected), places
 
     run_ranks(4, on_ranks)
 

@@ -146,3 +146,21 @@ def _same(want: Any, have: Any, rtol, atol, bitwise: bool, context: str) -> None
         have = have.detach().full_tensor()
     options = {"rtol": 0, "atol": 0} if bitwise else {"rtol": rtol, "atol": atol}
     torch.testing.assert_close(have, want.detach(), msg=lambda text: f"{context}: {text}", equal_nan=True, **options)
+
+
+# Of an [8, 8] tensor: views that lie in memory in another order than their dims, with gaps, or over themselves.
+STRIDED_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "unfold": lambda x: x.unfold(0, 3, 2),
+    "unfold of the last": lambda x: x.unfold(1, 4, 1),
+    "unfold, transposed": lambda x: x.unfold(1, 2, 2).transpose(0, 2),
+    "transposed slice": lambda x: x[1:7, ::2].t(),
+    "steps": lambda x: x[::3, 1::2],
+    "heads": lambda x: x.view(8, 2, 4).transpose(0, 1),
+    "heads, cut": lambda x: x.view(8, 2, 4).permute(2, 0, 1)[1:3],
+    "expanded": lambda x: x[:, None].expand(8, 2, 8),
+    "chunk": lambda x: x.chunk(3, 1)[1],
+    "diagonal": lambda x: x.diagonal(),
+    "windows": lambda x: x.unfold(0, 4, 2).unfold(1, 4, 4).flatten(2),
+    "select": lambda x: x.view(2, 4, 8).select(1, 2),
+    "moved dims": lambda x: x.view(2, 4, 8).movedim(0, 1),
+}  # fmt: skip

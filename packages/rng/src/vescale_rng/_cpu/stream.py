@@ -26,7 +26,7 @@ import torch
 from torch import Generator, Tensor
 
 from vescale_dtensor import Layout
-from vescale_dtensor.engine import PENDING
+from vescale_dtensor.engine import PENDING, global_stride
 
 from .._cuda.fill import check_not_named, fill_parts, generator_on, is_followed
 from .._cuda.numbers import fused_dropout_
@@ -70,34 +70,54 @@ class Order:
     contiguous: bool
 
 
-def order_of(local: Tensor, shape: Sequence[int], fresh: bool = False) -> Order:
-    """That of the whole tensor, of global `shape`, told from its shard's strides; a fresh one has no gaps.
+def order_of(local: Tensor, layout: Layout | None = None, fresh: bool = False) -> Order:
+    """That of the whole tensor, or of a fresh one that is made like it, told from its shard's strides."""
+    sizes, strides = tuple(local.shape), local.stride()
+    shape = sizes
+    if layout is not None:
+        shape = layout.shape
+        strides = strides if layout.is_replicated else global_stride(strides, sizes, layout) or strides
+    return _order(strides, shape, fresh)
 
-    Of a dim of one index the stride says where it was made: a fresh [n, 1] has strides (1, 1),
-    so that among equal ones the dim of one index is the inner.
-    """
-    sizes, strides = local.shape, local.stride()
-    dims = sorted(range(local.ndim), key=lambda dim: (-strides[dim], sizes[dim] < 2))
+
+@lru_cache(maxsize=1024)
+def _order(strides: tuple[int, ...], shape: tuple[int, ...], fresh: bool) -> Order:
+    """A fresh tensor has no gaps, and otherwise lies as what it is made like."""
+    dims = _from_the_outermost(strides, shape)
     long = [dim for dim in dims if shape[dim] != 1]
-    contiguous = long == sorted(long) and (fresh or _has_no_gaps(sizes, strides, dims))
-    return Order(tuple(range(local.ndim)) if contiguous else tuple(dims), contiguous)
+    contiguous = long == sorted(long) and (fresh or all(strides[d] == prod(shape[d + 1 :]) for d in long))
+    return Order(tuple(range(len(shape))) if contiguous else dims, contiguous)
 
 
-def _has_no_gaps(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> bool:
-    expected = 1
-    for dim in reversed(dims):
-        if strides[dim] != expected:
-            return False
-        expected *= max(sizes[dim], 1)
-    return True
+def _from_the_outermost(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The order that torch gives the memory of a tensor made like this one (`at::infer_dense_strides`): by strides, of
+    equal ones the shorter dim is the inner, and an expanded dim stays where it is."""
+
+    def swaps(inner: int, outer: int) -> int:
+        one, other = strides[inner], strides[outer]
+        if not one or not other:
+            return 0
+        return (one > other) - (one < other) or int(shape[inner] > shape[outer])
+
+    found = [*reversed(range(len(shape)))]  # from the innermost
+    for last in range(1, len(found)):
+        at = last
+        for before in range(last - 1, -1, -1):
+            way = swaps(found[before], found[at])
+            if way > 0:
+                found[before], found[at] = found[at], found[before]
+                at = before
+            elif way < 0:
+                break
+    return tuple(reversed(found))
 
 
-def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False) -> Tensor:
+def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False, like: Tensor | None = None) -> Tensor:
     """Overwrites this rank's shard `local` (plain) with its part of the draw of the whole; returns it.
 
     A pending tensor is drawn on the first rank of the axis and zero on the others, whose
     generators go along. On a meta tensor nothing is drawn, as on one device. fresh: nobody has cut `local`
-    out of another tensor.
+    out of another tensor. like: the shard, as it lies, of what one device's fresh tensor would be made like.
     """
     if local.is_meta:
         draw(local)
@@ -106,7 +126,7 @@ def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False) -> T
         note(draw.function.__name__, draw.generator)
         return _place_philox(local, layout, draw, next_key(draw.generator))
     note(draw.function.__name__, draw.generator_for(local))
-    return _place(local, layout, draw, fresh)
+    return _place(local, layout, draw, fresh, like)
 
 
 def fill_region(target: Tensor, region: Region, draw: Draw) -> None:
@@ -146,12 +166,12 @@ def take(draw: Draw, like: Tensor) -> Taken:
     if current_stream() == "philox":
         return Taken(draw, state, next_key(generator))
     if like.numel() <= CHUNK:  # the memory order counts, gaps do not: they change what a normal takes
-        order = order_of(like, like.shape)
+        order = order_of(like)
         draw(_memory(like.numel(), like.dtype, order.contiguous, _fresh))
     elif _seeds_another(draw, like.dtype):
         draw(torch.empty(BLOCK, dtype=like.dtype))
     else:
-        _fill_in_chunks([], like.numel(), like.dtype, order_of(like, like.shape), draw)
+        _fill_in_chunks([], like.numel(), like.dtype, order_of(like), draw)
     return Taken(draw, state)
 
 
@@ -173,9 +193,11 @@ Part = tuple[Tensor, Region]
 """A part of the shard, and what it is of the whole: their dims in the same order."""
 
 
-def _place(local: Tensor, layout: Layout, draw: Draw, fresh: bool) -> Tensor:
+def _place(local: Tensor, layout: Layout, draw: Draw, fresh: bool, like: Tensor | None = None) -> Tensor:
     zero = any(state is PENDING and at for state, at in zip(layout.states, layout.mesh.coordinate))
-    order = _in_rows(layout.shape) if layout.flat_axis is not None else order_of(local, layout.shape, fresh)
+    order = _in_rows(layout.shape)
+    if layout.flat_axis is None:
+        order = order_of(local if like is None else like, layout, fresh)
     parts = [] if zero else parts_of(local, layout, order.dims)
     if local.device.type == "cuda":
         _place_on_device(parts, layout, local, order, draw)

@@ -54,9 +54,10 @@ _WHOLE = {function: TABLE[function].rule for function in (*_FUNCTIONS, *_BODIES)
 _SELU = 1.7580993408473766  # ATen's `alpha`: of SELU, scale times alpha
 
 
-def drawn_noise(local: Tensor, layout: Layout, p: float) -> Tensor:
-    """This rank's part of the zeros and ones that one device draws into a fresh tensor; `local` is overwritten."""
-    return fill(local, layout, Draw(Tensor.bernoulli_, (1 - p,)), fresh=True)
+def drawn_noise(local: Tensor, layout: Layout, p: float, like: Tensor | None = None) -> Tensor:
+    """This rank's part of the zeros and ones that one device draws into a fresh tensor, made like one of which `like`
+    is the shard; `local` is overwritten."""
+    return fill(local, layout, Draw(Tensor.bernoulli_, (1 - p,)), fresh=True, like=like)
 
 
 @register_rule(_FUNCTIONS, exact=True)
@@ -106,7 +107,8 @@ def _fused(x: Tensor, layout: Layout, p: float) -> Tensor:
     """As torch's fused kernel on CUDA: x times zero or one, times the scale, in float, rounded once."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.no_grad():
-        kept = fill(torch.empty_like(x.detach()), settled(layout), Draw(fused_dropout_, (p,)), fresh=True).bool()
+        kept = torch.empty_like(x.detach())
+        kept = fill(kept, settled(layout), Draw(fused_dropout_, (p,)), fresh=True, like=x.detach()).bool()
         scale = torch.tensor(1 - p, dtype=wide).to(torch.float64).reciprocal().to(wide).item()
     return (x.to(wide) * kept).mul_(scale).to(x.dtype)
 
@@ -122,7 +124,7 @@ def _noise(x: Tensor, layout: Layout, p: float, feature: bool) -> Tensor:
     layout = settled(layout)
     with torch.no_grad():
         if not feature:
-            return drawn_noise(torch.empty_like(x.detach()), layout, p)
+            return drawn_noise(torch.empty_like(x.detach()), layout, p, x.detach())
         if layout.ndim < 2:
             raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
         states = [INVARIANT if state.kind == "S" and state.dim > 1 else state for state in layout.states]

@@ -57,14 +57,15 @@ def fills_for(tensor: DTensor) -> bool:
     return draws_for(tensor) or tensor.device.type == "cuda"
 
 
-def draw_into(own: DTensor, draw: Draw, *, fresh: bool = False) -> DTensor:
-    """`own` overwritten in place, with torch's own complaint when it is a leaf that requires grad."""
+def draw_into(own: DTensor, draw: Draw, *, fresh: bool = False, like: DTensor | None = None) -> DTensor:
+    """`own` overwritten in place, with torch's own complaint when it is a leaf that requires grad. fresh, like: it was
+    made like another tensor."""
     if torch.is_grad_enabled() and requires_grad(own):
         own.zero_()  # the history of an overwritten tensor: its gradient ends here
     else:
         check_writable(draw.function, own)
     with torch.no_grad(), local_only():
-        fill(own.detach(), own._layout.base, draw, fresh=fresh)
+        fill(own.detach(), own._layout.base, draw, fresh=fresh, like=None if like is None else like.detach())
     return own
 
 
@@ -101,7 +102,7 @@ def _bernoulli_in_place(own: DTensor, p: Tensor, *, generator: torch.Generator |
             if not pending and not p.is_meta and not bool(((p >= 0) & (p <= 1)).all()):
                 raise RuntimeError("bernoulli_: expected every probability to be at least 0 and at most 1")
         uniform = empty_as(own, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
-        drawn = draw_into(uniform, Draw(Tensor.uniform_, (), {"generator": generator}), fresh=True) < p
+        drawn = draw_into(uniform, Draw(Tensor.uniform_, (), {"generator": generator}), fresh=True, like=own) < p
     return own.copy_(drawn)
 
 
@@ -151,7 +152,9 @@ def like(function: Callable, args: tuple, kwargs: dict) -> Any:
     bounds = (*rest, *(kwargs[name] for name in ("low", "high") if name in kwargs))
     bounds = (0, *bounds)[-2:] if function is torch.randint_like else ()
     with torch.no_grad():
-        drawn = draw_into(empty_as(own, **options), Draw(_LIKE[function], bounds, seeded), fresh=True)
+        made = empty_as(own, **options)
+        alike = options.get("memory_format", torch.preserve_format) is torch.preserve_format
+        drawn = draw_into(made, Draw(_LIKE[function], bounds, seeded), fresh=True, like=own if alike else None)
     return drawn.requires_grad_(wants_grad)
 
 

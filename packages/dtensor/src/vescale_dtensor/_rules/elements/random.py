@@ -25,6 +25,7 @@ from ..._conversions.convert import convert_plain
 from ..._dispatch.fallback import gathered
 from ..._layouts.state import INVARIANT, PENDING
 from ..._tensor.tensor import DTensor, local_only
+from ..doors.memory import global_stride
 from ..registry import Call, composite, declare, handler, rule
 from ..traits import Trait
 from .pointwise import elementwise
@@ -36,24 +37,23 @@ _INITS = "normal_ uniform_ kaiming_uniform_".split()
 
 
 def _blank(tensor: DTensor) -> Tensor:
-    """An empty plain tensor of the global shape, its dims in memory order like the shard's: drawing follows it.
-
-    (A shard with a dim of size 1 does not tell that order; then it is the order of the dims.)
-    """
-    shape = tensor._layout.shape
-    if tensor._layout.flat_axis is not None:  # flattened row-major
+    """An empty plain tensor of the global shape, its dims in memory as one device's: drawing follows their order, and
+    not whether there are gaps between them, but for that there are some."""
+    layout = tensor._layout.base
+    shape = layout.shape
+    if layout.flat_axis is not None:  # flattened row-major
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     with local_only():
         strides = tensor.stride()
-        order = sorted(range(len(shape)), key=lambda d: -strides[d]) if 0 not in tensor.shape else range(len(shape))
-        dense = tensor.numel() == 0 or torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
-        sizes = [shape[d] for d in order]
-        blank = torch.empty(
-            sizes if dense else [*sizes, 2], dtype=tensor.dtype, device=tensor.device
-        )  # one in two: neither is it dense
-    if not dense:
-        blank = blank[..., 0]
-    return blank.permute([list(order).index(d) for d in range(len(shape))])
+        if not layout.is_replicated:
+            strides = global_stride(strides, tensor.shape, layout) or strides
+        lies = torch.empty_strided(shape, strides, device="meta")
+        dense = lies.numel() == 0 or torch._prims_common.is_non_overlapping_and_dense_or_false(lies)
+        strides = torch.empty_like(lies).stride()
+        if dense:
+            return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+        # Every other element of twice the memory: not dense, either.
+        return torch.empty_strided(shape, [2 * s for s in strides], dtype=tensor.dtype, device=tensor.device)
 
 
 @handler([getattr(Tensor, name) for name in _FILLS], traits=Trait.DRAWS)

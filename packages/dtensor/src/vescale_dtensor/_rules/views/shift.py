@@ -70,6 +70,16 @@ def shifted(shift: Shift, x: Tensor, value: float = 0.0) -> Tensor:
     return _Shifted.apply(x, shift, value)
 
 
+def memory_order(local: Tensor) -> list[int] | None:
+    """The dims from the outermost in memory; None where that is their own order. A part that is copied out of a tensor
+    keeps it, for a draw into the part, or into one made like it, goes by that order."""
+    if local.is_contiguous():
+        return None
+    sizes, strides = local.shape, local.stride()
+    order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], sizes[dim] < 2))
+    return None if order == list(range(local.ndim)) else order
+
+
 class _Shifted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, shift: Shift, value: float) -> Tensor:
@@ -89,7 +99,11 @@ class _Shifted(torch.autograd.Function):
 def _moved(shift: Shift, x: Tensor, value: float) -> Tensor:
     me, count, dim = shift.mesh.coordinate[shift.axis], len(shift.held), shift.dim
     mine, target = shift.held[me], shift.wanted[me]
-    out = x.new_full(_sized(x, dim, _length(target)), value)
+    sizes, order = _sized(x, dim, _length(target)), memory_order(x)
+    if order is None:
+        out = x.new_full(sizes, value)
+    else:
+        out = x.new_full([sizes[d] for d in order], value).permute([order.index(d) for d in range(x.ndim)])
 
     def put(part: Tensor, spans: list[tuple[int, int]]) -> None:
         at = 0
