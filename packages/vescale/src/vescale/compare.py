@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from vescale_dtensor import VescaleError
 
 from ._digest import Summary, first_index, hexadecimal
+from ._pages.comparison_page import comparison_page
 from .record import FORMAT, Place, place_name
 
 _PHASES = ("forward", "backward", "update")
@@ -87,6 +88,13 @@ class Difference:
     def tensor(self) -> str:
         return self.place[3]
 
+    @property
+    def distance(self) -> float:
+        """How far apart the two are, estimated, relative to the larger norm; inf for other shapes or dtypes."""
+        if any(self.a[what] != self.b[what] for what in ("dtype", "shape")):
+            return inf
+        return _summary(self.a).distance(_summary(self.b))
+
     def __str__(self) -> str:
         call = f", call {self.call}" if self.call else ""
         return f"step {self.step}, {self.direction}, {self.module or '(root)'}: {self.tensor}{call}"
@@ -132,36 +140,11 @@ class Comparison:
         return "\n".join(lines)
 
     def write_html(self, path: str | Path, most: int = 500) -> Path:
-        """A page with the report and a table of the first `most` differences."""
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in _cells(difference))}</tr>\n"
-            for difference in self.differences[:most]
-        )
-        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        table = f"<table><tr>{head}</tr>\n{rows}</table>" if rows else ""
+        """A page with the report, a chart of how far apart the runs are by step, and a table of the first `most`
+        differences: the first of each direction in the first step, and folded what follows from them."""
         written = Path(path)
-        written.write_text(_PAGE.format(report=html.escape(str(self)), table=table))
+        written.write_text(comparison_page(self, most))
         return written
-
-
-_COLUMNS = ("step", "direction", "module", "tensor", "call", "why", "norm a", "norm b", "digest a", "digest b")
-_PAGE = """<!doctype html>
-<meta charset="utf-8"><title>vescale compare</title>
-<style>
-body {{ font: 14px sans-serif; margin: 2em }} td, th {{ padding: 2px 10px; text-align: left; white-space: nowrap }}
-tr:nth-child(even) {{ background: #f2f2f2 }} tr:nth-child(2) {{ font-weight: bold }}
-</style>
-<h1>Two runs compared</h1>
-<pre>{report}</pre>
-{table}
-"""
-
-
-def _cells(difference: Difference) -> Iterable[str]:
-    direction, module, call, tensor = difference.place
-    yield from (str(difference.step), direction, module or "(root)", tensor, str(call), difference.why)
-    yield from (f"{entry['norm']:.6g}" for entry in (difference.a, difference.b))
-    yield from (entry["digest"] for entry in (difference.a, difference.b))
 
 
 def _described(entry: Mapping[str, Any]) -> str:

@@ -389,7 +389,9 @@ def test_without_an_optimizer_and_from_a_shell(tmp_path):
     assert other.exit_code == 1
     assert "differ first at step 2, forward, (root): input.0" in other.output
     assert "keep='2/forward//0/input.0'" in other.output
-    assert "<table>" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<polyline") == 3 and page.count("<table>") == page.count("<details>") + 1
+    assert "step 2, forward: " in page and "http" not in page
 
 
 def test_what_is_wrong_is_said(tmp_path):

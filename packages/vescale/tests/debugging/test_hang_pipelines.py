@@ -21,6 +21,7 @@ from vescale_pipeline import PipelineError
 
 warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
 
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()

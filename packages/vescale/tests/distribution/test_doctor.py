@@ -192,5 +192,5 @@ def test_a_collective_that_hangs_is_named_within_its_bound():
         finally:
             device_check.waited = before
 
-    (state, said), = run_ranks(2, run, device="second", timeout=120)[1]
+    ((state, said),) = run_ranks(2, run, device="second", timeout=120)[1]
     assert state == "bad" and said == "an all-reduce over the world failed on rank 0: not done after 30 s (2 ranks)"

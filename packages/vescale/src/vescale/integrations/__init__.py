@@ -1,6 +1,6 @@
 """Other libraries' training loops under a plan, one thin module for each; nothing of theirs is imported before it.
 
-    accelerate      an Accelerator prepares models, optimizers and loaders by the plan
-    peft            the plan of a base model, for its adapters
-    transformers    a Trainer, and what derives from it (TRL's SFTTrainer), trains by the plan
+accelerate      an Accelerator prepares models, optimizers and loaders by the plan
+peft            the plan of a base model, for its adapters
+transformers    a Trainer, and what derives from it (TRL's SFTTrainer), trains by the plan
 """
