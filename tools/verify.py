@@ -248,6 +248,7 @@ CHECKS: tuple[Check, ...] = (
     Check(21, 1, "98 of 100 of the listed right", (PYTHON, "-m", "architectures", "check")),
     Check(19, 3, "mutants of the engine", (PYTHON, "-m", "mutants"), 60 * MINUTES),
     Check(19, 4, "a hang between stages", tests("vescale", "debugging/test_hang_pipelines")),
+    Check(19, 6, "`make gpu` from end to end, rehearsed", (PYTHON, "-m", "gpu", "--device", "second"), 30 * MINUTES),
     Check(19, 1, "its manners", tests("dtensor", "kit/test_second_device")),
 )
 

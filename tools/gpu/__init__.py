@@ -10,5 +10,6 @@
 
 `python -m gpu` runs them one after the other, each in a process of its own and within its bound, and writes
 results/<date>-gpu.json. What is written is not run again, so that a run that was cut off goes on (`--again` starts
-anew). `--device second` rehearses on the second device.
+anew). It ends with status 1 where a part failed, found something, or did not come to all of its questions.
+`--device second` rehearses on the second device.
 """

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -37,13 +38,15 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", choices=[part.name for part in PARTS] + [[]], help="these alone")
     parser.add_argument("--device", default="cuda", choices=["cuda", "second"])
     parser.add_argument("--again", action="store_true", help="forget what earlier runs of today found")
+    parser.add_argument("--into", type=Path, default=TOP, help="the folder of results/ and of what is kept")
     parser.add_argument("--share", type=float, default=1.0, help="of each part's time: a short rehearsal")
+    parser.add_argument("--most", type=int, help="questions that each part may ask: a short rehearsal, too")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         print("make gpu: torch sees no GPU here; `python -m gpu --device second` rehearses without one")
         return 2
     day = datetime.now(UTC).strftime("%Y-%m-%d")
-    kept = TOP / ".gpu" / f"{day}-{given.device}"
+    kept = given.into / ".gpu" / f"{day}-{given.device}"
     kept.mkdir(parents=True, exist_ok=True)
     failed = []
     for part in PARTS:
@@ -53,7 +56,7 @@ def main() -> int:
         if given.again:
             path.unlink(missing_ok=True)
         print(f"{part.name}:", flush=True)
-        status = _run(part, given.device, path, part.seconds * given.share)
+        status = _run(part, given.device, path, part.seconds * given.share, given.most)
         if status:
             failed.append(f"{part.name} ({status})")
     name = f"{day}-gpu.json" if given.device == "cuda" else f"{day}-gpu-rehearsal.json"
@@ -61,24 +64,28 @@ def main() -> int:
     report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **_facts(given.device), "parts": found}
     if failed:
         report["cut off"] = failed
-    (TOP / "results" / name).write_text(json.dumps(report, indent=1) + "\n")
+    (given.into / "results").mkdir(exist_ok=True)
+    (given.into / "results" / name).write_text(json.dumps(report, indent=1) + "\n")
     bad = [f"{part}: {key}" for part, all_ in found.items() for key, said in all_.items() if _is_bad(said)]
-    print(f"make gpu: results/{name}; {len(bad)} finding(s) to look at", *bad, *failed, sep="\n  ")
-    return bool(bad or failed)
+    missing = {part: all_["not reached"] for part, all_ in found.items() if "not reached" in all_}
+    late = [f"{part}: not reached: {', '.join(names)}" for part, names in missing.items()]
+    print(f"make gpu: results/{name}; {len(bad)} finding(s) to look at", *bad, *failed, *late, sep="\n  ")
+    return bool(bad or failed or late)
 
 
-def _run(part: Bounded, device: str, path: Path, seconds: float) -> str:
+def _run(part: Bounded, device: str, path: Path, seconds: float, most: int | None) -> str:
     """ "" when the part came to its end."""
     sources = [str(TOP / "packages" / name / "src") for name in os.listdir(TOP / "packages")]
     sources += [str(TOP / "tools"), str(TOP / "examples"), str(TOP)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"gpu.{part.name}", "--device", device, "--out", str(path)]
     began = time.monotonic()
-    process = subprocess.Popen([*command, "--seconds", str(seconds)], env=environment, cwd=TOP)
+    command += ["--seconds", str(seconds)] + ([] if most is None else ["--most", str(most)])
+    process = subprocess.Popen(command, env=environment, cwd=TOP, start_new_session=True)
     try:
         status = process.wait(seconds + GRACE)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it started
         process.wait()
         return f"ended after {time.monotonic() - began:.0f} s"
     return f"exit status {status}" if status else ""

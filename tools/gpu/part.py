@@ -19,10 +19,11 @@ class Part:
         device: "cuda", or "second" in a rehearsal.
         path: of its findings, a JSON object that is written anew with each.
         seconds: that it may take; it starts nothing when they are over.
+        most: questions that it may ask; None: all.
     """
 
-    def __init__(self, device: str, path: Path, seconds: float) -> None:
-        self.device, self._path, self._until = device, path, time.monotonic() + seconds
+    def __init__(self, device: str, path: Path, seconds: float, most: int | None = None) -> None:
+        self.device, self._path, self._until, self._left = device, path, time.monotonic() + seconds, most
         self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     @property
@@ -38,9 +39,10 @@ class Part:
         """Notes what `ask` returns, or how it failed; nothing where it is known, or no time is left."""
         if name in self.found:
             return
-        if time.monotonic() > self._until:
+        if time.monotonic() > self._until or self._left == 0:
             self.found.setdefault("not reached", []).append(name)
         else:
+            self._left = None if self._left is None else self._left - 1
             began = time.monotonic()
             try:
                 said = ask()
@@ -62,8 +64,9 @@ def run(ask: Callable[[Part], None]) -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--most", type=int)
     given = parser.parse_args()
-    part = Part(given.device, given.out, given.seconds)
+    part = Part(given.device, given.out, given.seconds, given.most)
     part.found.pop("not reached", None)
     if given.device == "second":
         from vescale_dtensor._second import register

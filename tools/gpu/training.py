@@ -1,9 +1,10 @@
-"""(b) The CI cases on the device, against one device without veScale."""
+"""(b) The CI cases on the device, against one device without veScale: to the bit where nothing is reordered."""
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -12,39 +13,29 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import get_context
 
-from training_cases import CASES, Case, batches, build, loss_of, optimizer_of, train
+from training_cases import CASES, Case, Outcome, single, train
+from training_verdict import Bounds, bounds_of, wanted_of, wrong_numbers
 from vescale_dtensor.testing import run_ranks
 
 from .part import Part, run
 
-LOSS, PARAMETER = 1e-4, 1e-3  # sums are cut otherwise, and kernels chosen by sizes
-LOW = 2e-2  # where numbers travel or compute in fewer bits
+LOW = Bounds(2e-2, float("inf"))  # where numbers travel or compute in fewer bits, against one GPU's in float32
+SECONDS = 90  # of a case
 
 
-def ranks_of(case: Case, device: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Run on each rank."""
-    found = train(case, device)
-    return found.losses, found.parameters
+def verdict(case: Case, device: str, outcomes: Sequence[Outcome], collectives: str) -> dict[str, Any]:
+    """What the ranks have, against what one device makes of the case.
 
-
-def alone(case: Case, device: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The case's loop on one device; under a pipeline with its microbatches, accumulated."""
-    model = build(case).to(device)
-    optimizer = optimizer_of(case)(model.parameters())
-    torch.manual_seed(1)
-    losses = []
-    for tokens in batches():
-        total = 0.0
-        for rows in tokens.to(device).chunk(case.microbatches):
-            loss = loss_of(case, model, rows) / case.microbatches
-            loss.backward()
-            total += loss.item()
-        if case.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    On the second device that is the CPU; where that cannot be said, the same plan on gloo.
+    """
+    if device == "second":
+        wanted, bounds = wanted_of(case), bounds_of(case)
+    else:
+        wanted, bounds = single(case, device), LOW if case.like_ranks else bounds_of(case)
+    wrong = wrong_numbers(outcomes, wanted, bounds)
+    off = max(abs(a - b) / abs(b) for one in outcomes for a, b in zip(one.losses, wanted.losses))
+    found = {"holds": not wrong, "loss": off, "within": bounds.loss, "ranks": case.world, "collectives": collectives}
+    return found | ({"wrong": wrong[:3]} if wrong else {})
 
 
 def held(case: Case, part: Part, world: str) -> dict[str, Any]:
@@ -52,30 +43,17 @@ def held(case: Case, part: Part, world: str) -> dict[str, Any]:
         return {"not run": "gloo sends no CUDA tensors; NCCL needs a GPU for each rank"}
     if case.dropout and part.device == "cuda" and case.model != "gpt":
         return {"not run": "attention's dropout on CUDA is no fused kernel's: nothing to compare with"}
-    tell = run_ranks(case.world, ranks_of, case, part.device, timeout=90, device=world)
-    wanted = alone(case, reference_device(part.device))
-    loss = max(abs(a - b) / abs(b) for losses, _ in tell for a, b in zip(losses, wanted[0]))
-    worst = 0.0
-    for _, parameters in tell:
-        for name, value in parameters.items():
-            own = wanted[1].get(name)
-            if own is not None and own.shape == value.shape:
-                worst = max(worst, float((value - own).norm() / own.norm().clamp(min=1e-12)))
-    bounds = (LOW, None) if case.like_ranks else (LOSS, PARAMETER)
-    holds = loss <= bounds[0] and (bounds[1] is None or worst <= bounds[1])
-    return {"holds": holds, "loss": loss, "parameters": worst, "ranks": case.world, "collectives": world}
+    outcomes = run_ranks(case.world, train, case, part.device, timeout=SECONDS, device=world)
+    return verdict(case, part.device, outcomes, "gloo" if world == "cpu" else world)
 
 
 def on_nccl(case: Case, folder: str, rank: int) -> None:
-    """One process of a world in which every rank has a GPU; rank 0 writes what it found."""
+    """One process of a world in which every rank has a GPU; each writes what it found."""
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", case.world)
-    backend = "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=60)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=case.world, timeout=limit)
-    found = train(case, "cuda")
-    if rank == 0:
-        torch.save((found.losses, found.parameters), f"{folder}/found")
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=case.world, timeout=limit)
+    torch.save(train(case, "cuda"), f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
@@ -85,7 +63,7 @@ def held_on_nccl(case: Case) -> dict[str, Any]:
         processes = [multiprocessing.Process(target=on_nccl, args=(case, folder, rank)) for rank in range(case.world)]
         for process in processes:
             process.start()
-        until = time.monotonic() + 90
+        until = time.monotonic() + SECONDS
         for process in processes:
             process.join(max(0.1, until - time.monotonic()))
         late = [rank for rank, process in enumerate(processes) if process.is_alive()]
@@ -93,22 +71,14 @@ def held_on_nccl(case: Case) -> dict[str, Any]:
             process.kill()
         if late or any(process.exitcode for process in processes):
             return {"holds": False, "failed": f"ranks {late} hang; exits {[p.exitcode for p in processes]}"}
-        losses, _ = torch.load(f"{folder}/found")
-    loss = max(abs(a - b) / abs(b) for a, b in zip(losses, alone(case, "cuda")[0]))
-    return {"holds": loss <= (LOW if case.like_ranks else LOSS), "loss": loss, "collectives": "nccl"}
+        outcomes = [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(case.world)]
+    return verdict(case, "cuda", outcomes, "nccl")
 
 
 def world_of_one(case: Case, device: str) -> dict[str, Any]:
-    """The case on one rank, which joins by itself: streams and collectives of the device's own backend."""
-    single = replace(case, mesh=dict.fromkeys(case.mesh, 1))
-    losses = train(single, device).losses
-    loss = max(abs(a - b) / abs(b) for a, b in zip(losses, alone(case, reference_device(device))[0]))
-    return {"holds": loss <= LOSS, "loss": loss}
-
-
-def reference_device(device: str) -> str:
-    """The second device makes the CPU's numbers; models may take a way on it that CPU kernels do not have."""
-    return "cpu" if device == "second" else device
+    """The case on one rank, which joins by itself, not clipped: streams and collectives of the device's own backend."""
+    alone = replace(case, mesh=dict.fromkeys(case.mesh, 1), clip=False)
+    return verdict(alone, device, [train(alone, device)], "a world of one")
 
 
 def ask(part: Part) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from training_cases import CASES, train
-from training_verdict import other_waits, own_waits, waits_of, wanted_of, wrong_numbers
+from training_verdict import bounds_of, other_waits, own_waits, waits_of, wanted_of, wrong_numbers
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -54,7 +54,7 @@ def test_the_snapshot_holds_no_wait_of_our_own_but_those_that_are_meant(name):
 def test_a_case_trains_as_on_one_device(name):
     case = CASES[name]
     outcomes = run_ranks(case.world, train, case, "second", device="second", timeout=240)
-    assert not wrong_numbers(outcomes, wanted_of(case))
+    assert not wrong_numbers(outcomes, wanted_of(case), bounds_of(case))
     if name in FAILING:
         return  # it passes, and so fails: where it waits is written once it is no longer listed
     waits = waits_of(outcomes)
