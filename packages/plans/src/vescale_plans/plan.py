@@ -53,6 +53,10 @@ class Plan:
             conversion inside gathered is gathered again in backward, not kept.
         precision: see `Precision`; None computes in the parameters' dtype.
         offload: optimizer states live in host memory.
+        prefetch: blocks whose parameters are gathered ahead of the one that computes, where they are gathered for it
+            (zero=3, or a precision); 0 gathers each when it is reached.
+        ahead_bytes: bound of what is gathered ahead, and of the gradients whose sums are under way: what would not fit
+            is not gathered ahead, and of sums only one is under way then, else two. None bounds neither by bytes.
         blocks: glob over parameter names -> rows (dim 0) that ZeRO must not split.
         expert_axis: the axis over which experts are spread.
         context_axis: the axis over which sequences are cut (dim 1 of tensors that enter the model with two or three
@@ -94,6 +98,8 @@ class Plan:
     expert_axis: str | None = None
     capacity_factor: float | None = None
     accumulation: int = 1
+    prefetch: int = 1
+    ahead_bytes: int | None = None
     context_axis: str | None = None
     context: str = "auto"
     context_layout: str = "auto"

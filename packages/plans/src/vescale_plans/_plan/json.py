@@ -195,6 +195,8 @@ _FIELDS: dict[str, _Codec] = {
     "expert_axis": _Codec(_same, _same, '"expert_axis": null'),
     "capacity_factor": _Codec(_same, _same, '"capacity_factor": null'),
     "accumulation": _Codec(_same, _same, '"accumulation": 4'),
+    "prefetch": _Codec(_same, _same, '"prefetch": 1'),
+    "ahead_bytes": _Codec(_same, _same, '"ahead_bytes": null'),
     "context_axis": _Codec(_same, _same, '"context_axis": null'),
     "context": _Codec(_same, _same, '"context": "auto"'),
     "context_layout": _Codec(_same, _same, '"context_layout": "auto"'),

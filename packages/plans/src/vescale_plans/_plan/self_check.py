@@ -199,6 +199,17 @@ def _accumulation(plan: Plan) -> None:
         raise PlanError("Plan", "a plan with a pipeline accumulates over its microbatches", (), remedies)
 
 
+def _ahead(plan: Plan) -> None:
+    if type(plan.prefetch) is not int or plan.prefetch < 0:
+        remedies = [("prefetch=1", "the next block is gathered ahead"), ("prefetch=0", "none is")]
+        raise PlanError("Plan", f"prefetch is {plan.prefetch!r}, not a number of blocks", (), remedies)
+    if plan.prefetch != 1 and plan.zero < 3 and plan.precision is None:
+        remedies = [("zero=3", "gathers parameters block by block"), ("precision=...", "does, too"), ("prefetch=1", "")]
+        raise PlanError("Plan", f"prefetch={plan.prefetch} where no parameters are gathered", (), remedies)
+    if plan.ahead_bytes is not None:
+        check_count("Plan", "ahead_bytes", plan.ahead_bytes)
+
+
 def _expert_axis(plan: Plan) -> None:
     if plan.expert_axis is not None:
         _known_axis(plan, "expert_axis", plan.expert_axis)
@@ -252,5 +263,6 @@ CHECKS: tuple[Callable[[Plan], None], ...] = (
     _offload,
     _expert_axis,
     _accumulation,
+    _ahead,
     _context,
 )

@@ -45,11 +45,17 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "pipeline", _text(plan.pipeline) if plan.pipeline else ""
     yield "accumulation", f"{plan.accumulation} backwards a step" if plan.accumulation > 1 else ""
     yield "precision", _text(plan.precision) if plan.precision else ""
+    yield "gathered ahead", _ahead(plan) if (plan.prefetch, plan.ahead_bytes) != (1, None) else ""
     yield "offload", "optimizer states in host memory" if plan.offload else ""
     capacity = f", capacity factor {plan.capacity_factor}" if plan.capacity_factor is not None else ""
     yield "experts", f"spread over {plan.expert_axis}{capacity}" if plan.expert_axis else ""
     for name in ("checkpointing", "regather", "blocks"):
         yield name, ", ".join(f"{glob} {_text(value)}" for glob, value in getattr(plan, name).items())
+
+
+def _ahead(plan: Plan) -> str:
+    within = "" if plan.ahead_bytes is None else f", within {plan.ahead_bytes} bytes"
+    return f"{plan.prefetch} block{'' if plan.prefetch == 1 else 's'}{within}"
 
 
 def _sides(boundary: Boundary) -> Iterator[tuple[str, Placements]]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .slot import Slot
 
 SYNC = Cause("gradient sync", direction="backward")
+MOST = 2
+"""Sums under way before the oldest is waited for: bounds the memory of gradients under ZeRO-2 and 3."""
 
 
 class InFlight:
@@ -25,6 +27,11 @@ class InFlight:
     def __init__(self, buffer: Buffer, pending: PendingReduction | None, missing: list[int]) -> None:
         self.buffer, self.pending, self.missing = buffer, pending, missing
         self.usage: Usage | None = None  # its own, where it is finished before the others
+
+    @property
+    def nbytes(self) -> int:
+        """Of the gradients that it holds while it is under way."""
+        return 0 if self.pending is None else self.buffer.packing.total * self.buffer.reduce.itemsize
 
     def advance(self) -> None:
         if self.pending is not None:
@@ -35,6 +42,17 @@ class InFlight:
         self.buffer.settle(summed, self.missing, self.usage or usage)
         if self.usage is not None:
             self.usage.close()
+
+
+def newest(flights: Sequence[InFlight], room: int | None) -> int:
+    """How many of the newest may be under way: `MOST`, and more than one only within `room` bytes, if that bounds."""
+    count = 0
+    for flight in flights[: -MOST - 1 : -1]:
+        room = None if room is None else room - flight.nbytes
+        if count and room is not None and room < 0:
+            break
+        count += 1
+    return count
 
 
 class Usage:

@@ -29,6 +29,7 @@ class Sharing:
     zero: the stage. lead: the mesh axis over which ZeRO shards (the innermost data axis); None without one.
     compute, reduce, sent: see `Precision`, None for the parameters' own.
     offload: masters, and so optimizer states, on the host.
+    prefetch, ahead_bytes: how many blocks are gathered ahead, and the bytes of these, and of reductions under way.
     """
 
     mesh: Mesh
@@ -38,6 +39,8 @@ class Sharing:
     reduce: torch.dtype | None = None
     sent: torch.dtype | None = None
     offload: bool = False
+    prefetch: int = 1
+    ahead_bytes: int | None = None
 
 
 class Read(Function):

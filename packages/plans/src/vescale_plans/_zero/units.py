@@ -56,6 +56,11 @@ class Unit:
         # Autograd may keep gradients that nobody sums yet, as it does on one device: they come in the sum's dtype.
         self.may_wait = not self.fetched and all(buffer.reduce is buffer.dtype for buffer in self.reduced)
 
+    @property
+    def nbytes(self) -> int:
+        """Of what is gathered for it."""
+        return sum(buffer.packing.total * buffer.compute.itemsize for buffer in self.fetched)
+
     def fetch(self) -> None:
         for buffer in self.fetched:
             buffer.fetch()

@@ -35,12 +35,9 @@ from vescale_dtensor.engine import after_backward, forget_all, in_backward, loca
 
 from .._apply.containers import map_tensors
 from .buffer import Buffer
-from .in_flight import Apart, InFlight, Usage
+from .in_flight import Apart, InFlight, Usage, newest
 from .slot import Sharing, Slot
 from .units import Pass, Unit, units_of
-
-# Sums under way before the oldest is waited for: bounds the memory of gradients under ZeRO-2 and 3.
-_IN_FLIGHT = 2
 
 
 class DataParallel:
@@ -258,9 +255,22 @@ class DataParallel:
                 if last is not None:
                     last.next[backward] = unit
                 self._last[backward] = unit
-            following = unit.next[backward]
-            if following is not None and not following.is_open:
+            self._fetch_ahead(unit, backward)
+
+    def _fetch_ahead(self, unit: Unit, backward: bool) -> None:
+        """Starts to gather the blocks that came next in the last pass, as many and as large as the plan allows."""
+        room, following = self.sharing.ahead_bytes, unit
+        for _ in range(self.sharing.prefetch):
+            following = following.next[backward]
+            if following is None:
+                return
+            room = None if room is None else room - following.nbytes
+            if room is not None and room < 0:
+                return
+            if not following.is_open:
                 following.fetch()
+            if following is self.units[-1]:  # with it a backward ends
+                return
 
     def _leave(self, unit: Unit, output: Any, root: bool) -> None:
         if root:
@@ -359,9 +369,10 @@ class DataParallel:
                 self._running.append(flight := buffer.start())
                 if buffer.is_hooked and self.sharing.zero >= 2:
                     flight.usage = Usage([flight], self.sharing.mesh)
-            for flight in self._running[:-_IN_FLIGHT]:
+            under_way = newest(self._running, self.sharing.ahead_bytes)
+            for flight in self._running[: len(self._running) - under_way]:
                 flight.advance()
-            while len(self._running) > _IN_FLIGHT and self._running[0].buffer.is_hooked:  # its gradients may go then
+            while len(self._running) > under_way and self._running[0].buffer.is_hooked:  # its gradients may go then
                 flight = self._running.pop(0)
                 flight.finish()
                 flight.buffer.tell()

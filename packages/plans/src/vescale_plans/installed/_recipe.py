@@ -131,4 +131,4 @@ def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
     """How the plan shares buffers over the mesh: ZeRO shards over the innermost data axis."""
     lead = mesh.axis(plan.data_axes[-1]) if plan.data_axes else None
     dtypes = (plan.precision.compute, plan.precision.reduce, plan.precision.sent) if plan.precision else (None,) * 3
-    return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload)
+    return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload, plan.prefetch, plan.ahead_bytes)
