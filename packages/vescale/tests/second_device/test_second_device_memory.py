@@ -1,11 +1,14 @@
-"""What backward keeps on an accelerator, by bytes, and what a norm takes: on the second device."""
+"""What backward keeps on an accelerator, and what is under way beside it: by bytes, and by the order of events."""
+
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import vescale
-from vescale_dtensor import Replicate, Shard, distribute_tensor, from_local
+from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor, from_local
 from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
 
 warm_up("vescale", "vescale_dtensor._second")
@@ -67,3 +70,128 @@ def test_dropout_of_an_accelerator_keeps_a_byte_per_element_and_is_a_cpus(inplac
         for (out, gradient, _), (other, its, kept) in zip(wanted, found):
             assert torch.equal(out, other) and torch.equal(gradient, its) and (out == 0).any()
             assert kept == out.numel()
+
+
+WIDTH, BLOCKS = 8, 6
+BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def gathered_ahead(fields):
+    """Of the last of three steps: by block, how many gathers were begun when it began to compute, forward and backward;
+    the most reductions that were under way at once; and the losses."""
+    from vescale_dtensor._communication import flight
+
+    torch.manual_seed(0)
+    plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3, **fields)
+    model, optimizer = vescale.parallelize(plan, Stack(), partial(torch.optim.SGD, lr=0.1))
+    seen = {"forward": [], "backward": [], "under way": 0}
+
+    def begun(kind, *states):
+        return sum(not states or event[flight.STATE] in states for event in flight.ring if event[1] == kind)
+
+    def at(way, *_):
+        seen[way].append(begun("all_gather"))
+        seen["under way"] = max(seen["under way"], begun("reduce_scatter", flight.STARTED))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(partial(at, "forward"))
+        block.register_full_backward_pre_hook(partial(at, "backward"))
+    losses = []
+    for step in range(3):
+        flight.ring.clear()
+        for found in (seen["forward"], seen["backward"]):
+            found.clear()
+        seen["under way"] = 0
+        x = torch.linspace(-1, 1, 8 * WIDTH, device="second").view(8, WIDTH) * (step + 1)
+        loss = model(x.requires_grad_())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return seen, losses
+
+
+def test_blocks_are_gathered_as_far_ahead_as_the_plan_says_and_within_its_bytes():
+    def on_rank():
+        cases = [
+            {"prefetch": 0}, {}, {"prefetch": 2}, {"prefetch": 4}, {"prefetch": 4, "ahead_bytes": 5 * BLOCK_BYTES // 2},
+            {"ahead_bytes": 1},
+        ]  # fmt: skip
+        return [gathered_ahead(fields) for fields in cases]
+
+    for found in run_ranks(2, on_rank, device="second"):
+        seen, losses = zip(*found)
+        assert len({tuple(one) for one in losses}) == 1  # how far ahead changes no bit
+        for depth, one in zip((0, 1, 2, 4, 2, 0), seen):
+            forward = [min(block + 1 + depth, BLOCKS) for block in range(BLOCKS)]
+            assert one["forward"] == forward, (depth, one)
+            # Backward begins with the last block, which forward leaves gathered, and these hooks run before ours.
+            backward = [BLOCKS, *(BLOCKS + min(done + depth, BLOCKS - 1) for done in range(BLOCKS - 1))]
+            assert one["backward"] == backward, (depth, one)
+        assert [one["under way"] for one in seen] == [2, 2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "fields, rule",
+    [
+        ({"prefetch": -1, "zero": 3}, "prefetch is -1, not a number of blocks"),
+        ({"prefetch": 2, "zero": 2}, "prefetch=2 where no parameters are gathered"),
+        ({"ahead_bytes": 0}, "ahead_bytes is 0, not a positive number"),
+    ],
+)
+def test_what_cannot_be_gathered_ahead_is_an_error_of_the_plan(fields, rule):
+    with pytest.raises(vescale.PlanError, match=rule):
+        vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, **fields)
+
+
+def test_a_plan_says_and_keeps_what_is_gathered_ahead():
+    plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3, prefetch=3, ahead_bytes=1 << 20)
+    assert vescale.Plan.from_json(plan.to_json()) == plan
+    assert "3 blocks, within 1048576 bytes" in str(plan)
+
+
+def test_a_collective_whose_result_is_needed_at_once_stays_on_the_stream():
+    """And those that other work hides do not."""
+
+    def on_rank():
+        from vescale_dtensor._second._collectives import Collectives
+
+        begun, original = [], Collectives._collective
+
+        def seen(self, kind, *rest):
+            begun.append((kind, rest[-1]))
+            return original(self, kind, *rest)
+
+        Collectives._collective = seen
+        try:
+            mesh = mesh_of(2)
+            x = torch.ones(4, 6, device="second")
+            for before, after in [(Shard(0), Replicate()), (Partial(), Replicate()), (Partial(), Shard(0)),
+                                  (Shard(0), Shard(1))]:  # fmt: skip
+                from_local(x, mesh, [before]).redistribute(placements=[after])
+            from_local(torch.ones(100, 100, device="second"), mesh, [Partial()]).redistribute(placements=[Replicate()])
+            converted, begun[:] = begun[:], []
+            plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3)
+            torch.manual_seed(0)
+            model, _ = vescale.parallelize(plan, Stack(), torch.optim.SGD)
+            begun.clear()
+            model(torch.ones(2, WIDTH, device="second")).backward()
+            return converted, begun
+        finally:
+            Collectives._collective = original
+
+    for converted, training in run_ranks(2, on_rank, device="second"):
+        assert {kind for kind, _ in converted} >= {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}
+        assert not any(later for _, later in converted), converted
+        assert {kind for kind, later in training if later} == {"all_gather", "reduce_scatter"}, training

@@ -15,11 +15,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ReduceOp
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+)
 
 from .._debugger import session
 from .._errors import CommunicationError
@@ -46,6 +52,17 @@ _NATIVE = _Engine(reduces=True)
 _FAKE = "fake"  # torch's group without processes
 
 
+def _on_the_stream(options: Any) -> Any:
+    """Of a collective whose result is needed at once: NCCL runs it on the stream of what comes next, not beside it."""
+    options.asyncOp = False
+    return options
+
+
+_GATHER, _SCATTER = _on_the_stream(AllgatherOptions()), _on_the_stream(ReduceScatterOptions())
+_SWAP, _REDUCE = _on_the_stream(AllToAllOptions()), _on_the_stream(AllreduceOptions())
+_REDUCE.reduceOp = ReduceOp.SUM
+
+
 def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "all_gather") -> Tensor:
     """[n, *local.shape]: the tensors of all ranks of `axes`, which must have equal shapes, in rank order."""
     shape = local.shape
@@ -70,9 +87,9 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
         noted = flight.note(kind, line, received, WAITING)
         try:
             if local.dtype in _GLOO_DTYPES:
-                call(out, local).wait()
+                call(out, local, _GATHER).wait()
             else:
-                call(_wire(out), _wire(local)).wait()
+                call(_wire(out), _wire(local), _GATHER).wait()
         except RuntimeError as error:
             if is_away(local, mesh):
                 noted[0] = DONE
@@ -98,22 +115,20 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
         local = local.to(mesh.device_type)
     if _engine(mesh, axes).reduces:
         out = local.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp.SUM
-        _run(kind, mesh, axes, received, group.allreduce, [_summable(out)], options)
+        _run(kind, mesh, axes, received, group.allreduce, [_summable(out)], _REDUCE)
         return out
     flat = local.contiguous().view(-1)
     if flat.numel() < 4096:  # latency-bound: one collective instead of two
         gathered = flat.new_empty(count * flat.numel())
-        _run(kind, mesh, axes, received, group._allgather_base, _wire(gathered), _wire(flat))
+        _run(kind, mesh, axes, received, group._allgather_base, _wire(gathered), _wire(flat), _GATHER)
         return _shaped(_ordered_sum(gathered.view(count, -1)), local.shape)
     chunk = -(-flat.numel() // count)
     padded = flat if chunk * count == flat.numel() else torch.cat([flat, flat.new_zeros(chunk * count - flat.numel())])
     swapped = torch.empty_like(padded)
-    _run(kind, mesh, axes, received // 2, group.alltoall_base, _wire(swapped), _wire(padded), [], [])
+    _run(kind, mesh, axes, received // 2, group.alltoall_base, _wire(swapped), _wire(padded), [], [], _SWAP)
     mine = _ordered_sum(swapped.view(count, chunk))
     whole = torch.empty_like(padded)
-    _run(kind, mesh, axes, received // 2, group._allgather_base, _wire(whole), _wire(mine), count=0)
+    _run(kind, mesh, axes, received // 2, group._allgather_base, _wire(whole), _wire(mine), _GATHER, count=0)
     return _shaped(whole, local.shape)
 
 
@@ -142,7 +157,7 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
             return mine.clone()
         sent = torch.cat([_flat_padded(piece, longest) for piece in pieces])
         out = sent.new_empty(longest)
-        _run(kind, mesh, axes, received, group._reduce_scatter_base, _summable(out), _summable(sent))
+        _run(kind, mesh, axes, received, group._reduce_scatter_base, _summable(out), _summable(sent), _SCATTER)
         return out[: mine.numel()].view(mine.shape)
     if not sum(sizes):
         return mine.clone()
@@ -150,7 +165,8 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
     out = sent.new_empty(count * mine.numel())
     sent, out_wire, width = _wire(sent), _wire(out), _width(out)
     splits = [size * width for size in sizes]
-    _run(kind, mesh, axes, received, group.alltoall_base, out_wire, sent, [mine.numel() * width] * count, splits)
+    own = [mine.numel() * width] * count
+    _run(kind, mesh, axes, received, group.alltoall_base, out_wire, sent, own, splits, _SWAP)
     return _ordered_sum(out.view(count, mine.numel())).view(mine.shape)
 
 
@@ -169,12 +185,12 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
             if native:
                 out = rows.new_empty(*shape)
                 if rows.is_complex():
-                    call(torch.view_as_real(out), torch.view_as_real(rows)).wait()
+                    call(torch.view_as_real(out), torch.view_as_real(rows), _SCATTER).wait()
                 else:
-                    call(out, rows).wait()
+                    call(out, rows, _SCATTER).wait()
             else:
                 out = torch.empty_like(rows)
-                call(_wire(out), _wire(rows), [], []).wait()
+                call(_wire(out), _wire(rows), [], [], _SWAP).wait()
         except RuntimeError as error:
             if is_away(rows, mesh):
                 noted[0] = DONE
@@ -203,7 +219,7 @@ def exchange(
     splits_out = [count * width for count in counts]
     if not sent.numel() and out.numel() and mesh.backend((axis,)) == _FAKE:  # it takes nothing for an error
         sent, splits_in = out, splits_out
-    _run(kind, mesh, (axis,), received, group.alltoall_base, _wire(out), _wire(sent), splits_out, splits_in)
+    _run(kind, mesh, (axis,), received, group.alltoall_base, _wire(out), _wire(sent), splits_out, splits_in, _SWAP)
     return [part.view(shape) for part, shape in zip(out.split(counts), shapes)]
 
 
