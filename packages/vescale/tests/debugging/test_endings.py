@@ -54,8 +54,10 @@ if KIND == "pipeline" and CASE == "stopped":
 x, y = torch.randn(2, 8, 4)
 for step in range(4):
     loss = model(x, y)
+    if step == 1 and RANK == 1 and CASE == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     loss.backward()
-    if step == 1 and RANK == 1:
+    if step == 1 and RANK == 1 and CASE != "killed":
         {"leaves": sys.exit, "stopped": stops, "hook": lambda: optimizer.register_step_pre_hook(fails)}[CASE]()
     optimizer.step()
     optimizer.zero_grad()
@@ -87,6 +89,8 @@ def ended(tmp_path, kind, case, patience=90):
 CASES = [
     ("pipeline", "hook", "PipelineFailure", r"rank 1 raised ValueError: of the user, at .*train\.py:\d+"),
     ("data", "hook", "CommunicationError", r"rank 1 raised ValueError: of the user, at .*train\.py:\d+"),
+    ("pipeline", "killed", "PipelineFailure", r"rank 0, in the beginning of call 3, lost rank 1: "),
+    ("data", "killed", "CommunicationError", r"gradient sync \(backward\)"),
     ("data", "leaves", "CommunicationError", r"rank 1 came to the end of its script, or called sys\.exit"),
 ]
 

@@ -194,3 +194,37 @@ def test_a_collective_that_hangs_is_named_within_its_bound():
 
     ((state, said),) = run_ranks(2, run, device="second", timeout=120)[1]
     assert state == "bad" and said == "an all-reduce over the world failed on rank 0: not done after 30 s (2 ranks)"
+
+
+def test_a_rank_that_does_not_join_a_collective_is_found_within_the_bound():
+    def run():
+        import torch.distributed as dist
+
+        done = types.SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+        bound, device_check.BOUND_S, joins = device_check.BOUND_S, 1.0, dist.all_reduce
+        if dist.get_rank() == 1:
+            dist.all_reduce = lambda *args, **kwargs: done
+        try:
+            return [(one.state, one.found) for one in doctor.between_ranks() if one.check == "second"]
+        finally:
+            device_check.BOUND_S, dist.all_reduce = bound, joins
+
+    for found in run_ranks(2, run, device="second", timeout=120):
+        said = "an all-reduce over the world failed on rank 0: not done after 1 s (2 ranks)"
+        assert found == [("bad", said)]
+
+
+def test_groups_of_every_mesh_axis_are_tried():
+    def run():
+        before = os.environ.get("LOCAL_WORLD_SIZE")
+        os.environ["LOCAL_WORLD_SIZE"] = "2"  # as of two machines
+        try:
+            return [(one.state, one.found) for one in doctor.between_ranks() if one.check == "second"]
+        finally:
+            os.environ.pop("LOCAL_WORLD_SIZE")
+            os.environ |= {} if before is None else {"LOCAL_WORLD_SIZE": before}
+
+    (found, *others) = run_ranks(4, run, device="second", timeout=120)
+    assert all(other == found for other in others) and found[0][0] == "good", found
+    for name in ("the world", "each machine", "one rank per machine", "a send and a receive between neighbours"):
+        assert name in found[0][1], found
