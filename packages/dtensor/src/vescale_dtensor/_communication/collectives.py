@@ -230,10 +230,13 @@ def gather_objects(value: object, mesh: Mesh) -> list:
         group = mesh.group((axis,))
         parts: list = [values] * group.size()
         if group.name() != "fake":  # in a world without processes everybody would say the same
+            noted = flight.note("gather_objects", mesh.line((axis,)), 0, WAITING)
             try:
                 torch.distributed.all_gather_object(parts, values, group=group)
             except RuntimeError as error:
+                noted[0] = FAILED
                 raise _failure(error, "gather_objects", mesh, (axis,)) from error
+            noted[0] = DONE
         values = [one for part in parts for one in part]
     return values
 

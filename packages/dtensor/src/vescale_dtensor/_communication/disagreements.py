@@ -22,6 +22,7 @@ _MOST = 3  # that are told
 
 def compared(reports: Mapping[int, Report], size: int) -> str:
     """Which ranks disagree, and since which communication."""
+    reports = dict(sorted(reports.items()))  # every rank begins with its own, and all are to say the same
     found = [text for _, text in sorted(_disagreements(reports), key=lambda one: one[0])]
     silent = [rank for rank in range(size) if rank not in reports]
     found = found[: _MOST - bool(silent)]
@@ -92,10 +93,11 @@ def _out_of_step(reports: Mapping[int, Report], members: Mapping[int, list[dict]
     shown = next((rank for rank in ahead if number in known[rank]), ahead[0])
     event = known[shown].get(number, known[shown][most])
     waits = any(reports[rank]["waiting"] for rank in behind)
+    reached = f"come to {least}" if least else f"none over it among the last {flight.EVENTS}"
     text = (
         f"{_ranks(ahead)} {'are' if len(ahead) > 1 else 'is'} at {of} {event['number']} over axis {axis} "
         f"({event['kind']}, asked for by {_asked(reports, known, shown, event['number'])}), {_ranks(behind)} "
-        f"{'have' if len(behind) > 1 else 'has'} come to {least}, at {_place(reports[behind[0]])}"
+        f"{'have' if len(behind) > 1 else 'has'} {reached}, at {_place(reports[behind[0]])}"
     )
     yield (1 + waits, number if of == flight.COLLECTIVES else -event["seconds_ago"]), text
 

@@ -39,9 +39,11 @@ def tried(device: str, backend: str, group: Any) -> Iterator[tuple[str, str | No
             return said or wrong(out, len(row))
 
         failed = agreed(attempted(reduced), group)
+        if failed is not None:
+            abandoned([own for _, own in groups])  # before it is told: whoever hears it may ask no further
         yield f"an all-reduce over {name}", failed
         if failed is not None:
-            return abandoned([own for _, own in groups])
+            return
     if size % 2 == 0:
         whole = dist.new_group(list(range(size)), backend=backend)
 
@@ -51,9 +53,9 @@ def tried(device: str, backend: str, group: Any) -> Iterator[tuple[str, str | No
             return waited(dist.batch_isend_irecv(operations)) or wrong(out, 1)
 
         failed = agreed(attempted(exchanged), group)
-        yield "a send and a receive between neighbours", failed
         if failed is not None:
             abandoned([whole])
+        yield "a send and a receive between neighbours", failed
 
 
 def lines(size: int, local: int) -> dict[str, list[list[int]]]:
