@@ -69,12 +69,12 @@ class Case:
 
         So it is where that is the same plan, on two ranks, or where the mesh has stages alone, and no weight is tied:
         one stage per rank, for with several some last bits are others. On one rank a norm is not torch's: its squares
-        are summed in float64, as for any mesh.
+        are summed in float64, as for any mesh; and experts see their rows in another order.
         """
         others, pipeline = prod(size for axis, size in self.mesh.items() if axis != "pp"), self.fields.get("pipeline")
         if self.like_ranks:
             return others <= 2
-        kept = pipeline["virtual"] == 1 if pipeline else not self.clip
+        kept = pipeline["virtual"] == 1 if pipeline else not self.clip and "expert_axis" not in self.fields
         return others == 1 and self.model != "gpt" and kept
 
     @property
