@@ -34,6 +34,7 @@ PYTHON_FOLDERS = ("packages", "tools", "examples", "benchmarks")
 # The modules that communicate, per package; all else is pure, and testable without processes.
 COMMUNICATES = {
     "dtensor": {
+        "checkpoints",  # tells torch's checkpoints which boxes a rank holds; sends nothing
         "collectives",  # executes conversions
         "endings",  # tells why a rank ended
         "guard",  # asks which ranks a group has
@@ -65,6 +66,8 @@ COMMUNICATES = {
         "wrappers",  # names what torch distributes models by
     },
     "vescale": {
+        "metrics",  # asks which rank this is
+        "_whole",  # waits for all ranks where others write files
         "probes",  # times sends
         "calibrate",  # starts ranks that measure together
         "device_check",  # whether accelerators reach each other

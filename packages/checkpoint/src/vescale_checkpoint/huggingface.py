@@ -23,14 +23,14 @@ from vescale_dtensor import DTensor
 
 from ._errors import ConflictError, FormatError, UnsafeError
 from .format._box import stored, whole
-from .format._dtypes import FROM_SAFETENSORS, NAMES, SIZES, header_entry
+from .format._dtypes import DTYPES, FROM_SAFETENSORS, NAMES, SIZES, header_entry
 from .format._json import parse_json
 from .format._text import reason_of, shown
 from .io._storage import LocalStorage, Storage, guarded, storage_of
 from .io._write import Source, chunks_of, flat_of
 from .manifest import MOST_DIMS, FileInfo, Manifest, Section, Stored, plain_name
 from .plan._state import first_names
-from .sync._sync import session_of
+from .sync._sync import Session, session_of
 
 STEMS = ("model", "adapter_model", "diffusion_pytorch_model")  # how models, PEFT's adapters, and diffusers' are called
 INDEX = "model.safetensors.index.json"
@@ -200,15 +200,17 @@ def export_huggingface(
         shard_bytes: files grow no larger, unless one tensor does.
 
     Raises ConflictError where the folder exists, StorageError, UnsafeError. Communication: an all-gather
-    per sharded tensor; rank 0 writes, and holds one whole tensor at a time.
+    per sharded tensor, and what rank 0 lacks, of a pipeline's other stages, is sent to it; rank 0 writes, and holds
+    one whole tensor at a time.
     """
     with session_of("export") as session:
         first = first_names(model)
-        tensors = [
-            Whole(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
+        own = {
+            name: Whole(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
             for name, value in model.state_dict().items()
             if isinstance(value, Tensor) and first.get(name, name) == name
-        ]
+        }
+        tensors = _of_all_ranks(session, own)
         config = getattr(model, "config", None) if config is None else config
         parts = [part for part in (config, getattr(model, "generation_config", None), *also) if part is not None]
         writes = session.rank == 0
@@ -217,6 +219,32 @@ def export_huggingface(
         session.gather("begin")
         write_folder(path, tensors, lambda folder: _write_parts(folder, parts, model), shard_bytes, writes=writes)
         session.gather("written")
+
+
+def _of_all_ranks(session: Session, own: dict[str, Whole]) -> list[Whole]:
+    """Every tensor that some rank has, in the same order on all: this rank's own, and on rank 0 those that the first
+    rank that has them sends there."""
+    rows = json.dumps([(one.name, one.dtype, one.shape) for one in own.values()]).encode()
+    said = session.gather("names", rows)
+    if all(text == said[0] for text in said):
+        return list(own.values())
+    found: dict[str, tuple[int, str, tuple[int, ...]]] = {}
+    for rank, text in enumerate(said):
+        for name, dtype, shape in json.loads(text):
+            found.setdefault(name, (rank, dtype, tuple(shape)))
+    return [
+        Whole(name, dtype, shape, partial(_sent, session, own.get(name), source, dtype, shape))
+        for name, (source, dtype, shape) in found.items()
+        if name in own or session.rank == 0
+    ]
+
+
+def _sent(session: Session, own: Whole | None, source: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor, on the ranks that have it and on rank 0."""
+    made = own.make() if own is not None else None
+    if source and session.rank in (0, source):
+        return session.sent_to_first(made, source, shape, DTYPES[dtype])
+    return made
 
 
 def write_folder(

@@ -65,6 +65,7 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
 
     def finish() -> None:
         codec = ShardCodec(mesh_of(stage_mesh))
+        _tell_of_stages(model, axis)
         model._vescale.runtime = Runtime(
             model,
             schedule,
@@ -115,6 +116,37 @@ def schedule_of(plan: Plan, device_type: str) -> Schedule:
     # first transfer, and every first header, holds the host: so there a rank may have to do one transfer at a time.
     verify(schedule, transport="buffered" if device_type == "cpu" else "rank")
     return schedule
+
+
+def _tell_of_stages(model: nn.Module, axis: str) -> None:
+    """A stage's state, of which others would write a file that lacks the other stages', says so when it is read as
+    memory; and so does `save_pretrained`, where it is not given a state."""
+    error = (
+        f"it is of one stage of the pipeline over {axis!r}: what is written of it lacks the other stages' parameters",
+        (),
+        [
+            ("vescale.export_huggingface(path, model)", "on every rank: all stages, as from_pretrained reads them"),
+            ('vescale.save(path, {"model": model})', "a checkpoint: any plan and number of ranks loads it"),
+            ("tensor.full_tensor()", "this one tensor, plain"),
+        ],
+    )
+
+    def mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for value in state.values():
+            if type(value) is DTensor and not isinstance(value, nn.Parameter):
+                value._stage = error
+
+    model.register_state_dict_post_hook(mark)
+    save = getattr(model, "save_pretrained", None)
+    if save is not None:
+
+        @functools.wraps(save)
+        def refuse(*args: Any, state_dict: dict | None = None, **options: Any) -> Any:
+            if state_dict is None:
+                raise PlanError("save_pretrained", *error)
+            return save(*args, state_dict=state_dict, **options)
+
+        model.save_pretrained = refuse
 
 
 def _make_groups(mesh: Mesh) -> None:

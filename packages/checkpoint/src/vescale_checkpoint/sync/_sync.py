@@ -81,6 +81,18 @@ class Session:
         values = self.gather(name, value)
         return [rank for rank, other in enumerate(values) if other != values[0]]
 
+    def sent_to_first(self, made: Tensor | None, source: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The tensor that `source` has, on rank 0; called by these two, which hold it, or None, in one order.
+
+        Communication: one send and one receive.
+        """
+        if made is not None:
+            dist.send(made.detach().contiguous(), 0)
+            return made
+        found = torch.empty(tuple(shape), dtype=dtype, device=dist.distributed_c10d._get_pg_default_device())
+        dist.recv(found, source)
+        return found
+
     def part(self) -> None:
         """The last word of an operation that succeeded: rank 0, in whose process the store may live, leaves last."""
         with contextlib.suppress(CheckpointError):  # of a rank that died when all was done

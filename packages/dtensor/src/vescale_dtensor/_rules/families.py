@@ -1,5 +1,6 @@
 """Imports every family, which fills the table."""
 
+from .doors import checkpoints as checkpoints
 from .doors import communication as communication
 from .doors import memory as memory
 from .doors import metadata as metadata

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout, OperatorError
-from vescale_dtensor.engine import convert, drop_gradients, local_only, route_between, stamp
+from vescale_dtensor.engine import convert, convert_plain, drop_gradients, local_only, route_between, stamp
 
 from .._plan.parts import PlanError
 from .matrix import Owners
@@ -137,6 +137,50 @@ class Sharded:
                 ("vescale.adopt(copied_model, torch.optim.AdamW(...))", "an optimizer of its own for a copied model"),
             ],
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the optimizer's own, but a state of a parameter's shape is a DTensor of its global shape, over the real
+        memory: whoever writes it as a plain tensor gathers it first, or raises. No communication."""
+        found = super().state_dict()
+        held = self._held()
+        found["state"] = {
+            key: {name: self._as_dtensor(name, one, self._parallel.slot_of(held[key])) for name, one in values.items()}
+            if isinstance(key, int)
+            else values
+            for key, values in found["state"].items()
+        }
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own, of what `state_dict` gives on one device or under any plan: of whole plain tensors,
+        and of DTensors in any layout, this rank's part is taken. Cost: nothing for those that lie as here."""
+        super().load_state_dict(state_dict)
+        given = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for key, parameter in zip(given, self._held()):
+            slot = self._parallel.slot_of(parameter)
+            if slot is not None and slot.optimized is not None and not self._whole and parameter in self.state:
+                own = self.state[parameter]
+                for name, value in state_dict["state"].get(key, {}).items():
+                    if isinstance(value, Tensor) and name in own and name not in _COUNTS:
+                        own[name] = self._own_part(own[name], value, slot)
+
+    def _own_part(self, loaded: Tensor, given: Tensor, slot: Slot) -> Tensor:
+        """Of a state as it was given, this rank's part, plain, in the shape in which it steps; of one that is not of
+        the parameter's shape what torch made of it."""
+        plain, layout = self._plain_of(slot)
+        if tuple(given.shape) != layout.shape or not given.ndim:
+            return loaded
+        if type(given) is DTensor:
+            part = convert(given.detach(), layout, "load_state_dict")
+        else:
+            part = convert_plain(given.detach(), layout.mesh, layout, "load_state_dict")
+        with local_only():
+            kind = plain.dtype if given.is_floating_point() else given.dtype
+            part = part.as_subclass(Tensor).to(device=plain.device, dtype=kind, copy=True)
+            return part.view(self._owners.local_shape(slot) if self._owners is not None else plain.shape)
+
+    def _held(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own."""

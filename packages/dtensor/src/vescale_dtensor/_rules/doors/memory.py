@@ -50,6 +50,8 @@ def address(function: Callable, args: tuple, kwargs: dict) -> Any:
     tensor = args[0]
     if not tensor._layout.base.is_replicated and tensor._layout.numel:
         _refuse(function, tensor, "at a DTensor's address lies this rank's part, which is not of the global shape")
+    if (stage := tensor.__dict__.get("_stage")) is not None:  # a file of it would lack what the others hold
+        raise OperatorError(function_name(function), *stage)
     with local_only():
         return function(*args, **kwargs)
 
