@@ -38,6 +38,7 @@ from vescale_dtensor.engine import (
     stamp,
 )
 
+from ..installed._replicas import check_replicas
 from ..plan import Plan, PlanError
 from .balance import Balance
 from .containers import map_tensors, tensors_in
@@ -104,6 +105,7 @@ class RootBorder:
         with torch._C.DisableTorchFunction():  # nothing here is the forward's: a pipeline's dry run must not see it
             if checks:
                 check_agreement((args, kwargs), self._mesh)
+                check_replicas(root, self._mesh)
             if balance is not None:
                 balance.look_at(kwargs)
             args, kwargs = spread((args, kwargs), self._mesh, self._cuts)

@@ -1,0 +1,83 @@
+"""Whether replicas of a parameter are still alike: who writes a weight on one rank alone hears of it.
+
+An element that one rank alone holds (a shard over tensor-parallel ranks, a part under ZeRO-3) has no replica, so that
+what is written to it by its owner alone is a value like any other: `vescale.compare` of two runs finds that.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from vescale_dtensor import DTensor, PlainTensorError
+from vescale_dtensor.engine import INVARIANT, VARYING, Mesh, gather_objects, local_only
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas(root: nn.Module, mesh: Mesh) -> None:
+    """Raises PlainTensorError, on all ranks alike, when ranks that hold the same part of a parameter hold other values.
+
+    Cost: this rank's parameters are read once, the host waits once, and one small all-gather per mesh axis.
+    """
+    names = [name for name, one in root.named_parameters() if _is_replicated(one, mesh)]
+    if not names or mesh.device_mesh is None:
+        return
+    held = dict(root.named_parameters())
+    if any(held[name].is_meta for name in names):
+        return
+    sums = _sums([held[name] for name in names])
+    kept = {axis: [at for at, name in enumerate(names) if _copies(held[name], axis)] for axis in range(mesh.ndim)}
+    own = tuple(zlib.crc32(repr([sums[at] for at in kept[axis]]).encode()) for axis in range(mesh.ndim))
+    odd = _odd(gather_objects(own, mesh), mesh)
+    if odd is None:
+        return
+    everyone = gather_objects(sums, mesh)  # on all ranks, as all have seen the same
+    first, other, axis = odd
+    apart = [names[at] for at in kept[axis] if everyone[first][at] != everyone[other][at]]
+    raise PlainTensorError(
+        "model",
+        f"the parameter {apart[0]!r} has other values on rank {other} of {mesh} than on rank {first}, which holds the "
+        "same part of it: a weight was written on some ranks alone, or by other values",
+        [f"parameters that differ  {len(apart)} of {len(names)}"],
+        [
+            ("write it on every rank, by the same values", "no `if rank == 0:` around what changes weights"),
+            ("vescale.load(path, {'model': model})", "on every rank: weights of a checkpoint"),
+        ],
+    )
+
+
+def _copies(parameter: Tensor, axis: int) -> bool:
+    return parameter._layout.base.states[axis] in (INVARIANT, VARYING)
+
+
+def _is_replicated(parameter: Tensor, mesh: Mesh) -> bool:
+    return type(parameter) is DTensor and any(
+        size > 1 and _copies(parameter, axis) for axis, size in enumerate(mesh.sizes)
+    )
+
+
+def _sums(parameters: Sequence[DTensor]) -> list[int]:
+    """Of each parameter's local bits, as integers: exact, whatever the order of adding."""
+    made = []
+    with torch.no_grad(), local_only():
+        for parameter in parameters:
+            flat = parameter.detach().reshape(-1)
+            flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+            made.append(flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64).as_subclass(Tensor))
+        return torch.stack(made).tolist()
+
+
+def _odd(everyone: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[int, int, int] | None:
+    """The first two ranks, by their places in the mesh, that differ though along one axis alone they are apart."""
+    places = list(product(*map(range, mesh.sizes)))
+    for rank, place in enumerate(places):
+        for axis, at in enumerate(place):
+            first = places.index((*place[:axis], 0, *place[axis + 1 :]))
+            if at and everyone[rank][axis] != everyone[first][axis]:
+                return first, rank, axis
+    return None
