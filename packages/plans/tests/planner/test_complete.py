@@ -108,3 +108,34 @@ def test_two_axes_that_cut_weights_get_one_boundary_for_both():
 def test_a_model_of_which_nobody_says_what_it_takes_is_an_error_with_the_remedy():
     with pytest.raises(PlanError, match="sample="):
         Plan(mesh={"tp": 2}, parameters=NAMED).complete(Model())
+
+
+class Prompted(Model):
+    """Positions of its own before the sample's, as long as blocks run."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.prompt = Inner(self.parts), nn.Parameter(torch.ones(1, 5, 16))
+
+    def forward(self, ids):
+        x = self.inner(torch.cat([self.prompt.expand(ids.shape[0], -1, -1), self.table(ids)], 1))
+        return self.last(x).square().mean()
+
+
+class Inner(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.layers = parts
+
+    def forward(self, x):
+        for part in self.layers:
+            x = x + part(x)
+        return x[:, 5:]
+
+
+def test_positions_that_a_model_adds_do_not_move_boundaries_out_of_its_blocks():
+    model = Prompted()
+    del model.parts
+    completed = Plan(mesh={"tp": 2}, parameters=NAMED).complete(model, IDS)
+    assert completed.boundaries["inner.layers.*.two"] == Boundary(output={"tp": Replicate()})
+    assert "inner" not in completed.boundaries

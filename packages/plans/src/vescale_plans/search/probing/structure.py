@@ -121,7 +121,7 @@ def _group(found: Findings, sink: Key, pairs: Mapping[Key, Mapping[Key, Influenc
                 source.out_features,
                 influence.unit,
                 _spans(influence),
-                _site(found.inputs, source),
+                _site(found, found.inputs, source),
                 key in found.bridged,
                 source.lookup,
             )
@@ -143,16 +143,21 @@ def _group(found: Findings, sink: Key, pairs: Mapping[Key, Mapping[Key, Influenc
             call.bias,
             tuple(made),
             tuple(sorted(kept, key=lambda name: list(found.shapes).index(name))) if len(kept) < 8 else (),
-            _site(found.outputs, call),
+            _site(found, found.outputs, call),
             experts,
             any(not found.token_wise.get(key, True) for key in (*sources, *((name, 0) for name in kept))),
         )
     ]
 
 
-def _site(sites: Mapping[str, Site], call: Call) -> str | None:
-    """The innermost module at the call that takes, or returns, whole activations: positions and all."""
-    inner = next((name for name in reversed(call.path) if name in sites and sites[name].position is not None), None)
+def _site(found: Findings, sites: Mapping[str, Site], call: Call) -> str | None:
+    """The innermost module at the call that takes, or returns, whole activations: positions and all. Of those around
+    a repeated block none: where a model adds positions of its own, no module inside has the sample's, and the caller
+    stands for them."""
+    blocks = {name for chain in found.chains for name in chain.names}
+    start = next((at for at, name in enumerate(call.path) if name in blocks), 0)
+    own = reversed(call.path[start:])
+    inner = next((name for name in own if name in sites and sites[name].position is not None), None)
     return inner or (call.path[-1] if call.path else None) or None
 
 
@@ -283,7 +288,7 @@ def _position_dim(found: Findings, pairs: Mapping[Key, Mapping]) -> int | None:
         return None
     dims = set()
     for sink in sinks:
-        site = found.outputs.get(_site(found.outputs, found.calls[sink]) or "")
+        site = found.outputs.get(_site(found, found.outputs, found.calls[sink]) or "")
         if site is None or site.position is None:
             return None
         dims.add(site.position)
