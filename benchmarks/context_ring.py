@@ -14,6 +14,7 @@ two alternate, each of forward and backward, and medians of their ratios are tol
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -23,8 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import vescale
 from vescale_dtensor import Shard, from_local
-from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
+from vescale_dtensor.testing import allocations, mesh_of, run_ranks, warm_up
+from vescale_plans import Plan
 
 BUDGETS = {"over by hand": 1.05, "over products": 1.1, "share of one device": 0.27, "longest sequence": 3.7}
 SHAPES = {  # batch, heads, positions, size of a head; causal
@@ -204,15 +207,67 @@ def hidden(arguments) -> tuple[dict, bool]:
     return found, all(ratio <= BUDGETS["over products"] for ratio in found.values())
 
 
-MODES = {"step": step, "hidden": hidden}
+# --- memory ------------------------------------------------------------------------
+
+LLAMA = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+"""Narrow, so that activations outweigh what does not depend on the sequence: parameters' gradients."""
+
+
+def peak(ranks: int, positions: int, way: str = "ring", layout: str = "auto") -> int:
+    """Bytes that a step of a Llama holds at its worst moment beyond what was there before it, by the allocator:
+    activations, kernels' scratch, messages, gradients."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    if ranks > 1:
+        plan = Plan(mesh={"cp": ranks}, parameters={"*": {}}, context_axis="cp", context=way, context_layout=layout)
+        model, _ = vescale.parallelize(plan, model)
+    words = torch.randint(LLAMA["vocab_size"], (1, positions), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        model(input_ids=words, labels=words, use_cache=False).loss.backward()
+
+    step()  # gradients are there, and what is made once
+    gc.collect()
+    with allocations() as made, made.phase("step"):
+        step()
+    return made.total("step")
+
+
+def memory(arguments) -> tuple[dict, bool]:
+    positions, ranks = arguments.positions, 4
+    (one,) = run_ranks(1, peak, 1, positions, timeout=600)
+    longer = int(BUDGETS["longest sequence"] * positions)
+    found = {}
+    for layout in ("contiguous", "auto"):
+        many = max(run_ranks(ranks, peak, ranks, positions, "ring", layout, timeout=600))
+        long = max(run_ranks(ranks, peak, ranks, longer, "ring", layout, timeout=600))
+        found[layout] = {
+            "positions": positions, "one device MB": round(one / 1e6, 1),
+            "share of one device": round(many / one, 3), f"of {longer} positions over one device": round(long / one, 3),
+        }  # fmt: skip
+    holds = all(
+        each["share of one device"] <= BUDGETS["share of one device"]
+        and each[f"of {longer} positions over one device"] <= 1
+        for each in found.values()
+    )
+    return found, holds
+
+
+MODES = {"step": step, "hidden": hidden, "memory": memory}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--positions", type=int, default=4096, help="of the sequence whose memory is counted")
     arguments = parser.parse_args()
-    warm_up("torch", "vescale_dtensor")
+    warm_up("torch", "vescale", "transformers")
     figures, holds = MODES[arguments.mode](arguments)
     for name, figure in figures.items():
         print(name, figure)
