@@ -36,7 +36,7 @@ KINDS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one training step of rank 0 takes, once it is warm (the second step).
+    """What one training step of a rank takes, once it is warm (the second step).
 
     Arguments:
         plan: that was run.
@@ -96,6 +96,7 @@ def dry_run(
     loss_fn: Callable | None = None,
     step: Callable[[nn.Module, Any], Tensor] | None = None,
     backend: str = "nccl",
+    rank: int = 0,
 ) -> DryRun:
     """Runs two training steps of `plan` without processes, memory or time, and says what the second takes: all its
     backwards, where the plan accumulates.
@@ -112,6 +113,8 @@ def dry_run(
             large as what is summed, and a gather takes as much again as it gathers. On any other, an optimizer that
             does not say otherwise treats all parameters at once (`foreach`), as torch's do on a GPU, which takes
             memory of the size of the parameters.
+        rank: whose step is run. Ranks differ where sequences are cut: of contiguous parts under a causal mask the last
+            rank computes and receives most.
 
     A forward that reads a floating point value (`item()`, `if x.any()`) cannot run without one, and raises as torch
     says it. Integers are real.
@@ -127,7 +130,10 @@ def dry_run(
         )
     meter = Meter(backend)
     running = unstopped("the dry run ran the model on tensors without values")
-    with _world(plan.world_size), faking(backend), fused_attention(), torch.no_grad(), running:
+    if not 0 <= rank < plan.world_size:
+        remedies = [(f"rank={plan.world_size - 1}", "the last")]
+        raise PlanError("dry_run", f"rank {rank} of a plan for {plan.world_size}", (), remedies)
+    with _world(plan.world_size, rank), faking(backend), fused_attention(), torch.no_grad(), running:
         model = _without_values(model)
         batch = map_tensors(batch, _blank)
         with torch.enable_grad(), comm_trace(model) as trace, meter:
@@ -183,12 +189,12 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def _world(size: int) -> Iterator[None]:
-    """Rank 0 of a world whose collectives return at once."""
+def _world(size: int, rank: int) -> Iterator[None]:
+    """A rank of a world whose collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     told = sys.excepthook  # joining a world puts "[rank0]:" before every line of a traceback, for good
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:
