@@ -35,18 +35,17 @@ SHAPES = {  # batch, heads, positions, size of a head; causal
     "causal": ((1, 4, 4096, 64), True),
     "short": ((2, 4, 512, 64), False),
 }
-aten = torch.ops.aten
 
 
 # --- by hand -----------------------------------------------------------------------
 
 
 def attend(q, k, v, causal):
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
 def attend_back(grad, q, k, v, out, lse, causal):
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
 
 
 class ByHand(torch.autograd.Function):
@@ -202,7 +201,7 @@ def slow_products(seconds: float) -> dict:
 
 
 def hidden(arguments) -> tuple[dict, bool]:
-    ranks = run_ranks(2, slow_products, 0.1, timeout=300)
+    ranks = run_ranks(2, slow_products, 0.3, timeout=300)
     found = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
     return found, all(ratio <= BUDGETS["over products"] for ratio in found.values())
 
