@@ -186,21 +186,13 @@ def test_llama(plan, way):
     assert ("ring" in kinds) == (way == "ring") and ("heads_to_sequence" in kinds) == (way == "all-to-all"), kinds
 
 
-WAYS = ("ring", "all-to-all", "gather")
-WITH_A_PLAN = ("llama", "mistral", "gemma 3", "qwen3-moe")  # for tensor parallelism, in the library
-CASES = [
-    (name, plan, way)
-    for name in MODELS
-    for plan in PLANS
-    for way in WAYS
-    if ("tp" not in plan or name.split(",")[0] in WITH_A_PLAN) and "recomputed" not in plan
-]
+CASES = [(name, plan) for name in MODELS for plan in ("cp 2", "cp 4", "dp 2 x cp 2, zero 3")]
 
 
-@pytest.mark.parametrize(("name", "plan", "way"), slice_of(CASES, 12))
-def test_models(name, plan, way):
+@pytest.mark.parametrize(("name", "plan"), slice_of(CASES, 3))
+def test_models(name, plan):
     ranks = PLANS[plan]().world_size
-    run_ranks(ranks, check, name, plan, way, STEPS, timeout=240)
+    run_ranks(ranks, check, name, plan, "ring", STEPS, timeout=240)
 
 
 @pytest.mark.parametrize("way", ["ring", "all-to-all"])
@@ -213,20 +205,17 @@ def test_on_a_device_with_nccls_manners():
     run_ranks(2, check, "llama, padding", "cp 2", "ring", 4, device="second")
 
 
-CUTS = {"gpt-neox": "gpt_neox.layers.1", "bert": "bert.encoder.layer.1"}  # else a decoder's second layer
-STAGED = [(name, way) for name in MODELS if name not in ("t5", "whisper") for way in ("ring", "all-to-all")]
+STAGED = [(name, "ring") for name in ("llama", "llama, documents", "mistral", "gemma 3")] + [("mistral", "all-to-all")]
 
 
 def check_pipeline(name, way):
-    cuts = (CUTS.get(name.split(",")[0], "model.layers.1"),)
-    pipeline = Pipeline(axis="pp", cuts=cuts, microbatches=2, schedule="1f1b")
+    pipeline = Pipeline(axis="pp", cuts=("model.layers.1",), microbatches=2, schedule="1f1b")
     plan = Plan(mesh={"pp": 2, "cp": 2}, pipeline=pipeline, context=way, **REPLICATED)
     one, many = train(name), train_stages(name, plan)
     for expected, found in zip(one[0], many[0]):
         assert abs(found - expected) <= LOSS * abs(expected)
     for parameter, found in many[1].items():
-        if not parameter.endswith(PARTLY_NOTHING) and "key.bias" not in parameter:  # zero but for rounding
-            assert float((found - one[2][parameter]).norm() / one[2][parameter].norm()) <= PARAMETER, parameter
+        assert float((found - one[2][parameter]).norm() / one[2][parameter].norm()) <= PARAMETER, parameter
     return sorted(many[1])
 
 
@@ -245,7 +234,7 @@ def train_stages(name, plan):
     return losses, {n: p.detach().full_tensor() for n, p in model.named_parameters() if p.numel()}
 
 
-@pytest.mark.parametrize(("name", "way"), slice_of(STAGED, 8))
+@pytest.mark.parametrize(("name", "way"), slice_of(STAGED, 2))
 def test_pipeline(name, way):
     stages = run_ranks(4, check_pipeline, name, way, timeout=240)
     assert len({tuple(stage) for stage in stages}) == 2 and all(stages)
