@@ -1,5 +1,7 @@
 """vescale_dtensor: tensors sharded over a device mesh, programmed as if on one device."""
 
+from ._debugger.origins import explain as explain
+from ._debugger.origins import explaining as explaining
 from ._tensor import constructors as _constructors  # noqa: F401 - replaces functions of torch
 from ._tensor import methods as _methods  # noqa: F401 - replaces functions of torch
 from ._dispatch import number as _number  # noqa: F401 - replaces functions of torch

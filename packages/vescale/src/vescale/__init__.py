@@ -37,6 +37,8 @@ from vescale_dtensor import breakpoint as breakpoint
 from vescale_dtensor import check_premise as check_premise
 from vescale_dtensor import comm_trace as comm_trace
 from vescale_dtensor import distribute_tensor as distribute_tensor
+from vescale_dtensor import explain as explain
+from vescale_dtensor import explaining as explaining
 from vescale_dtensor import local_map as local_map
 from vescale_dtensor import register_rule as register_rule
 from vescale_dtensor import reproducible as reproducible

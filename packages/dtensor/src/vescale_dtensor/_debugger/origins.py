@@ -1,0 +1,214 @@
+"""Where a tensor's layout came from: functions, lines and conversions, kept while somebody asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .._communication import events
+from .._communication.events import Event
+from .._dispatch.arguments import collect
+from .._layouts.layout import Layout
+from .._tensor.tensor import DTensor, is_global, local_only
+
+_KEY = "vescale: where it was made"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a function was given: under which name (of a parameter, else its place), in which layout, and its origin."""
+
+    name: str
+    layout: Layout
+    origin: Origin | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A layout, the call that made it, and what was sent for that. It keeps no tensor alive."""
+
+    layout: Layout
+    function: str
+    module: str
+    line: str
+    operands: tuple[Operand, ...]
+    sent: tuple[Event, ...] = ()
+
+    def lines(self, depth: int, indent: str = "") -> Iterator[str]:
+        where = "".join(f" {word} {text}" for word, text in (("in", self.module), ("at", self.line)) if text)
+        yield f"{indent}{self.layout!r}, by {self.function}{where}"
+        for reason in self.reasons():
+            yield f"{indent}  {reason}"
+        for operand in self.operands if depth else ():
+            if operand.origin is None:
+                yield f"{indent}  {operand.name}: {operand.layout!r}"
+            else:
+                yield f"{indent}  {operand.name}:"
+                yield from operand.origin.lines(depth - 1, indent + "    ")
+
+    def reasons(self) -> Iterator[str]:
+        """Why each axis of the mesh is as it is, in words."""
+        for axis, name in enumerate(self.layout.mesh.names):
+            given = [one for one in self.operands if one.layout.mesh is self.layout.mesh]
+            kinds = {one.name: one.layout.states[axis].kind for one in given}
+            sent = [event for event in self.sent if name in event.axes]
+            cost = "".join(f"; {event.kind}, {event.received:,} bytes received" for event in sent)
+            yield f"{name}: {self._reason(self.layout.states[axis].kind, kinds)}{cost}"
+
+    def _reason(self, kind: str, kinds: dict[str, str]) -> str:
+        alike = [name for name, other in kinds.items() if other == kind]
+        sharded = [name for name, other in kinds.items() if other == "S"]
+        partial = [name for name, other in kinds.items() if other == "P"]
+        if kind == "P":
+            if alike:
+                return f"partial, as {' and '.join(alike)}"
+            return f"partial: {self.function} sums over what is sharded there in {' and '.join(sharded) or 'its input'}"
+        if kind == "S":
+            return f"sharded, as {' and '.join(alike)}" if alike else f"sharded by {self.function}"
+        if partial or sharded:
+            return (
+                f"full: {self.function} is given {' and '.join(partial + sharded)} in parts, and needs or makes it full"
+            )
+        return "full, as what it was made of" if kinds else "full"
+
+
+class Explanation:
+    """What `explain` gives; `str()` is the answer, `origin` the record, None where nothing is known."""
+
+    def __init__(self, layout: Layout, origin: Origin | None, name: str, depth: int) -> None:
+        self.layout, self.origin, self._name, self._depth = layout, origin, name, depth
+
+    def __str__(self) -> str:
+        if self.origin is not None:
+            return "\n".join(self.origin.lines(self._depth))
+        if self._name:
+            return f"{self.layout!r}, the parameter {self._name}: as the plan, or `distribute_tensor`, laid it out"
+        return (
+            f"{self.layout!r}; where it came from was not recorded\n"
+            "fix: with vescale.explaining(model): ...  # around what makes the tensor"
+        )
+
+    __repr__ = __str__
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes on every DTensor, and on its node in autograd's graph, what made it."""
+
+    def __init__(self, names: dict[int, str], sent: list[Event]) -> None:
+        super().__init__()
+        self._names, self._sent = names, sent
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_global():
+            return function(*args, **kwargs)
+        tensors: list[Tensor] = []
+        collect(args, tensors)
+        collect(kwargs, tensors)
+        given = [one for one in tensors if type(one) is DTensor]
+        operands = tuple(self._operand(at, one) for at, one in enumerate(given))
+        before = len(self._sent)
+        out = function(*args, **kwargs)
+        made: list[Tensor] = []
+        collect((out,), made)
+        for one in made:
+            if type(one) is DTensor and (not any(one is other for other in given) or _writes(function)):
+                name = events.function_name(function)
+                sent = tuple(self._sent[before:])
+                origin = Origin(one._layout.base, name, events.current_module(), events.user_line(), operands, sent)
+                note(one, origin)
+        return out
+
+    def _operand(self, at: int, tensor: DTensor) -> Operand:
+        origin = origin_of(tensor)
+        name = self._names.get(id(tensor)) or (f"operand {at}" if origin is None else f"what {origin.function} gave")
+        return Operand(name, tensor._layout.base, origin)
+
+
+def _writes(function: Any) -> bool:
+    name = events.raw_name(function)
+    return name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")
+
+
+def note(tensor: DTensor, origin: Origin) -> None:
+    tensor._made_by = origin
+    with local_only():
+        node = tensor.grad_fn
+    if node is not None:
+        node.metadata[_KEY] = origin
+
+
+def origin_of(tensor: DTensor) -> Origin | None:
+    """What was recorded of a tensor. One that a conversion at a module's boundary made is known by autograd's graph."""
+    found = tensor.__dict__.get("_made_by")
+    if found is not None and found.layout is tensor._layout.base:
+        return found
+    with local_only():
+        node = tensor.grad_fn
+    return None if node is None else _of_node(node, tensor._layout.base)
+
+
+def _of_node(node: Any, layout: Layout) -> Origin | None:
+    while node is not None:
+        found = node.metadata.get(_KEY)
+        if found is not None and found.layout is layout:
+            return found
+        following = node.next_functions[0][0] if node.next_functions else None
+        way = getattr(node, "way", None)
+        if way is not None and way[0] is not None and way[0].target is layout:
+            route, cause = way
+            said = cause if isinstance(cause, events.Cause) else events.Cause(events.function_name(cause))
+            before = _of_node(following, route.source) if following is not None else None
+            name = "what was converted" if before is None else f"what {before.function} gave"
+            operand = Operand(name, route.source, before)
+            return Origin(layout, said.function, said.module, said.line, (operand,))
+        if type(node).__name__ not in ("AliasBackward", "AliasBackward0", "AgainBackward"):
+            return None
+        node = following
+    return None
+
+
+@contextlib.contextmanager
+def explaining(model: nn.Module | None = None) -> Iterator[None]:
+    """While it is open, every function that gives a DTensor is recorded with the result, for `explain`.
+
+    Arguments: the model, for paths of modules and names of parameters. Costs some Python per function while open, and
+    nothing otherwise; records hold no tensors. A model in static mode runs eagerly meanwhile.
+    """
+    from ..debug import comm_trace
+
+    names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
+    with comm_trace(model) as trace, _Recorder(names, trace.events):
+        yield
+
+
+def explain(tensor: Tensor, depth: int = 3) -> Explanation:
+    """Where a tensor's layout came from: why it is full, sharded or partial on each axis, which function at which line
+    made it so, what was sent for that, and the same of what it was made of. Never communicates.
+
+    Arguments:
+        tensor: one that was made within `explaining(model)`, or a parameter.
+        depth: how many calls to go back.
+
+    Raises PlacementError for a tensor that is no DTensor.
+
+    Example:
+        >>> with vescale.explaining(model):
+        ...     loss = model(batch)
+        >>> print(vescale.explain(loss))
+    """
+    if type(tensor) is not DTensor:
+        from .._errors import PlacementError
+
+        raise PlacementError(
+            "explain", "the tensor is a plain one, which has no layout", [f"tensor  {type(tensor).__name__}"],
+            [("distribute_tensor(tensor, mesh, placements)", "makes it a DTensor")],
+        )  # fmt: skip
+    owner = tensor.__dict__.get("_owner")
+    name = getattr(owner, "name", "") if owner is not None else "" if not tensor.__dict__.get("_is_param") else "given"
+    return Explanation(tensor._layout.base, origin_of(tensor), name, depth)
