@@ -90,8 +90,11 @@ def _bias(input: Tensor, weight: Tensor, bias: Tensor, *_, **__) -> Tensor:
 def _whole_groups(call: Call, groups: int, channel: int) -> bool:
     """Whether every cut of the channels that the solver may choose gives each rank whole groups.
 
-    It may cut them on each axis that shards anything: evenly, or as an operand brings it.
+    It may cut them on each axis that shards anything: evenly, or as an operand brings it. A channel that is a group of
+    its own may lie anywhere.
     """
+    if groups == call.operands[0].shape[channel] == call.operands[1].shape[0]:
+        return True
     axes = {axis for operand in call.operands for axis, state in enumerate(operand.states) if state.kind == "S"}
     brought = [
         operand.states[axis]

@@ -2,8 +2,9 @@
 
     other dims sharded            stay sharded
     cat of plain shards of one block length along their dim    InterleavedShard, no communication
+    cat of shards of other lengths                             the same, with an order of chunks
     cat with legacy tensors of shape [0] alone                 stays sharded, on its dim, too
-    split of an InterleavedShard into whole groups             shards of fewer groups, no communication
+    split of an InterleavedShard into whole groups, or chunks  shards of fewer, no communication
     else the dim must be whole    moved to another dim: all-to-all, else all-gather
     pending, I, R                 unchanged; cat of a pending with others is pending
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..._dispatch.signature import Signature
 from ..._errors import ShapeError
 from ..._layouts.layout import Layout
-from ..._layouts.state import sharded
+from ..._layouts.state import State, sharded
 from ..registry import Call, Operand, both, composite, rule
 from ..solvers.carry import carry, sizes_before
 from ..traits import VIEWS, Trait
@@ -73,12 +74,39 @@ def _blocks(call: Call, dim: int) -> Callable | None:
         length = cut[0].shape[dim] // cut[0].states[axis].groups
         if length == 0 or any(s.units is not None or s.order for s in (operand.states[axis] for operand in cut)):
             return
-        if any(operand.shape[dim] % length or not operand.shape[dim] for operand in call.operands):
-            return
-        groups = [operand.shape[dim] // length for operand in call.operands]
-        yield tuple(sharded(dim, count) for count in groups), (sharded(dim, sum(groups)),)
+        if not any(operand.shape[dim] % length or not operand.shape[dim] for operand in call.operands):
+            groups = [operand.shape[dim] // length for operand in call.operands]
+            yield tuple(sharded(dim, count) for count in groups), (sharded(dim, sum(groups)),)
+        yield from _dealt_out(call, axis, dim)
 
     return extra
+
+
+MOST_CHUNKS = 64
+"""Of a dim that is dealt out in an order that `cat` makes."""
+
+
+def _dealt_out(call: Call, axis: int, dim: int):
+    """cat of pieces of several lengths: as chunks of what divides all, each where it lies."""
+    count = call.mesh.sizes[axis]
+    states = [
+        operand.states[axis] if axis in operand.layout.axes_of(dim) else sharded(dim) for operand in call.operands
+    ]
+    lengths = []
+    for operand, state in zip(call.operands, states):
+        length, rest = divmod(operand.shape[dim], state.groups * count)
+        if state.units is not None or state.order or rest or not length:
+            return
+        lengths.append(length)
+    unit = gcd(*lengths)
+    order = [
+        rank
+        for length, state in zip(lengths, states)
+        for rank in (*range(count),) * state.groups
+        for _ in range(length // unit)
+    ]
+    if len(set(lengths)) > 1 and len(order) <= MOST_CHUNKS:
+        yield tuple(states), (sharded(dim, order=tuple(order)),)
 
 
 @rule(torch.stack, traits=Trait.MOVES)
@@ -190,8 +218,10 @@ def _parted(call: Call, dim):
     def through(axis, state, source, results):
         if state.dim != dim:
             return (state,) * len(shapes)
-        if state.units is not None or state.order:
+        if state.units is not None:
             return None
+        if state.order is not None:
+            return _chunks_of(state, call.mesh.sizes[axis], source.shape[dim], [shape[dim] for shape in shapes])
         found = {_pieces_of(state.groups, dim, sizes) for sizes in sizes_before(axis, (source, *results))}
         kept = found.pop()
         return None if found or kept is None else kept
@@ -233,6 +263,31 @@ def _pieces_of(groups: int, dim: int, sizes: tuple[tuple[int, ...], ...]) -> tup
     if length == 0 or sizes[0][dim] % groups or any(size % length for size in pieces):
         return None
     return tuple(sharded(dim, max(size // length, 1)) for size in pieces)
+
+
+def _chunks_of(state: State, count: int, size: int, pieces: list[int]) -> tuple | None:
+    """The states of the pieces of a dim that is dealt out in an order, or None if one ends within a chunk, or leaves a
+    rank without any."""
+    order = state.order * state.groups
+    unit = size // len(order)
+    if unit * len(order) != size or any(piece % unit or not piece for piece in pieces):
+        return None
+    states, at = [], 0
+    for piece in pieces:
+        states.append(_simplest(state.dim, count, order[at : at + piece // unit]))
+        at += piece // unit
+    return None if None in states else tuple(states)
+
+
+def _simplest(dim: int, count: int, order: tuple[int, ...]) -> State | None:
+    """The cut with the fewest groups that deals out chunks so; by that order where no other does."""
+    if set(order) != set(range(count)):
+        return None
+    for groups in range(1, len(order) // count + 1):
+        part, rest = divmod(len(order), groups * count)
+        if not rest and order == tuple(rank for rank in range(count) for _ in range(part)) * groups:
+            return sharded(dim, groups)
+    return sharded(dim, order=order)
 
 
 @rule(both("unbind"), traits=VIEWS)
