@@ -23,6 +23,7 @@ from .._layouts.state import INVARIANT
 from .._tensor.tensor import DTensor, local_only, stamp
 from .conversion import communicates, plan
 from .memo import recall, remember
+from .slices import as_slice
 from .steps import Route, route_of
 
 
@@ -179,6 +180,9 @@ def _make(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own: bool
             check_outside(events.cause().function)
         route = route_of(source, target)
         if is_grad_enabled() and tensor.requires_grad:
+            # A caller who asked for a conversion may write to its result; what is only read may be part of another.
+            if not fresh and tensor._is_view() and (part := as_slice(_make, tensor, source, target)) is not None:
+                return part
             out = convert_tracked(tensor, route, own)
         elif route.is_alias and not fresh:
             return tensor

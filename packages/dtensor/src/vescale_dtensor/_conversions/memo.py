@@ -31,6 +31,7 @@ def close_scope() -> None:
 def forget(source: Tensor) -> None:
     """Forget the conversions of one tensor: it was, or is about to be, written."""
     source.__dict__.pop("_conversions", None)
+    source.__dict__.pop("_sliced", None)
 
 
 def forget_all() -> None:
@@ -45,7 +46,7 @@ def recall(source: Tensor, target: Layout) -> Tensor | None:
     if known is None:
         return None
     entry = known.get((target, is_grad_enabled() and source.requires_grad))
-    if entry is None or entry[:2] != (_version(source), _version(entry[2])):
+    if entry is None or entry[:2] != (version(source), version(entry[2])):
         return None
     return entry[2]
 
@@ -59,8 +60,25 @@ def remember(source: Tensor, target: Layout, result: Tensor) -> None:
         known = source._conversions = {}
         _scopes[-1].append(source)
     key = (target, is_grad_enabled() and source.requires_grad)
-    known[key] = (_version(source), _version(result), result)
+    known[key] = (version(source), version(result), result)
 
 
-def _version(source: Tensor) -> int:
+def times_seen(base: Tensor, what: object) -> int:
+    """How often the innermost scope, or one around it, was asked this of the same version of `base`; 0 outside.
+
+    What is remembered of the base from then on holds as long as that scope.
+    """
+    if not _scopes:
+        return 0
+    seen = base.__dict__.get("_sliced")
+    count = seen[2] if seen is not None and seen[:2] == (what, version(base)) else 0
+    base._sliced = what, version(base), count + 1
+    if "_conversions" not in base.__dict__:
+        base._conversions = {}
+        _scopes[-1].append(base)
+    return count + 1
+
+
+def version(source: Tensor) -> int:
+    """How often it was written. Call with dispatch disabled."""
     return -1 if source.is_inference() else source._version

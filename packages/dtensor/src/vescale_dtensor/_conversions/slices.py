@@ -1,0 +1,48 @@
+"""Slices of one tensor that are converted one after another: the tensor is, once, and they are slices of that.
+
+A scan over a sequence takes `x[:, i]` of what was computed for all positions, and each slice meets a shard. Each alone
+would communicate, in backward or in both directions, as often as there are positions. The first slice travels alone,
+for it may stay the only one; with the second the whole tensor does, and all others are views of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .._layouts.layout import Layout, layout_of
+from .._tensor.tensor import DTensor, stamp
+from .conversion import communicates
+from .memo import times_seen
+
+ALONE = 2
+"""Slices of one tensor that are converted before it is."""
+
+Make = Callable[[Tensor, Layout, Layout, bool, bool], Tensor]
+
+
+def as_slice(make: Make, tensor: Tensor, source: Layout, target: Layout) -> Tensor | None:
+    """What `make` gives for `tensor`, as a slice of what it gives for the tensor that this is a view of; None where the
+    tensor is to be converted itself. Call with dispatch disabled."""
+    base = tensor._base
+    if type(base) is not DTensor or not base.requires_grad or base.dtype is not tensor.dtype:
+        return None
+    whole = base._layout.base
+    if whole.mesh is not source.mesh or whole.numel == source.numel or tensor.is_complex():
+        return None
+    states = []
+    for own, before, after in zip(whole.states, source.states, target.states):
+        if before is not after and (own is not before or before.kind not in "PIR" or after.kind not in "PIR"):
+            return None  # a shard of a slice is not a slice of a shard
+        states.append(own if before is after else after)
+    if not (communicates(source, target) or communicates(target.gradient, source.gradient)):
+        return None
+    wanted = layout_of(whole.mesh, tuple(states), whole.shape)
+    if times_seen(base, wanted) <= ALONE:
+        return None
+    found = make(base, whole, wanted, False, False)
+    if found.stride() != base.stride():
+        return None
+    place = found.storage_offset() + tensor.storage_offset() - base.storage_offset()
+    return stamp(found.as_strided(tensor.size(), tensor.stride(), place), target)

@@ -1,0 +1,137 @@
+"""Slices of one tensor that meet shards one after another: what is sent does not grow with their number."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from vescale_dtensor import DTensor, Partial, Replicate, Shard, comm_trace, distribute_tensor
+from vescale_dtensor._conversions.memo import close_scope, open_scope
+from vescale_dtensor.testing import mesh_of, run_ranks
+
+WIDTH, STATES = 4, 3
+R = Replicate()
+TAKES = {
+    "select": lambda t, i: t[:, i],
+    "narrow": lambda t, i: t.narrow(1, i, 1).squeeze(1),
+    "of a view": lambda t, i: t.transpose(0, 1)[i],
+    "from the end": lambda t, i: t[:, -1 - i],
+    "unbound": lambda t, i: t.unbind(1)[i],
+    "wide": lambda t, i: t[:, max(i - 1, 0) : i + 1].sum(1),
+}
+
+
+@contextlib.contextmanager
+def scope():
+    """What vescale_plans opens around a module that has children."""
+    open_scope()
+    try:
+        yield
+    finally:
+        close_scope()
+
+
+def scan(x, b, c, take):
+    """A recurrence over positions whose state is cut by channels; `b` and `c` are alike for all channels."""
+    state, out = 0.0, []
+    for i in range(x.shape[1]):
+        state = 0.5 * state + x[:, i, :, None] * take(b, i)[:, None]
+        out.append((state * take(c, i)[:, None]).sum(-1))
+    return torch.stack(out, 1)
+
+
+def cells(x, b, c, take):
+    """Each step in a scope of its own."""
+    out = []
+    for i in range(x.shape[1]):
+        with scope():
+            out.append((x[:, i, :, None] * take(b, i)[:, None] * take(c, i)[:, None]).sum(-1))
+    return torch.stack(out, 1)
+
+
+def written(x, b, c, take):
+    """What is sliced is written in between: no slice may be one of before."""
+    b, out = b * 1.0, []
+    for i in range(x.shape[1]):
+        parts = 2 * x[:, i, :, None] + take(b, i)[:, None] - take(c, i)[:, None]
+        out.append((parts + take(b, i)[:, None]).sum(-1))
+        if i % 2:
+            b.mul_(1.5)
+        else:
+            b[:, -1] = b[:, -1] * 0.5
+    return torch.stack(out, 1)
+
+
+def recomputed(x, b, c, take):
+    """The second half of the slices is taken in a checkpoint."""
+    first = scan(x, b, c, take)
+    return checkpoint(lambda x, b, c: scan(x, b, c, take), first, b, c, use_reentrant=False)
+
+
+PROGRAMS = {"scan": scan, "cells": cells, "written": written, "recomputed": recomputed}
+
+
+def alike(tensor):
+    """Whole along "tp", as a sum is after a module's boundary."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute([*tensor.placements[:-1], R])
+
+
+def gradients(program, take, x, b, c, pending=False):
+    leaves = [one.requires_grad_() for one in (x, b, c)]
+    b, c = (one * 2 if pending else alike(one * 2) for one in (b, c))
+    with scope():
+        out = program(x, b, c.sin(), TAKES[take])
+    loss = (out.square() * 0.1).sum()
+    loss.backward()
+    return [loss, *(one.grad for one in leaves)]
+
+
+def whole(length):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, length, width, generator=generator, dtype=torch.double) for width in (WIDTH, STATES, STATES)]
+
+
+def both(program, take, length, sizes, pending) -> int:
+    mesh = mesh_of(*sizes, names=("dp", "tp")[-len(sizes) :])
+    wanted = gradients(PROGRAMS[program], take, *whole(length))
+    rows = [Shard(0)] * (len(sizes) - 1)
+    placements = [[*rows, Shard(2)], [*rows, Partial()], [*rows, Partial()]]
+    cut = [distribute_tensor(one, mesh, where) for one, where in zip(whole(length), placements)]
+    with comm_trace() as trace:
+        found = gradients(PROGRAMS[program], take, *cut, pending)
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one.full_tensor() if isinstance(one, DTensor) else one, other)
+    return len(trace)
+
+
+@pytest.mark.parametrize("take", [name for name in TAKES if name != "wide"])  # which meets shards as what it computed
+def test_what_a_scan_sends_does_not_grow_with_its_length(take):
+    (short, _), (long, _) = (run_ranks(2, both, "scan", take, length, (2,), False) for length in (4, 12))
+    assert short == long == 2 + 2 * 3  # the sums themselves, and of each what two slices send and the whole
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("sizes, pending", [((2,), False), ((2,), True), ((2, 2), False)])
+def test_gradients_are_one_devices(program, sizes, pending):
+    for take in ("select", "from the end", "wide"):
+        run_ranks(2 * len(sizes), both, program, take, 6, sizes, pending)
+
+
+def test_one_slice_alone_travels_alone():
+    assert 4 * STATES * 8 in run_ranks(2, one_slice)[0]
+
+
+def one_slice() -> list[int]:
+    """Bytes of what is sent."""
+    mesh = mesh_of(2, names=("tp",))
+    x, b, _ = whole(6)
+    x, b = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(b, mesh, [Partial()]).requires_grad_()
+    b = alike(b)
+    with comm_trace() as trace, scope():
+        (x[:, 0, :, None] * b[:, 3][:, None]).to_local().sum().backward()
+    return [event.received for event in trace.events if event.count]
