@@ -29,15 +29,17 @@ def main(arguments: list[str] | None = None) -> list[float]:
     losses = read_losses(flags.resume)
     if flags.resume:
         vescale.load(flags.resume, state)
-    for number in range(state["step"], flags.steps):
-        inputs, _ = corpus.batch(number, flags.batch, flags.sequence)
-        loss = model(input_ids=inputs, labels=inputs).loss  # transformers shifts the labels itself
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        state["step"] = number + 1
+    with vescale.metrics(model, optimizer, writers=[vescale.JSONLines(f"{flags.out}.jsonl")]) as meter:
+        for number in range(state["step"], flags.steps):
+            inputs, _ = corpus.batch(number, flags.batch, flags.sequence)
+            loss = model(input_ids=inputs, labels=inputs).loss  # transformers shifts the labels itself
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            state["step"] = number + 1
+            meter.step(loss)
     vescale.save(flags.out, state, overwrite=True)
     keep_losses(flags, "llama", losses)
     return losses

@@ -85,6 +85,10 @@ from ._predict import predict as predict
 from ._stages import parallelize as parallelize
 from ._version import __version__ as __version__
 from .compare import compare as compare
+from .metrics import JSONLines as JSONLines
+from .metrics import ProgressLine as ProgressLine
+from .metrics import Values as Values
+from .metrics import metrics as metrics
 from .record import record as record
 from .simulate import simulate as simulate
 from .timeline import merge_timeline as merge_timeline
