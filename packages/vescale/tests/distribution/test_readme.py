@@ -11,8 +11,9 @@ import pytest
 from readme_blocks import readme_program
 
 TOP = Path(__file__).absolute().parents[4]
-PAGES = [TOP / name for name in ("CONTRIBUTING.md", "docs/cluster.md", "docs/debugging.md")]
-GUIDES = [*PAGES, *sorted(TOP.glob("docs/concepts/*.md"))]
+PAGES = ("cluster", "coming-from", "debugging", "ecosystem")
+GUIDES_AT_TOP = [TOP / name for name in ("CONTRIBUTING.md", *(f"docs/{page}.md" for page in PAGES))]
+GUIDES = [*GUIDES_AT_TOP, *sorted(TOP.glob("docs/concepts/*.md"))]
 READMES = [TOP / "README.md", *sorted(TOP.glob("packages/*/README.md")), *GUIDES]
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
