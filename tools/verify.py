@@ -264,6 +264,14 @@ CHECKS: tuple[Check, ...] = (
     Check(19, 3, "mutants of the engine", (PYTHON, "-m", "mutants"), 60 * MINUTES),
     Check(19, 4, "a hang between stages", tests("vescale", "debugging/test_hang_pipelines")),
     Check(19, 6, "`make gpu` from end to end, rehearsed", (PYTHON, "-m", "gpu", "--device", "second"), 30 * MINUTES),
+    Check(22, 1, "transformers' Trainer under plans", tests("vescale", "integrations/test_trainer"), 30 * MINUTES),
+    Check(22, 1, "accelerate under plans", tests("vescale", "integrations/test_accelerate"), 20 * MINUTES),
+    Check(22, 1, "PEFT under plans", tests("vescale", "integrations/test_peft"), 20 * MINUTES),
+    Check(22, 1, "Lightning and Fabric under plans", tests("vescale", "integrations/test_lightning"), 20 * MINUTES),
+    Check(22, 2, "forty mistakes", tests("vescale", "integrations/test_mistakes")),
+    Check(22, 2, "what one rank does alone", tests("vescale", "integrations/test_one_rank_alone")),
+    Check(22, 3, "what others write of a state", tests("vescale", "checkpoints/test_state_of_others")),
+    Check(22, 4, "what one watches", tests("vescale", "end_to_end/test_metrics")),
     Check(19, 1, "its manners", tests("dtensor", "kit/test_second_device")),
 )
 

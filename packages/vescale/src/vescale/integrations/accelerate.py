@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vescale_checkpoint import load, save
-from vescale_dtensor import DTensor
 from vescale_plans import Plan, PlanError, adopt, loader, no_sync
 from vescale_rng.state import get_state, set_state
 
 from .._stages import parallelize as _parallelize
+from ._whole import barrier, whole
 
 
 def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
@@ -99,12 +99,12 @@ class Planned:
 
     def gather(self, tensor: Any) -> Any:
         """Whole plain tensors: they are global already. Cost: an all-gather of what is sharded."""
-        return _whole(tensor)
+        return whole(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As accelerate's own on one process, of whole plain tensors: what was repeated for rows that the last batch
         does not have is cut off."""
-        return super().gather_for_metrics(_whole(input_data), use_gather_object)
+        return super().gather_for_metrics(whole(input_data), use_gather_object)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Nothing to pad: a tensor has one shape."""
@@ -178,27 +178,10 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
             found[name] = value
             continue
         if id(value) not in made:
-            full = _whole(value.detach())
+            full = whole(value.detach())
             made[id(value)] = full.cpu() if first else full[:0] if full.ndim else full
         found[name] = made[id(value)]
     return found if first else {}
-
-
-def barrier() -> None:
-    """Waits for all ranks."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.full_tensor() if isinstance(value, DTensor) else value
-    if isinstance(value, (tuple, list)):
-        items = [_whole(one) for one in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return type(value)({name: _whole(one) for name, one in value.items()})
-    return value
 
 
 def _is_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

@@ -1,0 +1,33 @@
+"""What other libraries keep and write: whole plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from vescale_dtensor import DTensor
+
+
+def is_first() -> bool:
+    """Whether this is the rank that writes."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def whole(value: Any) -> Any:
+    """Of nested containers, every DTensor as a whole plain tensor. Cost: an all-gather of what is sharded."""
+    if isinstance(value, Tensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, (tuple, list)):
+        items = [whole(one) for one in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return type(value)({name: whole(one) for name, one in value.items()})
+    return value

@@ -1,0 +1,39 @@
+"""Lightning and Fabric: their loops, one device per process; with `Checkpoints()` among the plugins, their files.
+
+    model, optimizer = vescale.parallelize(plan, module, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    fabric = Fabric(accelerator="auto", devices=1, plugins=[Checkpoints()])    # in each of torchrun's processes
+    trainer = Trainer(devices=1, plugins=[Checkpoints()])                      # whose module returns that optimizer
+
+A strategy of theirs would wrap the model and reduce gradients once more, so each process is on its own for them
+(`SingleDeviceStrategy`, which devices=1 chooses): every rank takes every step, with the global loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from ._whole import barrier, is_first, whole
+
+
+class Checkpoints(TorchCheckpointIO):
+    """Lightning's files, of whole plain tensors, which any plan, and one device, take up again.
+
+    All ranks take part, and the first one writes and removes. Cost: an all-gather of what is sharded; the first rank
+    holds all of it.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """As Lightning's own, of whole tensors."""
+        found = whole(checkpoint)
+        if is_first():
+            super().save_checkpoint(found, path, storage_options)
+        barrier()  # who reads it finds it whole
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """As Lightning's own."""
+        if is_first():
+            super().remove_checkpoint(path)
+        barrier()
+
