@@ -80,10 +80,12 @@ class Origin:
 class Explanation:
     """What `explain` gives; `str()` is the answer, `origin` the record, None where nothing is known."""
 
-    def __init__(self, layout: Layout, origin: Origin | None, name: str, depth: int) -> None:
+    def __init__(self, layout: Layout | None, origin: Origin | None, name: str, depth: int) -> None:
         self.layout, self.origin, self._name, self._depth = layout, origin, name, depth
 
     def __str__(self) -> str:
+        if self.layout is None:
+            return "a plain tensor: all of it is here, as on one device"
         if self.origin is not None:
             return "\n".join(self.origin.lines(self._depth))
         if self._name:
@@ -195,20 +197,13 @@ def explain(tensor: Tensor, depth: int = 3) -> Explanation:
         tensor: one that was made within `explaining(model)`, or a parameter.
         depth: how many calls to go back.
 
-    Raises PlacementError for a tensor that is no DTensor.
-
     Example:
         >>> with vescale.explaining(model):
         ...     loss = model(batch)
         >>> print(vescale.explain(loss))
     """
     if type(tensor) is not DTensor:
-        from .._errors import PlacementError
-
-        raise PlacementError(
-            "explain", "the tensor is a plain one, which has no layout", [f"tensor  {type(tensor).__name__}"],
-            [("distribute_tensor(tensor, mesh, placements)", "makes it a DTensor")],
-        )  # fmt: skip
+        return Explanation(None, None, "", depth)
     owner = tensor.__dict__.get("_owner")
     name = getattr(owner, "name", "") if owner is not None else "" if not tensor.__dict__.get("_is_param") else "given"
     return Explanation(tensor._layout.base, origin_of(tensor), name, depth)

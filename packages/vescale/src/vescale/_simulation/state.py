@@ -22,7 +22,7 @@ from vescale_dtensor.engine import WHOLE_GROUP
 
 OURS = {
     "vescale_dtensor._reproducible.mode": ("_current",),
-    "vescale_dtensor._conversions.convert": ("each_use",),
+    "vescale_dtensor._conversions.convert": ("about_to_move", "each_use"),
     "vescale_dtensor._debugger.prompt": ("state",),
     "vescale_dtensor._debugger.quiet": ("_doing",),
     "vescale_dtensor._dispatch.dispatch": ("_entry_of", "_table"),
@@ -31,6 +31,7 @@ OURS = {
     ),
     "vescale_dtensor._communication.flight": ("note", "ring", "transfers"),
     "vescale_dtensor._tensor.gradient": ("_after_backward", "_depth"),
+    "vescale_dtensor._context.mixing": ("_running",),
     "vescale_dtensor._context.work": ("_listening",),
     "vescale_dtensor._conversions.memo": ("_scopes",),
     "vescale_dtensor._rules.products.attention": ("stand_in",),
@@ -56,7 +57,7 @@ OURS = {
 SHARED = {
     # by object, and objects are a rank's own
     "vescale_dtensor._communication.collectives": ("_ENGINES", "_under_way"),
-    "vescale_dtensor._context.choice": ("_pins",),
+    "vescale_dtensor._context.pins": ("pins",),
     "vescale_dtensor._context.transfer": ("_greeted",),
     "vescale_dtensor._dispatch.copies": ("_base_of", "_copies_of", "_sweep_at"),
     "vescale_dtensor._layouts.layout": ("_interned",),
