@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -244,7 +244,7 @@ def _sent(session: Session, own: Whole | None, source: int, dtype: str, shape: t
     made = own.make() if own is not None else None
     if source and session.rank in (0, source):
         return session.sent_to_first(made, source, shape, DTYPES[dtype])
-    return made
+    return cast(Tensor, made)  # listed where it is held or sent to
 
 
 def write_folder(

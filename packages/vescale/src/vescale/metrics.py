@@ -183,7 +183,11 @@ class Meter:
         self._flops = _flops_per_token(model) if flops is None else flops
         self._peak = _peak(self._device, model) if peak is None else peak
         self._begun: dict[int, float] = {}
-        self._norm: Tensor | None = None
+        self._norm: Tensor | None
+        self._start: float
+        self._tokens: int
+        self._told: int
+        self._waited: float
         self._reset()
 
     def step(self, loss: Tensor | float | None = None, tokens: int | None = None) -> Step | None:
