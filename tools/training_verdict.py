@@ -59,12 +59,16 @@ def other_waits(waits: dict[str, int], known: dict[str, int]) -> dict[str, str]:
     return {site: f"{found}, not {wanted}" for site, (found, wanted) in pairs.items() if found != wanted}
 
 
+_CALLERS = ("dtensor/_dispatch/fallback.py:run", "dtensor/_rules/empty.py:run")
+"""What calls an operator of the model's as it is."""
+
+
 def own_waits(waits: dict[str, int]) -> dict[str, int]:
     """Those of veScale: neither the model's own, nor an operator's of its, which is called as it is."""
     return {
         site: count
         for site, count in waits.items()
         if "/" in site
-        and "dtensor/_dispatch/fallback.py:run" not in site.split(" < ")[0]
+        and not any(caller in site.split(" < ")[0] for caller in _CALLERS)
         and "/" in site.partition("  ")[2].split(" < ")[0]
     }

@@ -62,14 +62,17 @@ def _is_replicated(parameter: Tensor, mesh: Mesh) -> bool:
 
 
 def _sums(parameters: Sequence[DTensor]) -> list[int]:
-    """Of each parameter's local bits, as integers: exact, whatever the order of adding."""
-    made = []
+    """Of each parameter's local bits, as integers: exact, whatever the order of adding. Some may lie on the host."""
+    made: dict[torch.device, list[tuple[int, Tensor]]] = {}
     with torch.no_grad(), local_only():
-        for parameter in parameters:
+        for at, parameter in enumerate(parameters):
             flat = parameter.detach().reshape(-1)
             flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-            made.append(flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64).as_subclass(Tensor))
-        return torch.stack(made).tolist()
+            one = flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64).as_subclass(Tensor)
+            made.setdefault(one.device, []).append((at, one))
+        found = {at: value for row in made.values()
+                 for (at, _), value in zip(row, torch.stack([one for _, one in row]).tolist())}  # fmt: skip
+    return [found[at] for at in range(len(parameters))]
 
 
 def _odd(everyone: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[int, int, int] | None:
