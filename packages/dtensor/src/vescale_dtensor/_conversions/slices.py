@@ -1,8 +1,8 @@
 """Slices of one tensor that are converted one after another: the tensor is, once, and they are slices of that.
 
 A scan over a sequence takes `x[:, i]` of what was computed for all positions, and each slice meets a shard. Each alone
-would communicate, in backward or in both directions, as often as there are positions. The first slice travels alone,
-for it may stay the only one; with the second the whole tensor does, and all others are views of it.
+would communicate, in backward or in both directions, as often as there are positions. The first two slices travel
+alone, for they may stay the only ones; with the third the whole tensor does, and all others are views of it.
 """
 
 from __future__ import annotations
