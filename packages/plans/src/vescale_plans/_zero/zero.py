@@ -137,7 +137,7 @@ class DataParallel:
         """Hears when autograd has added to the gradients of these of the buffer's parameters."""
         for i in which if buffer.reduces else ():
             parameter = buffer.slots[i].parameter
-            with local_only():
+            with torch._C.DisableTorchFunction():  # in a forward, of which nothing of it is
                 if (hooks := parameter._post_accumulate_grad_hooks) is None:
                     trained = parameter.requires_grad  # torch hangs no hook on what is frozen
                     parameter.requires_grad_(True)
