@@ -15,11 +15,12 @@ import vescale
 from .register import build, inputs_of, loss_of
 
 STEPS, RATE = 3, 0.05
-LOSS, BY_SCALE, BY_NORM = 1e-5, 1e-5, 1e-3
+LOSS, BY_SCALE, BY_NORM, LATER = 1e-5, 1e-5, 1e-3, 1e-3
 """Relative errors: of each step's loss; of a gradient by the largest gradient's norm, and by its own.
 
 The last pass's gradients and what the steps made of the parameters are measured as the first gradients are, by the
-largest of their kind."""
+largest of their kind, and may be farther apart: an update multiplies rounding (gemma4_text: 1e-5, then 3e-4; in double
+precision, but for what it computes in float32, 2e-7, then 2e-5)."""
 NEW_TOKENS = 4
 
 
@@ -99,7 +100,7 @@ def _apart(found: Tensors, wanted: Tensors) -> tuple[float, float]:
     return max(apart.values()) / scale, by_norm
 
 
-BOUNDS = {"loss": LOSS, "by scale": BY_SCALE, "by norm": BY_NORM, "last by scale": BY_SCALE, "moved by scale": BY_SCALE}
+BOUNDS = {"loss": LOSS, "by scale": BY_SCALE, "by norm": BY_NORM, "last by scale": LATER, "moved by scale": LATER}
 
 
 def wrong(found: dict[str, Any]) -> dict[str, float]:

@@ -168,7 +168,7 @@ class Sharded:
         """Of a state as it was given, this rank's part, plain, in the shape in which it steps; of one that is not of
         the parameter's shape what torch made of it."""
         plain, layout = self._plain_of(slot)
-        if tuple(given.shape) != layout.shape or not given.ndim:
+        if tuple(given.shape) != layout.shape:
             return loaded
         if type(given) is DTensor:
             part = convert(given.detach(), layout, "load_state_dict")
