@@ -324,6 +324,41 @@ def test_the_plain_state_dict_has_one_entry_per_parameter():
     run_ranks(4, run)
 
 
+class Scaled(torch.nn.Module):
+    """One of its parameters is a number, which one rank alone holds a part of."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return (self.linear(x) * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_state_of_a_number_goes_into_the_plain_state_dict_and_back(zero):
+    def steps(model, optimizer):
+        for step in range(4):
+            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    def run():
+        torch.manual_seed(0)
+        alone, model = Scaled(), Scaled()
+        model.load_state_dict(alone.state_dict())
+        made = partial(torch.optim.Adam, lr=0.05, amsgrad=True)
+        steps(alone, made(alone.parameters()))
+        model, optimizer = parallelize(Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero), model, made)
+        steps(model, optimizer)
+        for one, other in zip(alone.parameters(), model.parameters()):
+            torch.testing.assert_close(other.detach().full_tensor(), one.detach(), rtol=1e-5, atol=1e-6)
+
+    run_ranks(2, run)
+
+
 # --- precision and offloading -----------------------------------------------------------
 
 
