@@ -10,10 +10,12 @@ from torch import Tensor
 
 from .functions.steady import STEADY, WIDTH, steadied
 from .grid import ReproducibleError
+from .merging import batched
 
 # Blocks of products as models have them, and odd ones, of which kernels treat the edges apart.
 SHAPES = ((1, 8, 8), (2, 4, 16), (4, 16, 16), (16, 16, 48), (32, 64, 32), (128, 128, 128), (7, 33, 65))
-ENTRIES, ROWS = 12, 54
+SHAPES += ((13, 25, 52), (49, 51, 53), (50, 26, 1), (1, 53, 26), (13, 2, 13), (67, 39, 5))
+ENTRIES, ROWS = 12, 36
 
 
 def check_premise(device: torch.device | str = "cpu", shapes: Sequence[tuple[int, int, int]] = SHAPES) -> list[str]:
@@ -21,7 +23,7 @@ def check_premise(device: torch.device | str = "cpu", shapes: Sequence[tuple[int
 
     Asked of every entry of a batched product of blocks [m, k] x [k, n] (`shapes`), of additions, of adding up rows by
     index, and of the elementwise functions on contiguous memory of a multiple of 64 elements: that the same input gives
-    the same bits again, among another number of entries, at another alignment of memory, and with another number of
+    the same bits again, among fewer entries and alone, at another alignment of memory, and with another number of
     threads. Takes a second or two; changes the number of threads meanwhile. No communication.
 
     Example:
@@ -40,6 +42,7 @@ def check_premise(device: torch.device | str = "cpu", shapes: Sequence[tuple[int
                 ("again", inputs),
                 ("at another alignment", [_moved(x) for x in inputs]),
                 ("among fewer", [x[: len(x) // 3] for x in inputs]),
+                ("alone", [x[: len(x) // ENTRIES] for x in inputs]),
             ):
                 if not _same(run(*others), wanted):
                     found.append(f"{name}: other bits {what}")
@@ -82,7 +85,7 @@ def _operations(shapes, generator, device) -> Iterator[tuple[str, Callable, list
 
     for m, k, n in shapes:
         left, right = drawn(ENTRIES, m, k), drawn(ENTRIES, n, k)
-        yield f"bmm of [{m}, {k}] x [{k}, {n}]", lambda a, b: torch.bmm(a, b.transpose(1, 2)), [left, right]
+        yield f"bmm of [{m}, {k}] x [{k}, {n}]", batched, [left, right]
     pair = [drawn(ROWS, WIDTH), drawn(ROWS, WIDTH)]
     yield "add", torch.add, pair
     yield "mul", torch.mul, pair

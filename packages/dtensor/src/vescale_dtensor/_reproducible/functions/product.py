@@ -9,15 +9,17 @@ A product is told by labels, as in an einsum of two operands:
 
     linear     b t k, n k -> b t n         its gradients   b t n, n k -> b t k   and   b t n, b t k -> n k
 
-A block's product is computed in float32 for half precision, and always on contiguous operands of one shape: on CPU the
-bits of an entry of `torch.bmm` depend neither on how many entries there are nor on where they lie
-(`vescale.check_premise` asks this of the machine at hand). Where the machine gives all blocks of rows and columns the
-same bits in one product (`merging.py`), it is one: an entry per summed block is left.
+A block's product is computed in float32 for half precision, and always on contiguous operands of one shape that begin
+at a cache line: on CPU the bits of an entry of `torch.bmm` then depend neither on how many entries there are nor on
+which of them it is (`merging.batched`; `vescale.check_premise` asks this of the machine at hand). Where the machine
+gives all blocks of rows and columns the same bits in one product (`merges`), it is one: an entry per summed block is
+left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import accumulate
 from math import prod
 from threading import get_ident
@@ -29,7 +31,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ..grid import Cut
-from ..merging import merges
+from ..merging import batched, begun_alike, lines, merges
 from ..tree import kept_on_first, tree_sum, unseen, unseen_backward, wide
 
 
@@ -73,7 +75,7 @@ def contract(a: Tensor, b: Tensor, labels: Labels, cuts: Mapping) -> Tensor:
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """[batch, row blocks, summed blocks, m, k] and [batch, column blocks, summed blocks, n, k], contiguous, to
+    """[batch, row blocks, summed blocks, m, k] and [batch, column blocks, summed blocks, n, k] to
     [batch, row blocks, column blocks, summed blocks, m, n].
 
     One batched product per block of rows, or of columns: of the operand that is repeated for all blocks of the other
@@ -84,16 +86,17 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
     by_rows = a.numel() * columns <= b.numel() * rows
     outer, inner = (rows, columns) if by_rows else (columns, rows)
     out = _scratch("out", (outer, entries, inner, summed, m, n), a)
-    repeated = (entries, inner, summed, *((m, k) if by_rows else (n, k)))
-    copy = _scratch("copy", repeated, a) if inner > 1 else None
+    copy = None
+    if inner > 1:
+        memory, each = partial(_scratch, "copy", like=a), (m, k) if by_rows else (n, k)
+        copy = lines(memory, (entries, inner, summed), each, a.element_size())
     for at in range(outer):
         one, other = (a[:, at], b) if by_rows else (b[:, at], a)
         one = one.unsqueeze(1)
         if copy is not None:
-            one = copy.copy_(one.expand(repeated))
+            one = copy.copy_(one.expand(copy.shape))
         left, right = (one, other) if by_rows else (other, one)
-        left, right = left.reshape(-1, m, k), right.reshape(-1, n, k).transpose(1, 2)
-        torch.bmm(left, right, out=out[at].view(-1, m, n))
+        batched(left.reshape(-1, m, k), right.reshape(-1, n, k), out[at].view(-1, m, n))
     return out.movedim(0, 1) if by_rows else out.movedim(0, 2)
 
 
@@ -111,7 +114,7 @@ def _scratch(use: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _blocked(x: Tensor, names: tuple, batch: list, kept: list, summed: list, cuts: Mapping) -> Tensor:
-    """[batch indices, kept blocks, summed blocks, kept indices, summed indices], contiguous."""
+    """[batch indices, kept blocks, summed blocks, kept indices, summed indices], every block begun alike."""
     shape, place = [], {}
     for name, size in zip(names, x.shape):
         if name in batch:
@@ -125,7 +128,7 @@ def _blocked(x: Tensor, names: tuple, batch: list, kept: list, summed: list, cut
     many = [len(batch), len(kept), len(summed), len(kept), len(summed)]
     ends = list(accumulate(many))
     sizes = [prod(x.shape[end - count : end]) for end, count in zip(ends, many)]
-    return x.reshape(sizes).contiguous()
+    return begun_alike(x.reshape(sizes))
 
 
 class Product(Function):
