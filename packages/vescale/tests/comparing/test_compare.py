@@ -390,7 +390,7 @@ def test_without_an_optimizer_and_from_a_shell(tmp_path):
     assert "differ first at step 2, forward, (root): input.0" in other.output
     assert "keep='2/forward//0/input.0'" in other.output
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<polyline") == 3 and page.count("<table>") == page.count("<details>") + 1
+    assert page.count("<polyline") == 2 and page.count("<table>") == page.count("<details>") + 1
     assert "step 2, forward: " in page and "http" not in page
 
 
