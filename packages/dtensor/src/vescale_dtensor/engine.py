@@ -44,6 +44,8 @@ from ._debugger.guard import WHOLE_GROUP as WHOLE_GROUP
 from ._debugger.quiet import unstopped as unstopped
 from ._dispatch.copies import check_writable as check_writable
 from ._dispatch.fallback import gathered as gathered
+from ._layouts import drawing as drawing
+from ._layouts.drawing import Picture as Picture
 from ._layouts.layout import canonical_states as canonical_states
 from ._layouts.layout import layout_of as layout_of
 from ._layouts.mesh import Mesh as Mesh

@@ -31,16 +31,26 @@ def _explained():
         moved = net.hidden.redistribute([Replicate()])
         own = (net.out + 1).detach().clone()
         own.add_(net.out)
+        left, right = net.hidden.chunk(2)
+        same = torch.einsum("bh,bh->b", left, right)
     return {
         name: str(vd.explain(tensor))
-        for name, tensor in {"out": net.out, "y": y, "moved": moved, "own": own, "up": net.up, "x": x}.items()
+        for name, tensor in {
+            "out": net.out,
+            "y": y,
+            "moved": moved,
+            "own": own,
+            "up": net.up,
+            "x": x,
+            "same": same,
+        }.items()
     }
 
 
 def test_every_axis_has_its_reason_and_every_call_its_line():
     said = run_ranks(2, _explained)
     assert said[0] == said[1]
-    out, y, moved, own = (said[0][name].splitlines() for name in ("out", "y", "moved", "own"))
+    out, y, moved, own, same = (said[0][name].splitlines() for name in ("out", "y", "moved", "own", "same"))
     assert out[0].startswith("[4, 8] P on (tp=2), by linear at") and "test_origins.py:" in out[0]
     assert out[1] == "  tp: partial: linear sums over what is sharded there in what relu gave and down"
     assert any(line.strip() == "tp: sharded, as up" for line in out)
@@ -49,10 +59,12 @@ def test_every_axis_has_its_reason_and_every_call_its_line():
         "  tp: full: tanh is given what linear gave in parts, and needs or makes it full; "
         "all_reduce, 128 bytes received"
     )
-    assert "by redistribute" in moved[0] and "what relu gave" in moved[1]
+    assert "by redistribute" in moved[0] and moved[2] == "  what relu gave:"
     assert "by add_" in own[0]
     assert "was not recorded" in said[0]["x"] and "vescale.explaining(model)" in said[0]["x"]
-    assert "parameter" in said[0]["up"]
+    assert moved[1] == "  tp: S(1) -> R, which redistribute asks for; all_gather, 128 bytes received"
+    assert "S(0) on (tp=2), a parameter: as the plan" in said[0]["up"]
+    assert same[1] == "  tp: partial: einsum sums over what is sharded there in what chunk gave and what chunk gave"
 
 
 def _trained(recorded):

@@ -22,6 +22,8 @@ from ._plan.parts import Precision as Precision
 from ._plan.self_check import check_itself
 
 if TYPE_CHECKING:
+    from vescale_dtensor.engine import Picture
+
     from .search.decision import Against
     from .search.explain import Explanation
 
@@ -237,6 +239,18 @@ class Plan:
         from ._plan.validate import fit
 
         fit(self, model, even=even)
+
+    def draw(self, model: nn.Module) -> Picture:
+        """A picture of which rank holds what of the model's parameters, for notebooks, and to `save(path)` as SVG.
+
+        A row per kind of parameter: alike in name, but for numbers, in shape and in placements. Nothing is sent, no
+        process group is needed, and no value is read.
+
+        Raises PlanError where the plan does not fit the model.
+        """
+        from ._plan.picture import draw
+
+        return draw(self, model)
 
     def complete(self, model: nn.Module, sample: Any = None) -> Plan:
         """The plan with boundaries where cut parameters alone leave open when a sum of parts is made whole.

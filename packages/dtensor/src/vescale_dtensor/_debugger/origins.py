@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class Origin:
     line: str
     operands: tuple[Operand, ...]
     sent: tuple[Event, ...] = ()
+    is_conversion: bool = False
 
     def lines(self, depth: int, indent: str = "") -> Iterator[str]:
         where = "".join(f" {word} {text}" for word, text in (("in", self.module), ("at", self.line)) if text)
@@ -55,15 +56,21 @@ class Origin:
         """Why each axis of the mesh is as it is, in words."""
         for axis, name in enumerate(self.layout.mesh.names):
             given = [one for one in self.operands if one.layout.mesh is self.layout.mesh]
-            kinds = {one.name: one.layout.states[axis].kind for one in given}
             sent = [event for event in self.sent if name in event.axes]
             cost = "".join(f"; {event.kind}, {event.received:,} bytes received" for event in sent)
-            yield f"{name}: {self._reason(self.layout.states[axis].kind, kinds)}{cost}"
+            state = self.layout.states[axis]
+            if self.is_conversion:
+                before = given[0].layout.states[axis]
+                change = f"{before!r} -> {state!r}, which {self.function} asks for"
+                reason = f"{state!r} as before" if before is state else change
+            else:
+                reason = self._reason(state.kind, [(one.name, one.layout.states[axis].kind) for one in given])
+            yield f"{name}: {reason}{cost}"
 
-    def _reason(self, kind: str, kinds: dict[str, str]) -> str:
-        alike = [name for name, other in kinds.items() if other == kind]
-        sharded = [name for name, other in kinds.items() if other == "S"]
-        partial = [name for name, other in kinds.items() if other == "P"]
+    def _reason(self, kind: str, kinds: list[tuple[str, str]]) -> str:
+        alike = [name for name, other in kinds if other == kind]
+        sharded = [name for name, other in kinds if other == "S"]
+        partial = [name for name, other in kinds if other == "P"]
         if kind == "P":
             if alike:
                 return f"partial, as {' and '.join(alike)}"
@@ -89,7 +96,7 @@ class Explanation:
         if self.origin is not None:
             return "\n".join(self.origin.lines(self._depth))
         if self._name:
-            return f"{self.layout!r}, the parameter {self._name}: as the plan, or `distribute_tensor`, laid it out"
+            return f"{self.layout!r}, {self._name}: as the plan, or `distribute_tensor`, laid it out"
         return (
             f"{self.layout!r}; where it came from was not recorded\n"
             "fix: with vescale.explaining(model): ...  # around what makes the tensor"
@@ -104,6 +111,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, names: dict[int, str], sent: list[Event]) -> None:
         super().__init__()
         self._names, self._sent = names, sent
+        self.around: Callable | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -123,13 +131,27 @@ class _Recorder(TorchFunctionMode):
                 name = events.function_name(function)
                 sent = tuple(self._sent[before:])
                 origin = Origin(one._layout.base, name, events.current_module(), events.user_line(), operands, sent)
-                note(one, origin)
+                _note(one, origin)
         return out
 
     def _operand(self, at: int, tensor: DTensor) -> Operand:
         origin = origin_of(tensor)
-        name = self._names.get(id(tensor)) or (f"operand {at}" if origin is None else f"what {origin.function} gave")
+        name = self._names.get(id(tensor)) or _named(origin, f"operand {at}")
         return Operand(name, tensor._layout.base, origin)
+
+    def convert(self, make: Any, tensor: Tensor, source: Layout, target: Layout, *more: Any) -> Tensor:
+        """In place of a conversion: notes what it sent. One that is remembered keeps the record of the first."""
+        before = len(self._sent)
+        given = (tensor, source, target, *more)
+        out = make(*given) if self.around is None else self.around(make, *given)
+        if type(out) is DTensor and out is not tensor and _recorded(out) is None:
+            said = events.cause()
+            origin = origin_of(tensor) if type(tensor) is DTensor else None
+            name = self._names.get(id(tensor)) or _named(origin, "what was converted")
+            operand = Operand(name, source, origin)
+            sent = tuple(self._sent[before:])
+            _note(out, Origin(target, said.function, said.module, said.line, (operand,), sent, is_conversion=True))
+        return out
 
 
 def _writes(function: Any) -> bool:
@@ -137,7 +159,7 @@ def _writes(function: Any) -> bool:
     return name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__iadd__", "__imul__")
 
 
-def note(tensor: DTensor, origin: Origin) -> None:
+def _note(tensor: DTensor, origin: Origin) -> None:
     tensor._made_by = origin
     with local_only():
         node = tensor.grad_fn
@@ -145,10 +167,20 @@ def note(tensor: DTensor, origin: Origin) -> None:
         node.metadata[_KEY] = origin
 
 
+def _named(origin: Origin | None, otherwise: str) -> str:
+    return otherwise if origin is None else f"what {origin.function} gave"
+
+
+def _recorded(tensor: DTensor) -> Origin | None:
+    """The record on the tensor itself, where it is of the layout that the tensor has."""
+    found = tensor.__dict__.get("_made_by")
+    return found if found is not None and found.layout is tensor._layout.base else None
+
+
 def origin_of(tensor: DTensor) -> Origin | None:
     """What was recorded of a tensor. One that a conversion at a module's boundary made is known by autograd's graph."""
-    found = tensor.__dict__.get("_made_by")
-    if found is not None and found.layout is tensor._layout.base:
+    found = _recorded(tensor)
+    if found is not None:
         return found
     with local_only():
         node = tensor.grad_fn
@@ -168,7 +200,7 @@ def _of_node(node: Any, layout: Layout) -> Origin | None:
             before = _of_node(following, route.source) if following is not None else None
             name = "what was converted" if before is None else f"what {before.function} gave"
             operand = Operand(name, route.source, before)
-            return Origin(layout, said.function, said.module, said.line, (operand,))
+            return Origin(layout, said.function, said.module, said.line, (operand,), is_conversion=True)
         if type(node).__name__ not in ("AliasBackward", "AliasBackward0", "AgainBackward"):
             return None
         node = following
@@ -185,8 +217,12 @@ def explaining(model: nn.Module | None = None) -> Iterator[None]:
     from ..debug import comm_trace
 
     names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
-    with comm_trace(model) as trace, _Recorder(names, trace.events):
-        yield
+    with comm_trace(model) as trace, _Recorder(names, trace.events) as recorder:
+        recorder.around = events.set_watch(recorder.convert)
+        try:
+            yield
+        finally:
+            events.set_watch(recorder.around)
 
 
 def explain(tensor: Tensor, depth: int = 3) -> Explanation:
@@ -205,5 +241,7 @@ def explain(tensor: Tensor, depth: int = 3) -> Explanation:
     if type(tensor) is not DTensor:
         return Explanation(None, None, "", depth)
     owner = tensor.__dict__.get("_owner")
-    name = getattr(owner, "name", "") if owner is not None else "" if not tensor.__dict__.get("_is_param") else "given"
+    name = getattr(owner, "name", "") if owner is not None else ""
+    if name or tensor.__dict__.get("_is_param"):
+        name = f"the parameter {name}" if name else "a parameter"
     return Explanation(tensor._layout.base, origin_of(tensor), name, depth)

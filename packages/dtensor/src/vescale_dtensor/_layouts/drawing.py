@@ -17,6 +17,10 @@ COLOURS = ("#9ad1f5", "#f7c873", "#8fd9b6", "#f0a58f", "#d9b3d0", "#f5ee9e", "#8
 WIDTH, HEIGHT, LEFT, TOP = 480, 240, 70, 64
 _LEAST_SIDE, _LETTER, _LINE = 56, 6.6, 16
 _MOST_CHARACTERS = 84
+HATCH = (
+    '<defs><pattern id="pending" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<line x1="0" y1="0" x2="0" y2="8" stroke="#000" stroke-opacity="0.35" stroke-width="3"/></pattern></defs>'
+)
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -41,26 +45,10 @@ class Picture:
 
 def draw(layout: Layout) -> Picture:
     """The picture of a layout."""
-    shape = layout.shape
-    cut = [dim for dim in range(len(shape)) if layout.axes_of(dim) or layout.flat_axis is not None]
-    shown = sorted((cut + [dim for dim in range(len(shape)) if dim not in cut])[:2])
-    extents = [max(shape[dim], 1) for dim in shown]
-    rows, columns = extents if len(extents) == 2 else (1, *(extents or [1]))
-    width, height = _sides(rows, columns)
+    shown = shown_dims(layout)
+    width, height = _sides(*_extents(layout, shown))
     held = parts(layout, shown)
-    colour_of = {places: COLOURS[i % len(COLOURS)] for i, places in enumerate(held)}
-    by_place: dict[Rectangle, list[int]] = {}
-    for places, ranks in held.items():
-        for place in places:
-            by_place.setdefault(place, []).extend(ranks)
-    drawn = []
-    for places in held:
-        for place in places:
-            (top, bottom), (left, right) = place
-            x, w = LEFT + width * left / columns, width * (right - left) / columns
-            y, h = TOP + height * top / rows, height * (bottom - top) / rows
-            ranks = sorted(by_place[place])
-            drawn.append(_part(x, y, w, h, colour_of[places], ranks, hatched=layout.is_pending))
+    drawn = rectangles(layout, held, shown, (LEFT, TOP, width, height))
     captions = _captions(layout, shown)
     empty = sorted(set(_ranks(layout)) - set(itertools.chain.from_iterable(held.values())))
     if empty:
@@ -72,8 +60,7 @@ def draw(layout: Layout) -> Picture:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width} {total_height:.0f}" width="{total_width}" '
         f'height="{total_height:.0f}" role="img" font-family="sans-serif" font-size="12">',
         f"<title>{escape(captions[0])}</title>",
-        '<defs><pattern id="pending" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<line x1="0" y1="0" x2="0" y2="8" stroke="#000" stroke-opacity="0.35" stroke-width="3"/></pattern></defs>',
+        HATCH,
         f'<rect width="{total_width}" height="{total_height:.0f}" fill="#fff"/>',
         f'<text x="{LEFT}" y="24" font-size="14" font-weight="bold">{escape(captions[0])}</text>',
         *_axes(layout, shown, width, height),
@@ -82,6 +69,40 @@ def draw(layout: Layout) -> Picture:
     for i, line in enumerate(lines):
         text.append(f'<text x="{LEFT}" y="{TOP + height + 22 + _LINE * i:.0f}">{escape(line)}</text>')
     return Picture("\n".join([*text, "</svg>"]), "; ".join(captions))
+
+
+def shown_dims(layout: Layout) -> list[int]:
+    """The dims that a picture has: two at most, those that are cut first."""
+    dims = range(len(layout.shape))
+    cut = [dim for dim in dims if layout.axes_of(dim) or layout.flat_axis is not None]
+    return sorted((cut + [dim for dim in dims if dim not in cut])[:2])
+
+
+def rectangles(
+    layout: Layout, held: dict[tuple[Rectangle, ...], list[int]], shown: list[int], within: tuple[float, ...]
+) -> list[str]:
+    """SVG of what `parts` found, in the rectangle (x, y, width, height)."""
+    x, y, width, height = within
+    rows, columns = _extents(layout, shown)
+    by_place: dict[Rectangle, list[int]] = {}
+    for places, ranks in held.items():
+        for place in places:
+            by_place.setdefault(place, []).extend(ranks)
+    drawn = []
+    for i, places in enumerate(held):
+        for place in places:
+            (top, bottom), (left, right) = place
+            at = (x + width * left / columns, y + height * top / rows)
+            sides = (width * (right - left) / columns, height * (bottom - top) / rows)
+            colour = COLOURS[i % len(COLOURS)]
+            drawn.append(_part(*at, *sides, colour, sorted(by_place[place]), hatched=layout.is_pending))
+    return drawn
+
+
+def _extents(layout: Layout, shown: list[int]) -> tuple[int, int]:
+    """Rows and columns of the picture."""
+    extents = [max(layout.shape[dim], 1) for dim in shown]
+    return (extents[0], extents[1]) if len(extents) == 2 else (1, *(extents or [1]))
 
 
 def parts(layout: Layout, shown: list[int]) -> dict[tuple[Rectangle, ...], list[int]]:
