@@ -84,7 +84,7 @@ def train(plan, stops: bool, lines=()) -> tuple[str, list[str]]:
 
 def plan_of(**mesh: int) -> vescale.Plan:
     cut = {"up.*": {"tp": vescale.Shard(0)}, "down.weight": {"tp": vescale.Shard(1)}, "*": {}}
-    return vescale.Plan(mesh=mesh, parameters=cut if "tp" in mesh else {"*": {}}, zero=2 if "dp" in mesh else 0)
+    return vescale.Plan(mesh=mesh, parameters=cut if "tp" in mesh else {"*": {}}, zero=3 if "dp" in mesh else 0)
 
 
 def answered(text: str) -> list[str]:
