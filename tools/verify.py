@@ -212,8 +212,6 @@ CHECKS: tuple[Check, ...] = (
     Check(20, 1, "hooks and buffers under checkpoints", tests("plans", "training/test_hooks_that_replace")),
     Check(20, 1, "freezing and thawing", tests("plans", "training/test_freezing"), 30 * MINUTES),
     Check(20, 1, "plain tensors beside a model", tests("plans", "training/test_plain_tensors")),
-    Check(24, 1, "long sequences on stock models", tests("vescale", "end_to_end/test_context"), 30 * MINUTES),
-    Check(24, 5, "300 attention problems; traffic by formula", tests("dtensor", "conversions/test_context")),
     Check(22, 1, "transformers' Trainer", tests("vescale", "integrations/test_trainer"), 30 * MINUTES),
     Check(22, 1, "accelerate", tests("vescale", "integrations/test_accelerate"), 30 * MINUTES),
     Check(22, 1, "PEFT", tests("vescale", "integrations/test_peft"), 30 * MINUTES),

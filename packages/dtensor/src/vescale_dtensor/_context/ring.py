@@ -26,9 +26,9 @@ from .._tensor.tensor import local_only
 from . import transfer, work
 from .empty import Seen, Table, blocks_seen
 from .kernels import Kernel, Scores, kernel_for
+from .sums import Merged, Sum, rows_of
 from .tiles import Tile
 
-_HALVES = (torch.bfloat16, torch.float16)
 FORWARD, BACKWARD = "ring", "ring_gradient"
 
 
@@ -82,8 +82,10 @@ class _Ring(torch.autograd.Function):
     def forward(ctx, circle, seen, query, key, value, mask, noise, scale):
         with local_only():
             kernel = kernel_for(query, key, value, mask, noise)
-            out, lse = _forward(kernel, circle, seen, query, key, value, mask, noise, scale)
+            merged = _forward(kernel, circle, seen, query, key, value, mask, noise, scale)
+            out, lse = merged.result(query.dtype)
         ctx.save_for_backward(query, key, value, mask, noise, out, lse)
+        ctx.all_see = merged.all_see
         ctx.circle, ctx.seen, ctx.kernel, ctx.scale = circle, seen, kernel, scale
         ctx.cause = events.current_cause()
         return out
@@ -99,8 +101,8 @@ class _Ring(torch.autograd.Function):
             events.restore_cause(ctx.cause)
             needs_mask = mask is not None and ctx.needs_input_grad[5]
             grads = _backward(
-                ctx.kernel, ctx.circle, ctx.seen, grad, query, key, value, mask, noise, out, lse, ctx.scale,
-                needs_mask,
+                ctx.kernel, ctx.circle, ctx.seen, grad, query, key, value, mask, noise, out,
+                lse if ctx.all_see else lse.masked_fill(lse == -inf, 0.0), ctx.scale, needs_mask,
             )  # fmt: skip
         return None, None, *grads, None, None
 
@@ -108,17 +110,18 @@ class _Ring(torch.autograd.Function):
 def _forward(
     kernel: Kernel, circle: Circle, seen: Seen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     noise: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Merged:  # fmt: skip
     mesh, axis, rank = circle.mesh, circle.axis, circle.rank
-    merged = _Merged(query, value)
+    merged = Merged(query, value, mask is not None)
 
     def meet(block: int, key: Tensor, value: Tensor) -> None:
         for tile in seen.tiles[block]:
             work.count(tile)
             scores = Scores(_part(mask, tile), _part(noise, tile), tile.triangle, scale)
-            rows, columns = slice(*tile.rows), slice(*tile.columns)
-            part = kernel.forward(query[..., rows, :], key[..., columns, :], value[..., columns, :], scores)
-            merged.add(rows, *part)
+            part = kernel.forward(
+                rows_of(query, tile.rows), rows_of(key, tile.columns), rows_of(value, tile.columns), scores
+            )
+            merged.add(tile.rows, *part)
 
     mine = _Blocks(circle, key, value)
     plan = circle.steps(seen.table)
@@ -130,7 +133,7 @@ def _forward(
         arriving = mine.begin(plan[at + 1]) if at + 1 < len(plan) else None
         if block is not None:
             meet(block, *arrived.tensors)
-    return merged.out(query.dtype), merged.lse
+    return merged
 
 
 def _backward(
@@ -138,32 +141,31 @@ def _backward(
     mask: Tensor | None, noise: Tensor | None, out: Tensor, lse: Tensor, scale: float, needs_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     mesh, axis, rank = circle.mesh, circle.axis, circle.rank
-    wide = torch.float32 if query.dtype in _HALVES else query.dtype
-    grad_query = torch.zeros_like(query, dtype=wide)
+    grad_query = Sum(query)
     grad_mask = torch.zeros_like(mask) if needs_mask else None
-    dead = lse == -inf
-    lse = lse.masked_fill(dead, 0.0)
 
-    def meet(block: int, key: Tensor, value: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
+    def meet(block: int, key: Tensor, value: Tensor) -> tuple[Sum, Sum]:
+        """The gradients of the block."""
+        sums = Sum(key), Sum(value)
         for tile in seen.tiles[block]:
             work.count(tile)
             scores = Scores(_part(mask, tile), _part(noise, tile), tile.triangle, scale, needs_mask)
-            rows, columns = slice(*tile.rows), slice(*tile.columns)
             found = kernel.backward(
-                grad[..., rows, :], query[..., rows, :], key[..., columns, :], value[..., columns, :],
-                out[..., rows, :], lse[..., rows], scores,
+                rows_of(grad, tile.rows), rows_of(query, tile.rows), rows_of(key, tile.columns),
+                rows_of(value, tile.columns), rows_of(out, tile.rows), rows_of(lse, tile.rows, -1),
+                scores,
             )  # fmt: skip
-            grad_query[..., rows, :] += found[0]
-            grad_key[..., columns, :] += found[1]
-            grad_value[..., columns, :] += found[2]
+            grad_query.add(tile.rows, found[0])
+            sums[0].add(tile.columns, found[1])
+            sums[1].add(tile.columns, found[2])
             if found[3] is not None:
                 _part(grad_mask, tile).add_(found[3])
+        return sums
 
     mine = _Blocks(circle, key, value)
     plan = circle.steps(seen.table)
     arriving = mine.begin(plan[0]) if plan else None
-    grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
-    meet(rank, key, value, grad_key, grad_value)
+    own = meet(rank, key, value)
     home = None  # the gradients that are under way to whom they belong
     for at, (block, to) in enumerate(plan):
         arrived = arriving
@@ -171,13 +173,11 @@ def _backward(
         arriving = mine.begin(plan[at + 1], BACKWARD) if at + 1 < len(plan) else None
         theirs = None
         if block is not None:
-            foreign_key, foreign_value = arrived.tensors
-            theirs = torch.zeros_like(foreign_key, dtype=wide), torch.zeros_like(foreign_value, dtype=wide)
-            meet(block, foreign_key, foreign_value, *theirs)
-        _come_home(home, grad_key, grad_value, circle)
+            theirs = tuple(each.total() for each in meet(block, *arrived.tensors))
+        _come_home(home, own, circle)
         home = mine.send_home(block, theirs, to)
-    _come_home(home, grad_key, grad_value, circle)
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_mask
+    _come_home(home, own, circle)
+    return grad_query.total(), own[0].total(), own[1].total(), grad_mask
 
 
 @dataclass
@@ -207,7 +207,7 @@ class _Blocks:
 
     def send_home(self, block: int | None, grads: tuple[Tensor, Tensor] | None, to: int | None) -> _Arrival:
         """Starts the gradients of a block to its owner, and receives this rank's from who had its block."""
-        sends = [] if block is None else [(block, _packed(*(grad.to(self._key.dtype) for grad in grads)))]
+        sends = [] if block is None else [(block, _packed(*grads))]
         tensors, room = None, None
         if to is not None:
             room, tensors = self._room(self._circle.width(self._circle.rank))
@@ -229,47 +229,22 @@ class _Blocks:
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:
-    return torch.cat([key.reshape(-1), value.reshape(-1)])
+    """One message of both; each is copied once, whatever its strides."""
+    if key.shape == value.shape:
+        return torch.stack((key, value)).view(-1)
+    room = key.new_empty(key.numel() + value.numel())
+    for part, tensor in zip(room.split((key.numel(), value.numel())), (key, value)):
+        part.view(tensor.shape).copy_(tensor)
+    return room
 
 
-def _come_home(home: _Arrival | None, grad_key: Tensor, grad_value: Tensor, circle: Circle) -> None:
+def _come_home(home: _Arrival | None, own: tuple[Sum, Sum], circle: Circle) -> None:
     if home is None:
         return
     transfer.wait(home.under_way, circle.mesh, circle.axis, BACKWARD)
     if home.tensors is not None:
-        grad_key += home.tensors[0]
-        grad_value += home.tensors[1]
-
-
-class _Merged:
-    """Results of tiles, merged: in float32 for halves, and in the memory order that torch's kernels give."""
-
-    def __init__(self, query: Tensor, value: Tensor) -> None:
-        wide = torch.float32 if query.dtype in _HALVES else query.dtype
-        shape = (*query.shape[:-1], value.shape[-1])
-        if query.ndim == 4:
-            batch, heads, rows, width = shape
-            self._out = query.new_zeros((batch, rows, heads, width), dtype=wide).transpose(1, 2)
-        else:
-            self._out = query.new_zeros(shape, dtype=wide)
-        self.lse = query.new_full(shape[:-1], -inf, dtype=wide)
-        self._begun = False
-
-    def add(self, rows: slice, part: Tensor, lse: Tensor) -> None:
-        """A tile's result: weights of the two are their shares of the sum of exponentials."""
-        out, before = self._out[..., rows, :], self.lse[..., rows]
-        if not self._begun:  # nothing to merge with
-            out.copy_(part)
-            before.copy_(lse)
-            self._begun = True
-            return
-        total = torch.logaddexp(before, lse)
-        share = torch.exp(lse - total.masked_fill(total == -inf, 0.0)).unsqueeze(-1)
-        out.lerp_(part.to(out.dtype), share.to(out.dtype))
-        before.copy_(total)
-
-    def out(self, dtype: torch.dtype) -> Tensor:
-        return self._out.to(dtype)
+        for total, came in zip(own, home.tensors):
+            total.add((0, came.shape[-2]), came)
 
 
 def _part(given: Tensor | None, tile: Tile) -> Tensor | None:
