@@ -88,6 +88,7 @@ def judged(name: str, plan: vescale.Plan) -> dict[str, Any]:
         "gradients": sorted(found.gradients),
         "gradients wanted": sorted(wanted.gradients),
         "collectives": len(found.trace) - found.trace.count(function="gradient sync"),
+        "minimum": found.trace.least,
     }
 
 

@@ -29,11 +29,12 @@ right ones under TP 2 and ZeRO-3. *Not run* says nothing of either.
 {summary}
 
 *Sent* is the collectives of the last of three steps under TP 2, without gradient syncs. *By count* is a count from the
-plan's cut weights: two for each that sums over what is cut, one for an embedding cut along its rows, two for a head
-cut along the vocabulary with its loss. It knows no recurrence, and no weight that is neither a Linear's, an
-Embedding's nor experts'; where it is 0 it says nothing. For a head it is what this engine was seen to need, on a Llama:
-a loss made otherwise may take less, as gpt_oss and llama4 do: it is a yardstick, not a bound. Parameters that
-the planner leaves whole count nothing, however many.
+plan's cut weights and how often their modules ran (runs recorded before that was counted took each once): two for each
+that sums over what is cut, one for an embedding cut along its rows, two for a head cut along the vocabulary with its
+loss. It knows no recurrence, no norm over what is cut, and no weight that is neither a Linear's, an Embedding's nor
+experts'; where it is 0 it says nothing. For a head it is what this engine was seen to need, on a Llama: a loss made
+otherwise may take less, as gpt_oss and llama4 do: it is a yardstick, not a bound. Parameters that the planner leaves
+whole count nothing, however many.
 
 | type | {cases} | sent | by count |
 | --- |{rules} --- | --- |

@@ -13,21 +13,26 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ._communication import events as _events
+from ._communication.advice import Advice as Advice
+from ._communication.advice import Report, report
 from ._communication.events import Cause as Cause
 from ._communication.events import Event as Event
 from ._debugger.prompt import stop_here
 from ._debugger.quiet import is_unstopped
 from ._debugger.session import world
+from ._dispatch.arguments import collect
 from ._errors import MeshError
+from ._tensor.tensor import DTensor
 
 
 @dataclass
@@ -35,6 +40,8 @@ class Trace:
     """The collectives of a `comm_trace()`, in order."""
 
     events: list[Event] = field(default_factory=list)
+    calls: collections.Counter[str] = field(default_factory=collections.Counter, repr=False)
+    _model: nn.Module | None = field(default=None, repr=False)
 
     def count(self, **wanted: object) -> int:
         """How many collectives match: `trace.count(kind="all_gather", direction="forward")`.
@@ -50,6 +57,24 @@ class Trace:
     def select(self, **wanted: object) -> list[Event]:
         """The events that match; see `count`."""
         return [event for event in self.events if all(_matches(event, k, v) for k, v in wanted.items())]
+
+    @property
+    def least(self) -> int | None:
+        """Collectives that the plan's cut weights need for the calls that were traced; None without a plan."""
+        installed = getattr(self._model, "_vescale", None)
+        if installed is None:
+            return None
+        backward = any(event.cause.direction == "backward" for event in self.events)
+        return installed.least(self._model, self.calls, backward)
+
+    def advice(self) -> Report:
+        """What was sent beside what the plan's cut weights need: for each line that sends more the cause, and the
+        boundary or the rule that would save it. `print(trace.advice())`.
+
+        Gradient syncs and gathers of sharded parameters are not looked at, nor what was asked for.
+        """
+        installed = getattr(self._model, "_vescale", None)
+        return report(self.events, self.least, {} if installed is None else installed.open_sums(self._model))
 
     def __len__(self) -> int:
         return self.count()
@@ -76,28 +101,39 @@ def comm_trace(model: nn.Module | None = None) -> Iterator[Trace]:
     class names). Costs a Python call per module and per collective while open;
     nothing otherwise.
     """
-    trace = Trace()
+    trace = Trace(_model=model)
     names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
+    parameters = {id(one): name for name, one in model.named_parameters()} if model is not None else {}
     stack: list[str] = []
+    values = itertools.count()
 
     def enter(module: nn.Module, args: object) -> None:
         stack.append(names.get(id(module), type(module).__name__))
+        trace.calls[stack[-1]] += 1
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         if stack:
-            stack.pop()
+            mark(output, stack.pop())
+
+    def moved(tensor: Tensor, source: object, target: object) -> _events.Moved:
+        known = tensor.__dict__
+        if "_traced" not in known or known["_traced"][0] != tensor._version:
+            known["_traced"] = (tensor._version, next(values))
+        parameter = parameters.get(id(tensor), "parameter" if isinstance(tensor, nn.Parameter) else "")
+        return _events.Moved(parameter, known["_traced"][1], known.get("_returned_by", ""), source, target)
 
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(enter),
         nn.modules.module.register_module_forward_hook(leave, always_call=True),
     ]
     saved, _events.module_path = _events.module_path, lambda: stack[-1] if stack else ""
+    told_of, _events.told_of = _events.told_of, moved
     _events.listeners.append(trace.events.append)
     try:
         yield trace
     finally:
         _events.listeners.remove(trace.events.append)
-        _events.module_path = saved
+        _events.module_path, _events.told_of = saved, told_of
         for hook in hooks:
             hook.remove()
 
@@ -145,6 +181,15 @@ def hook_breakpoints() -> None:
     """
     if world()[1] > 1 and sys.breakpointhook is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = _stop_callers
+
+
+def mark(value: object, module: str) -> None:
+    """Notes on DTensors which module returned them, the innermost."""
+    found: list[Tensor] = []
+    collect((value,), found)
+    for one in found:
+        if type(one) is DTensor:
+            one.__dict__.setdefault("_returned_by", module)
 
 
 def _stop_callers(*args: object, **kwargs: object) -> None:

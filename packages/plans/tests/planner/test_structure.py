@@ -219,6 +219,96 @@ def test_a_norm_over_all_heads_is_a_bridge():
     }
 
 
+class Normed(nn.Module):
+    """A norm over all that the second product sums over; `latent`: what comes before is fed through one, too."""
+
+    def __init__(self, inner, *, latent=0, width=WIDTH):
+        super().__init__()
+        self.latent = nn.Sequential(nn.Linear(width, latent), Norm(latent)) if latent else nn.Identity()
+        self.up, self.norm, self.down = nn.Linear(latent or width, inner), Norm(inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return self.down(self.norm(F.relu(self.up(self.latent(x)))))
+
+
+def test_a_norm_that_only_its_own_source_enters_is_a_bridge():
+    found = structure(words(lambda: Normed(40), lambda: Normed(40)))
+    assert [(group.sink, group.sources[0].parameter, group.sources[0].by_norm) for group in found.groups[:2]] == [
+        ("blocks.0.attention.down.weight", "blocks.0.attention.up.weight", True),
+        ("blocks.0.mixer.down.weight", "blocks.0.mixer.up.weight", True),
+    ]
+    assert 2 in found.degrees
+
+
+def test_what_is_split_behind_a_norm_is_no_sink_of_what_comes_before_it():
+    class Latent(Attention):
+        def __init__(self):
+            super().__init__(6, 3, 8, width=12)
+            self.outward = nn.Linear(48, WIDTH)
+            self.latent = nn.Sequential(nn.Linear(WIDTH, 12), Norm(12))
+
+        def forward(self, x):
+            return super().forward(self.latent(x))
+
+    found = structure(words(Latent, lambda: Gated(40)))
+    sinks = [group.sink for group in found.groups]
+    assert sinks == [
+        f"blocks.{at}.{name}" for at in (0, 1) for name in ("attention.outward.weight", "mixer.back.weight")
+    ]
+
+
+def test_where_nothing_can_be_split_the_vocabulary_is():
+    class Blurred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.inner(x).softmax(-1)
+
+    found = structure(words(Blurred, Blurred, words=36))
+    assert found.degrees == (2, 3, 4, 6, 9, 12, 18, 36) and not found.groups
+    plan = tensor_parallel_plan(found, 2)
+    assert set(plan.split) == {"table.weight", "head.weight"}
+    with pytest.raises(PlanError, match="can be split 5 ways"):
+        tensor_parallel_plan(found, 5)
+
+
+def test_unequal_segments_alone_are_a_plan():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inward, self.outward = nn.Linear(WIDTH, 32 + 32 + 8), nn.Linear(32, WIDTH)
+
+        def forward(self, x):
+            gate, value, heads = self.inward(x).split((32, 32, 8), -1)
+            return self.outward((gate.sigmoid() * value).unflatten(-1, (8, 4)).mul(heads[..., None]).flatten(-2))
+
+    found = structure(words(Mixed, Mixed))
+    assert found.degrees == (2, 4, 8)
+    plan = tensor_parallel_plan(found, 2)
+    assert plan.parameters["blocks.*.mixer.inward.weight"] == {"tp": Shard(0)}
+    assert plan.boundaries["blocks.*.mixer.inward"].output == {"tp": Replicate()}
+
+
+def test_a_parameter_may_be_what_attention_asks_with():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = nn.Parameter(torch.randn(1, WIDTH))
+            self.outward = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            stack = torch.stack([x, x.roll(1, -1)], -2)
+            asked = self.query.expand(*x.shape[:-1], 1, WIDTH)
+            return self.outward(F.scaled_dot_product_attention(asked, stack, stack)[..., 0, :])
+
+    assert [group.sink for group in structure(words(Pooled, lambda: Gated(40))).groups] == [
+        "blocks.0.mixer.back.weight",
+        "blocks.1.mixer.back.weight",
+    ]
+
+
 def test_experts_and_their_router():
     found = structure(words(lambda: Attention(4, 2, 12), lambda: Experts(4, 32)))
     assert found.routers == ("blocks.0.mixer.choose.weight", "blocks.1.mixer.choose.weight")

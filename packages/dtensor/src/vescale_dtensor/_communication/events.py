@@ -10,14 +10,27 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
 _PACKAGES = ("vescale_dtensor", "vescale_rng", "vescale_plans", "vescale_pipeline", "vescale_checkpoint", "vescale")
 _INTERNAL = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a conversion is of: a parameter's name or "", a number that tells values apart, where it was made (see
+    `made_in`), and the layouts."""
+
+    parameter: str
+    value: int
+    made_in: str
+    source: Any
+    target: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,7 @@ class Cause:
     module: str = ""
     line: str = ""
     direction: str = "forward"
+    moved: Moved | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -53,6 +67,7 @@ class Event:
 listeners: list[Callable[[Event], None]] = []
 settlers: list[Callable[[Event], None]] = []  # told, after the listeners, when the collective is done
 module_path: Callable[[], str] = lambda: ""  # set by debug while somebody traces
+told_of: Callable[..., Moved | None] = lambda *operand: None  # (tensor, source, target); set by debug, too
 strict_depth = 0
 # Called in place of a conversion, with what would make it: set while a pass is recorded (`_static/tape.py`).
 watch: Callable | None = None
@@ -61,13 +76,15 @@ _current: Cause | Callable | str = "a conversion"
 _direction = "forward"
 
 
-def set_cause(function: object) -> None:
-    """Notes what the next conversions are for. Looks for the source line only while somebody listens."""
+def set_cause(function: object, *operand: Any) -> None:
+    """Notes what the next conversions are for, and of what: a tensor, its layout and the one that it is to have. Looks
+    for the source line only while somebody listens."""
     global _current, _direction
     _direction = "forward"
     _current = function
     if listeners and not isinstance(function, Cause):
-        _current = Cause(function_name(function), module_path(), user_line())
+        moved = told_of(*operand) if operand else None
+        _current = Cause(function_name(function), module_path(), user_line(), moved=moved)
 
 
 def current_cause() -> object:

@@ -127,7 +127,7 @@ def convert(tensor: DTensor, target: Layout, cause: object = "redistribute", *, 
         return tensor
     if tensor._layout is not source:
         tensor = read(tensor)
-    events.set_cause(cause)
+    events.set_cause(cause, tensor, source, target)
     return _converted(tensor, source, target, fresh=True, own=own)
 
 
@@ -153,7 +153,7 @@ def convert_operand(
         raise_implicit(tensor, source, target, function, explanation)
     if about_to_move is not None:
         about_to_move(tensor, source, target, function)
-    events.set_cause(function)
+    events.set_cause(function, tensor, source, target)
     return _converted(tensor, source, target, fresh=False)
 
 

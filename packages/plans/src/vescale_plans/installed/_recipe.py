@@ -22,6 +22,7 @@ from .._apply.wrappers import refuse_wrappers
 from .._experts.experts import ExpertsBorder
 from .._experts.lists import ListBorder
 from .._experts.structure import Experts
+from .._plan.least import least_collectives, open_sums
 from .._recompute.recompute import install_recompute
 from .._zero.slot import Sharing
 from .._zero.zero import DataParallel
@@ -80,6 +81,14 @@ class Parallelized:
         self.recipe, self.plan, self.device_mesh, self.loss_fn = recipe, recipe.plan, recipe.device_mesh, recipe.loss_fn
         self.sync, self.experts = sync, experts
         self.static = None  # what `static` makes
+
+    def least(self, model: nn.Module, calls: Mapping[str, int], backward: bool) -> int:
+        """Collectives that the plan's cut weights need for these calls of modules; `Trace.least`."""
+        return least_collectives(self.plan, model, calls, backward=backward)
+
+    def open_sums(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        """Module -> axes over which it gives a sum of parts that no boundary makes whole; `Trace.advice`."""
+        return open_sums(self.plan, model)
 
 
 def install(model: nn.Module, recipe: Recipe) -> Parallelized:

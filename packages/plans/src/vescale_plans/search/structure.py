@@ -141,6 +141,11 @@ class Group:
             return {}
         return {source.parameter: source for source in weights}
 
+    @property
+    def gathered_degrees(self) -> tuple[int, ...]:
+        """The degrees, from 2 on, by which it can be split if what its sources give is gathered."""
+        return tuple(d for d in range(2, self.features + 1) if self.features % d == 0 and self.gathered(d))
+
     @staticmethod
     def _merged(spans: list[Span]) -> list[Span]:
         merged: list[Span] = []
@@ -267,9 +272,18 @@ class Structure:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Tensor-parallel degrees that split every group that any degree splits, the most useful ones to try."""
+        """Tensor-parallel degrees that split every group that any degree splits, the most useful ones to try.
+
+        Where none splits any so that its parts stay apart, those that split weights all the same: of a group that is
+        gathered, else of the vocabulary.
+        """
         alike = {(group.features, tuple((s.size, s.spans) for s in group.sources)): group for group in self.groups}
         useful = [set(group.degrees) for group in alike.values() if group.degrees]
+        useful = useful or [found for group in alike.values() if (found := set(group.gathered_degrees))]
+        if not useful:
+            tables = (*self.lookups, *self.heads)
+            useful = [{d for d in range(2, size + 1) if size % d == 0} for size in
+                      {self.shapes[one.parameter][one.dim] for one in tables}]  # fmt: skip
         return tuple(sorted(set.intersection(*useful))) if useful else ()
 
     @property

@@ -35,7 +35,8 @@ def tensor_parallel_plan(
 ) -> TensorPlan:
     """Splits every group of `structure` that `degree` divides, the vocabulary, and nothing else.
 
-    A group whose parts cannot be kept apart is split by its weights alone: what they give is gathered.
+    A group whose parts cannot be kept apart is split by its weights alone: what they give is gathered. Where there is
+    no group, the vocabulary is all that is split.
 
     Arguments:
         degree: ranks along `axis`.
@@ -44,11 +45,11 @@ def tensor_parallel_plan(
     Communication per group and direction: one all-reduce; with sequence parallelism one all-gather and one
     reduce-scatter. Of a gathered group one all-gather per source more.
 
-    Raises PlanError when the structure has no group that `degree` splits, or when sequence parallelism is asked for
+    Raises PlanError when `degree` splits nothing of the structure, or when sequence parallelism is asked for
     and positions meet outside the groups.
     """
     split = split_parameters(structure, degree)
-    if degree > 1 and not any(group.sink in split for group in structure.groups):
+    if degree > 1 and degree not in structure.degrees and not any(group.sink in split for group in structure.groups):
         raise PlanError(
             "tensor_parallel_plan",
             f"no group of the model can be split {degree} ways",

@@ -112,6 +112,7 @@ class Findings:
         calls: in order.
         influences: source -> sink -> Influence.
         bridged: the same with norms handing nothing on, for sources that mix otherwise.
+        enclosed: sinks that mix all that they are reached by, and whose sources reach nothing else.
         vectors: parameter of one dim -> sink -> what its entries reach; where it reaches sinks of groups alone.
         routers: calls whose result something was selected by.
         chosen: of so many scores, so many were selected.
@@ -129,6 +130,7 @@ class Findings:
     influences: dict[Key, dict[Key, Influence]] = field(default_factory=dict)
     bridged: dict[Key, dict[Key, Influence]] = field(default_factory=dict)
     vectors: dict[str, dict[Key, Influence]] = field(default_factory=dict)
+    enclosed: set[Key] = field(default_factory=set)
     routers: set[Key] = field(default_factory=set)
     chosen: dict[int, int] = field(default_factory=dict)
     inputs: dict[str, Site] = field(default_factory=dict)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ..._apply.containers import map_first
+from .operands import Operands
 
 
 def on_meta(model: nn.Module, stand_ins: Mapping[str, str] | None = None) -> nn.Module:
@@ -95,18 +97,29 @@ def plain_kernels() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class Unrolled(TorchFunctionMode):
-    """Recurrent layers step by step, in products with their parameters, by torch's decompositions: its own functions
-    check in C++ that input and parameters lie on one device, before anything below sees them."""
+class OnOneDevice(TorchFunctionMode):
+    """For functions that check in C++ that all tensors lie on one device, before anything below sees them: attention
+    gets values for a parameter that it is given, and recurrent layers run step by step, in products with theirs, by
+    torch's decompositions."""
+
+    def __init__(self, operands: Operands, recurrent: bool) -> None:
+        super().__init__()
+        self._operands, self._recurrent = operands, recurrent
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        unrolled = _unrolled().get(function)
+        if function is scaled_dot_product_attention:
+            kwargs = {name: self._with_values(one) for name, one in (kwargs or {}).items()}
+            return function(*map(self._with_values, args), **kwargs)
+        unrolled = _unrolled().get(function) if self._recurrent else None
         if unrolled is None:
             return function(*args, **(kwargs or {}))
         batch, packed = unrolled
         sizes = args[1]  # of a packed sequence's steps; of a batch the state, or a tuple of two
         is_packed = isinstance(sizes, Tensor) and not sizes.is_floating_point()
         return (packed if is_packed else batch)(*args, **(kwargs or {}))
+
+    def _with_values(self, given: Any) -> Any:
+        return self._operands.value(given) if isinstance(given, Tensor) and given.is_meta else given
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..progress import Bar
 from .blocks import Chain, chains, hand_on
 from .calls import Findings, Influence, Key, Reached, Site, Test
-from .model import Unrolled, buffers_kept, first_tensor, on_meta, paths, plain_kernels
+from .model import OnOneDevice, buffers_kept, first_tensor, on_meta, paths, plain_kernels
 from .operands import Operands
 from .run import Enough, Probe
 from .sample import Sample
@@ -123,8 +123,7 @@ class _Prober:
             stack.enter_context(buffers_kept(self.model))
             stack.enter_context(torch.no_grad())
             stack.enter_context(probe)
-            if self.recurrent:
-                stack.enter_context(Unrolled())
+            stack.enter_context(OnOneDevice(self.operands, self.recurrent))
             with suppress(Enough):
                 self.model(*args, **kwargs)
         self.bar.tick("probing the model")
@@ -271,9 +270,11 @@ class _Prober:
     # ----------------------------------------------------------- further passes
 
     def _bridge(self) -> None:
-        """A norm over all features between a source and a sink that others reach feature by feature."""
+        """A norm over all features between a source and a sink that others reach feature by feature, or nobody else."""
         found = self.findings
         structured = {sink for sinks in found.influences.values() for sink, one in sinks.items() if not one.is_mixing}
+        found.enclosed = self._enclosed()
+        structured |= found.enclosed
         sources = [
             key
             for key, sinks in found.influences.items()
@@ -286,6 +287,28 @@ class _Prober:
         sources = [key for key in sources if any(not one.is_mixing for one in sampled.get(key, {}).values())]
         units = self._units(sources, sampled)
         found.bridged = self._influences(self._whole(sources, units), units, sampled=sampled, bridge=True)
+
+    def _enclosed(self) -> set[Key]:
+        """Sinks whose sources reach nothing else, and that are neither a source to split nor the last: what reads a
+        residual stream is none, for all blocks do."""
+        influences, calls = self.findings.influences, self.findings.calls
+        shared = {
+            sink
+            for key, sinks in influences.items()
+            for sink in sinks
+            if len(sinks) > 1 or calls[key].lookup or calls[key].outer is None
+        }
+        return {
+            sink
+            for sinks in influences.values()
+            for sink in sinks
+            if sink not in shared and calls[sink].outer is not None and self._only_mixes(sink)
+        }
+
+    def _only_mixes(self, key: Key) -> bool:
+        """Whether it reaches something, and nothing feature by feature."""
+        reached = self.findings.influences.get(key, {})
+        return bool(reached) and all(one.is_mixing for one in reached.values())
 
     def _vectors(self) -> None:
         """Parameters that are no contraction's: a gate, a decay, a number per head."""

@@ -76,7 +76,7 @@ def _paired(found: Findings) -> dict[Key, dict[Key, Influence]]:
                     continue
                 pairs.setdefault(sink, {})[key] = one
         pairs = {sink: sources for sink, sources in pairs.items() if any(not _is_table(found, key) for key in sources)}
-        bridged = {s for s, sources in pairs.items() if all(k in found.bridged for k in sources)}
+        bridged = {s for s, sources in pairs.items() if all(key in found.bridged for key in sources)} - found.enclosed
         pairs = {sink: sources for sink, sources in pairs.items() if sink not in bridged}
         if set(pairs) == sinks:
             return pairs

@@ -1,0 +1,116 @@
+"""comm_trace(model).advice(): what a step sent beside what its cut weights need, and the boundary that saves it."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vescale_dtensor import Replicate, Shard, comm_trace
+from vescale_dtensor.testing import run_ranks
+from vescale_plans import Boundary, Plan, parallelize
+
+COLUMN, ROW = {"tp": Shard(0)}, {"tp": Shard(1)}
+NAMED = {"*.one.weight": COLUMN, "*.gate.weight": COLUMN, "*.two.weight": ROW, "table.weight": COLUMN, "*": {}}
+IDS = torch.arange(24).reshape(2, 12)
+
+
+class Norm(nn.Module):
+    """Written out, so that it reads its input twice."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm(16)
+        self.one, self.gate = nn.Linear(16, 32, bias=False), nn.Linear(16, 32, bias=False)
+        self.two = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.two(F.silu(self.gate(x)) * self.one(x))
+
+
+class Model(nn.Module):
+    def __init__(self, last=None):
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+        self.last = last or Norm(16)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for part in self.parts:
+            x = x + part(x)
+        return self.last(x).square().mean()
+
+
+class Cumulated(nn.Module):
+    """Needs all features together, of what a weight cut in columns gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.one(x).cumsum(-1)  # over what is cut
+
+
+def step(boundaries, last=None):
+    torch.manual_seed(0)
+    plan = Plan(mesh={"tp": 2}, parameters={"last.one.*": COLUMN, **NAMED} if last else NAMED, boundaries=boundaries)
+    model, _ = parallelize(plan, Model(last and last()))
+    with comm_trace(model) as trace:
+        model(IDS).backward()
+    said = trace.advice()
+    return (
+        said.sent,
+        said.least,
+        dict(said.boundaries),
+        [(a.function, a.module, a.line, a.reason, a.remedy) for a in said.advice],
+        str(said),
+    )
+
+
+def open_and_closed():
+    bare = step({})
+    closed = step({glob: Boundary(output=output) for glob, output in bare[2].items()})
+    return bare, closed
+
+
+def test_the_boundaries_that_it_names_leave_what_the_weights_need():
+    for (sent, least, boundaries, advice, text), closed in run_ranks(2, open_and_closed):
+        assert least == 1 + 2 * 3 and sent > 2 * least
+        assert boundaries == {"table": {"tp": Replicate()}, "parts.*.two": {"tp": Replicate()}}
+        assert advice and all(__file__ in line for _, _, line, _, _ in advice)
+        assert "'parts.*.two': Boundary(output={'tp': Replicate()})" in text
+        assert closed[:4] == (least, least, {}, [])
+        assert closed[4] == f"{least} collectives; the plan's cut weights need {least}: nothing to save"
+
+
+def whole_features():
+    return step(
+        {"table": Boundary(output={"tp": Replicate()}), "parts.*.two": Boundary(output={"tp": Replicate()})}, Cumulated
+    )
+
+
+def test_a_function_that_needs_what_is_cut_is_named_with_its_line():
+    for sent, least, boundaries, advice, _ in run_ranks(2, whole_features):
+        assert sent > least and not boundaries
+        line = f"{__file__}:{Cumulated.forward.__code__.co_firstlineno + 1}"
+        assert any(one[:3] == ("cumsum", "last", line) and "is needed otherwise" in one[3] for one in advice), advice
+
+
+def without_a_plan():
+    with comm_trace() as trace:
+        pass
+    return str(trace.advice()), trace.least
+
+
+def test_without_traffic_there_is_nothing_to_save():
+    assert without_a_plan() == ("0 collectives: nothing to save", None)
