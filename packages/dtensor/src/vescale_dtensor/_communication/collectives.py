@@ -8,6 +8,7 @@ text of the error why it is none costs 0.5 us. A collective goes to the process
 group's own methods: `torch.distributed`'s wrappers cost 4-10 us of Python more, the
 functional ones 70-110. On gloo a reduction is an all-to-all and a local
 sum in rank order: cheaper there than gloo's own, and the order of the sum is fixed.
+Two ranks on gloo have ways of their own, with the same bits (`pairs.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.distributed.distributed_c10d import (
 from .._debugger import session
 from .._errors import CommunicationError
 from .._layouts.mesh import Mesh
-from . import events, flight
+from . import events, flight, pairs
 from .endings import first_ending
 from .flight import DONE, FAILED, STARTED, WAITING
 from .hang import verdict
@@ -42,13 +43,15 @@ Recipe = Callable[[Tensor], Tensor]
 
 
 class _Engine(NamedTuple):
-    """What a backend does for a reduction: through its own collective, or through an all-to-all."""
+    """What a backend does for a reduction: through its own collective, or through an all-to-all. `pairs`: two ranks
+    go ways of their own (`pairs.py`)."""
 
     reduces: bool
+    pairs: bool
 
 
-_ENGINES = {"gloo": _Engine(reduces=False)}
-_NATIVE = _Engine(reduces=True)
+_ENGINES = {"gloo": _Engine(reduces=False, pairs=True)}
+_NATIVE = _Engine(reduces=True, pairs=False)
 _FAKE = "fake"  # torch's group without processes
 
 
@@ -75,7 +78,7 @@ def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
 def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "all_gather") -> Recipe:
     """For local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
     group, count = mesh.group(axes), mesh.count(axes)
-    call, line = group._allgather_base, mesh.line(axes)
+    call, line = _gather_call(mesh, axes), mesh.line(axes)
     names = line.axes
     rows = (count * shape[0], *shape[1:])
 
@@ -113,7 +116,8 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     received = 2 * local.nbytes * (count - 1) // count
     if is_away(local, mesh):
         local = local.to(mesh.device_type)
-    if _engine(mesh, axes).reduces:
+    pair = is_pair(mesh, axes)
+    if _engine(mesh, axes).reduces or (pair and local.numel() >= 4096 and pairs.sums(local)):
         out = local.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         _run(kind, mesh, axes, received, group.allreduce, [_summable(out)], _REDUCE)
         return out
@@ -128,8 +132,19 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     _run(kind, mesh, axes, received // 2, group.alltoall_base, _wire(swapped), _wire(padded), [], [], _SWAP)
     mine = _ordered_sum(swapped.view(count, chunk))
     whole = torch.empty_like(padded)
-    _run(kind, mesh, axes, received // 2, group._allgather_base, _wire(whole), _wire(mine), _GATHER, count=0)
+    _run(kind, mesh, axes, received // 2, _gather_call(mesh, axes), _wire(whole), _wire(mine), _GATHER, count=0)
     return _shaped(whole, local.shape)
+
+
+def is_pair(mesh: Mesh, axes: tuple[int, ...]) -> bool:
+    """Whether the axes have two ranks, whose backend has ways of their own for them."""
+    return _engine(mesh, axes).pairs and mesh.count(axes) == 2
+
+
+def _gather_call(mesh: Mesh, axes: tuple[int, ...]) -> Callable:
+    """A group's `_allgather_base`, or what does the same faster; without options it may be overtaken by the host."""
+    group = mesh.group(axes)
+    return pairs.gather_call(group, _SWAP) if is_pair(mesh, axes) else group._allgather_base
 
 
 def is_away(local: Tensor, mesh: Mesh) -> bool:
@@ -176,6 +191,7 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
     line, native = mesh.line(axes), _engine(mesh, axes).reduces
     names = line.axes
     call = group._reduce_scatter_base if native else group.alltoall_base
+    pair, rank = is_pair(mesh, axes), group.rank()
 
     def scatter(rows: Tensor) -> Tensor:
         received = rows.nbytes // count * (count - 1)
@@ -188,6 +204,10 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
                     call(torch.view_as_real(out), torch.view_as_real(rows), _SCATTER).wait()
                 else:
                     call(out, rows, _SCATTER).wait()
+            elif pair:
+                mine, sent = rows.view(2, -1)[rank], rows.view(2, -1)[1 - rank]
+                out = rows.new_empty(*shape)
+                pairs.swap(group, _wire(out.view(-1)), _wire(sent), _SWAP).wait()
             else:
                 out = torch.empty_like(rows)
                 call(_wire(out), _wire(rows), [], [], _SWAP).wait()
@@ -200,6 +220,8 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
         noted[0] = DONE
         if event is not None:
             events.settle(event)
+        if pair:
+            return out.add_(mine.view(shape))
         return out if native else _ordered_sum(out.view(count, *shape))
 
     return scatter

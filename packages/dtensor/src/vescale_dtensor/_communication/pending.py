@@ -11,8 +11,9 @@ A reduction sums over `inner` axes, flattened into one group, and then over `out
     part                          a b      a b      c d      c d
     whole                         a b c d  ...
 
-On gloo the sum is an all-to-all and a local sum in rank order, whatever is kept of it:
-so all ZeRO stages add the same numbers in the same order. Nothing is copied: what is
+On gloo the sum is an all-to-all and a local sum in rank order, whatever is kept of it (of two
+ranks the bits are the same in either order, and the whole is one all-reduce in place): so all
+ZeRO stages add the same numbers in the same order. Nothing is copied: what is
 sent is the caller's buffer, what is received is summed from where it arrived. With `sent`
 the numbers travel to their sum in fewer bits, by the same all-to-all on every backend.
 """
@@ -25,7 +26,19 @@ import torch
 from torch import Tensor
 
 from .._layouts.mesh import Mesh
-from .collectives import _engine, _ordered_sum, _start, _summable, _wait, _width, _wire, all_reduce
+from . import pairs
+from .collectives import (
+    _engine,
+    _gather_call,
+    _ordered_sum,
+    _start,
+    _summable,
+    _wait,
+    _width,
+    _wire,
+    all_reduce,
+    is_pair,
+)
 from .compressed import compress, expand, sent_numel
 
 
@@ -59,11 +72,21 @@ class PendingReduction:
         self._numbers, self._sent = flat.numel() // count, sent
         whole = received = flat.nbytes * (count - 1) // count
         self._native = sent is None and _engine(mesh, inner).reduces
+        pair = sent is None and is_pair(mesh, inner)
+        self._in_place = pair and keep == "whole" and not outer and pairs.sums(flat)
+        self._own = None  # of a pair: this rank's chunk, beside which the other's arrives
         if sent is not None:
             self._travels = compress(flat.view(count, -1), sent)
             self._buffer = torch.empty_like(self._travels)
             received = sent_numel(self._numbers, sent) * sent.itemsize * (count - 1)
             call, arguments = group.alltoall_base, (_wire(self._buffer), _wire(self._travels), [], [])
+        elif self._in_place:
+            self._buffer = flat
+            call, arguments = group.allreduce, ([flat],)
+        elif pair:
+            rows = flat.view(2, -1)
+            self._own, self._buffer = rows[group.rank()], flat.new_empty(flat.numel() // 2)
+            call, arguments = pairs.swap, (group, _wire(self._buffer), _wire(rows[1 - group.rank()]))
         elif self._native:
             self._buffer = flat.new_empty(flat.numel() // count)
             call, arguments = group._reduce_scatter_base, (_summable(self._buffer), _summable(flat))
@@ -81,6 +104,8 @@ class PendingReduction:
         mesh = self._mesh
         _wait(self._work, self._kind, mesh, self._inner)
         self._work = self._travels = None  # gloo's would keep what has arrived
+        if self._in_place:
+            return
         chunk = self._buffer if self._native else self._sum()
         if self._outer:
             chunk = all_reduce(chunk, mesh, self._outer)
@@ -94,11 +119,14 @@ class PendingReduction:
             out = chunk.new_empty(chunk.numel() * mesh.count(axes))
         self._chunk, self._buffer = chunk, out  # what travels is kept alive
         self._axes = axes
-        call = mesh.group(axes)._allgather_base
+        call = _gather_call(mesh, axes)
         self._work = _start(self._kind, mesh, axes, 0, call, _wire(out), _wire(chunk), count=0)
 
     def _sum(self) -> Tensor:
         """Of what has arrived, in rank order."""
+        if self._own is not None:
+            total, self._own = self._buffer.add_(self._own), None
+            return total
         rows = self._buffer.view(self._count, -1)
         return _ordered_sum(rows if self._sent is None else expand(rows, self._numbers, self._flat.dtype))
 
@@ -117,7 +145,7 @@ class PendingGather:
     def __init__(self, out: Tensor, part: Tensor, mesh: Mesh, axes: tuple[int, ...]) -> None:
         self._mesh, self._axes = mesh, axes
         self._kept = (out, part)
-        call = mesh.group(self._axes)._allgather_base
+        call = _gather_call(mesh, axes)
         received = out.nbytes - part.nbytes
         self._work = _start("all_gather", mesh, self._axes, received, call, _wire(out), _wire(part))
 

@@ -22,7 +22,7 @@ that counts (`expose`). So hooks, ties, names and references of users hold.
 The gradient of a parameter that nobody used must stay None, as on one device, and on all
 ranks alike, though a rank that did not use it cannot know of the others. What it sends
 for it is -0.0: the sum is -0.0 only where nobody sent anything else, for what is added
-into a buffer of zeros is never -0.0. From ZeRO-2 on a rank may hold nothing of the
+into a buffer is added to zero, which never makes -0.0. From ZeRO-2 on a rank may hold nothing of the
 parameter to look at; then ranks tell each other, a byte per parameter (`Usage`).
 """
 
@@ -184,6 +184,7 @@ class Buffer:
                     slot.master.view(-1).copy_(value.reshape(-1) if is_part else value.reshape(-1)[low:high])
             if self.differentiable:
                 self._make_trainable(slot)
+        self._gaps = packing.gaps([slot.numel for slot in self.slots])
         if self.lets_go:
             whole.untyped_storage().resize_(0)
         with local_only():
@@ -331,12 +332,15 @@ class Buffer:
         return self.differentiable and bool(self.axes)
 
     def open_gradients(self) -> None:
-        """Autograd adds into views of a flat buffer from here on; what is pending there already stays."""
+        """A parameter's first gradient is written into a flat buffer from here on, and autograd adds to it there; what
+        is pending there already stays."""
         if not self.reduces:
             return
         fresh = self.flat is None
         if fresh:
-            self.flat = torch.zeros(self.packing.total, dtype=self.reduce, device=self.device)
+            self.flat = torch.empty(self.packing.total, dtype=self.reduce, device=self.device)
+            for low, high in self._gaps:
+                self.flat[low:high].zero_()
         with local_only():
             for i, slot in enumerate(self.slots):
                 if fresh:
@@ -347,10 +351,9 @@ class Buffer:
                     continue
                 if now is not None:
                     self._put(i, slot, now)
-                elif i in self.filled:  # zero_grad since then
-                    slot.gradient.zero_()
-                    self.filled.discard(i)
-                _set_grad(slot.parameter, slot.gradient)
+                    _set_grad(slot.parameter, slot.gradient)
+                else:
+                    self.filled.discard(i)  # zero_grad since then
 
     def _open_at_rest(self) -> None:
         """`open_gradients`, in a backward that comes to parameters at rest."""
@@ -377,7 +380,13 @@ class Buffer:
 
     def _put(self, i: int, slot: Slot, gradient: Tensor) -> None:
         """A gradient that autograd did not add into the buffer; with dispatch off."""
-        slot.gradient.add_(gradient.detach() if gradient.requires_grad else gradient)
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        if i in self.filled:
+            slot.gradient.add_(gradient)
+        elif gradient.layout is torch.strided:
+            torch.add(gradient, 0, out=slot.gradient)  # a copy in which no zero is negative
+        else:
+            slot.gradient.zero_().add_(gradient)
         self.filled.add(i)
 
     def has_pending(self) -> bool:
@@ -386,12 +395,8 @@ class Buffer:
             return any(_get_grad(slot.parameter) is not None for slot in self.slots)
 
     def leave_pending(self) -> None:
-        """After a backward whose gradients stay pending: who got none has none."""
+        """After a backward whose gradients stay pending."""
         self.came = set()
-        with local_only():
-            for i, slot in enumerate(self.slots):
-                if i not in self.filled and slot.gradient is not None and _get_grad(slot.parameter) is slot.gradient:
-                    _set_grad(slot.parameter, None)
 
     @property
     def is_full(self) -> bool:

@@ -46,6 +46,14 @@ class Packing:
         low, high = rank * self.part - start, (rank + 1) * self.part - start
         return min(max(low, 0), numel), min(max(high, 0), numel)
 
+    def gaps(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """The half-open ranges of the buffer in which no tensor lies, of which each rank holds `sizes` elements."""
+        found, at = [], 0
+        for start, size in sorted(zip(self.starts, sizes)):
+            found.append((at, start))
+            at = start + size
+        return [(low, high) for low, high in (*found, (at, self.total)) if low < high <= self.total]
+
     def units(self, tensor: int, numel: int) -> tuple[int, ...]:
         """Elements of the tensor that each rank holds: the local units of its RaggedShard."""
         bounds = [self.held(tensor, numel, rank) for rank in range(self.ranks)]
