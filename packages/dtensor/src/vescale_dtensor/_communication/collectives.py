@@ -77,7 +77,7 @@ def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
 
 def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "all_gather") -> Recipe:
     """For local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
-    group, count = mesh.group(axes), mesh.count(axes)
+    count = mesh.count(axes)
     call, line = _gather_call(mesh, axes), mesh.line(axes)
     names = line.axes
     rows = (count * shape[0], *shape[1:])

@@ -134,7 +134,10 @@ def flat(ndim: int, units: tuple[int, ...]) -> State:
     return state
 
 
-def _restore(kind: str, dim: int, groups: int, units: tuple[int, ...] | None, order: tuple[int, ...] | None) -> State:
+def _restore(
+    kind: str, dim: int, groups: int, units: tuple[int, ...] | None, order: tuple[int, ...] | None = None
+) -> State:
+    """What `__reduce__` wrote; without an order where that was before chunks were dealt out."""
     if kind == "F":
         return flat(dim, units)
     return sharded(dim, groups, units, order) if kind == "S" else _UNSHARDED[kind]

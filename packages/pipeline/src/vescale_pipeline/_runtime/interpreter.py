@@ -218,9 +218,8 @@ def _like(known: Header, header: Header, tensors: list, kind: str, stage: int, d
             tensor = torch.zeros(expected.shape, dtype=expected.dtype, device=device)
         elif expected is not None and part is not None and expected[::2] == part[::2]:  # all but strides and grad
             if expected.stride != part.stride:
-                tensor = torch.empty_strided(expected.shape, expected.stride, dtype=part.dtype, device=device).copy_(
-                    tensor
-                )
+                fresh = torch.empty_strided(expected.shape, expected.stride, dtype=part.dtype, device=device)
+                tensor = fresh.copy_(tensor)
         elif expected != part:
             raise PipelineError(
                 "pipeline",

@@ -84,12 +84,11 @@ def loss_weights(
 ) -> Weights:
     """What each part's loss counts for in the batch's: shares of 1, or 1 each where the loss is a sum.
 
-    A mean over labels weighs a part by the labels that it does not ignore. They are
-    counted from the targets, which no stage computes: the forward is run once more per
-    part, on placeholders alone. `whole` makes a distributed count one device's. On a device the shares of a single mean
-    stay there. Means that are to be compared, and labels that a weight might cancel, are read by the host, all at once.
-    Raises PipelineError for a loss that is no such mean or
-    sum, and for one that adds up what weighs the parts differently.
+    A mean over labels weighs a part by the labels that it does not ignore. They are counted from the targets, which no
+    stage computes: the forward is run once more per part, on placeholders alone. `whole` makes a distributed count one
+    device's. On a device the shares of a single mean stay there. Means that are to be compared, and labels that a
+    weight might cancel, are read by the host, all at once. Raises PipelineError for a loss that is no such mean or sum,
+    and for one that adds up what weighs the parts differently.
     """
     if isinstance(reduction, Lost):
         raise refused(reduction)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_KINDS = frozenset(("cpu", "cuda", "xpu"))
 _LIKE = frozenset((Tensor.to, Tensor.type_as))
 """Methods that take the device of a tensor that they are given."""
 
@@ -46,9 +47,6 @@ def _moved_to(function: Any) -> str | None:
     """The type of device that a method is named after: `x.cpu()`."""
     name = getattr(function, "__name__", "")
     return name if name in _KINDS and getattr(Tensor, name, None) is function else None
-
-
-_KINDS = frozenset(("cpu", "cuda", "xpu"))
 
 
 def _is_given(name: str, value: Any) -> bool:
