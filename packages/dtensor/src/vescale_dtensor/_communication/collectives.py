@@ -1,4 +1,4 @@
-"""Collectives on local tensors: the one module of this package that communicates.
+"""Collectives on local tensors: the module of this package that communicates, `pairs.py` aside.
 
 Every function takes and returns plain local tensors. What conversions do over and
 over has a recipe: everything known from shapes is worked out once, and what is left
