@@ -64,6 +64,33 @@ def test_values_and_gradients_on_the_grid():
     quietly(check)
 
 
+def test_what_an_operator_of_a_library_writes():
+    """By its schema: kernels through `.data`, numpy or an address do not move the version counter."""
+
+    def kernel(x, into, lists, by):
+        into.data.add_(x, alpha=by)
+        for one in lists:
+            one.data.mul_(by)
+
+    def check():
+        mesh = mesh_of(2, 2)
+        library = torch.library.Library("vescale_writes", "FRAGMENT")
+        library.define("accumulate(Tensor x, Tensor(a!) into, Tensor(b!)[] lists, float by=1.0) -> ()")
+        library.impl("accumulate", kernel, "CPU")
+        accumulate = getattr(torch, "ops").vescale_writes.accumulate  # noqa: B009  the module cannot travel to the ranks
+        for function in (accumulate, accumulate.default):
+            for places in LAYOUTS:
+                plain = [torch.randn(5, 3) for _ in range(4)]
+                made = [spread(one, mesh, places) for one in plain]
+                kernel(plain[0], plain[1], plain[2:], 2.0)
+                function(made[0], into=made[1], lists=made[2:], by=2.0)
+                for found, wanted in zip(made, plain):
+                    assert tuple(found.mesh_layout.placements) == places
+                    torch.testing.assert_close(found.full_tensor(), wanted)
+
+    quietly(check)
+
+
 def test_lists_named_tuples_and_dicts():
     def check():
         mesh = mesh_of(2, 2)

@@ -2,7 +2,7 @@
 
 Inputs are made I (whole and alike on every rank), the function runs on full tensors
 as on one device, its results are I. Slow and right. What the function wrote in place
-(its first argument, `out=`, or anything whose version it bumped) is sliced back to
+(its first argument, `out=`, what its schema says, or anything whose version it bumped) is sliced back to
 the shards it came from. Reported once per function, with its cost.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
+from torch._ops import OpOverload, OpOverloadPacket
 
 from .._communication.events import function_name, user_line
 from .._conversions.convert import alias, convert_operand, describe
@@ -42,7 +43,7 @@ def gathered(function: Callable, *, local: Callable | None = None, lacks: str = 
     local = local or function
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        targets = _written_by_name(function, args, kwargs)
+        targets = _written_by_name(function, args, kwargs) + _written_by_schema(function, args, kwargs)
         wholes: list[tuple[DTensor, Tensor, int]] = []
         plains: list[Tensor] = []
 
@@ -90,6 +91,21 @@ _STATISTICS = {
         if hasattr(torch, name)
     },
 }
+
+
+def _written_by_schema(function: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+    """What an operator of a library writes to: its kernel need not tell the version counter."""
+    if isinstance(function, OpOverloadPacket):
+        overloads = [getattr(function, name) for name in function.overloads()]
+    else:
+        overloads = [function] if isinstance(function, OpOverload) else []
+    found: list[Tensor] = []
+    for overload in overloads:
+        for position, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                found += [one for one in (given if isinstance(given, (list, tuple)) else [given]) if one is not None]
+    return found
 
 
 def _written_by_name(function: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
