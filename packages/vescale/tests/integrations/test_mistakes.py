@@ -221,6 +221,27 @@ def test_an_error_that_says_the_line(plan):
     assert first == second
 
 
+def compiled_step(plan):
+    """The tracer of torch.compile wraps what it hears in an error of its own, with the line of the user's code."""
+    model, optimizer = sharded(PLANS[plan])
+    inputs, labels = batch(0)
+    whole = torch.compile(lambda: nn.functional.cross_entropy(model(inputs), labels).backward(), backend="eager")
+    block = torch.compile(lambda: model.up(inputs), backend="eager")
+    found = []
+    for function in (whole, block):
+        with pytest.raises(Exception, match="a compiled function uses a parallelized model") as raised:
+            function()
+        found.append(isinstance(raised.value.__cause__, vescale.PlanError) and 'mode="compile"' in str(raised.value))
+    torch._dynamo.reset()
+    trained(model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_compiled_step_says_the_line(plan):
+    assert run_ranks(2, compiled_step, plan, timeout=120) == [[True, True]] * 2
+
+
 # --- right: what is called does what it does on one device -------------------------------------
 
 

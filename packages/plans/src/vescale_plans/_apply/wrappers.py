@@ -2,8 +2,9 @@
 out.
 
 Nothing of torch is changed: what these ways read of a module answers for it. DistributedDataParallel reads a list of
-parameters that it is to leave alone, the composable functions (fully_shard, replicate) what was applied before, and
-torch.compile what it may have compiled already.
+parameters that it is to leave alone, the composable functions (fully_shard, replicate) what was applied before,
+torch.compile what it may have compiled already, and its tracer, in a compiled function that uses the model, who manages
+a module.
 """
 
 from __future__ import annotations
@@ -13,18 +14,26 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import nn
+from torch._guards import TracingContext
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .._plan.parts import PlanError
+from .._static import passes
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _COMPOSES = frozenset({"checkpoint"})
 """Composable functions that distribute nothing."""
 _COMPILED = "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"
 """What torch.compile reads of what it is given."""
+_TRACED = "_is_fsdp_managed_module"
+"""What the tracer of torch.compile reads of every module that it meets."""
 _NOT_COMPILED = [
     ('parallelize(plan, model, optimizer_fn, mode="compile")', "of the model as it was built: compiles what is local"),
     ("leave torch.compile out", "eager mode computes the same"),
+]
+_NOT_COMPILED_STEP = [
+    ("leave torch.compile out of the step", "eager mode computes the same"),
+    ('parallelize(plan, model, optimizer_fn, mode="compile")', "compiles what of the model is local"),
 ]
 
 
@@ -63,6 +72,7 @@ def refuse_wrappers(model: nn.Module) -> None:
         module.__dict__[_IGNORED] = _LeftAlone()
         module.__dict__.update(dict.fromkeys(_COMPILED, _NotCompiled()))
         module.__dict__["compile"] = _refuse_compile
+        module.__dict__[_TRACED] = _NotTraced()
 
 
 class _Applied(OrderedDict):
@@ -95,6 +105,20 @@ class _NotCompiled:
     @property
     def _torchdynamo_orig_callable(self) -> None:
         _refuse_compile()
+
+
+class _NotTraced:
+    """Whether FSDP manages a module: no; the tracer hears that it must not look at it, unless a region is compiled."""
+
+    def __bool__(self) -> bool:
+        if passes.running is None and TracingContext.try_get() is not None:
+            raise PlanError(
+                "torch.compile",
+                "a compiled function uses a parallelized model: a compiler does not see its shards",
+                (),
+                _NOT_COMPILED_STEP,
+            )
+        return False
 
 
 def _refuse_compile(*args: Any, **options: Any) -> NoReturn:
