@@ -215,6 +215,10 @@ CHECKS: tuple[Check, ...] = (
     Check(22, 1, "transformers' Trainer", tests("vescale", "integrations/test_trainer"), 30 * MINUTES),
     Check(22, 1, "accelerate", tests("vescale", "integrations/test_accelerate"), 30 * MINUTES),
     Check(22, 1, "PEFT", tests("vescale", "integrations/test_peft"), 30 * MINUTES),
+
+    Check(24, 1, "long sequences on stock models", tests("vescale", "end_to_end/test_context"), 30 * MINUTES),
+    Check(24, 5, "300 attention problems; traffic by formula", tests("dtensor", "conversions/test_context")),
+    Check(22, 1, "every adapter, with its package", (PYTHON, "tools/ecosystem.py"), 120 * MINUTES),
     Check(22, 2, "mistakes: one device's result or a typed error", tests("vescale", "integrations/test_mistakes")),
     Check(22, 3, "what others write of a model", tests("vescale", "checkpoints/test_files_of_others")),
     Check(22, 4, "from wheels to generated text", (PYTHON, "tools/newcomer.py")),

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from vescale_checkpoint import ConflictError, FormatError, MismatchError, export_huggingface, load
+from vescale_checkpoint import ConflictError, FormatError, MismatchError, export_huggingface, load, whole_state_dict
 from vescale_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
@@ -37,6 +37,18 @@ def sharded(seed=0):
         setattr(model.get_submodule(owner), leaf, shard)
     model.head.weight = model.embed.weight
     return model
+
+
+def whole_of_sharded():
+    found = whole_state_dict(sharded(3))
+    return found and (found, found["head.weight"] is found["embed.weight"])
+
+
+def test_a_whole_state_is_the_first_ranks():
+    (found, tied), *others = run_ranks(4, whole_of_sharded)
+    wanted = Net(3).state_dict()
+    assert list(found) == list(wanted) and tied and others == [{}, {}, {}]
+    assert all(type(value) is torch.Tensor and torch.equal(value, wanted[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -17,3 +17,4 @@ from ._version import __version__ as __version__
 from .api import load as load
 from .api import save as save
 from .huggingface import export_huggingface as export_huggingface
+from .huggingface import whole_state_dict as whole_state_dict

@@ -221,6 +221,35 @@ def export_huggingface(
         session.gather("written")
 
 
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+    """One device's `model.state_dict()`, of whole plain tensors in the host's memory, for what others write:
+    `torch.save`, safetensors, `save_pretrained(folder, state_dict=...)`, PEFT. Call it on every rank; the first one
+    gets it, and others an empty one. A pipeline's other stages are in it; names of one tensor have one tensor still.
+
+    Raises UnsafeError for a dtype that checkpoints do not have. Communication: an all-gather per sharded tensor, and
+    what rank 0 lacks, of a pipeline's other stages, is sent to it; it holds the whole model.
+    """
+    with session_of("whole_state_dict") as session:
+        first = first_names(model)
+        state = model.state_dict()
+        own = {
+            name: Whole(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
+            for name, value in state.items()
+            if isinstance(value, Tensor) and first.get(name, name) == name
+        }
+        made: dict[str, Any] = {}
+        for one in _of_all_ranks(session, own):
+            value = one.make()
+            if session.rank == 0:
+                made[one.name] = value.cpu()
+        session.gather("made")
+    if session.rank:
+        return {}
+    tied = {name: made[first[name]] for name in state if name not in made and first.get(name) in made}
+    rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    return {**dict.fromkeys(state), **made, **tied, **rest}
+
+
 def _of_all_ranks(session: Session, own: dict[str, Whole]) -> list[Whole]:
     """Every tensor that some rank has, in the same order on all: this rank's own, and on rank 0 those that the first
     rank that has them sends there."""

@@ -135,6 +135,15 @@ def _export(model, folder):
     return {name: tensor for file in files for name, tensor in safetensors.load_file(file).items()}
 
 
+def _whole_state_dict(model, folder):
+    """The first rank alone gets it."""
+    found = vescale.whole_state_dict(model)
+    assert bool(found) == (not dist.get_rank())
+    if found:
+        torch.save(found, _file(folder, "state.pt"))
+    return torch.load(_file(folder, "state.pt")) if found else None
+
+
 def _state(model, folder):
     return _whole(model.state_dict())
 
@@ -150,6 +159,7 @@ WAYS = {
     "deepcopy": _deepcopy,
     "AveragedModel": _averaged,
     "export_huggingface": _export,
+    "whole_state_dict": _whole_state_dict,
 }
 
 
@@ -205,8 +215,9 @@ def test_a_models_state(plan, tmp_path):
     assert {name for _, held in answers for name in held} == set(_model(plan).state_dict())
     for rank, (found, _) in enumerate(answers):
         kinds = {name: told.partition(":")[0] for name, told in found.items()}
-        if rank and kinds["save_pretrained"] == "nothing":
-            kinds["save_pretrained"] = answers[0][0]["save_pretrained"].partition(":")[0]
+        for name in ("save_pretrained", "whole_state_dict"):
+            if rank and kinds[name] == "nothing":
+                kinds[name] = answers[0][0][name].partition(":")[0]
         wrong = {name for name, kind in kinds.items() if kind not in ("whole", "refused")}
         assert wrong == NOT_OURS.get(plan, set()), found
         assert {name for name, kind in kinds.items() if kind == "refused"} == REFUSED[plan], found

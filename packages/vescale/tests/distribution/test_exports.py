@@ -107,6 +107,7 @@ PUBLIC = {
         "strict",
         "timeline",
         "use_rng_stream",
+        "whole_state_dict",
         "zigzag",
     },
     "vescale_checkpoint": {
@@ -126,6 +127,7 @@ PUBLIC = {
         "load",
         "reshard",
         "save",
+        "whole_state_dict",
     },
     "vescale_dtensor": {
         "CommunicationError",

@@ -143,6 +143,35 @@ def test_a_state_goes_on_under_another_mesh(first, second, tmp_path):
         assert loss <= LOSS and predicted <= PARAMETER and parameter <= PARAMETER
 
 
+def seeded_apart():
+    """What TRL's trainers do, and what is drawn after it; the index that a script cuts its part by."""
+    import random
+
+    import numpy
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    from vescale.integrations.accelerate import parallelize
+
+    torchrun(2, torch.distributed.get_rank())
+    accelerator = Accelerator(cpu=True)
+    set_seed(3, device_specific=True)
+    parallelize(PLANS["dp2"], accelerator)
+    drawn = [torch.rand(2).tolist(), random.random(), numpy.random.rand()]
+    torch.manual_seed(0)
+    model = Net()
+    set_seed(3, device_specific=True)
+    accelerator.prepare(model)
+    return drawn, torch.rand(2).tolist(), accelerator.process_index, accelerator.is_main_process
+
+
+def test_all_ranks_draw_one_devices_numbers():
+    (drawn, later, index, prints), second = run_ranks(2, seeded_apart)
+    torch.manual_seed(3)
+    assert drawn[0] == torch.rand(2).tolist() == later
+    assert index == 0 and prints and second == (drawn, later, 0, False)
+
+
 def refused(call):
     from accelerate import Accelerator
 

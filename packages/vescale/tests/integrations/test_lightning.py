@@ -87,8 +87,9 @@ def fabric_script(plan, folder, start=0, stop=STEPS, resume=False):
     return losses, inner
 
 
-def trainer_script(plan, folder):
+def trainer_script(plan, folder, stop=STEPS, resume=False):
     import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
     from vescale.integrations.lightning import Checkpoints
 
@@ -103,19 +104,25 @@ def trainer_script(plan, folder):
             inputs, labels = batch
             loss = nn.functional.cross_entropy(self.net(inputs), labels)
             self.losses.append(loss.item())
+            self.log("loss", loss, on_step=False, on_epoch=True)
             return loss
 
         def configure_optimizers(self):
-            return self.its
+            return [self.its], [torch.optim.lr_scheduler.ExponentialLR(self.its, 0.5)]
 
     module = Module()
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=1, gradient_clip_val=0.5, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        plugins=[Checkpoints()] if plan else [],
+        accelerator="cpu", devices=1, max_steps=stop, gradient_clip_val=0.5, logger=False,
+        callbacks=[saves] if stop < STEPS else [], enable_checkpointing=stop < STEPS, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, plugins=[Checkpoints()] if plan else [],
     )  # fmt: skip
+    loader = vescale.loader(data(), PLANS[plan]) if plan else data()  # its position is in Lightning's checkpoint
     torch.manual_seed(7)
-    trainer.fit(module, data())
+    trainer.fit(module, loader, ckpt_path=f"{folder}/step={STEPS // 2}.ckpt" if resume else None)
+    if stop == STEPS and not resume:
+        mean = sum(module.losses) / len(module.losses)
+        assert abs(trainer.callback_metrics["loss"].item() - mean) <= 1e-5 * mean  # logged once, of all rows
     return module.losses, module.net
 
 
@@ -153,17 +160,22 @@ def test_trains_as_one_device(script, plan, tmp_path):
         assert loss <= LOSS and parameter <= PARAMETER and steps == STEPS
 
 
-def first_half(plan, folder):
-    quietly("fabric", plan, folder, stop=STEPS // 2)
+def first_half(script, plan, folder):
+    quietly(script, plan, folder, stop=STEPS // 2)
+    return sorted(os.listdir(folder))
+
+
+RESUMES = {"fabric": {"start": STEPS // 2, "resume": True}, "trainer": {"resume": True}}
 
 
 @pytest.mark.parametrize(("first", "second"), [("dp2 tp2 zero 3", "tp2"), ("tp2", "dp2 zero 2"), ("dp2", "tp2")])
-def test_goes_on_under_another_mesh(first, second, tmp_path):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_goes_on_under_another_mesh(script, first, second, tmp_path):
     folder = str(tmp_path)
-    run_ranks(PLANS[first].world_size, first_half, first, folder, timeout=120)
+    written = run_ranks(PLANS[first].world_size, first_half, script, first, folder, timeout=120)[0]
+    assert len(written) == 1  # no rank wrote a file of its own
     answers = run_ranks(
-        PLANS[second].world_size, against_one_device, "fabric", second, folder, start=STEPS // 2, resume=True,
-        timeout=120,
-    )  # fmt: skip
+        PLANS[second].world_size, against_one_device, script, second, folder, timeout=120, **RESUMES[script]
+    )
     for loss, parameter, steps in answers:
         assert loss <= LOSS and parameter <= PARAMETER and steps == STEPS - STEPS // 2

@@ -21,6 +21,17 @@ PLANS = {
     "dp2 tp2 zero 3": lambda: library.llama({"dp": 2, "tp": 2}, sequence_parallel=True).override(zero=3),
 }
 RANKS = {"dp2 zero 3": 2, "tp2": 2, "tp2 sp": 2, "dp2 tp2 zero 3": 4}
+PIPELINE = vescale.Pipeline(axis="pp", cuts=("model.layers.1",), schedule="1f1b", microbatches=2)
+OTHERS = {
+    "pp2": lambda: vescale.Plan(mesh={"pp": 2}, parameters={"*": {}}, data_axis=None, pipeline=PIPELINE),
+    "pp2 tp2": lambda: library.llama({"tp": 2}, sequence_parallel=False).override(
+        mesh={"pp": 2, "tp": 2}, pipeline=PIPELINE
+    ),
+    "pp2 dp2 zero 3": lambda: vescale.Plan(mesh={"pp": 2, "dp": 2}, parameters={"*": {}}, zero=3, pipeline=PIPELINE),
+    "ep2": lambda: vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, expert_axis="dp"),
+    "ep2 zero 3": lambda: vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, expert_axis="dp", zero=3),
+}
+"""Pipelines, and Mixtral's experts over ranks."""
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {
     "lora": {"target_modules": ["q_proj", "v_proj"]},
@@ -28,16 +39,24 @@ ADAPTERS = {
     "dora": {"target_modules": EVERY, "use_dora": True},
     "embedding and head": {"target_modules": [*EVERY, "embed_tokens", "lm_head"]},
     "whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "without dropout": {"target_modules": EVERY},
 }
 
 
-def build(adapter):
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+def base(has_experts=False):
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG))
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **ADAPTERS[adapter]))
+    if has_experts:
+        return MixtralForCausalLM(MixtralConfig(**CONFIG, num_local_experts=4, num_experts_per_tok=2))
+    return LlamaForCausalLM(LlamaConfig(**CONFIG))
+
+
+def build(adapter, has_experts=False):
+    from peft import LoraConfig, get_peft_model
+
+    options = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
+    return get_peft_model(base(has_experts), LoraConfig(**options, **ADAPTERS[adapter]))
 
 
 def trained(model, optimizer, steps=10):
@@ -62,7 +81,6 @@ def compared(plan, adapter, folder):
     from peft.utils import load_peft_weights
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from vescale.integrations.accelerate import whole_state
     from vescale.integrations.peft import adapted
 
     make = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
@@ -74,7 +92,7 @@ def compared(plan, adapter, folder):
     assert all(torch.equal(found[n], expected[n]) for n, p in one.named_parameters() if not p.requires_grad)
     error = max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in found)
     # Saved by PEFT, and loaded by it into a model of one device and into another one of the plan.
-    state = whole_state(model)
+    state = vescale.whole_state_dict(model)
     if torch.distributed.get_rank() == 0:
         model.save_pretrained(folder, state_dict=state)
     torch.distributed.barrier()
@@ -96,13 +114,51 @@ def compared(plan, adapter, folder):
     return max(abs(a - b) / b for a, b in zip(losses, wanted)), error, same, apart
 
 
-CASES = [(plan, adapter) for plan in PLANS for adapter in ADAPTERS]
+CASES = [(plan, adapter) for plan in PLANS for adapter in ADAPTERS if adapter != "without dropout"]
 
 
 @pytest.mark.parametrize(("plan", "adapter"), slice_of(CASES, 4))
 def test_trains_saves_loads_and_merges_as_one_device(plan, adapter, tmp_path):
     for loss, parameter, same, merged in run_ranks(RANKS[plan], compared, plan, adapter, str(tmp_path), timeout=200):
         assert loss <= 1e-5 and parameter <= 1e-4 and same and merged <= 1e-6
+
+
+def of_stages_and_experts(plan, adapter, folder):
+    """Losses, parameters, and what PEFT makes of the files: the base with the adapter merged, against one device's."""
+    from peft import PeftModel
+
+    from vescale.integrations.peft import adapted
+
+    has_experts = plan.startswith("ep")
+    make = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+    one, model = build(adapter, has_experts), build(adapter, has_experts)
+    model, optimizer = vescale.parallelize(adapted(OTHERS[plan](), model), model, make)
+    losses, wanted = trained(model, optimizer), trained(one, make(one.parameters()))
+    expected = {name: p.detach() for name, p in one.named_parameters()}
+    found = vescale.whole_state_dict(model)
+    if torch.distributed.get_rank():
+        assert not found
+        return max(abs(a - b) / b for a, b in zip(losses, wanted)), 0.0, 0.0
+    assert found.keys() == one.state_dict().keys()
+    assert all(torch.equal(found[n], expected[n]) for n, p in one.named_parameters() if not p.requires_grad)
+    error = max(((found[n] - p).norm() / p.norm()).item() for n, p in expected.items())
+    model.save_pretrained(folder, state_dict=found)
+    again = PeftModel.from_pretrained(base(has_experts), folder).merge_and_unload()
+    merged = {n: p.detach() for n, p in one.merge_and_unload().named_parameters()}
+    apart = max(((p - merged[n]).norm() / merged[n].norm()).item() for n, p in again.named_parameters())
+    return max(abs(a - b) / b for a, b in zip(losses, wanted)), error, apart
+
+
+STAGED = [(plan, adapter) for plan in OTHERS for adapter in ("lora", "without dropout", "whole head", "dora")
+          if not (plan.startswith("ep") and adapter in ("without dropout", "dora"))]  # fmt: skip
+"""Of dropout a pipeline draws a mask per microbatch, as accumulation does; Mixtral's experts are no linears."""
+
+
+@pytest.mark.parametrize(("plan", "adapter"), slice_of(STAGED, 4))
+def test_stages_and_experts(plan, adapter, tmp_path):
+    ranks = OTHERS[plan]().world_size
+    for loss, parameter, merged in run_ranks(ranks, of_stages_and_experts, plan, adapter, str(tmp_path), timeout=200):
+        assert loss <= 1e-5 and parameter <= 1e-4 and merged <= 1e-4
 
 
 def collectives(adapter):

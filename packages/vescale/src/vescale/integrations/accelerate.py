@@ -2,7 +2,7 @@
 
 What a script computes is one device's computation on global values, so accelerate sees one process: its batches are the
 global ones, whatever it gathers or averages over processes is whole already, and nothing is counted once per rank. Only
-the index of the process is the rank, so that the first rank alone prints and writes.
+accelerate's state has the rank as the index of the process, so that the first rank alone prints and writes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from vescale_checkpoint import load, save
+from vescale_checkpoint import load, save, whole_state_dict
 from vescale_plans import Plan, PlanError, adopt, loader, no_sync
 from vescale_rng.state import get_state, set_state
 
@@ -46,6 +47,7 @@ def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
     accelerator.plan = plan
     accelerator.dataloader_config.dispatch_batches = False
     _see_one_process()
+    _draw_alike()
     return accelerator
 
 
@@ -54,9 +56,16 @@ class Planned:
 
     plan: Plan
 
+    @property
+    def process_index(self) -> int:
+        """Of the one process that computes: whoever cuts its part out of what was gathered (TRL) gets all of it. Which
+        rank prints and writes is told by `is_main_process`."""
+        return 0
+
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's own; an optimizer is sharded together with its model."""
         _see_one_process()
+        _draw_alike()
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         for model in args:
             if isinstance(model, nn.Module) and not hasattr(model, "_vescale"):
@@ -111,9 +120,9 @@ class Planned:
         return tensor
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole plain tensors, on the first rank's host; other ranks take part, and get none. Cost: an all-gather per
-        sharded tensor."""
-        return whole_state(model)
+        """Whole plain tensors, of all stages of a pipeline, on the first rank's host; other ranks take part, and get
+        none. Cost: an all-gather per sharded tensor."""
+        return whole_state_dict(model)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -167,23 +176,6 @@ class _Generators:
         numpy.random.set_state((name, keys, *rest))
 
 
-def whole_state(model: nn.Module) -> dict[str, Any]:
-    """The model's state as whole plain tensors on the first rank's host, names of one tensor tied still; other ranks
-    take part, and get an empty one."""
-    found: dict[str, Any] = {}
-    made: dict[int, Tensor] = {}
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            found[name] = value
-            continue
-        if id(value) not in made:
-            full = whole(value.detach())
-            made[id(value)] = full.cpu() if first else full[:0] if full.ndim else full
-        found[name] = made[id(value)]
-    return found if first else {}
-
-
 def _is_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     own = set(model.parameters())
     return any(parameter in own for group in optimizer.param_groups for parameter in group["params"])
@@ -196,6 +188,15 @@ def _see_one_process() -> None:
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         if state:
             state.update(distributed_type=DistributedType.NO, num_processes=1, process_index=rank)
+
+
+def _draw_alike() -> None:
+    """Every rank gets the first one's generators, which are one device's: `set_seed(seed, device_specific=True)`, which
+    TRL calls, gave each rank others."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        states = [_Generators().state_dict()]
+        dist.broadcast_object_list(states, src=0)
+        _Generators().load_state_dict(states[0])
 
 
 def _folder(accelerator: Any, given: str | None) -> str:
@@ -213,10 +214,11 @@ def _check(accelerator: Accelerator) -> None:
             (),
             [("Accelerator()", "without a plugin: the plan says what is sharded")],
         )
-    if accelerator._models or accelerator._optimizers or accelerator._dataloaders:
+    wrapped = [one for one in accelerator._models if isinstance(one, DistributedDataParallel)]
+    if wrapped or accelerator._optimizers or accelerator._dataloaders:
         raise PlanError(
             "vescale.integrations.accelerate.parallelize",
             "the accelerator has prepared objects already, for ranks that each compute on their own batches",
-            [f"prepared  {len(accelerator._models)} models, {len(accelerator._dataloaders)} loaders"],
+            [f"prepared  {len(wrapped)} models, {len(accelerator._dataloaders)} loaders"],
             [("parallelize(plan, accelerator)", "right after Accelerator(...)")],
         )

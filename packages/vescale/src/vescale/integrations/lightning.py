@@ -27,6 +27,7 @@ class Checkpoints(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """As Lightning's own, of whole tensors."""
         found = whole(checkpoint)
+        barrier()  # all have looked whether the path is free
         if is_first():
             super().save_checkpoint(found, path, storage_options)
         barrier()  # who reads it finds it whole
@@ -36,4 +37,3 @@ class Checkpoints(TorchCheckpointIO):
         if is_first():
             super().remove_checkpoint(path)
         barrier()
-

@@ -47,20 +47,13 @@ def adapted(plan: Plan, model: nn.Module) -> Plan:
         plan: for the model that was given to `get_peft_model`.
         model: what that returned, before `parallelize`.
 
-    Raises PlanError for a model that is not PEFT's, or a pipeline, whose cuts are named by hand.
+    A pipeline's cuts get the prefix, too. Raises PlanError for a model that is not PEFT's.
     """
     base = getattr(model, "base_model", None)
     inner = getattr(base, "model", None)
     if not hasattr(model, "peft_config") or not isinstance(inner, nn.Module):
         remedies = [("adapted(plan, get_peft_model(model, config))", "")]
         raise PlanError("vescale.integrations.peft.adapted", f"{type(model).__name__} is no PEFT model", (), remedies)
-    if plan.pipeline is not None:
-        raise PlanError(
-            "vescale.integrations.peft.adapted",
-            "a pipeline's cuts name modules of the base model",
-            [f"cuts  {', '.join(plan.pipeline.cuts)}"],
-            [(f'adapted(plan.override(pipeline=None), model).override(pipeline=Pipeline(cuts=("{PREFIX}...",)))', "")],
-        )
     names = [name for name, _ in model.named_parameters()]
     placed = {}
     for name in names:
@@ -78,7 +71,8 @@ def adapted(plan: Plan, model: nn.Module) -> Plan:
         field: {glob if glob.startswith("*") else PREFIX + glob: value for glob, value in getattr(plan, field).items()}
         for field in ("boundaries", "checkpointing", "regather", "blocks")
     }
-    return replace(plan, parameters=parameters, **globs)
+    pipeline = plan.pipeline and replace(plan.pipeline, cuts=tuple(PREFIX + cut for cut in plan.pipeline.cuts))
+    return replace(plan, parameters=parameters, pipeline=pipeline, **globs)
 
 
 def _old_name(name: str) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from vescale_checkpoint import load, save
+from vescale_checkpoint import load, save, whole_state_dict
 from vescale_plans import Plan, PlanError
 
 from .._stages import parallelize as _parallelize
@@ -69,7 +69,7 @@ class Planned:
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """As the Trainer's own, of whole tensors, which all ranks make and the first one writes."""
-        state = accelerate.whole_state(self.model) if state_dict is None else state_dict
+        state = whole_state_dict(self.model) if state_dict is None else state_dict
         super()._save(output_dir, state_dict=state)
         accelerate.barrier()  # who reads it finds it whole
 
