@@ -144,6 +144,18 @@ def _tell_of_stages(model: nn.Module, axis: str) -> None:
         def refuse(*args: Any, state_dict: dict | None = None, **options: Any) -> Any:
             if state_dict is None:
                 raise PlanError("save_pretrained", *error)
+            here = set(model.state_dict())
+            elsewhere = [name for name in state_dict if ".modules_to_save." in name and name not in here]
+            if elsewhere:  # PEFT asks the modules themselves for the names
+                raise PlanError(
+                    "save_pretrained",
+                    "PEFT does not write a module to save that another stage of the pipeline holds",
+                    [f"module  {elsewhere[0]}"],
+                    [
+                        ('vescale.save(path, {"model": model})', "a checkpoint: one device loads it, and saves"),
+                        ("torch.save(state, path)", "of what whole_state_dict gave"),
+                    ],
+                )
             return save(*args, state_dict=state_dict, **options)
 
         model.save_pretrained = refuse

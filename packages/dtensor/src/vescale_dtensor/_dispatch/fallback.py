@@ -103,7 +103,8 @@ def _written_by_schema(function: Callable, args: tuple, kwargs: dict) -> list[Te
     for overload in overloads:
         for position, argument in enumerate(overload._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                is_positional = position < len(args) and not argument.kwarg_only
+                given = args[position] if is_positional else kwargs.get(argument.name)
                 found += [one for one in (given if isinstance(given, (list, tuple)) else [given]) if one is not None]
     return found
 

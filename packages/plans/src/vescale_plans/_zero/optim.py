@@ -74,6 +74,22 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     return optimizer
 
 
+def _cannot_step(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:
+    """Of an optimizer whose code does not take the DTensors themselves."""
+    kind = type(optimizer).__mro__[2]
+    why = str(error).strip().partition("\n")[0]
+    return PlanError(
+        "optimizer.step",
+        f"{kind.__name__} is not known to treat every element of a parameter alone, and does not step on the shards' "
+        "DTensors",
+        [f"{type(error).__name__}  {why[:200]}"],
+        [
+            (f"vescale.register_elementwise({kind.__name__})", "before parallelize: it then steps on flat parts"),
+            ("torch.optim.AdamW", "is known"),
+        ],
+    )
+
+
 def _without_step(optimizer: torch.optim.Optimizer) -> bool:
     """Takes off the step that a scheduler bound, of the optimizer's class of then; says whether there was one."""
     bound = optimizer.__dict__.get("step")
@@ -115,7 +131,12 @@ class Sharded:
                 options["closure"] = _reducing(closure, self._parallel)
             self._parallel.flush()
             self._parallel.rest()
-            loss = super().step(**options)
+            try:
+                loss = super().step(**options)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                if closure is not None or hasattr(error, "remedies"):
+                    raise
+                raise _cannot_step(self, error) from error
         else:
             loss = None
             if closure is not None:
