@@ -241,6 +241,34 @@ def test_what_outlives_a_call_is_as_in_eager_mode(case):
         assert (found == "static") == is_static and why in reason, (found, reason)
 
 
+class Slope(nn.PReLU):
+    pass
+
+
+class ChangesItsChild(nn.Module):
+    """In the first forward another module takes a grandchild's place and its parameter, as where BigBird finds its
+    input too short for sparse attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.PReLU())
+
+    def forward(self, x):
+        if not isinstance(self.inner[0], Slope):
+            now = Slope()
+            now.weight, self.inner[0] = self.inner[0].weight, now
+        return self.inner(x)
+
+
+def test_a_module_that_a_forward_puts_in_place_is_met_there():
+    def run():
+        wanted, *_ = train(ChangesItsChild(), "eager")
+        found, *_ = train(ChangesItsChild(), "static")
+        return same(wanted, found)
+
+    assert all(run_ranks(4, run))
+
+
 def test_a_hook_on_a_tensor_sees_the_whole_gradient():
     def run():
         sums = [], []

@@ -47,7 +47,7 @@ class Guard:
         self._sharded = [thing for thing in self._things if type(thing) is DTensor]
         self._layouts = list(map(_layout, self._sharded))
         self._trained = list(map(requires_grad, self._sharded))
-        self._static, self._sites = static, [static.sites[id(one)] for one in modules]
+        self._static, self._sites = static, static.sites_of(modules)
         self._placed = -1
         self._unchanged: Callable[[], bool] = bool  # nothing holds before `watch`
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -135,12 +135,22 @@ class Static:
 
     def _welcome(self) -> None:
         """Modules, and forwards, that the model has since it became static."""
-        for name, module in self.model.named_modules():
-            if id(module) not in self.sites:
-                self.sites[id(module)] = Site(self, module, name)
+        self._register()
         patched = [site for site in self.sites.values() if site.refresh()]
         for site in self.sites.values() if patched else ():
             site.regions.clear()
+
+    def _register(self) -> None:
+        """Sites for modules that came to the model since."""
+        for name, module in self.model.named_modules():
+            if id(module) not in self.sites:
+                self.sites[id(module)] = Site(self, module, name)
+
+    def sites_of(self, modules: Sequence[nn.Module]) -> list[Site]:
+        """Of modules of the model, one that its own forward has just put in place among them."""
+        if any(id(one) not in self.sites for one in modules):
+            self._register()
+        return [self.sites[id(one)] for one in modules]
 
     def _arm(self, module: nn.Module) -> None:
         for inner in module.modules():
@@ -243,6 +253,7 @@ class Static:
 
     def _settle(self, root: Frame) -> None:
         """Makes the largest static frames regions, and notes the verdict on every module that was called."""
+        self._register()
         verdicts: dict[Site, tuple[str, Difference | None]] = {}
         waiting = [root]
         while waiting:
