@@ -3,6 +3,7 @@
 from ._debugger.origins import explain as explain
 from ._debugger.origins import explaining as explaining
 from ._tensor import constructors as _constructors  # noqa: F401 - replaces functions of torch
+from ._tensor import exchange as _exchange  # noqa: F401 - replaces a function of torch
 from ._tensor import methods as _methods  # noqa: F401 - replaces functions of torch
 from ._dispatch import number as _number  # noqa: F401 - replaces functions of torch
 from ._reproducible.grid import ReproducibleError as ReproducibleError

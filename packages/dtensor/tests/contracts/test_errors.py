@@ -111,6 +111,17 @@ def plain_meets():
     return sharded(2, 6, placements=(R, R)) + x.to_local().sin()
 
 
+def torchs_own():
+    from torch.distributed.tensor import distribute_tensor as torchs
+
+    return torchs(torch.ones(4, 6), mesh(), ROWS)
+
+
+def gradient_of_an_edge():
+    y = sharded(4, 6, grad=True).sin()
+    torch.autograd.grad(y.sum(), torch.autograd.graph.get_gradient_edge(y))
+
+
 def local_of(*sizes):
     return torch.zeros(sizes[dist.get_rank()], 3)
 
@@ -197,6 +208,12 @@ CASES = {
     "a write to a copied view": (ViewError, write_to_copy),
     "a write to the base of a copied view": (ViewError, write_to_base),
     "a plain tensor with a graph": (PlainTensorError, plain_meets),
+    "torch's own DTensor": (PlainTensorError, lambda: sharded(4, 6) + torchs_own()),
+    "a hook on a node of the graph": (
+        GradientError, lambda: sharded(4, 6, grad=True).sin().grad_fn.register_hook(print),
+    ),
+    "an edge to a result": (GradientError, gradient_of_an_edge),
+    "a method of a group": (OperatorError, lambda: dist.group.WORLD.allreduce([sharded(4, 6)])),
     "an unregistered autograd Function": (GradientError, lambda: Double.apply(sharded(4, 6, grad=True)).sin()),
     "a gradient of another shape": (GradientError, lambda: sharded(4, 6, grad=True).sin().backward(torch.ones(2, 6))),
     "an assigned gradient of another shape": (

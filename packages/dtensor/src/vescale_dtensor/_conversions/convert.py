@@ -7,7 +7,7 @@ it is itself differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from .._communication import events
 from .._dispatch.functorch import check_outside
-from .._errors import ImplicitCommunicationError
+from .._errors import ImplicitCommunicationError, PlainTensorError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT
@@ -133,8 +133,25 @@ def convert(tensor: DTensor, target: Layout, cause: object = "redistribute", *, 
 
 def convert_plain(local: Tensor, mesh: Mesh, target: Layout, cause: object) -> DTensor:
     """A plain tensor, taken as alike on all ranks (I), under the layout `target`."""
+    if type(local) is not Tensor:
+        refuse_foreign(cause, [local])
     events.set_cause(cause)
     return _converted(local, layout_of(mesh, (INVARIANT,) * mesh.ndim, target.shape), target, fresh=True)
+
+
+def refuse_foreign(function: object, tensors: Iterable[Tensor]) -> None:
+    """Raises where one of the tensors is torch's own DTensor, which says how it lies where nobody here reads."""
+    for tensor in tensors:
+        if type(tensor).__module__.startswith("torch.distributed.tensor"):
+            raise PlainTensorError(
+                events.function_name(function),
+                "torch's own DTensor meets one of veScale's, which would take it for a plain tensor",
+                [f"operand  {list(tensor.shape)} {tensor.placements}"],
+                [
+                    ("DTensor.from_local(t.to_local(), t.device_mesh, t.placements)", "veScale's, as it lies: no copy"),
+                    ("t.full_tensor()", "the whole tensor, plain: an all-gather or all-reduce"),
+                ],
+            )
 
 
 # While a model with a context axis runs: what is told of each operand that does not fit (`_context/mixing.py`).

@@ -8,7 +8,7 @@ made.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -37,7 +37,8 @@ class Route:
     def __init__(self, source: Layout, target: Layout) -> None:
         steps = plan(source, target)
         self.source, self.target = source, target
-        self.recipe = tuple(run for step in steps if (run := _COMPILE[step.kind](step)) is not None)
+        recipe = tuple(run for step in steps if (run := _COMPILE[step.kind](step)) is not None)
+        self.recipe = (_in_order(_joined(recipe), source, target),) if recipe else ()
         # What a region runs: always another tensor object. The bits beside the memory are the caller's to resolve.
         self.run: Recipe = _joined(self.recipe)
         self.is_alias = all(step.kind == "nothing" for step in steps)
@@ -74,6 +75,44 @@ def _joined(recipe: tuple[Recipe, ...]) -> Recipe:
         return local
 
     return run
+
+
+def memory_order(strides: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
+    """The dims from the outermost in memory, of equal strides the one of one index the inner; expanded dims stay where
+    they are. None where that is their own order."""
+    dims = [dim for dim, stride in enumerate(strides) if stride]
+    ranked = sorted(dims, key=lambda dim: (-strides[dim], sizes[dim] == 1, dim))
+    if ranked == dims:
+        return None
+    rest = iter(ranked)
+    return [next(rest) if stride else dim for dim, stride in enumerate(strides)]
+
+
+def _in_order(run: Recipe, source: Layout, target: Layout) -> Recipe:
+    """`run`, whose result has its dims in memory in the order of what it was given: one device has the same tensor
+    before and after, and draws by that order. What travels is row-major always: no rank relies on another's strides.
+
+    Where some rank has one index of a dim, its strides do not tell the order, and the result stays row-major.
+    """
+    if source.flat_axis is not None or target.flat_axis is not None or source.ndim < 2:
+        return run
+    ends = source.mesh.ndim
+    if any(size > 1 and min(source.sizes_at(ends, dim)) <= 1 for dim, size in enumerate(source.shape)):
+        return run
+
+    def in_order(local: Tensor) -> Tensor:
+        out = run(local)
+        if local.is_contiguous() or whole_on_first:
+            return out
+        order = memory_order(local.stride(), local.shape)
+        if order is None:
+            return out
+        laid = out.permute(order).clone(memory_format=torch.contiguous_format)
+        laid = laid.permute([order.index(dim) for dim in range(local.ndim)])
+        # No view: it is as much a tensor of its own as any other result.
+        return laid.new_empty(0).set_(laid.untyped_storage(), 0, laid.shape, laid.stride())
+
+    return in_order
 
 
 @lru_cache(maxsize=65536)

@@ -28,8 +28,9 @@ _copies_of: dict[int, list[int]] = {}
 _sweep_at = 64
 
 
-def mark_copy(copy: Tensor, base: Tensor) -> Tensor:
-    """Notes that `copy` would be a view of `base` on one device. Returns it, with its own storage."""
+def mark_copy(copy: Tensor, base: Tensor, cut_out: bool = False) -> Tensor:
+    """Notes that `copy` would be a view of `base` on one device, and if it is a part of it, which has the strides of
+    the whole there. Returns it, with its own storage."""
     global _sweep_at
     with local_only():
         mine, theirs = copy.untyped_storage(), base.untyped_storage()
@@ -41,6 +42,11 @@ def mark_copy(copy: Tensor, base: Tensor) -> Tensor:
         _sweep_at = 64 + 2 * len(_base_of)
     _base_of[mine._cdata] = (StorageWeakRef(mine), StorageWeakRef(theirs))
     _copies_of.setdefault(theirs._cdata, []).append(mine._cdata)
+    if cut_out:
+        copy._is_cut_out = True
+        with local_only():
+            if copy._is_view():  # further views have the same base
+                copy._base._is_cut_out = True
     return copy
 
 

@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 
 from .._communication import events
 from .._conversions.conversion import is_alias
-from .._conversions.convert import alias, convert_operand, describe, read
+from .._conversions.convert import alias, convert_operand, describe, read, refuse_foreign
 from .._errors import GradientError, InternalError, MeshError, OperatorError, PlainTensorError, VescaleError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.state import INVARIANT
@@ -169,6 +169,7 @@ def _as_plain(tensor: Tensor) -> Tensor:
 
 def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Decision:
     check_not_wrapped(function, tensors)
+    refuse_foreign(function, tensors)
     if isinstance(function, OpOverload):
         refuse_operator(function, tensors)
     if takes_number(function, args, kwargs):

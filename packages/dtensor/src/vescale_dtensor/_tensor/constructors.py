@@ -7,7 +7,8 @@ a DTensor while dispatch is disabled, when its shard is meant.
 Whether a constructor copies, casts, moves or keeps the graph is torch's to say: it is asked by a plain tensor of one
 element, and the DTensor gets what that got, under its own layout, without communication. What has no layout in the end
 (sparse tensors, capsules, the memory of a plain tensor) is given the whole tensor: a gather where it is not replicated.
-`torch.FloatTensor(d)` and its like stay open: old constructors by type, before whose call nothing can be put.
+`torch.FloatTensor` and its like are types of C, into which nothing can be put: classes of their names stand before
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def place_all() -> None:
     for owner, names in _WHOLE.items():
         for name in names.split():
             _replace(owner, name, _whole)
-    Tensor.data = _Data()
+    Tensor.data, Tensor.grad = _Whole(Tensor.data), _Whole(Tensor.grad)
+    for name in _KINDS.split():
+        setattr(torch, name, _Kind(f"torch.{name}", (), {"_of_c": getattr(torch, name), "__module__": "torch"}))
+    torch._C._set_default_tensor_type = _set_default_tensor_type
 
 
 def _replace(owner: Any, name: str, answer: Answer) -> None:
@@ -117,19 +121,57 @@ def _whole(original: Callable, args: tuple, kwargs: dict) -> Any:
     return original(*map(full, args), **{name: full(value) for name, value in kwargs.items()})
 
 
-_data = Tensor.data
+class _Whole:
+    """`Tensor.data` and `Tensor.grad`: a plain tensor is given the whole of a DTensor."""
 
-
-class _Data:
-    """`Tensor.data`: a plain tensor is given the whole of a DTensor."""
+    def __init__(self, of_c: Any) -> None:
+        self._of_c = of_c
 
     def __get__(self, tensor: Tensor | None, owner: type | None = None) -> Any:
-        return _data if tensor is None else _data.__get__(tensor)
+        return self._of_c if tensor is None else self._of_c.__get__(tensor)
 
-    def __set__(self, tensor: Tensor, value: Tensor) -> None:
+    def __set__(self, tensor: Tensor, value: Tensor | None) -> None:
         if type(value) is DTensor and type(tensor) is not DTensor and _is_torch_function_enabled():
             value = value.full_tensor().detach()
-        _data.__set__(tensor, value)
+        self._of_c.__set__(tensor, value)
+
+    def __delete__(self, tensor: Tensor) -> None:
+        self._of_c.__delete__(tensor)
+
+
+_KINDS = """
+    FloatTensor DoubleTensor HalfTensor BFloat16Tensor LongTensor IntTensor ShortTensor CharTensor ByteTensor BoolTensor
+"""
+
+
+class _Kind(type):
+    """The class of a class that stands before an old constructor by type: all but its calls is that one's."""
+
+    _of_c: Any
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if any(type(one) is DTensor for one in args) and _is_torch_function_enabled():
+            return _laid_out(cls._of_c, args, kwargs)
+        return cls._of_c(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls._of_c)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(type.__getattribute__(cls, "_of_c"), name)
+
+    def __repr__(cls) -> str:
+        return repr(cls._of_c)
+
+    def __reduce__(cls) -> str:
+        return cls._of_c.__name__
+
+
+_default_of_c = torch._C._set_default_tensor_type
+
+
+def _set_default_tensor_type(kind: Any) -> None:
+    _default_of_c(kind._of_c if isinstance(kind, _Kind) else kind)
 
 
 def _as_subclass(tensor: DTensor, kind: type) -> Tensor:

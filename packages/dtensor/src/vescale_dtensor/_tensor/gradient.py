@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id
+from torch.autograd.graph import GradientEdge
 
 from .._conversions.convert import alias, convert, convert_plain, describe
 from .._errors import GradientError
@@ -222,22 +223,43 @@ def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...] 
         found = grad(function, (outputs, inputs, seeds), given | {"allow_unused": True})
         return tuple(torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found))
     roots, starts = _started(outputs, seeds, "autograd.grad")
+    known = [_layout_behind(i) for i in inputs]
     # Inputs stay the DTensor objects (autograd knows the nodes by them), dispatch off only for the outer call's
     # own check: the graph itself runs on plain tensors.
     found = _engine_grad(roots, inputs, starts, given)
     mesh = next((output._layout.mesh for output in outputs if type(output) is DTensor), None)
-    return tuple(_gradient(i, g, mesh) for i, g in zip(inputs, found))
+    return tuple(_gradient(layout, g, mesh) for layout, g in zip(known, found))
 
 
-def _gradient(tensor: Tensor, found: Tensor | None, mesh: Mesh | None) -> Tensor | None:
+def _layout_behind(source: Any) -> Layout | None:
+    """That of an input's gradient, None of a plain input. An edge of the graph names it where it leads to a leaf, or
+    to a node that was asked of a DTensor."""
+    if isinstance(source, GradientEdge):
+        node = source.node
+        variable = getattr(node, "variable", None)  # of a node that accumulates
+        if variable is not None:
+            return _layout_behind(variable)
+        layout = getattr(node, "layout", None)
+        if layout is None or node.number != source.output_nr:
+            raise GradientError(
+                "autograd.grad",
+                f"an edge to {node.name()} does not say how the gradient there lies on the mesh",
+                [],
+                [("torch.autograd.grad(outputs, tensor)", "the tensor itself, which does")],
+            )
+        return layout
+    return layout_of_gradient(source) if type(source) is DTensor else None
+
+
+def _gradient(layout: Layout | None, found: Tensor | None, mesh: Mesh | None) -> Tensor | None:
     """What a graph computed for an input, as another object: it can be the caller's own seed.
 
     That of a plain input is alike on all ranks, as the input is, and a DTensor (I) where it has a graph itself.
     """
     if found is None:
         return None
-    if type(tensor) is DTensor:
-        return stamp(alias(found), _layout_of_gradient(tensor))
+    if layout is not None:
+        return stamp(alias(found), layout)
     if type(found) is not Tensor or found.grad_fn is None or mesh is None:
         return found
     return stamp(alias(found), layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(found.shape)))
@@ -251,7 +273,13 @@ def _engine_grad(roots, inputs, starts, options):
 def _edges(tensors) -> list:
     """DTensors as their gradient edges, which torch's own backward does not hand to `__torch_function__`."""
     with local_only():
-        return [torch.autograd.graph.get_gradient_edge(t) if type(t) is DTensor else t for t in tensors]
+        return [torch.autograd.graph.get_gradient_edge(t) if type(t) is DTensor else _bare(t) for t in tensors]
+
+
+def _bare(tensor: Any) -> Any:
+    """An edge of a node as users see it (`nodes.py`) with autograd's own."""
+    below = getattr(tensor.node, "below", None) if isinstance(tensor, GradientEdge) else None
+    return tensor if below is None else GradientEdge(below, tensor.output_nr)
 
 
 def _check_scalar(tensors, starts, operation: str) -> None:
@@ -265,7 +293,7 @@ def _check_scalar(tensors, starts, operation: str) -> None:
             )
 
 
-def _layout_of_gradient(tensor: DTensor) -> Layout:
+def layout_of_gradient(tensor: DTensor) -> Layout:
     """What a backward computes for `tensor`."""
     owner = tensor.__dict__.get("_owner")  # of a parameter that computes under another layout than it rests in
     return tensor._layout.gradient if owner is None else owner.full_layout.gradient
@@ -274,7 +302,7 @@ def _layout_of_gradient(tensor: DTensor) -> Layout:
 def register_hook(function: Any, args: tuple, kwargs: dict) -> Any:
     """`Tensor.register_hook`: the hook sees, and may return, a DTensor in the gradient's layout."""
     tensor, hook = args
-    layout = _layout_of_gradient(tensor)
+    layout = layout_of_gradient(tensor)
 
     def wrapped(gradient: Tensor) -> Tensor | None:
         seen = stamp(alias(gradient), layout)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _is_torch_function_enabled
 from torch.distributed import distributed_c10d
 from torch.distributed.nn import functional as differentiable
 
@@ -98,6 +99,43 @@ def asked_by_collective(function: Callable, args: tuple, kwargs: dict) -> bool:
         refuse(frame.f_back.f_code.co_name if name.startswith("<") else name, [args[0]])
     with local_only():
         return function(*args)
+
+
+_METHODS = """
+    _allgather_base _reduce_scatter_base all_gather_single all_gather_single_coalesced all_to_all_single allgather
+    allgather_coalesced allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base broadcast
+    gather recv recv_anysource reduce reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced scatter send
+""".split()
+
+
+def _method(kind: type, name: str, original: Callable) -> Callable:
+    """A method of a group, called by whoever leaves `torch.distributed` out. The engine's recipes call the original."""
+
+    @wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for argument in args:
+            if type(argument) is DTensor or type(argument) is list:
+                _refuse_any(f"{kind.__name__}.{name}", argument)
+        for argument in kwargs.values():
+            _refuse_any(f"{kind.__name__}.{name}", argument)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _refuse_any(name: str, given: Any) -> None:
+    found: list[Tensor] = []
+    collect(given, found)
+    found = [tensor for tensor in found if type(tensor) is DTensor]
+    if found and _is_torch_function_enabled():
+        refuse(name, found)
+
+
+for _owner in (dist.ProcessGroup, torch._C._distributed_c10d.Backend):
+    for _name in _METHODS:
+        if _name in vars(_owner):
+            setattr(_owner, _name, _method(_owner, _name, getattr(_owner, _name)))
 
 
 _check_list = distributed_c10d._check_tensor_list

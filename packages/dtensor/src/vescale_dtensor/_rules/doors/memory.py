@@ -182,12 +182,53 @@ def _strides(function: Callable, tensor: DTensor) -> tuple[int, ...]:
     layout = tensor._layout.base
     with local_only():
         strides, sizes = tensor.stride(), tensor.shape
+        base = _origin(tensor)
+    if base is _CUT_OUT:
+        _refuse(function, tensor, "it had to be copied out of a tensor, of which one device has a view")
     if layout.is_replicated or layout.local_shape == layout.shape:
         return strides
     found = global_stride(strides, sizes, layout)
+    if found is not None and base is not None:
+        found = _with_gaps(found, strides, tensor, base)
     if found is None:
         _refuse(function, tensor, f"one device's strides do not follow from the shard's, {strides} of {list(sizes)}")
     return found
+
+
+_CUT_OUT = object()
+
+
+def _origin(tensor: DTensor) -> Any:
+    """Of a view with gaps, the DTensor that it is a view of; `_CUT_OUT` of a part that had to be copied. Call it with
+    dispatch disabled."""
+    base = tensor._base if tensor._is_view() else None
+    if "_is_cut_out" in tensor.__dict__ or base is not None and "_is_cut_out" in base.__dict__:
+        return _CUT_OUT
+    if type(base) is not DTensor or base._layout.flat_axis is not None:
+        return None
+    return None if torch._prims_common.is_non_overlapping_and_dense_or_false(tensor) else base
+
+
+def _with_gaps(
+    found: tuple[int, ...], strides: Sequence[int], tensor: DTensor, base: DTensor
+) -> tuple[int, ...] | None:
+    """The strides of a view are multiples of its base's, of which it is known how they grew; None where a stride is a
+    multiple of several, which grew unlike each other."""
+    with local_only():
+        below, sizes, own_sizes = base.stride(), base.shape, tensor.shape
+    above = global_stride(below, sizes, base._layout.base)
+    if above is None:
+        return None
+    grown = []
+    for own, stride, size in zip(found, strides, own_sizes):
+        ways = {up * (stride // down) for up, down in zip(above, below) if down and not stride % down}
+        if len(ways) > 1 and size > 1:  # no step is longer than its dim
+            steps = zip(above, below, sizes)
+            ways = {up * (stride // down) for up, down, n in steps if down and not stride % down and stride < down * n}
+        if len(ways) > 1:
+            return None
+        grown.append(ways.pop() if ways else own)
+    return tuple(grown)
 
 
 @handler(Tensor.stride)
@@ -201,6 +242,8 @@ def stride(function: Callable, args: tuple, kwargs: dict) -> Any:
 def order(function: Callable, args: tuple, kwargs: dict) -> Any:
     """Asked of a tensor without data that has the global sizes and strides."""
     tensor = args[0]
+    if function is Tensor.dim_order and tensor.ndim < 2:
+        return tuple(range(tensor.ndim))
     like = torch.empty_strided(tensor._layout.shape, _strides(function, tensor), dtype=tensor.dtype, device="meta")
     return function(like, *args[1:], **kwargs)
 
@@ -213,6 +256,7 @@ def storage_offset(function: Callable, args: tuple, kwargs: dict) -> int:
         if tensor._layout.base.is_replicated:
             return tensor.storage_offset()
         base = tensor._base if tensor._is_view() else None
-        if base is None or tensor.storage_offset() == base.storage_offset():
+        cut_out = _origin(tensor) is _CUT_OUT
+        if not cut_out and (base is None or tensor.storage_offset() == base.storage_offset()):
             return 0
     _refuse(function, tensor, "where one device's view begins does not follow from the shard's offset")

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ..._tensor.gradient import accumulate_hook, backward, grad, register_hook
+from ..._tensor.nodes import node_of
 from ..._tensor.tensor import DTensor, local_only
 from ..registry import Call, Decision, handler, rule
 from ..traits import VIEWS, Trait
 
-_PROPERTIES = """dtype device requires_grad is_leaf grad_fn is_cpu is_cuda is_meta is_mps is_xpu is_sparse is_sparse_csr
+_PROPERTIES = """dtype device requires_grad is_leaf is_cpu is_cuda is_meta is_mps is_xpu is_sparse is_sparse_csr
     is_quantized is_nested is_mkldnn is_vulkan is_ipu is_xla is_mtia is_maia output_nr itemsize names name _version
     retains_grad _backward_hooks _post_accumulate_grad_hooks volatile layout _python_dispatch is_ort""".split()
 _METHODS = """is_floating_point is_signed is_inference is_conj is_neg element_size get_device is_pinned is_shared
@@ -42,6 +43,7 @@ def local(function, args, kwargs):
 handler(Tensor.backward, torch.autograd.backward)(backward)
 handler(torch.autograd.grad)(grad)
 handler(Tensor.register_hook)(register_hook)
+handler(Tensor.grad_fn.__get__)(node_of)
 handler(Tensor.register_post_accumulate_grad_hook)(accumulate_hook)
 
 

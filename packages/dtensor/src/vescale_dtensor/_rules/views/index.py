@@ -193,7 +193,7 @@ def _shifting(call: Call, item: Item) -> Decision:
     out = layout_of(layout.mesh, states, (*layout.shape[:dim], len(item.taken), *layout.shape[dim + 1 :]))
 
     def run(input: Tensor, *args, **kwargs) -> Tensor:
-        return mark_copy(shifted(shift, input), input)
+        return mark_copy(shifted(shift, input), input, cut_out=True)
 
     return Decision(targets=(None,), out=out, run=run)
 
@@ -217,7 +217,7 @@ def _reader(source: Layout, items: list[Item], parted: list[Item]):
         for dim, parts, length in cuts:
             x = owned(x, dim, parts, length)
         # on one device a view: writing to this copy would not reach the base, and raises
-        return mark_copy(x[index], input) if cuts else x[index]
+        return mark_copy(x[index], input, cut_out=True) if cuts else x[index]
 
     return run
 
