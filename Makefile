@@ -12,8 +12,8 @@ PACKAGES := dtensor rng plans pipeline checkpoint vescale
 EXTRAS_dtensor := [testing]
 EXTRAS_vescale := [demo]
 BUILD_TOOLS := build editables hatchling
-TOOLS := accelerate asv expecttest furo hypothesis mypy myst-parser numpy nvidia-ml-py peft pytest pytest-benchmark \
-    rich ruff safetensors sphinx
+TOOLS := accelerate asv expecttest furo hypothesis ipykernel mypy myst-parser nbclient numpy nvidia-ml-py peft pytest \
+    pytest-benchmark rich ruff safetensors sphinx
 
 STAMP := $(VENV)/.installed
 STAMP_INPUTS := Makefile constraints.txt $(wildcard packages/*/pyproject.toml packages/*/src/*/_version.py)

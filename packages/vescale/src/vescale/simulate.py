@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,77 +48,109 @@ def simulate(function: Callable[..., Any], *args: Any, ranks: int = 8, **kwargs:
     Raises what the rank raised that did so first, with a note that says which; CommunicationError at once, where all
     ranks wait for each other, with who waits for what; MeshError in a rank of a world of several, or without ranks.
     """
-    if dist.is_initialized() and (dist.get_world_size() > 1 or dist.get_backend() == NAME):
-        world = f"rank {dist.get_rank()} of a world of {dist.get_world_size()}"
-        raise MeshError("simulate", f"this is {world} already", (), [("a process of its own, without torchrun", "")])
-    if ranks < 1:
-        raise MeshError("simulate", f"{ranks} ranks: at least one is needed", (), [("ranks=8", "")])
+    world = World(ranks)
     given = [copy.deepcopy((args, kwargs)) for _ in range(ranks)]
-    results: list[Any] = [None] * ranks
-    values: dict[str, bytes] = {}
-    stores: list[Store] = []  # torch keeps the half of a store that is written in C++
-    boards: dict[str, Board] = {}
-
-    with _prepared(ranks, boards) as turns:
-
-        def run(rank: int) -> None:
-            torch.set_num_threads(1)
-            turns.begin(rank)
-            try:
-                with torch.autograd.set_multithreading_enabled(False):
-                    stores.append(Store(values, turns))
-                    dist.init_process_group(NAME, store=stores[-1], rank=rank, world_size=ranks)
-                    results[rank] = function(*given[rank][0], **given[rank][1])
-            except Ended:
-                pass
-            except BaseException as error:
-                turns.fail(rank, error)
-            finally:
-                with contextlib.suppress(Exception):
-                    dist.destroy_process_group()
-                turns.end(rank)
-
-        threads = [
-            threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(1, ranks)
-        ]
-        for thread in threads:
-            thread.start()
-        run(0)
-        for thread in threads:
-            thread.join()
-    if turns.failure is not None:
-        if isinstance(turns.failure, Exception):
-            turns.failure.add_note(f"(raised on rank {turns.failed} of {ranks}, simulated)")
-        raise turns.failure
-    return results
+    return world.call(lambda rank: function(*given[rank][0], **given[rank][1]), is_last=True)
 
 
-@contextlib.contextmanager
-def _prepared(ranks: int, boards: dict[str, Board]) -> Iterator[Turns]:
-    """Turns of as many ranks, a backend that knows them; afterwards all is as it was before."""
-    outside, threads = RankState(0, 1), torch.get_num_threads()
-    outside.leave()
-    turns = Turns(ranks)
+class World:
+    """As many ranks, from their first call to the last: a thread each, but for rank 0, which is the caller's."""
 
-    def create(store: dist.Store, rank: int, size: int, timeout: Any) -> Group:
-        if rank == 0:
-            store.set("simulated", str(next(_numbers)))
-        name = store.get("simulated").decode()
-        return Group(rank, size, boards.setdefault(name, Board(size)), turns)
+    def __init__(self, ranks: int) -> None:
+        if dist.is_initialized() and (dist.get_world_size() > 1 or dist.get_backend() == NAME):
+            world = f"rank {dist.get_rank()} of a world of {dist.get_world_size()}"
+            raise MeshError(
+                "simulate", f"this is {world} already", (), [("a process of its own, without torchrun", "")]
+            )
+        if ranks < 1:
+            raise MeshError("simulate", f"{ranks} ranks: at least one is needed", (), [("ranks=8", "")])
+        self.ranks, self.has_ended = ranks, False
+        self._first_group = next(_worlds) * _MOST_GROUPS  # torch knows groups of all worlds of a thread by number
+        self._turns: Turns | None = None
+        self._boards: dict[str, Board] = {}
+        self._values: dict[str, bytes] = {}
+        self._stores: list[Store] = []  # torch keeps the half of a store that is written in C++
+        self._calls: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(ranks)]
+        self._done = threading.Semaphore(0)
 
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, lambda *given: _create[-1](*given), devices=["cpu"])
-    _create.append(create)
-    _set_thread_isolation_mode(True)
-    try:
-        with simulated(NAME, turns):
-            yield turns
-    finally:
-        _set_thread_isolation_mode(False)
-        _create.pop()
-        outside.come_back()
-        torch.set_num_threads(threads)
+    def call(self, function: Callable[[int], Any], *, is_last: bool) -> list[Any]:
+        """The results of `function(rank)` on every rank. With `is_last`, or where one raises, the world ends."""
+        results: list[Any] = [None] * self.ranks
+        with self._entered() as turns:
+
+            def run(rank: int) -> None:
+                torch.set_num_threads(1)
+                turns.begin(rank)
+                try:
+                    with torch.autograd.set_multithreading_enabled(False):
+                        if not dist.is_initialized():
+                            dist.distributed_c10d._world.group_count = self._first_group
+                            self._stores.append(Store(self._values, turns))
+                            dist.init_process_group(NAME, store=self._stores[-1], rank=rank, world_size=self.ranks)
+                        results[rank] = function(rank)
+                except Ended:
+                    pass
+                except BaseException as error:
+                    turns.fail(rank, error)
+                finally:
+                    if is_last or turns.failure is not None:
+                        with contextlib.suppress(Exception):
+                            dist.destroy_process_group()
+                    turns.end(rank)
+
+            for calls in self._calls[1:]:
+                calls.put(run)
+            run(0)
+            for _ in range(1, self.ranks):
+                self._done.acquire()
+        if is_last or turns.failure is not None:
+            self.has_ended = True
+            for calls in self._calls[1:]:
+                calls.put(None)
+        if turns.failure is not None:
+            if isinstance(turns.failure, Exception):
+                turns.failure.add_note(f"(raised on rank {turns.failed} of {self.ranks}, simulated)")
+            raise turns.failure
+        return results
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[Turns]:
+        """The ranks' turns, and a backend that knows them; afterwards all is as it was before."""
+        outside, threads = RankState(0, 1), torch.get_num_threads()
+        outside.leave()
+        if self._turns is None:
+            self._turns = Turns(self.ranks)
+            for rank in range(1, self.ranks):
+                threading.Thread(target=self._live, args=(rank,), name=f"rank {rank}", daemon=True).start()
+        turns = self._turns
+        turns.start()
+
+        def create(store: dist.Store, rank: int, size: int, timeout: Any) -> Group:
+            if rank == 0:
+                store.set("simulated", str(next(_numbers)))
+            name = store.get("simulated").decode()
+            return Group(rank, size, self._boards.setdefault(name, Board(size)), turns)
+
+        if NAME.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(NAME, lambda *given: _create[-1](*given), devices=["cpu"])
+        _create.append(create)
+        _set_thread_isolation_mode(True)
+        try:
+            with simulated(NAME, turns):
+                yield turns
+        finally:
+            _set_thread_isolation_mode(False)
+            _create.pop()
+            outside.come_back()
+            torch.set_num_threads(threads)
+
+    def _live(self, rank: int) -> None:
+        while (run := self._calls[rank].get()) is not None:
+            run(rank)
+            self._done.release()
 
 
 _create: list[Callable] = []  # how a group is made, in the simulation that runs
 _numbers = itertools.count()
+_worlds = itertools.count()
+_MOST_GROUPS = 1_000_000  # that one world makes

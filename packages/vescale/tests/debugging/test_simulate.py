@@ -18,9 +18,11 @@ import torch.distributed as dist
 
 import vescale
 from vescale._simulation.state import OURS, SHARED, TORCHS, owner
+from vescale.simulate import World
 from vescale_dtensor import CommunicationError, MeshError
 from vescale_dtensor.engine import is_reproducible
-from vescale_dtensor.testing import assert_ranks_agree, run_ranks, warm_up
+from vescale_dtensor.testing import assert_ranks_agree, run_ranks, slice_of, warm_up
+from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
 PACKAGES = Path(__file__).parents[3]
@@ -36,6 +38,43 @@ def test_simulated_training_is_that_of_processes_to_the_bit(name: str, ranks: in
     found = vescale.simulate(train_example, name, ranks=ranks)
     assert found == run_ranks(ranks, train_example, name)
     assert assert_ranks_agree(found) and not dist.is_initialized() and "RANK" not in os.environ
+
+
+def train_on_eight(name: str) -> tuple[list[float], list[bytes]]:
+    """Three losses, and every bit of what this rank holds then."""
+    from corpus import VOCABULARY
+
+    model_of = importlib.import_module(f"{name}.model")
+    torch.manual_seed(0)
+    if name == "nanogpt":
+        model = model_of.GPT(model_of.GPTConfig(vocab_size=VOCABULARY, block_size=32, dropout=0.1))
+        plan = library.gpt({"dp": 2, "tp": 4}).override(zero=3)
+    elif name == "llama":
+        model = model_of.build(vocab_size=VOCABULARY)
+        plan = library.llama({"pp": 2, "dp": 2, "tp": 2})
+        plan = plan.override(zero=1, pipeline=vescale.Pipeline(cuts=["model.layers.2"], microbatches=2))
+    else:
+        model = model_of.build(vocab_size=VOCABULARY)
+        plan = library.mixtral({"ep": 4, "tp": 2}, data_axis="ep").override(zero=2, expert_axis="ep")
+    model, optimizer = vescale.parallelize(plan, model, lambda parameters: torch.optim.AdamW(parameters, lr=5e-4))
+    losses = []
+    for _ in range(3):
+        ids = torch.randint(0, VOCABULARY, (8, 33))
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        out = model(inputs, targets) if name == "nanogpt" else model(input_ids=inputs, labels=inputs).loss
+        out.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(out.item())
+    return losses, [one.detach().to_local().numpy().tobytes() for one in model.parameters()]
+
+
+@pytest.mark.parametrize("name", slice_of(["nanogpt", "llama", "mixtral"], 3))
+def test_eight_simulated_ranks_are_eight_processes_to_the_bit(name: str) -> None:
+    """Also with dropout; all axes, and three stages of ZeRO, over the three."""
+    found, wanted = vescale.simulate(train_on_eight, name, ranks=8), run_ranks(8, train_on_eight, name)
+    assert [losses for losses, _ in found] == [losses for losses, _ in wanted]
+    assert found == wanted and all(any(part) for _, part in found)
 
 
 def test_each_rank_has_its_own_numbers_hooks_and_name() -> None:
@@ -58,6 +97,36 @@ def test_each_rank_has_its_own_numbers_hooks_and_name() -> None:
     expected = [torch.rand((), generator=torch.Generator().manual_seed(rank)).item() for rank in range(3)]
     assert found == [(expected[rank], [rank], str(rank), True) for rank in range(3)]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_numpys_numbers_are_a_ranks_own_however_it_draws() -> None:
+    """Also the second of two normal numbers, which numpy keeps for later."""
+
+    def run():
+        import numpy
+
+        rank, found = dist.get_rank(), []
+        numpy.random.seed(rank % 2)
+        for step in range(6):
+            dist.barrier()
+            draw = numpy.random.standard_normal if (step + rank) % 3 else numpy.random.random
+            found.append(float(draw()) if step != 4 or rank else 0.0)
+        return found
+
+    assert vescale.simulate(run, ranks=4) == run_ranks(4, run)
+
+
+def test_a_world_may_stand_while_another_runs() -> None:
+    standing = World(2)
+    assert standing.call(lambda rank: dist.get_rank(), is_last=False) == [0, 1]
+    assert vescale.simulate(lambda: dist.get_world_size(), ranks=3) == [3, 3, 3]
+
+    def summed(rank: int) -> float:
+        one = torch.full((), 1.0 + rank)
+        dist.all_reduce(one)
+        return one.item()
+
+    assert standing.call(summed, is_last=True) == [3.0, 3.0] and standing.has_ended and not dist.is_initialized()
 
 
 def test_collectives_of_torch_itself() -> None:

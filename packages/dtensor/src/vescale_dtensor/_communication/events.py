@@ -175,9 +175,9 @@ def is_users(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES
 
 
-def user_line() -> str:
-    """`file.py:12` of the innermost frame outside torch and this package."""
-    frame = sys._getframe(1)
+def user_line(frame: FrameType | None = None) -> str:
+    """`file.py:12` of the innermost frame outside torch and this package, from `frame` outwards, or from the caller."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         if is_users(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

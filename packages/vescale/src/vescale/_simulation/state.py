@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import random
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +17,8 @@ from typing import Any
 import torch
 
 from vescale_dtensor.engine import WHOLE_GROUP
+
+from . import generators
 
 OURS = {
     "vescale_dtensor._reproducible.mode": ("_current",),
@@ -153,7 +153,9 @@ class RankState:
         """The rank runs from now on."""
         for (holder, name, _), value in zip(self._slots, self._values):
             setattr(holder, name, value)
-        os.environ.update(self._environment)
+        for name, value in self._environment.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
         _set_numbers(self._numbers)
         if hasattr(warnings, "_filters_mutated"):  # a cache of theirs
             warnings._filters_mutated()
@@ -181,18 +183,11 @@ class RankState:
 
 def _numbers() -> tuple:
     """Where the generators are, and what torch makes where nothing is said."""
-    return torch.get_rng_state(), random.getstate(), _numpys(), torch.get_default_dtype()
+    return torch.get_rng_state(), generators.places(), torch.get_default_dtype()
 
 
 def _set_numbers(found: tuple) -> None:
     torch.set_rng_state(found[0])
-    random.setstate(found[1])
-    if found[2] is not None:
-        sys.modules["numpy"].random.set_state(found[2])
-    if torch.get_default_dtype() is not found[3]:
-        torch.set_default_dtype(found[3])
-
-
-def _numpys() -> Any:
-    """The state of numpy's generator, where the program uses numpy."""
-    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    generators.go_to(found[1])
+    if torch.get_default_dtype() is not found[2]:
+        torch.set_default_dtype(found[2])

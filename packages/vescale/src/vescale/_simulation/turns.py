@@ -6,6 +6,7 @@ nobody's condition holds all wait for each other: that is told at once, with wha
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class Wait:
 
     condition: Callable[[], bool]
     what: str
-    line: str
+    thread: int
     asks: bool = False  # again and again, by itself
 
 
@@ -42,14 +43,22 @@ class Turns:
         self.failure: BaseException | None = None
         self.failed = 0
         self.current = 0
-        self._tokens = [threading.Semaphore(0) for _ in range(ranks)]
+        self._tokens = [threading.Lock() for _ in range(ranks)]
+        for token in self._tokens:
+            token.acquire()
         self._states = [RankState(rank, ranks) for rank in range(ranks)]
-        self._waits: list[Wait | None] = [None] * ranks
-        self._ended = [False] * ranks
-        self._threads = {threading.get_ident(): 0}
+        self._waits: list[Wait | None] = []
+        self._ended: list[bool] = []
+        self._threads: dict[int, int] = {}
         self._asks_since = self._asked_at = 0.0  # that nobody but ranks that ask the store could run; the last of them
 
     # --- a rank's life
+
+    def start(self) -> None:
+        """All ranks are about to begin, for the first time or again."""
+        self._waits, self._ended = [None] * self.ranks, [False] * self.ranks
+        self._threads, self.current = {threading.get_ident(): 0}, 0
+        self._asks_since = self._asked_at = 0.0
 
     def begin(self, rank: int) -> None:
         """In the rank's thread: waits for its first turn."""
@@ -90,7 +99,7 @@ class Turns:
             raise Ended
         if condition():
             return
-        self._waits[rank] = Wait(condition, what, user_line())
+        self._waits[rank] = Wait(condition, what, threading.get_ident())
         following = self._next(rank)
         if following is None:
             error = self._deadlock()
@@ -111,7 +120,7 @@ class Turns:
         if following in (None, rank):
             time.sleep(seconds)
             return
-        self._let(rank, following, Wait(lambda: True, "the debugger", ""))
+        self._let(rank, following, Wait(lambda: True, "the debugger", threading.get_ident()))
 
     def ask_again(self, what: str) -> None:
         """Of a rank that asks for what is not there yet: others run in between.
@@ -130,20 +139,22 @@ class Turns:
             self._asks_since = now
         self._asked_at = now
         if now - self._asks_since > _MOST_ASKING_SECONDS:
-            self._waits[rank] = Wait(lambda: True, what, user_line(), True)
+            self._waits[rank] = Wait(lambda: True, what, threading.get_ident(), True)
             error = self._deadlock()
             self.fail(rank, error)
             self._waits[rank] = None
             raise error
         if following not in (None, rank):
-            self._let(rank, following, Wait(lambda: True, what, user_line(), True))
+            self._let(rank, following, Wait(lambda: True, what, threading.get_ident(), True))
 
     def place(self, rank: int) -> str:
         """Where a rank is, in words."""
         wait = self._waits[rank]
         if self._ended[rank]:
             return "it came to its end"
-        return "it has not begun" if wait is None else f"it waits in {wait.what} at {wait.line}"
+        if wait is None:
+            return "it has not begun"
+        return f"it waits in {wait.what} at {user_line(sys._current_frames().get(wait.thread))}"
 
     # --- inside
 

@@ -1,0 +1,167 @@
+"""Simulated cells: in a notebook that Jupyter runs, with a person who types, and without IPython."""
+
+from __future__ import annotations
+
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vescale import MeshError, notebook
+from vescale_dtensor.testing import slice_of
+
+NOTEBOOK = Path(__file__).absolute().parents[4] / "examples/notebook/four_ranks.ipynb"
+SECONDS = 240
+
+
+class Shell:
+    """What of IPython's shell simulated cells use."""
+
+    def __init__(self) -> None:
+        self.user_ns: dict[str, Any] = {"torch": torch, "dist": dist}
+        self.compile = types.SimpleNamespace(cache=lambda text, raw_code: "a cell")
+        self.magics: dict[str, Any] = {}
+
+    def transform_cell(self, cell: str) -> str:
+        return cell
+
+    def register_magic_function(self, function: Any, magic_kind: str, magic_name: str) -> None:
+        self.magics[magic_name] = function
+
+
+@pytest.fixture
+def shell() -> Shell:
+    found = Shell()
+    notebook.load_ipython_extension(found)
+    return found
+
+
+def test_a_world_lives_from_cell_to_cell(shell: Shell, capsys: pytest.CaptureFixture) -> None:
+    run, names = shell.magics["simulate"], shell.user_ns
+    names["kept"] = [1]
+    assert run("3", "own = dist.get_rank() * 10\nkept.append(own)\ndef add(one): return one + own") is None
+    assert names["own"] == 0 and names["kept"] == [1] and capsys.readouterr().out == ""
+    assert run("3", "total = torch.tensor(add(1.0))\ndist.all_reduce(total)\nprint('total', total)\nkept") == [1, 0]
+    assert capsys.readouterr().out == "total tensor(33.)\nrank 1: [1, 10]\nrank 2: [1, 20]\n"
+    assert [rank.own for rank in names["ranks"]] == [0, 10, 20]
+    names["own"] = 7
+    assert run("3", "print(dist.get_rank())\nown") == 7
+    assert capsys.readouterr().out == "0\nrank 1: 1\nrank 2: 2\n"
+    assert run("3", "del total") is None and "total" not in names and not dist.is_initialized()
+    assert run("2", "'add' in globals(), own, dist.get_world_size()") == (False, 7, 2)  # another world
+    assert "add" not in names
+
+
+def test_a_cell_that_raises_ends_its_world(shell: Shell) -> None:
+    run = shell.magics["simulate"]
+    run("2", "x = 1")
+    with pytest.raises(ValueError, match="broken") as error:
+        run("2", "if dist.get_rank(): raise ValueError('broken')\ndist.barrier()")
+    assert error.value.__notes__ == ["(raised on rank 1 of 2, simulated)"]
+    with pytest.raises(NameError, match="x"):
+        run("2", "x")
+    with pytest.raises(MeshError, match="'many' is not a number of ranks"):
+        run("many", "x")
+
+
+def test_the_notebook_of_the_examples_has_the_outputs_that_it_shows() -> None:
+    """To write them anew: jupyter execute --inplace examples/notebook/four_ranks.ipynb"""
+    client = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    written = nbformat.read(NOTEBOOK, as_version=4)
+    executed = nbformat.read(NOTEBOOK, as_version=4)
+    client.NotebookClient(executed, timeout=SECONDS, kernel_name="python3").execute()
+    assert [outputs(cell) for cell in executed.cells] == [outputs(cell) for cell in written.cells]
+    assert sum("image/svg+xml" in str(outputs(cell)) for cell in written.cells) == 2
+
+
+def outputs(cell: Any) -> list[tuple[str, Any]]:
+    shown = [
+        (one.output_type, one.get("data") or one.get("text", "")) for one in cell.get("outputs", ()) if one != "stderr"
+    ]
+    return [(kind, re.sub(r"/\S+/(\d+\.py|\w+\.py)", "FILE", str(one))) for kind, one in shown]
+
+
+SETUP = """
+%load_ext vescale.notebook
+import torch, vescale
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=4, max_position_embeddings=32, use_cache=False)
+plan = vescale.generate_plan(LlamaForCausalLM(config), world_size=RANKS, batch=8, seq=16, hardware="cpu",
+                             pin={"tp": 2, "dp": RANKS // 2, "pp": 1})
+inner = modeling_llama.LlamaMLP.forward
+
+def forward(self, x):
+    if getattr(self, "stops", False):
+        vescale.breakpoint()
+    return inner(self, x)
+
+modeling_llama.LlamaMLP.forward = forward
+"""
+TRAIN = """
+%%simulate RANKS
+torch.manual_seed(0)
+model, optimizer = vescale.parallelize(plan, LlamaForCausalLM(config), torch.optim.AdamW)
+losses = []
+for step in range(4):
+    model.model.layers[0].mlp.stops = STOPS and step == 1
+    ids = torch.randint(0, 64, (8, 16))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item().hex())
+losses
+"""
+TYPED = [
+    *("p x.shape", "p x.sum().item() == x.full_tensor().sum().item() or 'close'", "n"),
+    *("p self.down_proj.weight.full_tensor().shape", "p x.mean().item() is not None", "c"),
+]
+
+
+@pytest.mark.parametrize("ranks", slice_of([2, 4], 2))
+def test_a_session_in_a_notebook(ranks: int) -> None:
+    pytest.importorskip("ipykernel")
+    manager = pytest.importorskip("jupyter_client.manager")
+    kernel, client = manager.start_new_kernel(kernel_name="python3")
+    try:
+        tell(client, SETUP.replace("RANKS", str(ranks)), [])
+        cell = TRAIN.replace("RANKS", str(ranks))
+        undisturbed = tell(client, cell.replace("STOPS", "False"), [])
+        stopped = tell(client, cell.replace("STOPS", "True"), TYPED)
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    losses = re.search(r"\['.*'\]", undisturbed)
+    assert losses and losses.group().count("0x1.") == 4 and losses.group() in stopped
+    assert "-> vescale.breakpoint()" in stopped and "torch.Size([8, 16, 32])" in stopped
+    assert "-> return inner(self, x)" in stopped and "torch.Size([32, 64])" in stopped
+    assert "rank 1" not in stopped and stopped.count(f"(rank 0 of {ranks}) ") == len(TYPED)
+
+
+def tell(client: Any, code: str, lines: list[str]) -> str:
+    """Executes a cell, types each line when the notebook asks; what was shown, with the questions."""
+    shown, waiting = [], list(lines)
+
+    def answer(message: dict) -> None:
+        shown.append(message["content"]["prompt"])
+        client.input(waiting.pop(0))
+
+    def show(message: dict) -> None:
+        content = message["content"]
+        shown.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
+
+    reply = client.execute_interactive(
+        code, allow_stdin=True, stdin_hook=answer, output_hook=show, timeout=SECONDS, store_history=True
+    )
+    assert reply["content"]["status"] == "ok", "\n".join(reply["content"]["traceback"])
+    assert not waiting
+    return "".join(shown)
