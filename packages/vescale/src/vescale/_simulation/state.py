@@ -27,7 +27,8 @@ OURS = {
     "vescale_dtensor._debugger.quiet": ("_doing",),
     "vescale_dtensor._dispatch.dispatch": ("_entry_of", "_table"),
     "vescale_dtensor._communication.events": (
-        *("_current", "_direction", "listeners", "module_path", "settlers", "severing", "strict_depth", "watch"),
+        *("_current", "_direction", "listeners", "module_path", "settlers", "severing", "strict_depth"),
+        *("told_of", "watch"),
     ),
     "vescale_dtensor._communication.flight": ("note", "ring", "transfers"),
     "vescale_dtensor._tensor.gradient": ("_after_backward", "_depth"),
