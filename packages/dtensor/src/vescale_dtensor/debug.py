@@ -32,7 +32,10 @@ from ._debugger.quiet import is_unstopped
 from ._debugger.session import world
 from ._dispatch.arguments import collect
 from ._errors import MeshError
+from ._layouts.layout import Layout
 from ._tensor.tensor import DTensor
+
+_values = itertools.count()  # tells the values of conversions apart, of all traces
 
 
 @dataclass
@@ -105,7 +108,6 @@ def comm_trace(model: nn.Module | None = None) -> Iterator[Trace]:
     names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
     parameters = {id(one): name for name, one in model.named_parameters()} if model is not None else {}
     stack: list[str] = []
-    values = itertools.count()
 
     def enter(module: nn.Module, args: object) -> None:
         stack.append(names.get(id(module), type(module).__name__))
@@ -115,12 +117,14 @@ def comm_trace(model: nn.Module | None = None) -> Iterator[Trace]:
         if stack:
             mark(output, stack.pop())
 
-    def moved(tensor: Tensor, source: object, target: object) -> _events.Moved:
+    def moved(tensor: Tensor, source: Layout, target: Layout) -> _events.Moved:
         known = tensor.__dict__
         if "_traced" not in known or known["_traced"][0] != tensor._version:
-            known["_traced"] = (tensor._version, next(values))
+            known["_traced"] = (tensor._version, next(_values))
         parameter = parameters.get(id(tensor), "parameter" if isinstance(tensor, nn.Parameter) else "")
-        return _events.Moved(parameter, known["_traced"][1], known.get("_returned_by", ""), source, target)
+        kinds = {axis: state.kind for axis, state in zip(source.mesh.names, source.states)}
+        made_in = known.get("_returned_by", "")
+        return _events.Moved(parameter, known["_traced"][1], made_in, kinds, source.placements, target.placements)
 
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(enter),

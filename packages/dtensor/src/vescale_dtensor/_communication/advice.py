@@ -95,9 +95,7 @@ def report(events: Iterable[Event], least: int | None, left: Mapping[str, tuple[
 
 def _told(event: Event, moved: Moved, reduced: set, left: Mapping, open_sums: Mapping) -> tuple[str, str] | None:
     """Reason and remedy of a conversion that need not be; None of one that the cut weights take."""
-    names = moved.source.mesh.names
-    axes = [axis for axis, name in enumerate(names) if name in event.axes]
-    kinds = {moved.source.states[axis].kind for axis in axes}
+    kinds = {moved.kinds.get(axis) for axis in event.axes}
     on = " and ".join(map(repr, event.axes))
     sums = "the boundaries above, at what leaves these sums pending" if open_sums else ""
     if moved.parameter:
@@ -118,12 +116,12 @@ def _told(event: Event, moved: Moved, reduced: set, left: Mapping, open_sums: Ma
     if again:
         maker = f" of {moved.made_in!r}" if moved.made_in else ""
         return (
-            f"one value is converted once more over {on}, {moved.source.placements} to {moved.target.placements}",
+            f"one value is converted once more over {on}, {moved.source} to {moved.target}",
             f"a boundary for the output{maker}, so that all its readers share one conversion",
         )
     if "S" in kinds:
         return (
-            f"what is cut over {on} is needed otherwise: {moved.source.placements} to {moved.target.placements}",
+            f"what is cut over {on} is needed otherwise: {moved.source} to {moved.target}",
             f"a rule of {event.cause.function} for that cut (register_rule), or a boundary where it is made"
             + (f": {moved.made_in!r}" if moved.made_in else ""),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -23,14 +23,15 @@ _INTERNAL = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a conversion is of: a parameter's name or "", a number that tells values apart, where it was made (see
-    `made_in`), and the layouts."""
+    """What a conversion is of: a parameter's name or "", a number that tells values apart, the innermost module that
+    returned it or "", each axis's kind of state (S, P, I, R), and the placements. It can travel to other processes."""
 
     parameter: str
     value: int
     made_in: str
-    source: Any
-    target: Any
+    kinds: Mapping[str, str]
+    source: tuple[Any, ...]
+    target: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
