@@ -37,6 +37,7 @@ COMMUNICATES = {
         "checkpoints",  # tells torch's checkpoints which boxes a rank holds; sends nothing
         "collectives",  # executes conversions
         "endings",  # tells why a rank ended
+        "objects",  # what ranks say to each other
         "pairs",  # what collectives does between two ranks
         "guard",  # asks which ranks a group has
         "_group",  # the process group of the second device, for tests

@@ -6,7 +6,6 @@ numbers and checkpoints read regions. Nothing here is a promise to anybody else.
 
 from ._communication.collectives import connection_lost as connection_lost
 from ._communication.collectives import faking as faking
-from ._communication.collectives import gather_objects as gather_objects
 from ._communication.collectives import simulated as simulated
 from ._communication.endings import first_ending as first_ending
 from ._communication.endings import raised_anywhere as raised_anywhere
@@ -23,6 +22,11 @@ from ._communication.events import watched as watched
 from ._communication.flight import Transfers as Transfers
 from ._communication.hang import verdict as verdict
 from ._communication.hang import watch_for_hangs as watch_for_hangs
+from ._communication.objects import first_apart as first_apart
+from ._communication.objects import fold_objects as fold_objects
+from ._communication.objects import gather_objects as gather_objects
+from ._communication.objects import line_objects as line_objects
+from ._communication.objects import place_of as place_of
 from ._communication.pending import PendingGather as PendingGather
 from ._communication.pending import PendingReduction as PendingReduction
 from ._communication.pending import PendingRows as PendingRows

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import VescaleError
-from vescale_dtensor.engine import gather_objects, mesh_of
+from vescale_dtensor.engine import first_apart, gather_objects, mesh_of
 
 from ._cpu.mt19937 import generator_or_default
 from ._journal import Entry, entries, fingerprint
@@ -64,10 +64,11 @@ def check_in_step(device_mesh: DeviceMesh, generator: Generator | None = None) -
     if generator is None and mesh.device_type != "cpu":
         module = torch.get_device_module(mesh.device_type)
         own.append(module.default_generators[module.current_device()])
-    reports = gather_objects((tuple(map(fingerprint, own)), list(entries)), mesh)
-    finals = [final for final, _ in reports]
-    if len(set(finals)) == 1:
+    state = tuple(map(fingerprint, own))
+    if first_apart(state, mesh) is None:
         return
+    reports = gather_objects((state, list(entries)), mesh)
+    finals = [final for final, _ in reports]
     ranks = device_mesh.mesh.flatten().tolist()
     odd, before, after = _first_drift(finals, [{entry.number: entry for entry in log} for _, log in reports])
     names = ", ".join(str(ranks[place]) for place in odd)

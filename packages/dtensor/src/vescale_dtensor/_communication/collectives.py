@@ -252,24 +252,6 @@ def exchange(
     return [part.view(shape) for part, shape in zip(out.split(counts), shapes)]
 
 
-def gather_objects(value: object, mesh: Mesh) -> list:
-    """`value` of every rank of the mesh, in the mesh's order. For checks, not for a hot path."""
-    values = [value]
-    for axis in reversed(range(mesh.ndim)):
-        group = mesh.group((axis,))
-        parts: list = [values] * group.size()
-        if group.name() != "fake":  # in a world without processes everybody would say the same
-            noted = flight.note("gather_objects", mesh.line((axis,)), 0, WAITING)
-            try:
-                torch.distributed.all_gather_object(parts, values, group=group)
-            except RuntimeError as error:
-                noted[0] = FAILED
-                raise _failure(error, "gather_objects", mesh, (axis,)) from error
-            noted[0] = DONE
-        values = [one for part in parts for one in part]
-    return values
-
-
 def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1) -> None:
     """Makes the collective and waits for it. `count=0`: it is the second half of the one before."""
     line = mesh.line(axes)

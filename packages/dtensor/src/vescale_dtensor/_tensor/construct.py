@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._communication.collectives import gather_objects
+from .._communication.objects import gather_objects
 from .._conversions.convert import convert, from_plain, on_device, own_copy, shares_storage
 from .._conversions.steps import route_of
 from .._errors import GradientError, PlacementError, ShapeError

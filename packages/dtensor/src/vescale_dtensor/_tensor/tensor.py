@@ -197,7 +197,7 @@ class DTensor(Tensor, metaclass=TensorType):
     def shards(self) -> dict[tuple[int, ...], Tensor]:
         """What every rank of the mesh holds, by its coordinate: plain tensors, to look at. Cost: an all-gather of
         everything, pickled; call it on all ranks."""
-        from .._communication.collectives import gather_objects
+        from .._communication.objects import gather_objects
         from .._conversions.convert import to_plain
 
         found = gather_objects(to_plain(self).detach(), self._layout.mesh)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vescale_dtensor.engine import INVARIANT, State, gather_objects
+from vescale_dtensor.engine import INVARIANT, State, fold_objects
 
 from .._apply.containers import tensors_in
 from .._apply.generators import random_states, same_states, set_random_states
@@ -37,7 +37,7 @@ def check_token_wise(call: Call) -> None:
         except Exception as error:
             problem = error.rule if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
     set_random_states(kept)
-    problem = next((verdict for verdict in gather_objects(problem, border.mesh) if verdict is not None), None)
+    problem = fold_objects(problem, lambda said: next((one for one in said if one is not None), None), border.mesh)
     if problem is not None:
         raise PlanError(
             border.name,

@@ -42,6 +42,7 @@ from vescale_dtensor.engine import (
     State,
     check_order,
     convert,
+    fold_objects,
     from_plain,
     gather_objects,
     is_reproducible,
@@ -126,8 +127,7 @@ class ExpertsBorder:
             shapes = {key: one.mesh_layout.local_shape for key, one in held.items() if one is not None}
             slices = partial(forward, count=self.experts.local)
             wrong = {key: self.whole[key] for key in self.whole if not added_last(slices, shapes, key, width, like)}
-            everyone = gather_objects(wrong, self.mesh)
-            told = next(filter(None, everyone), {})
+            told = fold_objects(wrong, lambda said: next(filter(None, said), {}), self.mesh)
             refuse_whole(self.name, self.mesh, module.named_parameters(recurse=False), told)
         if self.split and not like.is_meta:
             layouts = {key: one.mesh_layout for key, one in held.items() if one is not None}

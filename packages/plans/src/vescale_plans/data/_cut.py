@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from vescale_dtensor.engine import canonical_states, gather_objects, layout_of, mesh_of
+from vescale_dtensor.engine import canonical_states, first_apart, layout_of, mesh_of
 
 from .._apply.containers import tensors_in
 from .._apply.join import join, make_mesh
@@ -53,11 +53,10 @@ class Cut:
 
     def check_alike(self, value: Any, what: str, remedies: Sequence[tuple[str, str]]) -> None:
         """Raises PlanError, on all ranks alike, when ranks hold other values. Cost: a small all-gather."""
-        everyone = gather_objects(value, self.mesh)
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                shown = [f"rank {at}  {_short(everyone[at])}" for at in (0, rank)]
-                raise PlanError("vescale.loader", f"ranks 0 and {rank} of {self.mesh} {what}", shown, remedies)
+        apart = first_apart(value, self.mesh)
+        if apart is not None:
+            shown = [f"rank {rank}  {_short(said)}" for rank, said in ((0, apart.first), (apart.rank, apart.value))]
+            raise PlanError("vescale.loader", f"ranks 0 and {apart.rank} of {self.mesh} {what}", shown, remedies)
 
     def joined(self, batch: Any) -> Any:
         """The batch of which every rank has collated its rows, as DTensors. Cost: a small all-gather of shapes."""
@@ -69,20 +68,20 @@ class Cut:
                 (),
                 [("vescale.loader(loader, plan, parts=False)", "every rank loads whole batches")],
             )
-        shapes = gather_objects(tuple(tuple(one.shape[1:]) for one in tensors), self.mesh)
-        for rank, theirs in enumerate(shapes):
-            if theirs != shapes[0]:
-                at = next((i for i, (a, b) in enumerate(zip(shapes[0], theirs)) if a != b), 0)
-                raise PlanError(
-                    "vescale.loader",
-                    f"rows of one batch have other shapes on ranks 0 and {rank} of {self.mesh}: on one device the "
-                    "collate function would see all of them",
-                    [f"rank {r}  tensor {at}: {list(shapes[r][at])} per row" for r in (0, rank) if at < len(shapes[r])],
-                    [
-                        ("vescale.loader(loader, plan, parts=False)", "every rank collates whole batches"),
-                        ("pad all samples to one length", ""),
-                    ],
-                )
+        apart = first_apart(tuple(tuple(one.shape[1:]) for one in tensors), self.mesh)
+        if apart is not None:
+            at = next((i for i, (a, b) in enumerate(zip(apart.first, apart.value)) if a != b), 0)
+            shown = [(rank, said) for rank, said in ((0, apart.first), (apart.rank, apart.value)) if at < len(said)]
+            raise PlanError(
+                "vescale.loader",
+                f"rows of one batch have other shapes on ranks 0 and {apart.rank} of {self.mesh}: on one device the "
+                "collate function would see all of them",
+                [f"rank {rank}  tensor {at}: {list(said[at])} per row" for rank, said in shown],
+                [
+                    ("vescale.loader(loader, plan, parts=False)", "every rank collates whole batches"),
+                    ("pad all samples to one length", ""),
+                ],
+            )
         return self.plan.local_batch(batch)
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, PlainTensorError
-from vescale_dtensor.engine import INVARIANT, VARYING, Mesh, gather_objects, local_only
+from vescale_dtensor.engine import INVARIANT, VARYING, Mesh, fold_objects, line_objects, local_only, place_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -22,7 +21,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_replicas(root: nn.Module, mesh: Mesh) -> None:
     """Raises PlainTensorError, on all ranks alike, when ranks that hold the same part of a parameter hold other values.
 
-    Cost: this rank's parameters are read once, the host waits once, and one small all-gather per mesh axis.
+    Cost: this rank's parameters are read once, the host waits once, and two small all-gathers per mesh axis.
     """
     names = [name for name, one in root.named_parameters() if _is_replicated(one, mesh)]
     if not names or mesh.device_mesh is None:
@@ -33,12 +32,13 @@ def check_replicas(root: nn.Module, mesh: Mesh) -> None:
     sums = _sums([held[name] for name in names])
     kept = {axis: [at for at, name in enumerate(names) if _copies(held[name], axis)] for axis in range(mesh.ndim)}
     own = tuple(zlib.crc32(repr([sums[at] for at in kept[axis]]).encode()) for axis in range(mesh.ndim))
-    odd = _odd(gather_objects(own, mesh), mesh)
+    odd = fold_objects(_odd(own, mesh), _least, mesh)
     if odd is None:
         return
-    everyone = gather_objects(sums, mesh)  # on all ranks, as all have seen the same
-    first, other, axis = odd
-    apart = [names[at] for at in kept[axis] if everyone[first][at] != everyone[other][at]]
+    other, axis, first = odd
+    here = place_of(mesh.coordinate, mesh)
+    told = fold_objects({here: sums} if here in (first, other) else {}, _merged, mesh)  # all have seen the same
+    apart = [names[at] for at in kept[axis] if told[first][at] != told[other][at]]
     raise PlainTensorError(
         "model",
         f"the parameter {apart[0]!r} has other values on rank {other} of {mesh} than on rank {first}, which holds the "
@@ -75,12 +75,23 @@ def _sums(parameters: Sequence[DTensor]) -> list[int]:
     return [found[at] for at in range(len(parameters))]
 
 
-def _odd(everyone: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[int, int, int] | None:
-    """The first two ranks, by their places in the mesh, that differ though along one axis alone they are apart."""
-    places = list(product(*map(range, mesh.sizes)))
-    for rank, place in enumerate(places):
-        for axis, at in enumerate(place):
-            first = places.index((*place[:axis], 0, *place[axis + 1 :]))
-            if at and everyone[rank][axis] != everyone[first][axis]:
-                return first, rank, axis
-    return None
+def _odd(own: Sequence[int], mesh: Mesh) -> tuple[int, int, int] | None:
+    """Along one of this rank's lines: the first rank, by its place in the mesh, that says another thing than the first
+    of the line does; the axis; and that first rank."""
+    found = []
+    for axis, said in enumerate(own):
+        line = line_objects(said, mesh, axis)
+        at = next((at for at, theirs in enumerate(line) if theirs != line[0]), None)
+        if at is not None:
+            here = mesh.coordinate
+            first, other = (place_of((*here[:axis], one, *here[axis + 1 :]), mesh) for one in (0, at))
+            found.append((other, axis, first))
+    return min(found, default=None)
+
+
+def _least(parts: list) -> tuple[int, int, int] | None:
+    return min((part for part in parts if part is not None), default=None)
+
+
+def _merged(parts: list[dict]) -> dict:
+    return {place: sums for part in parts for place, sums in part.items()}

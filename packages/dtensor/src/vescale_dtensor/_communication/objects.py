@@ -1,0 +1,77 @@
+"""What ranks say to each other in Python objects: verdicts, digests, shapes. For checks, not for a hot path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from .._layouts.mesh import Mesh
+from . import flight
+from .collectives import _failure
+from .flight import DONE, FAILED, WAITING
+
+T = TypeVar("T")
+
+
+def line_objects(value: object, mesh: Mesh, axis: int) -> list:
+    """`value` of every rank along one axis, in rank order."""
+    group = mesh.group((axis,))
+    parts: list = [value] * group.size()
+    if group.name() != "fake":  # in a world without processes everybody would say the same
+        noted = flight.note("gather_objects", mesh.line((axis,)), 0, WAITING)
+        try:
+            torch.distributed.all_gather_object(parts, value, group=group)
+        except RuntimeError as error:
+            noted[0] = FAILED
+            raise _failure(error, "gather_objects", mesh, (axis,)) from error
+        noted[0] = DONE
+    return parts
+
+
+def fold_objects(value: T, fold: Callable[[list[T]], T], mesh: Mesh) -> T:
+    """What all ranks say, as one: `fold` makes one of what the ranks along an axis say, in rank order, last axis first.
+
+    Cost: a small all-gather per axis; where what is folded stays small, it grows with the longest axis, not with the
+    ranks of the mesh.
+    """
+    for axis in reversed(range(mesh.ndim)):
+        value = fold(line_objects(value, mesh, axis))
+    return value
+
+
+def gather_objects(value: object, mesh: Mesh) -> list:
+    """`value` of every rank of the mesh, in the mesh's order; for a verdict of all see `fold_objects`."""
+    return fold_objects([value], lambda parts: [one for part in parts for one in part], mesh)
+
+
+class Apart(NamedTuple):
+    """A rank, by its place in the mesh, that says something else than rank 0 does."""
+
+    rank: int
+    value: Any
+    first: Any
+
+
+def first_apart(value: object, mesh: Mesh) -> Apart | None:
+    """The first rank whose value is not rank 0's, the same on all ranks; None where all agree. Cost: `fold_objects`."""
+
+    def fold(parts: list[tuple[int, Any, Apart | None]]) -> tuple[int, Any, Apart | None]:
+        rank, first, _ = parts[0]
+        for other, theirs, apart in parts:
+            if theirs != first:
+                return rank, first, Apart(other, theirs, first)
+            if apart is not None:
+                return rank, first, apart
+        return parts[0]
+
+    return fold_objects((place_of(mesh.coordinate, mesh), value, None), fold, mesh)[2]
+
+
+def place_of(coordinate: Sequence[int], mesh: Mesh) -> int:
+    """A rank's place in the mesh's order."""
+    place = 0
+    for at, size in zip(coordinate, mesh.sizes):
+        place = place * size + at
+    return place
