@@ -272,6 +272,7 @@ CHECKS: tuple[Check, ...] = (
     Check(22, 3, "what others write of a state", tests("vescale", "checkpoints/test_state_of_others")),
     Check(22, 4, "what one watches", tests("vescale", "end_to_end/test_metrics")),
     Check(19, 1, "its manners", tests("dtensor", "kit/test_second_device")),
+    Check(26, 3, "what starting costs a rank of 64, 1,024 and 16,384", (PYTHON, "benchmarks/startup.py")),
 )
 
 

@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 def line_objects(value: object, mesh: Mesh, axis: int) -> list:
     """`value` of every rank along one axis, in rank order."""
+    if mesh.sizes[axis] == 1:
+        return [value]
     group = mesh.group((axis,))
     parts: list = [value] * group.size()
     if group.name() != "fake":  # in a world without processes everybody would say the same
