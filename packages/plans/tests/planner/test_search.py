@@ -135,7 +135,7 @@ def test_the_pruned_search_equals_brute_force(structure, world, batch, memory):
     for one in request.candidates():
         rough = pricer.evenly(one)
         parts = pricer.cutter(one, 0).parts
-        room = memory - rough.memory.gathered
+        room = memory - pricer._working(one)
         step = by_force(parts, one.pp, one.microbatches, room, one.checkpointing)
         waiting = rough.cost.busy / one.microbatches * (one.pp - 1)
         wanted = min(wanted, step + rough.cost.total - rough.cost.busy - waiting)

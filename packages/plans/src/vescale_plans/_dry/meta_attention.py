@@ -25,9 +25,9 @@ def fused_attention() -> Iterator[None]:
     def rule(call):
         if call.get(4, "dropout_p", 0.0):
             return before.rule(call)
-        decision = attention(call, _fused)
+        decision = attention(call, fused)
         if decision is not None and decision.run is None:
-            decision.run = _fused
+            decision.run = fused
         return decision
 
     try:
@@ -36,7 +36,7 @@ def fused_attention() -> Iterator[None]:
         TABLE[F.scaled_dot_product_attention] = before
 
 
-def _fused(
+def fused(
     query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
     enable_gqa=False,
 ) -> Tensor:  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..plan import PlanError
 from .candidates import Candidate, candidates
 from .pricing.cost import Cost, Pass, cost_of, pass_of, positions_of
 from .pricing.hardware import Hardware
-from .pricing.memory import Memory, memory_of
+from .pricing.memory import STATES, Held, Memory, memory_of
 from .pricing.sizes import Sizes, parts_of, sizes_of
 from .progress import Bar
 from .refusals import nothing_legal, too_large
@@ -108,7 +108,7 @@ class Pricer:
         """Of the fullest rank with blocks dealt out evenly, all computed again that may be; None where that is no
         cut."""
         found = self.cutter(candidate, inf, whole=True, batch=batch).even()
-        return None if found is None else self._memory(candidate, self.evenly(candidate, batch), found, batch)
+        return None if found is None else self._memory(candidate, found, batch)
 
     def cutter(self, candidate: Candidate, limit: float, *, whole: bool = False, batch: int | None = None) -> Cutter:
         """For the parts of the model under a candidate; `whole` computes every block again, if any."""
@@ -118,7 +118,7 @@ class Pricer:
     def exactly(self, candidate: Candidate, *, whole: bool, below: float = inf) -> Estimate | None:
         """With the best cut, and the fewest blocks computed again; None where nothing fits in `below` seconds."""
         rough = self.evenly(candidate)
-        cutter = self.cutter(candidate, self.request.limit - rough.memory.gathered, whole=whole)
+        cutter = self.cutter(candidate, self.request.limit - self._working(candidate), whole=whole)
         if self.request.objective == "time":
             found = cutter.best(below - _apart(rough.cost, candidate))
         else:
@@ -177,16 +177,24 @@ class Pricer:
         ]
 
     def _part(self, sizes: Sizes, time: Pass, candidate: Candidate, batch: int) -> Part:
-        plain = replace(candidate, pp=1, checkpointing=False)
         shape = (self.request.hardware.joining(candidate.ranks), batch, self.request.seq)
-        memory = memory_of(sizes, plain, *shape)
-        static = memory.total - memory.activations - memory.gathered
+        held = Held(sizes, replace(candidate, checkpointing=False), *shape, part=True)
+        kept = int(held.kept() + held.loss())
         if not candidate.checkpointing:
-            return Part(time.busy(False), static, memory.activations)
+            return Part(time.busy(False), held.static(), kept)
         longer = time.busy(True) - time.busy(False)
-        less = memory.activations - memory_of(sizes, replace(plain, checkpointing=True), *shape).activations
+        less = kept - int(Held(sizes, candidate, *shape, part=True).kept() + held.loss())
         again = (float(f"{longer:.9g}"), less)  # equal blocks, equal numbers
-        return Part(time.busy(False), static, memory.activations, again)
+        return Part(time.busy(False), held.static(), kept, again)
+
+    def _working(self, candidate: Candidate, batch: int | None = None) -> int:
+        """Bytes at the worst moment beyond what parts hold whatever runs, and keep for backward."""
+        asked = self.request
+        shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
+        if candidate.pp > 1:
+            return memory_of(self._whole(candidate.tp), *shape).gathered
+        held = Held(self._whole(candidate.tp), *shape)
+        return held.alone().total - held.static() - int(held.kept() + held.loss())
 
     def _estimate(self, candidate: Candidate, rough: Estimate, found: Stages) -> Estimate:
         scale = found.longest * candidate.microbatches / rough.cost.busy if rough.cost.busy else 1.0
@@ -195,24 +203,28 @@ class Pricer:
             **{name: getattr(rough.cost, name) * scale for name in ("compute", "elementwise", "tensor", "experts")},
             pipeline=rough.cost.pipeline - _bubble(rough.cost, candidate) + found.total - found.longest,
         )
-        memory = self._memory(candidate, rough, found)
+        memory = self._memory(candidate, found)
         again = tuple(name for at, name in enumerate(self._names) if at in found.again)
         if not again and candidate.checkpointing:  # it may compute blocks again, and need not
             candidate = replace(candidate, checkpointing=False)
-            memory = replace(memory, gathered=self.evenly(candidate).memory.gathered)
+            memory = self._memory(candidate, found)
         return Estimate(candidate, cost, memory, tuple(self._names[at] for at in found.starts[1:]), again)
 
-    def _memory(self, candidate: Candidate, rough: Estimate, found: Stages, batch: int | None = None) -> Memory:
+    def _memory(self, candidate: Candidate, found: Stages, batch: int | None = None) -> Memory:
         """Of the fullest stage of a cut, by kind."""
         borders = [*found.starts, len(self._cuttable)]
         kinds, of, _ = self._kinds(candidate.tp)
-        plain = replace(candidate, pp=1, checkpointing=False)
-        shape = (plain, self.request.hardware, batch or self.request.batch, self.request.seq)
-        held = [memory_of(kinds[of[at]], *shape) for at in range(*borders[found.fullest : found.fullest + 2])]
-        sums = {one.name: sum(getattr(part, one.name) for part in held) for one in fields(Memory)}
-        sums["gathered"] = rough.memory.gathered
-        static = sum(size for name, size in sums.items() if name not in ("activations", "gathered"))
-        return Memory(**{**sums, "activations": found.memory - static})
+        hardware = self.request.hardware.joining(candidate.ranks)
+        shape = (candidate, hardware, batch or self.request.batch, self.request.seq)
+        stage = range(*borders[found.fullest : found.fullest + 2])
+        held = [Held(kinds[of[at]], *shape, part=True) for at in stage]
+        parameters, states, gradients = (
+            sum(sizes) for sizes in zip(*((one.part(3, 4), one.part(1, STATES), one.summed()) for one in held))
+        )
+        kept = found.memory - parameters - states - gradients
+        if candidate.pp == 1 and len(found.again) in (0, len(held)):
+            return self.evenly(candidate, batch).memory  # at its worst moment
+        return Memory(parameters, gradients, states, kept, self._working(candidate, batch))
 
 
 def ranked(

@@ -12,6 +12,8 @@ from math import gcd, prod
 
 from vescale_dtensor import InterleavedShard, Placement, Shard
 
+from .held import Holding
+
 Span = tuple[int, int]
 """First and past-the-last in feature of a sink."""
 
@@ -248,6 +250,8 @@ class Structure:
         position_dim: of the residual stream, along which sequence parallelism splits; None where a position reaches
             others outside the groups, or nothing is known of positions.
         stream_entries: modules whose output starts the residual stream.
+        holding: bytes of a number -> what a step in such numbers holds on to; without those that the model could not
+            be run in.
     """
 
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
@@ -263,6 +267,7 @@ class Structure:
     coupled: tuple[str, ...] = ()
     position_dim: int | None = None
     stream_entries: tuple[str, ...] = ()
+    holding: Mapping[int, Holding] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def parameters(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ..candidates import Candidate
+from ..held import Amount
 from .hardware import Hardware
 from .sizes import Sizes
 
@@ -26,7 +27,8 @@ class Memory:
     """Bytes of one rank at the peak of a step, by what they are for.
 
     Arguments:
-        gathered: parameters that ZeRO-3 gathers, and what a block takes while it is computed again.
+        gathered: parameters that are gathered or made narrow, gradients on their way, what the optimizer takes, and in
+            a pipeline what a block's backward takes.
     """
 
     parameters: int
@@ -41,38 +43,121 @@ class Memory:
 
 
 def memory_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Memory:
-    """The fullest rank of the first stage, which holds most microbatches.
+    """The fullest rank of the first stage, which holds most microbatches; AdamW on parameters in fp32.
 
-    AdamW on parameters in fp32; activations in the hardware's training dtype (arXiv 2205.05198, section 4, counts
-    the same way; here the widths are those that probing found).
+    Activations are what a step without values held on to, in numbers of the hardware's training dtype, position by
+    position; of a model that did not run without values, what contractions of these widths keep (arXiv 2205.05198,
+    section 4, counts the same way).
     """
-    spread = ceil(sizes.experts / candidate.ep / candidate.pp)
-    dense = ceil((sizes.held - sizes.experts) / candidate.pp)
-    again = 1 if candidate.ep > 1 else candidate.sharded  # ZeRO goes over the axis that the experts are spread over
+    held = Held(sizes, candidate, hardware, batch, seq)
+    return held.in_stages() if candidate.pp > 1 else held.alone()
 
-    def part(stage: int, size: int) -> int:
-        if candidate.zero < stage:
-            return (dense + spread) * size
-        return dense * size // candidate.sharded + spread * size // again
 
-    positions = ceil(batch / candidate.dp / candidate.microbatches) * seq
-    in_flight = min(candidate.microbatches, candidate.pp)
-    kept = _kept_per_position(sizes, candidate) * hardware.itemsize
-    logits = positions * sizes.entries // candidate.tp * 4 * LOGITS
-    gathered = (dense + spread) * 4 if candidate.zero == 3 else 0  # a stage gathers a block once a step, and keeps it
-    if candidate.pp == 1:
-        gathered = 2 * gathered // max(1, sizes.blocks)
-    if candidate.checkpointing:
-        whole = _kept_per_position(sizes, replace(candidate, checkpointing=False)) * hardware.itemsize
-        block = int(positions * whole / max(1, sizes.blocks))
-        gathered += block if candidate.pp > 1 else max(0, block - logits)  # the loss is behind by then
-    return Memory(
-        parameters=part(3, 4),
-        gradients=part(2, 4) if candidate.pp == 1 else SUMMED * (dense + spread) * 4,
-        states=part(1, STATES),
-        activations=int(positions * in_flight * kept / candidate.pp) + logits,
-        gathered=gathered,
-    )
+class Held:
+    """What one rank holds, and when: of a model dealt out evenly over the candidate's stages, or of a `part` of it."""
+
+    def __init__(
+        self, sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int, part: bool = False
+    ) -> None:
+        self.sizes, self.candidate, self.hardware, self.seq = sizes, candidate, hardware, seq
+        self.positions = ceil(batch / candidate.dp / candidate.microbatches) * seq
+        stages = 1 if part else candidate.pp
+        self.spread = ceil(sizes.experts / candidate.ep / stages)
+        self.dense = ceil((sizes.held - sizes.experts) / stages)
+        self.back = sizes.held_back.get(hardware.itemsize)
+        self.outside = int(sizes.outside)
+        self.block = int(sizes.spread(candidate.ep) - sizes.outside) // max(1, sizes.blocks)
+
+    def part(self, stage: int, size: int) -> int:
+        """Of the parameters, so many bytes each, where ZeRO shards them from `stage` on."""
+        if self.candidate.zero < stage:
+            return (self.dense + self.spread) * size
+        again = 1 if self.candidate.ep > 1 else self.candidate.sharded  # ZeRO goes over the axis experts are spread on
+        return self.dense * size // self.candidate.sharded + self.spread * size // again
+
+    def summed(self) -> int:
+        """Gradients that are held from one microbatch to the next."""
+        if self.candidate.pp > 1:
+            return SUMMED * (self.dense + self.spread) * 4
+        return self.part(2, 4) if self.candidate.microbatches > 1 else 0
+
+    def static(self) -> int:
+        """What is held whatever runs."""
+        return self.part(3, 4) + self.part(1, STATES) + self.summed()
+
+    def in_stages(self) -> Memory:
+        """Of a pipeline, whose stages sum gradients all along, and have gathered what they compute with for good."""
+        flight = min(self.candidate.microbatches, self.candidate.pp)
+        return Memory(
+            parameters=self.part(3, 4),
+            gradients=self.summed(),
+            states=self.part(1, STATES),
+            activations=int(flight * self.kept() / self.candidate.pp + self.loss()),
+            gathered=((self.dense + self.spread) * 4 if self.candidate.zero == 3 else 0) + int(self.again()),
+        )
+
+    def alone(self) -> Memory:
+        """Of the worst moment: at the loss, in the last block's backward, in the first one's, at its end, and in the
+        optimizer, which on a GPU makes roots of all second moments at once."""
+        narrow = self.hardware.itemsize if self.hardware.itemsize < 4 or self.candidate.zero == 3 else 0
+        gathered = (2 * self.block + self.outside) * narrow
+        spread, gloo = self.candidate.dp > 1, self.hardware.backend == "gloo"
+        outside, block = (self.outside * 4, self.block * 4) if spread else (0, 0)
+        sums = int(gloo and self.candidate.dp > 2)  # it adds up in as much again, and gathers so; two ranks exchange
+        late = int(spread and self.candidate.zero > 1)  # whole gradients on their way to be shards
+        stepped = 0 if gloo else self.part(1, 4)
+        if gloo and self.candidate.zero in (1, 2):
+            stepped = (1 + sums) * self.part(3, 4) - self.part(2, 4)
+        summed, gradients = self.summed(), self.part(2, 4)
+        moments = (
+            (summed, self.kept() + self.loss(), gathered + outside),  # the head's gradient comes first
+            (summed, self.kept() + self.again(), gathered + outside + block * (1 + sums)),
+            (gradients, self.first(), gathered + late * (outside + block) + sums * block),
+            (gradients, self.tail(), gathered + late * outside + sums * outside),
+            (gradients, 0.0, stepped),
+        )
+        held, kept, more = max(moments, key=sum)
+        return Memory(self.part(3, 4), held, self.part(1, STATES), int(kept), int(more))
+
+    def kept(self) -> float:
+        """Of all blocks."""
+        if self.back is None:
+            return self.positions * _kept_per_position(self.sizes, self.candidate) * self.hardware.itemsize
+        return self._at(self.back.streams if self.candidate.checkpointing else self.back.kept)
+
+    def loss(self) -> float:
+        """Beyond what blocks keep, until the last one's backward."""
+        if self.back is None:
+            return self.positions * self.sizes.entries // self.candidate.tp * 4 * LOGITS
+        return self._most(self.back.loss)
+
+    def again(self) -> float:
+        """In the last block's backward, beyond what blocks keep."""
+        if self.back is not None:
+            last = self.back.last
+            return self._most(last.backward) - self._at(last.stream if self.candidate.checkpointing else last.kept)
+        if not self.candidate.checkpointing:
+            return 0.0
+        whole = _kept_per_position(self.sizes, replace(self.candidate, checkpointing=False))
+        return self.positions * whole * self.hardware.itemsize / max(1, self.sizes.blocks)
+
+    def first(self) -> float:
+        """In the first block's backward."""
+        return (
+            self.again() + self.kept() / self.sizes.blocks
+            if self.back is None
+            else self._most(self.back.first.backward)
+        )
+
+    def tail(self) -> float:
+        """After it."""
+        return 0.0 if self.back is None else self._most(self.back.tail)
+
+    def _at(self, amount: Amount) -> float:
+        return amount.at(self.positions, self.seq, self.candidate.tp, self.candidate.sp)
+
+    def _most(self, amounts: tuple[Amount, ...]) -> float:
+        return max(map(self._at, amounts), default=0.0)
 
 
 def _kept_per_position(sizes: Sizes, candidate: Candidate) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
+from ..held import Amount, Block, summed
 from ..structure import Structure
 from ..tensor_plan import split_parameters
 
@@ -44,6 +45,24 @@ class Branch:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a step of a structure, or of a part of one, holds on to.
+
+    Arguments:
+        kept, streams: of all blocks together: for backward, and where they are computed again.
+        first, last: blocks.
+        loss, tail: see `Holding`; of a part without the last block `loss` is empty.
+    """
+
+    kept: Amount
+    streams: Amount
+    first: Block
+    last: Block
+    loss: tuple[Amount, ...]
+    tail: tuple[Amount, ...]
+
+
+@dataclass(frozen=True)
 class Sizes:
     """A structure, or a part of one, at one degree.
 
@@ -54,6 +73,8 @@ class Sizes:
         contractions, branches: how often each occurs.
         entries: of the largest head.
         blocks: repeated blocks, 1 at least.
+        outside: numbers that one rank of the tensor axis holds in no block.
+        held_back: bytes of a number -> what a step holds on to, see `Kept`; empty where that is not known.
     """
 
     tp: int
@@ -64,6 +85,8 @@ class Sizes:
     branches: Mapping[Branch, int]
     entries: int
     blocks: int
+    outside: float = 0.0
+    held_back: Mapping[int, Kept] = field(default_factory=dict)
 
     @property
     def held(self) -> float:
@@ -82,14 +105,24 @@ def sizes_of(structure: Structure, tp: int) -> Sizes:
 
 def parts_of(structure: Structure, tp: int) -> tuple[Sizes, ...]:
     """The same by parts, one per repeated block; what lies around blocks belongs to the one before, or to the first."""
-    numbers = {name: at for at, name in enumerate(structure.block_names)}
-    of, part = {}, 0
+    numbers, of, part = _inside(structure), {}, 0
     for name in structure.shapes:  # in the order of registration, in which pipelines are cut too
-        pieces = name.split(".")
-        inside = [numbers.get(".".join(pieces[:size]), 0) for size in range(1, len(pieces))]
-        part = max(part, *inside) if inside else part
+        part = max(part, numbers.get(name, 0))
         of[name] = part
-    return _counted(structure, tp, of, [int(bool(numbers))] * max(1, len(numbers)))
+    return _counted(structure, tp, of, [int(bool(numbers))] * max(1, len(structure.block_names)))
+
+
+def _inside(structure: Structure) -> dict[str, int]:
+    """Parameter -> the place of the block that it is in; not those that are in none."""
+    places = {name: at for at, name in enumerate(structure.block_names)}
+    found = {}
+    for name in structure.shapes:
+        end = name.find(".")
+        while end >= 0:
+            if (at := places.get(name[:end])) is not None:
+                found[name] = at
+            end = name.find(".", end + 1)
+    return found
 
 
 def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Sequence[int]) -> tuple[Sizes, ...]:
@@ -101,13 +134,16 @@ def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Seque
     heads = {one.parameter for one in structure.heads}
     chosen = {name: one.chosen for one in structure.experts for name in one.parameters}
     parts = range(len(blocks))
-    whole, cut, experts, entries = ([0] * len(blocks) for _ in range(4))
+    whole, cut, experts, entries, outside = ([0] * len(blocks) for _ in range(5))
+    inside = _inside(structure)
     contractions: list[Counter[Contraction]] = [Counter() for _ in parts]
     branches: list[Counter[Branch]] = [Counter() for _ in parts]
     for name, shape in structure.shapes.items():
         if name not in again:
             count = prod(shape)
             (cut if name in split else whole)[of[name]] += count
+            if name not in inside:
+                outside[of[name]] += count / tp if name in split else count
             if name in stacked:
                 experts[of[name]] += count / tp if name in split else count
     for one in structure.matrices:
@@ -124,7 +160,35 @@ def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Seque
         met = chosen.get(group.sink, int(group.experts > 0))
         branch = Branch(width, group.features, inner, group.sink in split, group.positions_meet, met)
         branches[of[group.sink]][branch] += 1
+    back = _held_back(structure, of, len(blocks))
     return tuple(
-        Sizes(tp, whole[at], cut[at], experts[at], contractions[at], branches[at], entries[at], max(1, blocks[at]))
+        Sizes(
+            tp,
+            whole[at],
+            cut[at],
+            experts[at],
+            contractions[at],
+            branches[at],
+            entries[at],
+            max(1, blocks[at]),
+            outside[at],
+            back[at],
+        )
         for at in parts
     )
+
+
+def _held_back(structure: Structure, of: Mapping[str, int], count: int) -> list[dict[int, Kept]]:
+    """Per part; nothing where a part has no block."""
+    names = structure.block_names
+    parts: list[dict[int, Kept]] = [{} for _ in range(count)]
+    for itemsize, holding in structure.holding.items():
+        if not names or any(name not in holding.blocks for name in names):
+            continue
+        for at in range(count):
+            own = [holding.blocks[name] for name in (names if count == 1 else names[at : at + 1])]
+            is_last = at == count - 1
+            loss = holding.loss if is_last else ()
+            kept, streams = (summed(getattr(one, name) for one in own) for name in ("kept", "stream"))
+            parts[at][itemsize] = Kept(kept, streams, own[0], own[-1], loss, holding.tail)
+    return parts

@@ -49,6 +49,17 @@ class Sample:
 
         return map_tensors((self.args, dict(self.kwargs)), grow)
 
+    def longer(self, times: int) -> Sample:
+        """The row with its positions so many times over."""
+        positions = self.positions
+
+        def grow(tensor: Tensor) -> Tensor:
+            if tensor.ndim < 2 or tensor.shape[1] != positions:
+                return tensor
+            return tensor.repeat(1, times, *[1] * (tensor.ndim - 2))
+
+        return Sample(*map_tensors((self.args, dict(self.kwargs)), grow))
+
     @property
     def alike(self) -> int:
         """Tensors of integers that are the same when they are turned by one position."""

@@ -11,7 +11,9 @@ from torch import nn
 from ..._experts.structure import stacked_experts
 from ..progress import Bar
 from ..structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
+from ..tensor_plan import split_parameters
 from .calls import Call, Findings, Influence, Key, Site
+from .holding import holding_of
 from .probe import probe
 from .sample import Sample
 
@@ -27,7 +29,7 @@ def structure_of(model: nn.Module, sample: Sample, bar: Bar | None = None) -> St
         group for sink in sorted(pairs, key=lambda key: found.calls[key].order) for group in _group(found, sink, pairs)
     )
     groups = _everywhere(groups, found.like)
-    return Structure(
+    structure = Structure(
         shapes=dict(_shapes(model)),
         modules=tuple(name for name, _ in model.named_modules() if name),
         groups=groups,
@@ -42,6 +44,8 @@ def structure_of(model: nn.Module, sample: Sample, bar: Bar | None = None) -> St
         position_dim=_position_dim(found, pairs),
         stream_entries=_entries(found),
     )
+    split = split_parameters(structure, min(structure.degrees)) if structure.degrees else ()
+    return replace(structure, holding=holding_of(model, sample, found.chains, split))
 
 
 def _shapes(model: nn.Module):

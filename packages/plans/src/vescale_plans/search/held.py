@@ -1,0 +1,60 @@
+"""What a step holds on to, as numbers: bytes of activations per position, and the worst moments of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Amount(NamedTuple):
+    """Bytes of activations.
+
+    Arguments:
+        whole, split: per position, on every rank of the tensor axis or split by it.
+        whole_meet, split_meet: per position and position that it meets.
+        fixed: whatever rows and positions.
+        meet: per pair of positions, whatever rows: a mask.
+    """
+
+    whole: float = 0.0
+    split: float = 0.0
+    whole_meet: float = 0.0
+    split_meet: float = 0.0
+    fixed: float = 0.0
+    meet: float = 0.0
+
+    def plus(self, other: Amount, times: float = 1.0) -> Amount:
+        return Amount(*(one + times * more for one, more in zip(self, other)))
+
+    def at(self, positions: float, seq: int, tp: int, sp: bool = False) -> float:
+        """Bytes of one rank with so many positions in rows of `seq`; under `sp` what is whole is split by position."""
+        whole, split = self.whole + seq * self.whole_meet, self.split + seq * self.split_meet
+        return positions * (whole / (tp if sp else 1) + split / tp) + self.fixed + seq * seq * self.meet
+
+
+@dataclass(frozen=True)
+class Block:
+    """One kind of block: what it keeps for backward, what it hands on, and the worst moments of its backward, of what
+    is held beyond what the blocks before it keep."""
+
+    kept: Amount
+    stream: Amount
+    backward: tuple[Amount, ...]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Of a model: its blocks by name, and the worst moments of what is held beyond what they keep, between the last
+    block's forward and its backward, and after the first block's backward."""
+
+    blocks: Mapping[str, Block]
+    loss: tuple[Amount, ...]
+    tail: tuple[Amount, ...]
+
+
+def summed(amounts: Iterable[Amount]) -> Amount:
+    total = Amount()
+    for one in amounts:
+        total = total.plus(one)
+    return total

@@ -1,0 +1,274 @@
+"""What a training step holds on to: counted, tensor by tensor, from one step of a few blocks without values.
+
+The model itself is run, forward and backward, on meta tensors, with as many rows as two and as four; what grows with
+the rows is an activation, what does not is the size of a parameter. A tensor lies between the tensor axis's matrices,
+and is split by it, if it comes out of a split matrix and has not met the next one yet. So nothing is assumed about
+attention, norms, gates or the loss: they keep what they keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from ..._apply.containers import map_tensors
+from ..._dry.meta_attention import fused
+from ..._dry.meter import Meter
+from ..held import Amount, Block, Holding, summed
+from .blocks import Chain, hand_on
+from .model import first_tensor, on_meta
+from .sample import Sample
+
+ROWS, LONGER = (2, 4), 2
+DTYPES = (torch.float32, torch.bfloat16)
+LABELS = "labels"
+LOOKUPS = (torch.ops.aten.embedding,)
+
+
+def holding_of(model: nn.Module, sample: Sample, chains: Sequence[Chain], split: Collection[str]) -> dict[int, Holding]:
+    """Bytes of a number -> what is held when the model computes in such numbers; without those in which it does not run
+    on tensors without values, or makes nothing that a loss can be made of.
+
+    Arguments:
+        split: parameters that the tensor axis splits.
+    """
+    stand_ins = {name: like for chain in chains for name, like in chain.skipped.items()}
+    found: dict[int, Holding] = {}
+    try:
+        ran = on_meta(model, stand_ins)
+        for parameter in ran.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        hand_on(ran, chains)
+        names = [name for chain in chains for name in chain.names if name not in stand_ins]
+        for dtype in DTYPES:
+            runs = [_Run(ran.to(dtype), sample, names, split, dtype, rows) for rows in ROWS]
+            if (held := _summed(*runs, _longer(ran, sample, names, split, dtype), sample.positions or 1)) is not None:
+                found[dtype.itemsize] = _everywhere(held, chains)
+    except Exception:  # of the model's own code: what it is cannot be known, and the formula stands in
+        return found
+    return found
+
+
+def _longer(ran: nn.Module, sample: Sample, names: Sequence[str], split: Collection[str], dtype) -> _Run | None:
+    """With more positions; None where that many do not go in."""
+    try:
+        return _Run(ran, sample.longer(LONGER), names, split, dtype, ROWS[1])
+    except Exception:
+        return None
+
+
+def _everywhere(held: Holding, chains: Sequence[Chain]) -> Holding:
+    """With blocks that did not run as the last of their kind that did."""
+    blocks = {}
+    for chain in chains:
+        like: dict[int, str] = {}
+        for name, kind in zip(chain.names, chain.kinds):
+            if name in held.blocks:
+                like[kind] = name
+            if kind in like:
+                blocks[name] = held.blocks[like[kind]]
+    return replace(held, blocks=blocks)
+
+
+class _Fused(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is F.scaled_dot_product_attention and not (kwargs or {}).get("dropout_p"):
+            return fused(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Item:
+    size: int
+    born: int
+    split: bool
+    died: int | None = None
+    kind: str = ""
+
+
+class _Log(Meter):
+    """Storages in the order in which they appear, when they end, and what happens in between."""
+
+    def __init__(self, split: Collection[int]) -> None:
+        super().__init__()
+        self.items: list[_Item] = []
+        self.at: dict[int, int] = {}
+        self.now = 0
+        self._weights, self._mark = split, False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        keys = [one.untyped_storage()._cdata for one in _tensors((args, kwargs or {}))]
+        marked = any(self.items[self.at[key]].split for key in keys if key in self.at)
+        if any(key in self._weights for key in keys):
+            marked = not marked and function.overloadpacket not in LOOKUPS
+        self._mark = marked
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def _add(self, key: int, kind: str, size: int) -> None:
+        self._known[key] = (kind, size)
+        self.at[key] = len(self.items)
+        self.items.append(_Item(size, self.now, self._mark))
+        self.now += 1
+
+    def _forget(self, key: int) -> None:
+        self._known.pop(key)
+        self.items[self.at.pop(key)].died = self.now
+        self.now += 1
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [one for one in tree_iter(value) if isinstance(one, Tensor)]
+
+
+class _Run:
+    """One step. `spans`: block -> [forward begins, ends, backward begins, ends]; `streams`: block -> item."""
+
+    def __init__(self, ran, sample, names, split, dtype, rows) -> None:
+        ran.zero_grad(set_to_none=True)
+        named = dict(ran.named_parameters(remove_duplicate=False))
+        log = self.log = _Log({named[n].untyped_storage()._cdata for n in split if n in named and named[n].ndim > 1})
+        self.spans: dict[str, list[int]] = {}
+        self.streams: dict[str, int] = {}
+        args, kwargs = sample.repeat(rows)
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.to("meta", dtype) if t.is_floating_point() else t)
+        if LABELS in signature(ran.forward).parameters and LABELS not in kwargs and "input_ids" in kwargs:
+            kwargs[LABELS] = kwargs["input_ids"]
+        with ExitStack() as stack:
+            for name in names:
+                for hook in self._watch(name, ran.get_submodule(name)):
+                    stack.callback(hook.remove)
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_Fused())
+            for parameter in ran.parameters():
+                log._known[parameter.untyped_storage()._cdata] = ("host", 0)
+                log.at[parameter.untyped_storage()._cdata] = len(log.items)
+                log.items.append(_Item(0, -1, False, kind="parameter"))
+            stack.enter_context(log)
+            loss = _loss(ran(*args, **kwargs), rows)
+            self.lost = log.now
+            loss.backward()
+            self.done = log.now
+            for parameter in ran.parameters():
+                if parameter.grad is not None:
+                    log.items[log.at[parameter.grad.untyped_storage()._cdata]].kind = "gradient"
+
+    def _watch(self, name: str, block: nn.Module) -> tuple:
+        log = self.log
+
+        def enter(_, args, kwargs):
+            self.spans[name] = [log.now, -1, -1, -1]
+            entered = first_tensor((args, kwargs))
+            if entered is not None and entered.requires_grad:
+                entered.register_hook(lambda _: self._set(name, 3))
+
+        def leave(_, args, output):
+            self._set(name, 1)
+            left = first_tensor(output)
+            self.streams[name] = log.at.get(left.untyped_storage()._cdata, -1)
+            left.register_hook(lambda _: self._set(name, 2))
+
+        return block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)
+
+    def _set(self, name: str, place: int) -> None:
+        self.spans[name][place] = self.log.now
+
+
+def _loss(output: Any, rows: int) -> Tensor:
+    found = _floats(output)
+    for one in found:
+        if not one.ndim:
+            return one
+    first = found[0]
+    if first.ndim > 1:
+        flat = first.flatten(0, -2).float()
+        return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.long))
+    return first.float().square().mean()
+
+
+def _floats(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(value, lambda tensor: found.append(tensor) or tensor)
+    return [one for one in found if one.is_floating_point()]
+
+
+def _summed(few: _Run, many: _Run, longer: _Run | None, positions: int) -> Holding | None:
+    if len(few.log.items) != len(many.log.items) or list(few.spans) != list(many.spans):
+        return None
+    if longer is not None and len(longer.log.items) != len(many.log.items):
+        longer = None
+    thirds = longer.log.items if longer is not None else [None] * len(many.log.items)
+    amounts = [_amount(*three, positions) for three in zip(few.log.items, many.log.items, thirds)]
+    items = many.log.items
+    spans = sorted(many.spans.items(), key=lambda one: one[1][0])
+    inside: dict[str, Amount] = {}
+    for name, (start, stop, *_) in spans:
+        inside[name] = summed(
+            amount
+            for amount, one in zip(amounts, items)
+            if start <= one.born < stop and not one.kind and (one.died is None or one.died > many.lost)
+        )
+    changes = sorted(
+        [(one.born, amount, 1) for amount, one in zip(amounts, items) if not one.kind]
+        + [(one.died, amount, -1) for amount, one in zip(amounts, items) if not one.kind and one.died is not None],
+        key=lambda each: each[0],
+    )
+    phases: dict[tuple, list[Amount]] = {}
+    live = Amount()
+    for time, amount, sign in changes:
+        if time > many.done:
+            break
+        live = live.plus(amount, sign)
+        below, key = Amount(), ("tail",)
+        for name, (start, stop, back, end) in spans:
+            if start <= time < stop:
+                key = ("forward", name)
+                break
+            if back <= time < end:
+                key = ("backward", name)
+                break
+            if time >= stop and time < back:
+                below = below.plus(inside[name])
+                key = ("loss",)
+        phases.setdefault(key, []).append(live.plus(below, -1))
+    blocks = {
+        name: Block(
+            inside[name],
+            amounts[many.streams[name]],
+            _worst(phases.get(("backward", name), ())),
+        )
+        for name, _ in spans
+    }
+    return Holding(blocks, _worst(phases.get(("loss",), ())), _worst(phases.get(("tail",), ())))
+
+
+def _amount(few: _Item, many: _Item, longer: _Item | None, positions: int) -> Amount:
+    """From one tensor's sizes with two and four rows, and with four of twice the positions."""
+    low, high = ROWS
+    row = (many.size - few.size) / (high - low)
+    fixed = max(0.0, many.size - high * row)
+    square = meeting = 0.0
+    if longer is not None and row:
+        square = max(0.0, (longer.size - fixed) / high - LONGER * row) / (LONGER * (LONGER - 1) * positions**2)
+    elif longer is not None and longer.size >= LONGER**2 * fixed:
+        fixed, meeting = 0.0, fixed / positions**2
+    each = row / positions - square * positions
+    parts = (0.0, each, 0.0, square) if many.split else (each, 0.0, square, 0.0)
+    return Amount(*parts, fixed, meeting)
+
+
+def _worst(amounts: Sequence[Amount]) -> tuple[Amount, ...]:
+    """Those that no other is as large as in every part."""
+    kept: list[Amount] = []
+    for one in sorted({Amount(*(round(part, 3) for part in amount)) for amount in amounts}, reverse=True):
+        if not any(all(k >= o for k, o in zip(other, one)) for other in kept):
+            kept.append(one)
+    return tuple(kept)

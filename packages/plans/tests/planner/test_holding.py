@@ -1,0 +1,81 @@
+"""What a step holds on to, counted from one step without values, against dry runs of whole plans."""
+
+import pytest
+import torch
+
+from vescale_plans import Precision, dry_run
+from vescale_plans.search import Candidate, hardware_of, memory_of, plan_of, sample_of, sizes_of, structure_of
+
+ROWS, POSITIONS = 4, 64
+MARGIN = 0.10
+PLANS = {
+    "one device": {},
+    "accumulated": {"microbatches": 2},
+    "recomputed": {"checkpointing": True},
+    "data": {"dp": 2},
+    "tensor": {"tp": 2},
+}
+
+
+def built(**more):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "use_cache": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **more))
+    ids = torch.randint(512, (ROWS, POSITIONS))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    model, batch = built()
+    return model, batch, structure_of(model, sample_of(model, batch))
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def off(llama, candidate, narrow=False):
+    model, batch, structure = llama
+    plan = plan_of(structure, candidate).override(precision=Precision(torch.bfloat16) if narrow else None)
+    hardware = hardware_of("cpu").computing(2 if narrow else 4)
+    closed = memory_of(sizes_of(structure, candidate.tp), candidate, hardware, ROWS, POSITIONS)
+    return closed.total / dry_run(plan, model, batch, adamw, backend="gloo").peak - 1
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_closed_form_is_near_the_dry_run(llama, plan):
+    assert abs(off(llama, Candidate(**PLANS[plan]))) <= MARGIN
+
+
+def test_a_model_that_did_not_run_without_values_is_priced_all_the_same():
+    class Reads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x if x.sum().item() != 0 else -x
+
+    model = Reads()
+    structure = structure_of(model, sample_of(model, torch.ones(1, 4, 8)))
+    assert not structure.holding
+    assert memory_of(sizes_of(structure, 1), Candidate(), hardware_of("cpu"), 2, 4).total >= 16 * structure.parameters
+
+
+def test_what_meets_every_position_grows_with_its_square():
+    """Scores of attention in elementary steps; of a fused kernel there are none."""
+    held = {}
+    for way in ("eager", "sdpa"):
+        model, _ = built(attn_implementation=way)
+        kept = sizes_of(structure_of(model, sample_of(model)), 1).held_back[4].kept
+        held[way] = kept.at(4096, 4096, 1) / kept.at(512, 512, 1)
+    assert held["eager"] > 20
+    assert held["sdpa"] == pytest.approx(8, rel=0.02)
