@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks._group_methods import direct
 from benchmarks._llama_blocks import RMSNorm, Sizes, rotate, shard_dim
 
 
@@ -22,7 +23,7 @@ def all_gather_tokens(x, group, ranks):
     """[batch, tokens / ranks, hidden] -> [batch, tokens, hidden]"""
     batch, tokens, hidden = x.shape
     out = x.new_empty((ranks * batch, tokens, hidden))
-    group._allgather_base(out, x.contiguous()).wait()
+    direct(type(group), "_allgather_base")(group, out, x.contiguous()).wait()
     by_rank = out.view(ranks, batch, tokens, hidden).transpose(0, 1)
     return by_rank.reshape(batch, ranks * tokens, hidden)
 
@@ -34,7 +35,7 @@ def reduce_scatter_tokens(x, group, ranks):
     by_rank = x.view(batch, ranks, local, hidden).transpose(0, 1)
     summand = by_rank.reshape(ranks * batch, local, hidden)
     out = x.new_empty((batch, local, hidden))
-    group._reduce_scatter_base(out, summand).wait()
+    direct(type(group), "_reduce_scatter_base")(group, out, summand).wait()
     return out
 
 

@@ -10,8 +10,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import ReduceOp, group
+from torch.distributed import ProcessGroup, ReduceOp, group
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from benchmarks._group_methods import direct
+
+_all_gather = direct(ProcessGroup, "_allgather_base")
+_all_to_all = direct(ProcessGroup, "alltoall_base")
+_all_reduce = direct(ProcessGroup, "allreduce")
 
 SHARD_DIM = {
     "embed_tokens": 0, "lm_head": 0, "q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1,
@@ -23,7 +29,7 @@ def all_gather_tokens(x, ranks):
     """[batch, tokens / ranks, hidden] -> [batch, tokens, hidden]"""
     batch, tokens, hidden = x.shape
     out = x.new_empty((ranks * batch, tokens, hidden))
-    group.WORLD._allgather_base(out, x.contiguous()).wait()
+    _all_gather(group.WORLD, out, x.contiguous()).wait()
     return out.view(ranks, batch, tokens, hidden).transpose(0, 1).reshape(batch, ranks * tokens, hidden)
 
 
@@ -35,7 +41,7 @@ def reduce_scatter_tokens(x, ranks):
     batch, tokens, hidden = x.shape
     parts = x.view(batch, ranks, tokens // ranks, hidden).transpose(0, 1).contiguous()
     out = torch.empty_like(parts)
-    group.WORLD.alltoall_base(out, parts, [], []).wait()
+    _all_to_all(group.WORLD, out, parts, [], []).wait()
     return out.sum(0) if ranks > 2 else out[0] + out[1]
 
 
@@ -75,7 +81,7 @@ class VocabularyLoss(torch.autograd.Function):
     def forward(ctx, logits, targets, rank):
         words = logits.shape[1]
         highest = logits.amax(-1)
-        group.WORLD.allreduce([highest], ReduceOp.MAX).wait()
+        _all_reduce(group.WORLD, [highest], ReduceOp.MAX).wait()
         mine = targets - rank * words
         absent = (mine < 0) | (mine >= words)
         mine = mine.masked_fill(absent, 0)
@@ -83,7 +89,7 @@ class VocabularyLoss(torch.autograd.Function):
         chosen = shifted.gather(1, mine.unsqueeze(1)).squeeze(1).masked_fill(absent, 0.0)
         powers = shifted.exp_()
         sums = torch.stack((chosen, powers.sum(-1)))
-        group.WORLD.allreduce([sums]).wait()
+        _all_reduce(group.WORLD, [sums]).wait()
         counts = targets != -100
         number = counts.sum()
         losses = (sums[1].log() - sums[0]).masked_fill(~counts, 0.0)
@@ -147,7 +153,7 @@ def sum_norm_gradients(model: nn.Module) -> None:
     """Over ranks: a norm saw the tokens of its rank only."""
     gradients = [p.grad for p in model.parameters() if p.ndim == 1]
     flat = torch.cat(gradients)
-    group.WORLD.allreduce([flat]).wait()
+    _all_reduce(group.WORLD, [flat]).wait()
     at = 0
     for gradient in gradients:
         gradient.copy_(flat[at : at + gradient.numel()])
