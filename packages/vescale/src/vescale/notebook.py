@@ -149,9 +149,10 @@ def _compiled(shell: Shell, cell: str) -> tuple[types.CodeType, types.CodeType |
     text = shell.transform_cell(cell)
     name = shell.compile.cache(text, raw_code=cell)
     tree = ast.parse(text, name)
-    last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not text.rstrip().endswith(";"):
-        last = compile(ast.Expression(tree.body.pop().value), name, "eval")
+    last, end = None, tree.body[-1] if tree.body else None
+    if isinstance(end, ast.Expr) and not text.rstrip().endswith(";"):
+        del tree.body[-1]
+        last = compile(ast.Expression(end.value), name, "eval")
     return compile(tree, name, "exec"), last
 
 
