@@ -383,7 +383,7 @@ class Buffer:
         gradient = gradient.detach() if gradient.requires_grad else gradient
         if i in self.filled:
             slot.gradient.add_(gradient)
-        elif gradient.layout is torch.strided:
+        elif gradient.layout is torch.strided and gradient.shape == slot.shape:
             torch.add(gradient, 0, out=slot.gradient)  # a copy in which no zero is negative
         else:
             slot.gradient.zero_().add_(gradient)
