@@ -27,7 +27,7 @@ def test_a_wrong_number_is_told():
     assert outcome.wrong(found).keys() == {"by scale", "moved by scale"}
 
 
-@pytest.mark.parametrize("name, case", slice_of(CASES, 40))
+@pytest.mark.parametrize("name, case", slice_of(CASES, 80))
 def test_it_is_right(name, case):
     found = run.tried(name, case)
     assert found["outcome"] == run.RIGHT, found
