@@ -45,6 +45,7 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     calls: collections.Counter[str] = field(default_factory=collections.Counter, repr=False)
     _model: nn.Module | None = field(default=None, repr=False)
+    _said: tuple[int | None, dict[str, tuple[str, ...]]] | None = field(default=None, repr=False)
 
     def count(self, **wanted: object) -> int:
         """How many collectives match: `trace.count(kind="all_gather", direction="forward")`.
@@ -64,11 +65,7 @@ class Trace:
     @property
     def least(self) -> int | None:
         """Collectives that the plan's cut weights need for the calls that were traced; None without a plan."""
-        installed = getattr(self._model, "_vescale", None)
-        if installed is None:
-            return None
-        backward = any(event.cause.direction == "backward" for event in self.events)
-        return installed.least(self._model, self.calls, backward)
+        return self._says()[0]
 
     def advice(self) -> Report:
         """What was sent beside what the plan's cut weights need: for each line that sends more the cause, and the
@@ -76,8 +73,18 @@ class Trace:
 
         Gradient syncs and gathers of sharded parameters are not looked at, nor what was asked for.
         """
+        return report(self.events, *self._says())
+
+    def _says(self) -> tuple[int | None, dict[str, tuple[str, ...]]]:
+        """What the model's plan says: the least, and where it leaves sums open."""
         installed = getattr(self._model, "_vescale", None)
-        return report(self.events, self.least, {} if installed is None else installed.open_sums(self._model))
+        if installed is None:
+            return self._said or (None, {})
+        backward = any(event.cause.direction == "backward" for event in self.events)
+        return installed.least(self._model, self.calls, backward), installed.open_sums(self._model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_model": None, "_said": self._says()}  # a parallelized model stays in its process
 
     def __len__(self) -> int:
         return self.count()

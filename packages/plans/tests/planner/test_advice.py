@@ -69,8 +69,8 @@ def step(boundaries, last=None):
     model, _ = parallelize(plan, Model(last and last()))
     with comm_trace(model) as trace:
         model(IDS).backward()
-    assert pickle.loads(pickle.dumps(trace.events)) == trace.events  # as ranks send them to one another
     said = trace.advice()
+    assert str(pickle.loads(pickle.dumps(trace)).advice()) == str(said)  # as ranks send traces to one another
     return (
         said.sent,
         said.least,
