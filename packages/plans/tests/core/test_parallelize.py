@@ -142,6 +142,29 @@ def test_gradients_read_between_are_whole_and_stay_right():
     run_ranks(4, run)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("way", ["dropped", "replaced", "with a graph"])
+def test_gradients_that_a_user_drops_or_replaces_between_paused_backwards_are_one_devices(way, zero):
+    def run():
+        torch.manual_seed(0)
+        one = Net()
+        many, _ = parallelize(PLAN.override(zero=zero), copy.deepcopy(one), None)
+        for model in (one, many):
+            for seed in range(4):
+                with no_sync(many) if seed < 3 else contextlib.nullcontext():
+                    model(*data(seed=seed)).backward(create_graph=way == "with a graph")
+                if seed == 1 and way == "dropped":
+                    model.zero_grad()
+                for parameter in model.parameters() if seed == 1 and way == "replaced" else ():
+                    if parameter.grad is not None:
+                        parameter.grad = torch.full(parameter.shape, 0.5)
+        assert_same_gradients(one, many)
+        for model in (one, many):
+            model.zero_grad()  # a graph of gradients is a cycle
+
+    run_ranks(4, run)
+
+
 def test_a_step_after_paused_backwards_only_reduces_first():
     def run():
         one, many, optimizer = pair(lambda p: torch.optim.SGD(p, lr=0.1))

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -160,8 +160,16 @@ BY_HAND = {  # encoders and decoders: the planner knows tensor parallelism of th
 }  # fmt: skip
 
 
-@cache
 def of_tensors(name):
+    if name not in _of_tensors:  # a cached function would travel to ranks by its module's name
+        _of_tensors[name] = _planned(name)
+    return _of_tensors[name]
+
+
+_of_tensors = {}
+
+
+def _planned(name):
     """With sequence parallelism: Megatron's plan of a Llama, of encoders with decoders by hand, else the planner's."""
     mesh = {"cp": 2, "tp": 2}
     if name.startswith("llama"):

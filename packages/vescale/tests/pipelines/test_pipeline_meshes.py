@@ -155,3 +155,45 @@ def test_zero_3_is_zero_0(kind, virtual, name):
         # Gathered during a call, let go by the backward that releases its gradients, and after evaluation.
         assert all(size > 0 for size in with_zero_3[0::5] + with_zero_3[2::5])
         assert {*with_zero_3[1::5], *with_zero_3[3::5], *with_zero_3[4::5]} == {0}
+
+
+class WithUnused(torch.nn.Module):
+    """Each stage has a parameter that no step uses, which weight decay would change if it had a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.first, self.last = torch.nn.Linear(8, 3), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def train_with_unused(zero=None):
+    torch.manual_seed(0)
+    model, make = WithUnused(), partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    if zero is None:
+        optimizer = make(model.parameters())
+    else:
+        pipeline = vescale.Pipeline(axis="pp", cuts=("blocks.2",), schedule="gpipe", microbatches=2)
+        mesh = {"pp": 2, "dp": 2}
+        plan = vescale.Plan(mesh=mesh, parameters={"*": {}}, pipeline=pipeline, zero=zero)
+        model, optimizer = vescale.parallelize(plan, model, make)
+    for step in range(3):
+        model(torch.randn(8, 8, generator=torch.Generator().manual_seed(step))).backward()
+        unused = [name for name, one in model.named_parameters() if one.grad is None]
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {n: p.detach().full_tensor() if zero is not None else p.detach() for n, p in model.named_parameters()}
+    return unused, whole
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_what_no_step_uses_has_no_gradient(zero):
+    _, wanted = train_with_unused()
+    for unused, found in run_ranks(4, train_with_unused, zero, timeout=200):
+        assert all(name.startswith(("first.", "last.")) for name in unused)
+        for name, one in found.items():
+            torch.testing.assert_close(one, wanted[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")

@@ -115,7 +115,7 @@ class Buffer:
         self._versions: list[int] = []
         self.flat: Tensor | None = None
         self.filled: set[int] = set()  # who has a gradient pending
-        self.came: set[int] = set()  # of these, who got one in the backward that runs
+        self.came: set[int] = set()  # whom autograd has reached in the backward that runs
 
     # --- making -------------------------------------------------------------------------
 
@@ -351,7 +351,6 @@ class Buffer:
                     continue
                 if now is not None:
                     self._put(i, slot, now)
-                    _set_grad(slot.parameter, slot.gradient)
                 else:
                     self.filled.discard(i)  # zero_grad since then
 
@@ -371,22 +370,22 @@ class Buffer:
             self.open_gradients()
         with local_only():
             now = _get_grad(slot.parameter)
-            if now is not slot.gradient:
+            if now is slot.gradient:
+                self.filled.add(i)
+            elif now is not None:  # a Function may hand out none, as a pipeline does for what it did not use
                 self._put(i, slot, now)
-                _set_grad(slot.parameter, slot.gradient)
             slot.part()
-        self.filled.add(i)
         self.came.add(i)
 
     def _put(self, i: int, slot: Slot, gradient: Tensor) -> None:
-        """A gradient that autograd did not add into the buffer; with dispatch off."""
+        """A gradient that is not in the buffer's memory: what the buffer has of the parameter counts no longer. With
+        dispatch off."""
         gradient = gradient.detach() if gradient.requires_grad else gradient
-        if i in self.filled:
-            slot.gradient.add_(gradient)
-        elif gradient.layout is torch.strided and gradient.shape == slot.shape:
+        if gradient.layout is torch.strided and gradient.shape == slot.shape:
             torch.add(gradient, 0, out=slot.gradient)  # a copy in which no zero is negative
         else:
             slot.gradient.zero_().add_(gradient)
+        _set_grad(slot.parameter, slot.gradient)
         self.filled.add(i)
 
     def has_pending(self) -> bool:
@@ -467,17 +466,23 @@ class Buffer:
         """Adds the reduced gradients to what earlier backwards left. `missing`: what this rank did not use."""
         part = self.keep == "part"
         rank = self.sharing.mesh.coordinate[self.lead] if part else 0
+        pieces = []
         for i, slot in enumerate(self.slots):
             if part:
                 low, high = self.packing.held(i, slot.numel, rank)
                 at = slot.start + low - rank * self.packing.part if high > low else 0
-                piece, layout = summed[at : at + high - low], slot.gradient_layout
+                pieces.append(summed[at : at + high - low])
             else:
-                piece = summed[slot.start : slot.start + slot.numel].view(size=slot.shape)
-                layout = slot.reduced_layout
-            if i in missing and not (usage.anywhere(slot) if usage is not None else not _is_negative_zero(piece)):
+                pieces.append(summed[slot.start : slot.start + slot.numel].view(size=slot.shape))
+        if usage is not None:
+            absent = {i for i in missing if not usage.anywhere(self.slots[i])}
+        else:
+            absent = _negative_zeros(pieces, missing)
+        for i, (slot, piece) in enumerate(zip(self.slots, pieces)):
+            if i in absent:
                 continue
             self.settled.append(slot)
+            layout = slot.gradient_layout if part else slot.reduced_layout
             piece = stamp(piece if piece.dtype is self.dtype else piece.to(self.dtype), layout)
             before = slot.parameter.__dict__.get("_settled_grad")
             if before is None:
@@ -511,6 +516,10 @@ def _fill_negative_zero(piece: Tensor) -> None:
     (torch.view_as_real(piece) if piece.is_complex() else piece).fill_(-0.0)
 
 
-def _is_negative_zero(piece: Tensor) -> bool:
-    piece = torch.view_as_real(piece) if piece.is_complex() else piece
-    return bool(((piece == 0) & piece.signbit()).all())
+def _negative_zeros(pieces: Sequence[Tensor], which: Sequence[int]) -> set[int]:
+    """Of these pieces those that are -0.0 throughout. The host waits once, if there are any."""
+    if not which:
+        return set()
+    flat = [torch.view_as_real(pieces[i]) if pieces[i].is_complex() else pieces[i] for i in which]
+    told = torch.stack([((piece == 0) & piece.signbit()).all() for piece in flat]).tolist()
+    return {i for i, is_negative in zip(which, told) if is_negative}
