@@ -163,7 +163,7 @@ def test_an_all_reduce_in_two_halves_is_priced_whole():
     from llama.model import build
 
     model = build(vocab_size=128, hidden_size=64, intermediate_size=176, num_hidden_layers=2)
-    ids, plan = torch.arange(1024).view(8, 128) % 128, library.llama({"tp": 2}, sequence_parallel=False)
+    ids, plan = torch.arange(1024).view(8, 128) % 128, library.llama({"tp": 4}, sequence_parallel=False)
     found = {
         backend: dry_run(plan, model, {"input_ids": ids, "labels": ids}, backend=backend)
         for backend in ("nccl", "gloo")
