@@ -6,6 +6,7 @@ Sums are made in rank order. A collective that is not the same on all ranks is a
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,12 @@ class Work(dist.Work):
     """A call of one rank that may still wait for others."""
 
     def __init__(
-        self, turns: Turns, done: Callable[[], bool], what: str, into: Any = (), end: Callable[[], None] | None = None
+        self,
+        turns: Turns,
+        done: Callable[[], bool],
+        what: Callable[[], str],
+        into: Any = (),
+        end: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._turns, self._done, self._what, self._into, self._end = turns, done, what, into, end
@@ -121,6 +127,11 @@ class Group(dist.ProcessGroup):
         return self._name
 
     pg_name = group_name
+
+    @functools.cached_property
+    def _ranks(self) -> list[int]:
+        """All of the group; looked up on this rank's turn, for another's torch knows its own groups alone."""
+        return dist.get_process_group_ranks(self)
 
     # --- collectives
 
@@ -189,7 +200,7 @@ class Group(dist.ProcessGroup):
                         raise CommunicationError(
                             "all_to_all", f"{part.numel()} elements are sent where {one.numel()} are taken"
                         )
-                    one.copy_(part.view(one.shape))
+                torch.cat([part.reshape(-1) for part in parts], out=place.view(-1))
 
         return self._meet("all_to_all", (tensor, list(gives)), (out, list(gets)), finish)
 
@@ -244,7 +255,7 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         self._board.sent[self._rank, peer, tag].append(tensors[0].detach().clone())
-        return Work(self._turns, lambda: True, "")
+        return Work(self._turns, lambda: True, str)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         queue = self._board.sent[peer, self._rank, tag]
@@ -253,8 +264,8 @@ class Group(dist.ProcessGroup):
             with torch.no_grad():
                 tensors[0].copy_(queue.popleft().view(tensors[0].shape))
 
-        place = dist.get_process_group_ranks(self)[peer]
-        return Work(self._turns, lambda: bool(queue), f"a message of rank {place} (tag {tag})", tensors, end)
+        place = self._ranks[peer]
+        return Work(self._turns, lambda: bool(queue), lambda: f"a message of rank {place} (tag {tag})", tensors, end)
 
     # --- inside
 
@@ -263,8 +274,7 @@ class Group(dist.ProcessGroup):
         meeting = board.open.get(number)
         if meeting is None:
             meeting = board.open[number] = Meeting(kind, finish, self._size)
-        ranks = dist.get_process_group_ranks(self)
-        told = f"{kind}, number {number} of the group of ranks {_short(ranks)}"
+        ranks = self._ranks
         if meeting.kind != kind:
             first = ranks[next(iter(meeting.parts))]
             raise CommunicationError(
@@ -279,7 +289,11 @@ class Group(dist.ProcessGroup):
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
                 meeting.finish([one for one, _ in parts], [one for _, one in parts])
             meeting.done = True
-        return Work(self._turns, lambda: meeting.done, told, wanted)
+
+        def what() -> str:
+            return f"{kind}, number {number} of the group of ranks {_short(ranks)}"
+
+        return Work(self._turns, lambda: meeting.done, what, wanted)
 
 
 def _unknown(name: str) -> Callable[..., Any]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -140,21 +142,52 @@ def owner(module: str, name: str) -> tuple[Any, str]:
     return functools.reduce(getattr, path, importlib.import_module(module)), last
 
 
+class Place:
+    """Names of one module, or attributes of one object: read and written at once, for there are many hand-overs."""
+
+    def __init__(self, path: str, holder: Any, names: list[str]) -> None:
+        self.path, self.names = path, names
+        every = operator.itemgetter(*names, names[0])  # a tuple, where one name would give its value
+        if isinstance(holder, ModuleType):
+            self.read: Callable[[], tuple] = functools.partial(every, vars(holder))
+            self.write: Callable[[Iterable[tuple[str, Any]]], None] = vars(holder).update
+        else:
+            self.read = functools.partial(operator.attrgetter(*names, names[0]), holder)
+            self.write = functools.partial(_set_attributes, holder)
+
+
+def _set_attributes(holder: Any, values: Iterable[tuple[str, Any]]) -> None:
+    for name, value in values:
+        setattr(holder, name, value)
+
+
+@functools.cache
+def _places() -> list[Place]:
+    """Of all names of the tables."""
+    found: dict[tuple[str, int], tuple[Any, list[str]]] = {}
+    for path, names in {**OURS, **TORCHS}.items():
+        for name in names:
+            holder, last = owner(path, name)
+            found.setdefault((path, id(holder)), (holder, []))[1].append(last)
+    return [Place(path, holder, names) for (path, _), (holder, names) in found.items()]
+
+
 class RankState:
     """What one rank has of the process's state, while another runs."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         """Of a rank that has not begun."""
-        modules = {**OURS, **TORCHS}
-        self._slots = [(*owner(m, name), m) for m, names in modules.items() for name in names]
-        self._values = [self._first(holder, path, name) for holder, name, path in self._slots]
+        self._values: list[tuple] = [
+            tuple(self._first(place.path, name, value) for name, value in zip(place.names, place.read()))
+            for place in _places()
+        ]
         self._environment = dict(zip(_ENVIRONMENT, map(str, (rank, rank, ranks, ranks))))
         self._numbers = _numbers()
 
     def enter(self) -> None:
         """The rank runs from now on."""
-        for (holder, name, _), value in zip(self._slots, self._values):
-            setattr(holder, name, value)
+        for place, values in zip(_places(), self._values):
+            place.write(zip(place.names, values))
         for name, value in self._environment.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
@@ -164,7 +197,7 @@ class RankState:
 
     def leave(self) -> None:
         """It does not."""
-        self._values = [getattr(holder, name) for holder, name, _ in self._slots]
+        self._values = [place.read() for place in _places()]
         self._environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         self._numbers = _numbers()
 
@@ -175,9 +208,8 @@ class RankState:
         self.enter()
 
     @staticmethod
-    def _first(holder: Any, path: str, name: str) -> Any:
+    def _first(path: str, name: str, value: Any) -> Any:
         fresh = _FRESH.get((path, name))
-        value = getattr(holder, name)
         if fresh is not None:
             return fresh()
         return value.copy() if isinstance(value, _CONTAINERS) and (path, name) not in _SHARED_TABLES else value

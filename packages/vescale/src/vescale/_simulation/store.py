@@ -31,18 +31,18 @@ class Store(dist.Store):
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         if key not in self._values and _bytes(expected) == _bytes(desired):  # how one asks without waiting
-            self._turns.ask_again(f"the store for {key}")
+            self._turns.ask_again(lambda: f"the store for {key}")
         if self._values.get(key, b"") == _bytes(expected):
             self._values[key] = _bytes(desired)
         return self._values.get(key, _bytes(expected))
 
     def check(self, keys: list[str]) -> bool:
         if not self._has(keys):
-            self._turns.ask_again(f"the store for {', '.join(keys)}")
+            self._turns.ask_again(lambda: f"the store for {', '.join(keys)}")
         return self._has(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._turns.wait_until(lambda: self._has(keys), f"the store for {', '.join(keys)}")
+        self._turns.wait_until(lambda: self._has(keys), lambda: f"the store for {', '.join(keys)}")
 
     def _has(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)

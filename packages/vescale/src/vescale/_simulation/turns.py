@@ -30,7 +30,7 @@ class Wait:
     """What a rank waits for."""
 
     condition: Callable[[], bool]
-    what: str
+    what: Callable[[], str]
     thread: int
     asks: bool = False  # again and again, by itself
 
@@ -85,7 +85,7 @@ class Turns:
 
     # --- waiting
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
         """Others run until `condition` holds.
 
         Raises CommunicationError, on all ranks, where every rank waits for another.
@@ -120,9 +120,9 @@ class Turns:
         if following in (None, rank):
             time.sleep(seconds)
             return
-        self._let(rank, following, Wait(lambda: True, "the debugger", threading.get_ident()))
+        self._let(rank, following, Wait(lambda: True, lambda: "the debugger", threading.get_ident()))
 
-    def ask_again(self, what: str) -> None:
+    def ask_again(self, what: Callable[[], str]) -> None:
         """Of a rank that asks for what is not there yet: others run in between.
 
         Raises CommunicationError, on all ranks, where for ten seconds nobody could run but who asks.
@@ -154,7 +154,7 @@ class Turns:
             return "it came to its end"
         if wait is None:
             return "it has not begun"
-        return f"it waits in {wait.what} at {user_line(sys._current_frames().get(wait.thread))}"
+        return f"it waits in {wait.what()} at {user_line(sys._current_frames().get(wait.thread))}"
 
     # --- inside
 
