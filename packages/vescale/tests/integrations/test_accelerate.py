@@ -143,6 +143,74 @@ def test_a_state_goes_on_under_another_mesh(first, second, tmp_path):
         assert loss <= LOSS and predicted <= PARAMETER and parameter <= PARAMETER
 
 
+def named_and_hooked(plan, folder):
+    """A project that names its checkpoints, in the middle of an accumulation, and hooks that save a model themselves:
+    as accelerate does on one device."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    def made():
+        torchrun(torch.distributed.get_world_size() if plan else 1, torch.distributed.get_rank())
+        project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, project_config=project)
+        if plan:
+            from vescale.integrations.accelerate import parallelize
+
+            parallelize(PLANS[plan], accelerator)
+        torch.manual_seed(0)
+        model = Net()
+        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+
+    def step(accelerator, model, optimizer, at):
+        inputs, labels = data()[4 * at : 4 * at + 4]
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator.sync_gradients
+
+    whole = lambda model: [p.detach().full_tensor() if plan else p.detach().clone() for p in model.parameters()]
+    accelerator, model, optimizer = made()
+    for at in range(4):
+        step(accelerator, model, optimizer, at)
+        accelerator.save_state()
+    kept = sorted(os.listdir(f"{folder}/checkpoints"))
+    wanted = whole(model)
+    accelerator, model, optimizer = made()
+    accelerator.load_state()
+    same = all(torch.equal(a, b) for a, b in zip(whole(model), wanted, strict=True))
+    seen = [step(accelerator, model, optimizer, at) for at in range(4)]
+
+    calls = []
+    accelerator, model, optimizer = made()
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+
+    def saves(models, weights, where):
+        calls.append(("save", len(models), len(weights), where))
+        if accelerator.is_main_process:
+            torch.save(weights[0], f"{folder}/own.pt")
+        weights.pop()
+
+    accelerator.register_save_state_pre_hook(saves)
+    accelerator.register_load_state_pre_hook(lambda models, where: calls.append(("load", len(models), models.clear())))
+    accelerator.save_state(f"{folder}/own")
+    accelerator.wait_for_everyone()
+    own = torch.load(f"{folder}/own.pt")
+    same = same and all(torch.equal(a, b) for a, b in zip(own.values(), whole(model), strict=True))
+    step(accelerator, model, optimizer, 0)
+    before = whole(model)
+    accelerator.load_state(f"{folder}/own")
+    same = same and all(torch.equal(a, b) for a, b in zip(before, whole(model), strict=True))
+    return kept, same, seen, [call[:3] for call in calls]
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero 3", "tp2"])
+def test_projects_and_hooks_are_accelerates(plan, tmp_path):
+    (wanted,) = run_ranks(1, named_and_hooked, None, str(tmp_path / "one"), timeout=120)
+    assert wanted[0] == ["checkpoint_2", "checkpoint_3"] and wanted[1] and wanted[2] == [False, True, False, False]
+    assert run_ranks(2, named_and_hooked, plan, str(tmp_path / "two"), timeout=120) == [wanted] * 2
+
+
 def seeded_apart():
     """What TRL's trainers do, and what is drawn after it; the index that a script cuts its part by."""
     import random

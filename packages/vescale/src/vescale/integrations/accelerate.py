@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ from vescale_plans import Plan, PlanError, adopt, loader, no_sync
 from vescale_rng.state import get_state, set_state
 
 from .._stages import parallelize as _parallelize
-from ._whole import barrier, whole
+from ._whole import barrier, is_first, whole
 
 
 def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
@@ -135,25 +136,77 @@ class Planned:
         barrier()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
-        """Everything prepared or registered, by `vescale.save`, as one step of the folder."""
-        return save(_folder(self, output_dir), self._prepared_state()).path
+        """Everything prepared or registered, by `vescale.save`, as one step of the folder. Hooks are called as by
+        accelerate's own: a model whose weights one of them took away is left out. Where the project names its
+        checkpoints, each has a folder of its own, of which `total_limit` stay."""
+        folder = self._named_folder() if self.project_configuration.automatic_checkpoint_naming else output_dir
+        folder = _folder(self, folder)
+        models = list(self._models)
+        if self._save_model_state_pre_hook:
+            given = [self.get_state_dict(model, unwrap=False) for model in models]
+            weights = list(given)
+            for hook in self._save_model_state_pre_hook.values():
+                hook(self._models, weights, folder)
+            models = [model for model, state in zip(models, given) if any(state is one for one in weights)]
+        path = save(folder, self._prepared_state(models)).path
+        self.project_configuration.iteration += 1
+        return path
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
-        """What `save_state` wrote, under any plan."""
-        load(_folder(self, input_dir), self._prepared_state())
+        """What `save_state` wrote, under any plan; a model that a hook took away is left as it is."""
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            input_dir = next(reversed(_numbered(_folder(self, None))), None)
+        folder = _folder(self, input_dir)
+        models = list(self._models)
+        for hook in self._load_model_state_pre_hook.values():
+            hook(models, folder)
+        load(folder, self._prepared_state(models))
 
-    def _prepared_state(self) -> dict[str, Any]:
+    def _named_folder(self) -> str:
+        """The next one of a project that names its checkpoints, once there is room for it."""
+        parent, limit = _folder(self, None), self.project_configuration.total_limit
+        folder = os.path.join(parent, f"checkpoint_{self.save_iteration}")
+        barrier()  # all that were begun are whole
+        if os.path.exists(folder):
+            raise PlanError(
+                "Accelerator.save_state",
+                f"the project's checkpoint {self.save_iteration} is there already",
+                [f"folder  {folder}"],
+                [("accelerator.project_configuration.iteration = n", "the number of the next one")],
+            )
+        barrier()  # all have looked
+        if limit is not None and is_first():
+            before = _numbered(parent)
+            for old in before[: max(0, len(before) + 1 - limit)]:
+                shutil.rmtree(old)
+        return folder
+
+    def _prepared_state(self, models: list[nn.Module]) -> dict[str, Any]:
         loaders = [one.base_dataloader for one in self._dataloaders if hasattr(one, "base_dataloader")]
         groups = {
-            "model": self._models,
             "optimizer": [one.optimizer for one in self._optimizers],
             "scheduler": self._schedulers,
             "loader": loaders,
             "object": self._custom_objects,
             "random": [_Generators()],
+            "accumulation": [_Accumulation(self)],
         }
         state = {f"{kind}_{at}": one for kind, group in groups.items() for at, one in enumerate(group)}
+        state |= {f"model_{at}": one for at, one in enumerate(self._models) if any(one is other for other in models)}
         return state | ({"scaler": self.scaler} if self.scaler is not None else {})
+
+
+class _Accumulation:
+    """Where in a step's backwards `accumulate` is."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = int(state["step"])
 
 
 class _Generators:
@@ -197,6 +250,13 @@ def _draw_alike() -> None:
         states = [_Generators().state_dict()]
         dist.broadcast_object_list(states, src=0)
         _Generators().load_state_dict(states[0])
+
+
+def _numbered(parent: str) -> list[str]:
+    """The checkpoints of a project, the oldest first."""
+    names = os.listdir(parent) if os.path.isdir(parent) else []
+    found = [(int(name.rpartition("_")[2]), name) for name in names if name.rpartition("_")[2].isdigit()]
+    return [os.path.join(parent, name) for _, name in sorted(found)]
 
 
 def _folder(accelerator: Any, given: str | None) -> str:
