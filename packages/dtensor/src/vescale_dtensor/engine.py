@@ -33,6 +33,7 @@ from ._communication.pending import PendingRows as PendingRows
 from ._context import mixing as mixing
 from ._context.choice import WAYS as WAYS
 from ._context.choice import pin as pin
+from ._context.lazy import DescribedMask as DescribedMask
 from ._context.work import counted_pairs as counted_pairs
 from ._conversions.conversion import communicates as communicates
 from ._conversions.convert import convert as convert

@@ -10,6 +10,7 @@ import torch
 
 import vescale
 from vescale_dtensor import Replicate, Shard, comm_trace
+from vescale_dtensor.engine import DescribedMask
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Pipeline, Plan, library
 
@@ -308,6 +309,32 @@ def test_models(name, plan, way):
         if not plan.startswith("pp") and name == "llama":
             assert ("ring" in kinds) == (way == "ring") and ("heads_to_sequence" in kinds) == (way == "all-to-all")
     assert set().union(*(held for _, held, _ in answers)) == answers[0][2]  # every parameter was compared
+
+
+def check_described(name, plan):
+    """How often a mask's description was enough, and how often a rank made its rows."""
+    count = Counter()
+    kept = {one: getattr(DescribedMask, one) for one in ("made", "_attended")}
+
+    def counted(one):
+        def call(*args, **kwargs):
+            count[one] += 1
+            return kept[one](*args, **kwargs)
+
+        return call
+
+    try:
+        DescribedMask.made, DescribedMask._attended = counted("made"), staticmethod(counted("_attended"))
+        check(name, plan, "ring", steps=2)
+    finally:
+        DescribedMask.made, DescribedMask._attended = kept["made"], staticmethod(kept["_attended"])
+    return count["_attended"], count["made"]
+
+
+@pytest.mark.parametrize("name", ["llama, padding", "llama, documents", "mistral", "gemma 3", "gpt-neox", "bert"])
+def test_no_rank_makes_its_rows_of_a_mask(name):
+    for described, made in run_ranks(2, check_described, name, "cp 2"):
+        assert described in (2, 4) and not made, (described, made)
 
 
 @pytest.mark.parametrize("way", ["ring", "all-to-all"])

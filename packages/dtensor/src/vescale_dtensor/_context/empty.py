@@ -15,6 +15,7 @@ from torch import Tensor
 from .._communication.collectives import all_gather
 from .._layouts.mesh import Mesh
 from .._layouts.region import Ranges
+from .described import Held
 from .tiles import Tile, needs, tiles
 
 Table = tuple[tuple[bool, ...], ...]
@@ -30,9 +31,15 @@ class Seen(NamedTuple):
 
 
 def blocks_seen(
-    mesh: Mesh, axis: int, rows: tuple[Ranges, ...], columns: tuple[Ranges, ...], causal: bool, mask: Tensor | None
-) -> Seen:
+    mesh: Mesh, axis: int, rows: tuple[Ranges, ...], columns: tuple[Ranges, ...], causal: bool,
+    mask: Tensor | Held | None,
+) -> Seen:  # fmt: skip
     """What is to be computed where. The same table on all ranks."""
+    if isinstance(mask, Held):
+        if mask.known is None or mask.known[0] != (mesh, axis, columns):
+            found = mask.tiles(columns)
+            mask.known = (mesh, axis, columns), _told(found, mesh, axis, mask.device)
+        return mask.known[1]
     mine = rows[mesh.coordinate[axis]]
     table, own = needs(rows, columns, causal), tuple(tiles(mine, block, causal) for block in columns)
     if mask is None or mask.shape[-1] == 1 or mask.device.type == "meta":
@@ -41,11 +48,16 @@ def blocks_seen(
     known = mask.__dict__.get(_MEMO)
     if known is None or known[0] != key:
         found = tuple(_trimmed(mask.detach(), block) for block in own)
-        answer = mask.new_tensor([bool(block) for block in found], dtype=torch.uint8)
-        answers = all_gather(answer, mesh, (axis,), "blocks_seen")
-        known = key, Seen(tuple(tuple(bool(each) for each in row) for row in answers.tolist()), found)
+        known = key, _told(found, mesh, axis, mask.device)
         setattr(mask, _MEMO, known)
     return known[1]
+
+
+def _told(found: tuple[tuple[Tile, ...], ...], mesh: Mesh, axis: int, device: torch.device) -> Seen:
+    """All ranks' tables of this rank's tiles."""
+    answer = torch.tensor([bool(block) for block in found], dtype=torch.uint8, device=device)
+    answers = all_gather(answer, mesh, (axis,), "blocks_seen")
+    return Seen(tuple(tuple(bool(each) for each in row) for row in answers.tolist()), found)
 
 
 def _trimmed(mask: Tensor, block: tuple[Tile, ...]) -> tuple[Tile, ...]:

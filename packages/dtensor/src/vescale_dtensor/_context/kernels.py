@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .described import Held
+
 aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -40,7 +42,7 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
-def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, noise: Tensor | None) -> Kernel:
+def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Held | None, noise: Tensor | None) -> Kernel:
     """The kernel that takes operands like these; k and v may have fewer heads, in equal groups."""
     fused = query.ndim == 4 and noise is None and query.shape[-1] == value.shape[-1]
     fused = fused and query.dtype == key.dtype == value.dtype and not (mask is not None and mask.requires_grad)

@@ -15,8 +15,10 @@ from .._layouts.mesh import Mesh
 from .._layouts.region import cut, cut_sizes
 from .._layouts.state import INVARIANT, VARYING, State
 from .._rules.registry import Operand
+from .._rules.solvers.owned import held_ranges
 from . import heads, ring
 from .choice import HEADS, Choice, Problem, chosen, pinned
+from .described import Description
 from .ring import Circle
 
 
@@ -89,6 +91,7 @@ def run_for(meeting: Meeting, query: Layout, key: Layout, select: Callable | Non
         cut(layout.states[axis], layout.shape[-2], mesh.sizes[axis]) for layout in (query, key)
     ]  # of both the axis is the only one that cuts the sequence
     circle = Circle(mesh, axis, *places)
+    batch = held_ranges(query, 0)
     swaps = meeting.choice.way == HEADS
 
     def run(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -98,10 +101,13 @@ def run_for(meeting: Meeting, query: Layout, key: Layout, select: Callable | Non
             key, value = select(key), select(value)
         if swaps:
             return heads.attend(circle, query, key, value, _whole(attn_mask, is_causal, scale, query.shape[-3]))
+        if isinstance(attn_mask, Description):
+            attn_mask = attn_mask.held(batch, circle.rows[circle.rank])
         noise = dropout_p if isinstance(dropout_p, Tensor) else None
         scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
         return ring.attend(circle, query, key, value, attn_mask, noise, is_causal, scale)
 
+    run.meets = True
     return run
 
 

@@ -24,6 +24,7 @@ from .._layouts.mesh import Mesh
 from .._layouts.region import Ranges
 from .._tensor.tensor import local_only
 from . import transfer, work
+from .described import Held
 from .empty import Seen, Table, blocks_seen
 from .kernels import Kernel, Scores, kernel_for
 from .sums import Merged, Sum, rows_of
@@ -61,17 +62,18 @@ class Circle:
             found.append((block if seen[rank][block] else None, to if seen[to][rank] else None))
         return found
 
-    def seen(self, causal: bool, mask: Tensor | None) -> Seen:
+    def seen(self, causal: bool, mask: Tensor | Held | None) -> Seen:
         return blocks_seen(self.mesh, self.axis, self.rows, self.columns, causal, mask)
 
 
 def attend(
-    circle: Circle, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, noise: Tensor | None,
+    circle: Circle, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Held | None, noise: Tensor | None,
     causal: bool, scale: float,
 ) -> Tensor:  # fmt: skip
     """q [..., H, l, E], k [..., H or fewer, s, E], v [..., as k, s, Ev], this rank's parts -> [..., H, l, Ev].
 
-    mask, noise: this rank's rows (or one for all), all columns (or one for all); see `kernels`.
+    mask, noise: this rank's rows (or one for all), all columns (or one for all); see `kernels`. A described mask makes
+    the part of each tile when it is met.
     """
     seen = circle.seen(causal, mask)
     return _Ring.apply(circle, seen, query, key, value, mask, noise, scale)
@@ -84,7 +86,8 @@ class _Ring(torch.autograd.Function):
             kernel = kernel_for(query, key, value, mask, noise)
             merged = _forward(kernel, circle, seen, query, key, value, mask, noise, scale)
             out, lse = merged.result(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, noise, out, lse)
+        ctx.held = mask if isinstance(mask, Held) else None
+        ctx.save_for_backward(query, key, value, None if ctx.held is not None else mask, noise, out, lse)
         ctx.all_see = merged.all_see
         ctx.circle, ctx.seen, ctx.kernel, ctx.scale = circle, seen, kernel, scale
         ctx.cause = events.current_cause()
@@ -98,8 +101,9 @@ class _Ring(torch.autograd.Function):
             raise GradientError("scaled_dot_product_attention", rule, (), remedies)
         with local_only():
             query, key, value, mask, noise, out, lse = ctx.saved_tensors
+            mask = mask if ctx.held is None else ctx.held
             events.restore_cause(ctx.cause)
-            needs_mask = mask is not None and ctx.needs_input_grad[5]
+            needs_mask = isinstance(mask, Tensor) and ctx.needs_input_grad[5]
             grads = _backward(
                 ctx.kernel, ctx.circle, ctx.seen, grad, query, key, value, mask, noise, out,
                 lse if ctx.all_see else lse.masked_fill(lse == -inf, 0.0), ctx.scale, needs_mask,
@@ -108,7 +112,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _forward(
-    kernel: Kernel, circle: Circle, seen: Seen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    kernel: Kernel, circle: Circle, seen: Seen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Held | None,
     noise: Tensor | None, scale: float,
 ) -> Merged:  # fmt: skip
     mesh, axis, rank = circle.mesh, circle.axis, circle.rank
@@ -138,7 +142,7 @@ def _forward(
 
 def _backward(
     kernel: Kernel, circle: Circle, seen: Seen, grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
-    mask: Tensor | None, noise: Tensor | None, out: Tensor, lse: Tensor, scale: float, needs_mask: bool,
+    mask: Tensor | Held | None, noise: Tensor | None, out: Tensor, lse: Tensor, scale: float, needs_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     mesh, axis, rank = circle.mesh, circle.axis, circle.rank
     grad_query = Sum(query)
@@ -247,10 +251,12 @@ def _come_home(home: _Arrival | None, own: tuple[Sum, Sum], circle: Circle) -> N
             total.add((0, came.shape[-2]), came)
 
 
-def _part(given: Tensor | None, tile: Tile) -> Tensor | None:
+def _part(given: Tensor | Held | None, tile: Tile) -> Tensor | None:
     """A tile's part of a mask or of noise; dims of size 1 are for all."""
     if given is None:
         return None
+    if isinstance(given, Held):
+        return given.part(tile)
     if given.shape[-1] > 1:
         given = given[..., slice(*tile.places)]
     return given[..., slice(*tile.rows), :] if given.ndim > 1 and given.shape[-2] > 1 else given

@@ -15,12 +15,13 @@ from .._layouts.region import Ranges
 
 class Tile(NamedTuple):
     """Half-open ranges of local rows, of the block's local columns, and of the columns' places; whether it is a
-    triangle: row i of the tile sees its columns up to i."""
+    triangle: row i of the tile sees its columns up to i; whether a described mask hides nothing of it."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
     places: tuple[int, int]
     triangle: bool = False
+    clear: bool = False
 
 
 @lru_cache(maxsize=16384)

@@ -105,7 +105,7 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     RootBorder(model, mesh, cuts_of(plan, balance))
     if plan.context_axis is not None:
         pin(mesh, mesh.axis(plan.context_axis), plan.context)
-        MaskBorder(model, mesh, mesh.axis(plan.context_axis), balance)
+        MaskBorder(model, mesh, mesh.axis(plan.context_axis), balance, describes=plan.pipeline is None)
     lists = [model.get_submodule(name) for name in recipe.experts.listed]
     made = Parallelized(recipe, DataParallel(model, _sharing(plan, mesh), recipe.blocks, lists), borders)
     object.__setattr__(model, "_vescale", made)

@@ -27,7 +27,7 @@ from ..body import run_body
 from ..elements.pointwise import labels_for
 from ..registry import Call, Decision, Operand, composite, rule
 from ..solvers.owned import held_ranges, nothing
-from ..traits import Trait
+from ..traits import NONE, Trait
 
 # Gives what runs on the shards in place of a kernel, which then sees whole sequences: the reproducible mode's.
 stand_in: Callable | None = None
@@ -40,6 +40,22 @@ def scaled_dot_product_attention(call: Call):
     Dropout falls back: its mask is drawn for the whole.
     """
     return None if call.get(4, "dropout_p", 0.0) else attention(call, F.scaled_dot_product_attention)
+
+
+def described_attention(query, key, value, mask, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Attention under a `Description`; on plain tensors the whole mask is made."""
+    places = (torch.arange(size, device=query.device) for size in (mask.shape[0], *mask.shape[2:]))
+    return F.scaled_dot_product_attention(
+        query, key, value, mask.seen(*places), dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+@rule(described_attention, exact=True, traits=NONE)
+def _described(call: Call):
+    """As without a mask, where the three meet in a ring; else it falls back."""
+    given = dict(zip(("dropout_p", "is_causal", "scale", "enable_gqa"), call.args[4:])) | call.kwargs
+    decision = attention(replace(call, args=call.args[:3], kwargs=given), described_attention)
+    return decision if getattr(getattr(decision, "run", None), "meets", False) else None
 
 
 def attention(call: Call, kernel: Callable):
