@@ -10,7 +10,7 @@ description, and its mask is made as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +40,19 @@ class Description:
     """A mask [batch, 1, rows, columns], true where a row sees a column. Equal to all of its shape: what is decided for
     one is decided for another, and none holds on to its tensors there."""
 
-    def __init__(self, function: MaskFunction, shape: tuple[int, int, int, int], device: torch.device) -> None:
-        """Raises NotDescribedError. Tensors that are looked up are made whole: one gather each where they are cut."""
+    def __init__(
+        self, function: MaskFunction, shape: tuple[int, int, int, int], device: torch.device,
+        of: Sequence[Description] = (),
+    ) -> None:  # fmt: skip
+        """Raises NotDescribedError. Tensors that are looked up are made whole: one gather each where they are cut.
+
+        of: those that it is made of, whose tensors are as they were then.
+        """
         self.shape = shape
         self.device = device
         self.function = function
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # what is looked up, and the same whole
+        # what is looked up, and the same whole
+        self._tables = {key: known for one in of for key, known in one._tables.items()}
         self._held: dict[Any, Held] = {}
         place = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
         self._called(place, place.clone(), place.clone(), place.clone(), found=True)

@@ -22,6 +22,10 @@ from .choice import RING, pinned
 from .described import Description, MaskFunction, NotDescribedError
 from .meeting import meeting_of
 
+_PROPERTIES = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("device", "dtype", "shape", "ndim", "layout", "requires_grad", "is_meta", "is_cuda", "is_cpu")
+)
 _met: dict[tuple, bool] = {}
 """Whether operands of these layouts meet in a ring, by layouts and what is pinned."""
 _LIMIT = 4096
@@ -56,9 +60,11 @@ class DescribedMask(Tensor):
         return cls._described(at, layout, places[0].device)
 
     @classmethod
-    def _described(cls, function: MaskFunction, layout: Layout, device: torch.device) -> DescribedMask | None:
+    def _described(
+        cls, function: MaskFunction, layout: Layout, device: torch.device, of: Sequence[Description] = ()
+    ) -> DescribedMask | None:
         try:
-            return cls(Description(function, layout.shape, device), layout)
+            return cls(Description(function, layout.shape, device, of), layout)
         except NotDescribedError:
             return None
 
@@ -79,7 +85,7 @@ class DescribedMask(Tensor):
         else:
             entry = TABLE.get(function)
             traits = entry.traits if entry is not None else Trait(0)
-            if Trait.METADATA in traits:
+            if Trait.METADATA in traits or function in _PROPERTIES:
                 with local_only():
                     return function(*args, **kwargs)
             if _keeps(function, args, kwargs):
@@ -165,7 +171,8 @@ def _combined(function: Callable, args: tuple, kwargs: dict) -> DescribedMask | 
     def at(*indices: Tensor) -> Tensor:
         return function(*(operand(indices) for operand in operands))
 
-    return DescribedMask._described(at, first._rows, first._description.device)
+    of = [value._description for value in args if type(value) is DescribedMask]
+    return DescribedMask._described(at, first._rows, first._description.device, of)
 
 
 def _is_table(tensor: Tensor, shape: tuple[int, ...]) -> bool:
