@@ -60,6 +60,7 @@ OURS = {
 SHARED = {
     # by object, and objects are a rank's own
     "vescale_dtensor._communication.collectives": ("_ENGINES", "_under_way"),
+    "vescale_dtensor._context.lazy": ("_met",),
     "vescale_dtensor._context.pins": ("pins",),
     "vescale_dtensor._context.transfer": ("_greeted",),
     "vescale_dtensor._dispatch.copies": ("_base_of", "_copies_of", "_sweep_at"),
