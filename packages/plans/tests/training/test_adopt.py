@@ -90,6 +90,37 @@ def test_trains_as_one_device(plan, kind, way, before):
     assert max(run_ranks(2, trained, PLANS[plan], kind, way, before)) <= 1e-6
 
 
+def by_closures(model, optimizer):
+    """All losses that the optimizer asked for in three steps."""
+    losses = []
+    for i in range(3):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = (model(batch) - 1).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        optimizer.step(closure)
+    return losses
+
+
+def with_lbfgs(plan):
+    """LBFGS keeps its parameters beside its groups."""
+    model, reference = build(), build()
+    mine, one = (torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=3) for net in (model, reference))
+    parallelize(plan, model, mine)
+    return by_closures(model, mine), by_closures(reference, one), errors(model, reference)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_an_optimizer_keeps_beside_its_groups_is_taken_over(plan):
+    for losses, wanted, error in run_ranks(2, with_lbfgs, PLANS[plan]):
+        assert len(wanted) > 3 and losses == pytest.approx(wanted, rel=1e-4) and error <= 1e-4
+
+
 def mixed(zero, adopts):
     """Of an optimizer made after parallelize, under a precision, against parallelize's own."""
     plan = Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero, precision=Precision(compute=torch.bfloat16))

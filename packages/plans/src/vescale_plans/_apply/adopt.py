@@ -61,6 +61,9 @@ def take_over(optimizer: torch.optim.Optimizer, model: nn.Module, sync: DataPara
     states = {_successor(parameter): state for parameter, state in optimizer.state.items() if parameter not in gone}
     for group in optimizer.param_groups:
         group["params"] = [_successor(parameter) for parameter in group["params"] if parameter not in gone]
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state"):
+            vars(optimizer)[name] = _renewed(value, gone)  # LBFGS keeps its parameters apart
     optimizer.state.clear()
     for parameter, state in states.items():
         optimizer.state[parameter] = {key: _cut(value, parameter, sync) for key, value in state.items()}
@@ -133,6 +136,22 @@ class _Mark:
 def _successor(parameter: nn.Parameter) -> nn.Parameter:
     mark = _Mark.of(parameter)
     return parameter if mark is None or mark.shard is None else mark.shard
+
+
+def _renewed(value: Any, gone: set[nn.Parameter]) -> Any:
+    """What an optimizer keeps beside its groups, with the shards in the places of the parameters."""
+    if isinstance(value, nn.Parameter):
+        return _successor(value)
+    if type(value) is dict:
+        pairs = {_renewed(key, gone): _renewed(one, gone) for key, one in value.items()}
+        value.clear()
+        value.update(pairs)  # the same object, which others may hold
+    elif type(value) in (list, tuple):
+        items = [_renewed(one, gone) for one in value if not (isinstance(one, nn.Parameter) and one in gone)]
+        if type(value) is tuple:
+            return tuple(items)
+        value[:] = items
+    return value
 
 
 def _cut(value: Any, parameter: nn.Parameter, sync: DataParallel) -> Any:
