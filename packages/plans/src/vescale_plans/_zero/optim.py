@@ -338,6 +338,8 @@ class Sharded:
         if slot is None or self._whole or type(value) is not Tensor or key in _COUNTS:
             return value
         plain, layout = self._plain_of(slot)
+        if plain is None:  # frozen since before `parallelize`: its state is as the optimizer made it
+            return value
         if value.numel() != prod(layout.local_shape) or value.ndim != plain.ndim:
             return value
         return stamp(value.detach().view(layout.local_shape), layout)
