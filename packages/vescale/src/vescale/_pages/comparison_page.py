@@ -7,10 +7,12 @@ from html import escape
 from math import floor, isfinite, log10
 from typing import TYPE_CHECKING
 
+from .style import COLOURS, LEGEND, legend
+
 if TYPE_CHECKING:
     from ..compare import Comparison, Difference
 
-COLOURS = {"forward": "#4c78a8", "backward": "#59a14f", "update": "#b07aa1"}
+_COLOURS = {"forward": COLOURS["forward"], "backward": COLOURS["backward"], "update": COLOURS["optimizer"]}
 _COLUMNS = ("step", "direction", "module", "tensor", "call", "why", "norm a", "norm b", "digest a", "digest b")
 _WIDE, _HIGH, _LEFT, _TOP = 900, 260, 70, 14
 _FINEST = 1e-9
@@ -23,7 +25,7 @@ def comparison_page(compared: Comparison, most: int) -> str:
     more = len(compared.differences) - len(shown)
     left_out = f"<p>{more} differences more are not shown.</p>" if more else ""
     return _PAGE.format(
-        report=escape(str(compared)), chart=_chart(compared.differences), table=_table(shown) + left_out
+        report=escape(str(compared)), chart=_chart(compared.differences), table=_table(shown) + left_out, style=LEGEND
     )
 
 
@@ -56,7 +58,7 @@ def _chart(differences: Sequence[Difference]) -> str:
         made.append(f'<text x="{x(step):.1f}" y="{_TOP + height + 18}" text-anchor="middle">{step}</text>')
     made.append(f'<text x="{_LEFT + width / 2}" y="{_TOP + height + 38}" text-anchor="middle">step</text>')
     for direction, row in largest.items():
-        colour = COLOURS[direction]
+        colour = _COLOURS[direction]
         points = " ".join(f"{x(step):.1f},{y(row[step]):.1f}" for step in sorted(row))
         made.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         made += [
@@ -64,9 +66,9 @@ def _chart(differences: Sequence[Difference]) -> str:
             f"<title>step {step}, {direction}: {value:.2g}</title></circle>"
             for step, value in row.items()
         ]
-    legend = "".join(f'<span><i style="background:{COLOURS[name]}"></i>{name}</span>' for name in largest)
     return (
-        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" role="img">{"".join(made)}</svg>\n<p class="legend">{legend}</p>\n'
+        f'<svg viewBox="0 0 {_WIDE} {_HIGH}" role="img">{"".join(made)}</svg>\n'
+        f"{legend((_COLOURS[name], name) for name in largest)}\n"
         "<p>The largest distance of a step, relative to the norm. A line that begins low and climbs is rounding that "
         "grows; one that begins high is a bug at its first point.</p>"
     )
@@ -91,7 +93,7 @@ def _table(differences: Sequence[Difference]) -> str:
 def _rows(differences: Iterable[Difference]) -> str:
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     rows = "\n".join(map(_row, differences))
-    return f"<table><tr>{head}</tr>\n{rows}</table>"
+    return f'<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>'
 
 
 def _row(difference: Difference) -> str:
@@ -112,9 +114,8 @@ body {{ font: 14px sans-serif; margin: 1.5em; color: #222 }}
 pre {{ overflow-x: auto }} svg {{ max-width: 900px; font: 12px sans-serif }}
 td, th {{ padding: 2px 14px 2px 0; text-align: left; white-space: nowrap }}
 summary {{ margin: 2px 0 10px; cursor: pointer }}
-.legend span {{ margin-right: 1.4em }}
-.legend i {{ display: inline-block; width: 12px; height: 12px; margin-right: 5px }}
-</style>
+.wide {{ overflow-x: auto }}
+{style}</style>
 <h1>Two runs compared</h1>
 <pre>{report}</pre>
 {chart}

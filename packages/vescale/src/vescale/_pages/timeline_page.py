@@ -6,11 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from .spans import Span, Spans, exposed, ideal, lost, straggler
+from .style import COLOURS, LEGEND, legend
 
-COLOURS = {
-    "forward": "#4c78a8", "backward": "#59a14f", "optimizer": "#b07aa1", "collective": "#bab0ac",
-    "exposed": "#e15759", "F": "#4c78a8", "B": "#59a14f", "I": "#8cd17d", "W": "#f28e2b", "other": "#bab0ac",
-}  # fmt: skip
 MEANING = {
     "forward": "forward", "backward": "backward", "optimizer": "optimizer's step",
     "collective": "collective, work beside it", "exposed": "collective, nothing beside it",
@@ -39,13 +36,14 @@ def timeline_page(ranks: Spans) -> str:
             if spans:
                 bars = "".join(_bar(one, compute, begin, end - begin) for one in spans)
                 lanes.append(f'<div class="lane"><b>{escape(name)}</b><div class="bars">{bars}</div></div>')
-    legend = "".join(f'<span><i style="background:{COLOURS[kind]}"></i>{text}</span>' for kind, text in MEANING.items())
+    text = "\n".join(lanes)
+    meant = [(COLOURS[kind], said) for kind, said in MEANING.items() if f"background:{COLOURS[kind]}" in text]
     said = straggler(ranks)
     return _PAGE.format(
         seconds=f"{1e3 * (end - begin):.2f} ms, {len(ranks)} ranks",
         straggler=f"<p><strong>{escape(said)}.</strong></p>" if said else "",
         simulated=_SIMULATED if any(simulated.values()) else "",
-        table=_table(ranks), legend=legend, lanes="\n".join(lanes),
+        table=_table(ranks), legend=legend(meant), lanes=text, style=LEGEND,
     )  # fmt: skip
 
 
@@ -96,9 +94,7 @@ _PAGE = """<!doctype html>
 body {{ font: 14px sans-serif; margin: 1.5em; color: #222 }}
 h2 {{ font-size: 14px; margin: 1em 0 2px }}
 td, th {{ padding: 2px 14px 2px 0; text-align: right }}
-.legend span {{ margin-right: 1.4em }}
-.legend i {{ display: inline-block; width: 12px; height: 12px; margin-right: 5px }}
-.tools {{ margin: 1em 0 }} .tools label {{ margin-right: 2em }}
+{style}.tools {{ margin: 1em 0 }} .tools label {{ margin-right: 2em }}
 #lanes {{ overflow-x: auto }}
 .lane {{ position: relative; width: calc(100% * var(--zoom)); height: 18px }}
 .lane b {{ position: sticky; left: 0; float: left; width: 84px; font: 11px sans-serif; line-height: 18px; z-index: 1;
@@ -114,7 +110,7 @@ td, th {{ padding: 2px 14px 2px 0; text-align: right }}
 {table}
 <p>Collectives that are under way at once count each. Exposed is what no module ran beside, from its begin to its end.
 </p>
-<p class="legend">{legend}</p>
+{legend}
 <p class="tools"><label>zoom <input id="zoom" type="range" min="0" max="8" step="0.1" value="0"></label>
 <label>search <input id="search" placeholder="module, collective, line"></label> <span id="count"></span></p>
 <div id="lanes">
