@@ -4,6 +4,7 @@ Skipped where there is no Chromium.
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -31,7 +32,8 @@ def driven(page: str, folder: Path, width: int, program: str = "") -> dict:
     place.write_text(page.replace("<style>", _WATCH + "<style>", 1).replace("</html>", _TELL % program + "</html>"))
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}"]
     command += [f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", place.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    home = {**os.environ, "HOME": str(folder)}  # a sandbox has none
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=home)
     told = re.search(r"<title>told (.*?)</title>", done.stdout)
     assert told, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(told[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
