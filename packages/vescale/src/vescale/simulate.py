@@ -18,6 +18,7 @@ from vescale_dtensor import MeshError
 from vescale_dtensor.engine import simulated
 
 from ._simulation.group import NAME, Board, Group
+from ._simulation.processor import one_processor
 from ._simulation.state import RankState
 from ._simulation.store import Store
 from ._simulation.turns import Ended, Turns
@@ -38,7 +39,7 @@ def simulate(function: Callable[..., Any], *args: Any, ranks: int = 8, **kwargs:
     a receive. Rank 0 runs in this thread, so that debuggers and notebooks work; `vescale.breakpoint()` stops all ranks.
     The default group, torch's, Python's and numpy's random state, hooks, RANK in the environment are each rank's
     own; generators begin where they stand here. Numbers are those of as many processes on gloo, to the bit: one thread
-    computes for a rank.
+    computes for a rank, and all of them on one processor.
 
     Arguments:
         function: what a rank does: it makes its model itself, or takes it as an argument.
@@ -76,10 +77,11 @@ class World:
     def call(self, function: Callable[[int], Any], *, is_last: bool) -> list[Any]:
         """The results of `function(rank)` on every rank. With `is_last`, or where one raises, the world ends."""
         results: list[Any] = [None] * self.ranks
-        with self._entered() as turns:
+        with self._entered() as turns, one_processor() as bind:
 
             def run(rank: int) -> None:
                 torch.set_num_threads(1)
+                bind()
                 turns.begin(rank)
                 try:
                     with torch.autograd.set_multithreading_enabled(False):

@@ -38,14 +38,36 @@ def page(explained: Explanation) -> str:
     seconds = [asdict(one.cost) for one in best]
     head = "\n".join(escape(line) for line in explained.headline())
     parts = [
-        ("The mesh", mesh(explained)),
-        ("Memory of the fullest rank", bars(labels, memory, MEMORY, "GiB", limit=explained.request.limit / GIB)),
-        ("One step", bars(labels, seconds, TIME, "seconds")),
-        ("Time against memory: every candidate, and the front that no other beats", front(explained)),
-        ("Tables", f"<pre>{escape(str(explained))}</pre>"),
+        ("The mesh", mesh(explained), "A column computes other layers, a row other samples; a row's cells share both."),
+        (
+            "Memory of the fullest rank",
+            bars(labels, memory, MEMORY, "GiB", limit=explained.request.limit / GIB),
+            f"The choice first, then the next best. Most of the choice's memory is {_most(memory[0])}.",
+        ),
+        (
+            "One step",
+            bars(labels, seconds, TIME, "seconds"),
+            f"In the same order. Most of the choice's time is {_most(seconds[0])}.",
+        ),
+        (
+            "Time against memory: every candidate, and the front that no other beats",
+            front(explained),
+            f"{sum(one.fits for one in explained.priced):,} of {len(explained.priced):,} candidates fit. Down is less "
+            "memory, left is less time: what lies above and right of the front is beaten in both.",
+        ),
+        ("Tables", f"<pre>{escape(str(explained))}</pre>", ""),
     ]
-    body = "\n".join(f"<h2>{title}</h2>\n{content}" for title, content in parts)
+    body = "\n".join(
+        f"<h2>{title}</h2>\n<figure>{content}<figcaption>{escape(said)}</figcaption></figure>"
+        for title, content, said in parts
+    )
     return _PAGE.format(head=head, body=body)
+
+
+def _most(parts: Mapping[str, float]) -> str:
+    """The largest part, and its share."""
+    name = max(parts, key=lambda name: parts[name])
+    return f"{name}, {parts[name] / (sum(parts.values()) or 1.0):.0%}"
 
 
 def bars(
@@ -215,7 +237,8 @@ _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>vescale plan</title>
 <style>
 body {{ font: 14px sans-serif; margin: 2em; max-width: 1000px }} svg {{ font: 12px sans-serif; max-width: 100% }}
-.group {{ fill: #f4f4f4; stroke: #999 }} .legend span {{ margin-right: 1.2em }}
+.group {{ fill: #f4f4f4; stroke: #999 }} .legend span {{ margin-right: 1.2em; white-space: nowrap }}
+figure {{ margin: 0 }} figcaption {{ color: #444; max-width: 60em }}
 .legend i {{ display: inline-block; width: 12px; height: 12px; margin-right: 5px }}
 pre {{ font-size: 12px; overflow-x: auto }}
 </style>

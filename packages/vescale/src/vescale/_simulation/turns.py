@@ -1,7 +1,8 @@
 """Whose turn it is: one rank runs at a time, until it has to wait for another.
 
 A rank that waits says for what, as a condition that anybody can test. So the next is found by looking, and where
-nobody's condition holds all wait for each other: that is told at once, with what each waits for.
+nobody's condition holds all wait for each other: that is told at once, with what each waits for. Who ran last goes
+first, so that a group which talks within itself goes on together while its memory is still in the processor's caches.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Wait:
     condition: Callable[[], bool]
     what: Callable[[], str]
     thread: int
+    yields: bool = False  # to anybody who has something to do: its condition holds always
     asks: bool = False  # again and again, by itself
 
 
@@ -50,6 +52,7 @@ class Turns:
         self._waits: list[Wait | None] = []
         self._ended: list[bool] = []
         self._threads: dict[int, int] = {}
+        self._lately: list[int] = []  # every rank, who ran last first
         self._asks_since = self._asked_at = 0.0  # that nobody but ranks that ask the store could run; the last of them
 
     # --- a rank's life
@@ -58,6 +61,7 @@ class Turns:
         """All ranks are about to begin, for the first time or again."""
         self._waits, self._ended = [None] * self.ranks, [False] * self.ranks
         self._threads, self.current = {threading.get_ident(): 0}, 0
+        self._lately = list(range(self.ranks))
         self._asks_since = self._asked_at = 0.0
 
     def begin(self, rank: int) -> None:
@@ -120,7 +124,7 @@ class Turns:
         if following in (None, rank):
             time.sleep(seconds)
             return
-        self._let(rank, following, Wait(lambda: True, lambda: "the debugger", threading.get_ident()))
+        self._let(rank, following, Wait(lambda: True, lambda: "the debugger", threading.get_ident(), True))
 
     def ask_again(self, what: Callable[[], str]) -> None:
         """Of a rank that asks for what is not there yet: others run in between.
@@ -139,13 +143,13 @@ class Turns:
             self._asks_since = now
         self._asked_at = now
         if now - self._asks_since > _MOST_ASKING_SECONDS:
-            self._waits[rank] = Wait(lambda: True, what, threading.get_ident(), True)
+            self._waits[rank] = Wait(lambda: True, what, threading.get_ident(), True, True)
             error = self._deadlock()
             self.fail(rank, error)
             self._waits[rank] = None
             raise error
         if following not in (None, rank):
-            self._let(rank, following, Wait(lambda: True, what, threading.get_ident(), True))
+            self._let(rank, following, Wait(lambda: True, what, threading.get_ident(), True, True))
 
     def place(self, rank: int) -> str:
         """Where a rank is, in words."""
@@ -167,13 +171,17 @@ class Turns:
             raise Ended
 
     def _next(self, rank: int) -> int | None:
-        for step in range(1, self.ranks + 1):
-            other = (rank + step) % self.ranks
+        """Who runs after this one. Those who yield take turns, after all others."""
+        for other in self._lately:
             wait = self._waits[other]
-            may = not self._ended[other] and (self.failure is not None or wait is None or wait.condition())
-            if may and (other != rank or wait is not None):
+            if (wait is None and other != rank or wait is not None and not wait.yields) and self._may_run(other):
                 return other
-        return None
+        around = [*range(rank + 1, self.ranks), *range(rank + 1)]
+        return next((other for other in around if self._waits[other] is not None and self._may_run(other)), None)
+
+    def _may_run(self, rank: int) -> bool:
+        wait = self._waits[rank]
+        return not self._ended[rank] and (self.failure is not None or wait is None or wait.condition())
 
     def _hand_over(self, rank: int, following: int) -> None:
         if following == rank:
@@ -185,6 +193,8 @@ class Turns:
 
     def _give(self, rank: int) -> None:
         self.current = rank
+        self._lately.remove(rank)
+        self._lately.insert(0, rank)
         self._tokens[rank].release()
 
     def _deadlock(self) -> CommunicationError:
