@@ -237,6 +237,7 @@ _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>vescale plan</title>
 <style>
 body {{ font: 14px sans-serif; margin: 2em; max-width: 1000px }} svg {{ font: 12px sans-serif; max-width: 100% }}
+svg text {{ paint-order: stroke; stroke: #fff; stroke-width: 3px }}
 .group {{ fill: #f4f4f4; stroke: #999 }} .legend span {{ margin-right: 1.2em; white-space: nowrap }}
 figure {{ margin: 0 }} figcaption {{ color: #444; max-width: 60em }}
 .legend i {{ display: inline-block; width: 12px; height: 12px; margin-right: 5px }}
