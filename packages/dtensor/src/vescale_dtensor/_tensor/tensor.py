@@ -23,6 +23,7 @@ from torch._C import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
 
 from .._dispatch.functorch import TensorType, check_not_mapped
 from .._layouts.layout import Layout
+from .compiled import LeftToPython
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,6 +54,7 @@ class DTensor(Tensor, metaclass=TensorType):
     """
 
     _layout: Layout
+    __tensor_flatten__ = LeftToPython()
 
     def __new__(cls, *args, **kwargs):
         from .._errors import PlacementError

@@ -89,6 +89,7 @@ SHARED = {
     "vescale.simulate": ("_create",),
     # said once per process
     "vescale_dtensor._dispatch.fallback": ("reported",),
+    "vescale_dtensor._tensor.compiled": ("_told",),
     # of processes, which simulated ranks are not
     "vescale_dtensor._communication.endings": ("_before", "_raised"),
     "vescale_dtensor._communication.hang": ("_watch",),
