@@ -117,6 +117,34 @@ def torchs_own():
     return torchs(torch.ones(4, 6), mesh(), ROWS)
 
 
+def quantised():
+    """A weight as quantisers make it: a tensor around others, which computes by functions of its own."""
+
+    class Int8(torch.Tensor):
+        __module__ = "quantiser"
+
+        @staticmethod
+        def __new__(cls, data):
+            return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+        def __init__(self, data):
+            self.data8 = data
+
+        def __tensor_flatten__(self):
+            return ["data8"], None
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise NotImplementedError(function)
+
+    return Int8(torch.ones(3, 6, dtype=torch.int8))
+
+
 def gradient_of_an_edge():
     y = sharded(4, 6, grad=True).sin()
     torch.autograd.grad(y.sum(), torch.autograd.graph.get_gradient_edge(y))
@@ -209,6 +237,7 @@ CASES = {
     "a write to the base of a copied view": (ViewError, write_to_base),
     "a plain tensor with a graph": (PlainTensorError, plain_meets),
     "torch's own DTensor": (PlainTensorError, lambda: sharded(4, 6) + torchs_own()),
+    "a quantised weight": (PlainTensorError, lambda: F.linear(sharded(4, 6), quantised())),
     "a hook on a node of the graph": (
         GradientError, lambda: sharded(4, 6, grad=True).sin().grad_fn.register_hook(print),
     ),

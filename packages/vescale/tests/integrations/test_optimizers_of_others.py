@@ -127,21 +127,74 @@ def test_float8_linears_train_as_on_one_device(plan):
             assert loss <= LOSS and parameter <= PARAMETER
 
 
-def int8(plan):
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+def quantised(plan):
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        quantize_,
+    )
 
-    model = net(LARGE)
-    quantize_(model, Int8WeightOnlyConfig())
-    with pytest.raises(vescale.PlanError) as found:
-        vescale.parallelize(PLANS[plan], model)
-    # What is trained under a plan is quantised as one device's model: of its whole state.
+    told = []
+    inputs = torch.randn(8, LARGE, generator=torch.Generator().manual_seed(1))
+    for config in (Int8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, IntxWeightOnlyConfig,
+                   Float8WeightOnlyConfig):  # fmt: skip
+        before = net(LARGE)
+        quantize_(before, config())
+        with pytest.raises(vescale.PlanError) as found:
+            vescale.parallelize(PLANS[plan], before)
+        told.append(str(found.value))
+        after, _ = vescale.parallelize(PLANS[plan], net(LARGE))
+        quantize_(after, config())
+        with pytest.raises(vescale.PlainTensorError) as found:
+            after(inputs)
+        told.append(str(found.value))
+    # What the errors say: of the whole state, a model of one device, which is quantised.
     sharded, _ = vescale.parallelize(PLANS[plan], net(LARGE))
     state = vescale.whole_state_dict(sharded)
-    same = not state or all(torch.equal(value, state[name]) for name, value in net(LARGE).state_dict().items())
-    return str(found.value), same
+    if torch.distributed.get_rank():
+        return told
+    one, wanted = net(LARGE), net(LARGE)
+    for parameter in one.parameters():
+        parameter.data.zero_()
+    one.load_state_dict(state)
+    for model in (one, wanted):
+        quantize_(model, Int8WeightOnlyConfig())
+    assert torch.equal(one(inputs), wanted(inputs))
+    return told
 
 
+@pytest.mark.parametrize("plan", ["dp2 zero 1", "dp2 zero 3", "tp2"])
+def test_quantised_weights_are_of_one_device(plan):
+    first, second = run_ranks(2, quantised, plan, timeout=120)
+    assert first == second
+    for told in first:
+        assert "torchao's " in told and "vescale.whole_state_dict(model)" in told
+
+
+def fake_quantised(plan, when):
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    def prepared(model):
+        activation = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+        weight = IntxFakeQuantizeConfig(torch.int4, group_size=32)
+        quantize_(model, QATConfig(activation_config=activation, weight_config=weight, step="prepare"))
+        return model
+
+    make = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+    one = prepared(net(LARGE))
+    wanted = trained(one, make(one.parameters()), LARGE)
+    model = net(LARGE) if when == "after" else prepared(net(LARGE))
+    model, optimizer = vescale.parallelize(PLANS[plan], model, make)
+    if when == "after":
+        prepared(model)
+    return apart(one, model, wanted, trained(model, optimizer, LARGE))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("plan", ["dp2 zero 3", "tp2"])
-def test_int8_weights_are_of_one_device(plan):
-    for told, same in run_ranks(2, int8, plan, timeout=60):
-        assert "torchao's Int8Tensor" in told and same
+def test_training_for_quantised_weights_is_one_devices(plan, when):
+    for loss, parameter in run_ranks(2, fake_quantised, plan, when, timeout=120):
+        assert loss <= LOSS and parameter <= PARAMETER

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active
+from torch._C import _disabled_torch_function_impl as _disabled
 from torch.autograd import Function
 
 from .._communication import events
@@ -32,14 +33,11 @@ class Convert(Function):
 
     @staticmethod
     def forward(ctx, local: Tensor, route: Route, own: bool) -> Tensor:
-        ctx.set_materialize_grads(False)  # who gives no gradient gives none, and not zeros
         ctx.way = (route, events.current_cause())
         return _moved(local, route, own)
 
     @staticmethod
-    def backward(ctx, grad: Tensor | None):
-        if grad is None:
-            return None, None, None
+    def backward(ctx, grad: Tensor):
         route, cause = ctx.way
         events.restore_cause(cause)
         with local_only():
@@ -68,12 +66,11 @@ class Alias(Function):
 
     @staticmethod
     def forward(ctx, local: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
         with local_only():
             return local.detach()
 
     @staticmethod
-    def backward(ctx, grad: Tensor | None) -> Tensor | None:
+    def backward(ctx, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -144,7 +141,8 @@ def convert_plain(local: Tensor, mesh: Mesh, target: Layout, cause: object) -> D
 
 
 def refuse_foreign(function: object, tensors: Iterable[Tensor]) -> None:
-    """Raises where one of the tensors is torch's own DTensor, which says how it lies where nobody here reads."""
+    """Raises where one of the tensors is torch's own DTensor, which says how it lies where nobody here reads, or one of
+    another library that computes by functions of its own: quantised weights."""
     for tensor in tensors:
         if type(tensor).__module__.startswith("torch.distributed.tensor"):
             raise PlainTensorError(
@@ -154,6 +152,17 @@ def refuse_foreign(function: object, tensors: Iterable[Tensor]) -> None:
                 [
                     ("DTensor.from_local(t.to_local(), t.device_mesh, t.placements)", "veScale's, as it lies: no copy"),
                     ("t.full_tensor()", "the whole tensor, plain: an all-gather or all-reduce"),
+                ],
+            )
+        if hasattr(tensor, "__tensor_flatten__") and type(tensor).__torch_function__ is not _disabled:
+            kind = f"{type(tensor).__module__.split('.')[0]}'s {type(tensor).__name__}"
+            raise PlainTensorError(
+                events.function_name(function),
+                f"{kind} meets a DTensor: it computes by functions of its own, which know of no shards",
+                [f"operand  {list(tensor.shape)} {tensor.dtype}"],
+                [
+                    ("state = vescale.whole_state_dict(model)", "into a model of one device, which is then quantised"),
+                    ("tensor.dequantize()", "plain, where it has that"),
                 ],
             )
 

@@ -79,7 +79,10 @@ def check_values(model: nn.Module) -> None:
                 "parallelize",
                 f"{name!r} is {kind}: a plan shards plain tensors",
                 (),
-                [("build the model as for one device", "parallelize shards it; what wraps its tensors comes after")],
+                [
+                    ("build the model as for one device", "parallelize shards it"),
+                    ("state = vescale.whole_state_dict(model)", "of what was trained, to be quantised on one device"),
+                ],
             )
     if is_fake():  # a dry run, which reads no values
         return
