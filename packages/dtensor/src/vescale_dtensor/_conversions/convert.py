@@ -33,11 +33,14 @@ class Convert(Function):
 
     @staticmethod
     def forward(ctx, local: Tensor, route: Route, own: bool) -> Tensor:
+        ctx.set_materialize_grads(False)  # who gives no gradient gives none, and not zeros
         ctx.way = (route, events.current_cause())
         return _moved(local, route, own)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor | None):
+        if grad is None:
+            return None, None, None
         route, cause = ctx.way
         events.restore_cause(cause)
         with local_only():
@@ -66,11 +69,12 @@ class Alias(Function):
 
     @staticmethod
     def forward(ctx, local: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         with local_only():
             return local.detach()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad: Tensor | None) -> Tensor | None:
         return grad
 
 
