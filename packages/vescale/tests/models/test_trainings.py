@@ -658,3 +658,10 @@ def test_random_trainings():
 if __name__ == "__main__":
     for number in map(int, sys.argv[1:]):
         print(f"# {number}\n{program(number)}\n", *verdicts([number]), sep="\n")
+
+
+def test_programs_that_were_wrong_once():
+    """2157: states of parameters that were frozen all along, loaded again; 2161: an optimizer that steps on experts in
+    a hook amid the backward."""
+    good, wrong = verdicts([2157, 2161])
+    assert not wrong and set(good.values()) == {"ran"}, (good, wrong)

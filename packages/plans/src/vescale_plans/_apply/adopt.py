@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vescale_dtensor import DTensor
@@ -191,11 +192,18 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[DataParallel]:
     """Whose parameters the optimizer steps on, which nobody adopted; in the same order on all ranks. None of those
-    that are amid a backward, whose hook the step is: what it needs and changes is seen to around the hooks."""
+    that are amid a backward, whose hook the step is: what it needs and changes is seen to around the hooks, and where
+    nothing is reduced (experts without data parallelism) the hook is autograd's own, and the gradient this rank's."""
     found: list[DataParallel] = []
+    amid = _current_graph_task_id() != -1
     if _parallels:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if type(parameter) is DTensor or isinstance(parameter, DTensor):
-                    found += [one for one in _parallels if one not in found and one.slot_of(parameter) is not None]
+                    found += [one for one in _parallels if one not in found and _concerns(one, parameter, amid)]
     return [one for one in found if not one.tells]
+
+
+def _concerns(sync: DataParallel, parameter: Tensor, amid: bool) -> bool:
+    slot = sync.slot_of(parameter)
+    return slot is not None and not (amid and slot.hooks is None and not slot.is_separate)
