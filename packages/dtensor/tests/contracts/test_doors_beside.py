@@ -300,7 +300,6 @@ COLLECTIVES = {
     "all_gather into": lambda d, plain: dist.all_gather([d, d], plain[0]),
     "all_gather_into_tensor": lambda d, plain: dist.all_gather_into_tensor(torch.ones(8, 6), d),
     "gather": lambda d, plain: dist.gather(d, plain if dist.get_rank() == 0 else None),
-    "scatter": lambda d, plain: dist.scatter(plain[0], [d, d]) if dist.get_rank() == 0 else dist.scatter(d),
     "scatter into": lambda d, plain: dist.scatter(d, plain if dist.get_rank() == 0 else None),
     "reduce_scatter": lambda d, plain: dist.reduce_scatter(plain[0], [d, d]),
     "reduce_scatter into": lambda d, plain: dist.reduce_scatter(d, plain),
@@ -414,3 +413,26 @@ def local_answers():
 @pytest.mark.parametrize("answers", [global_answers, refusals, local_answers])
 def test_every_door_answers_as_the_table_says(answers):
     assert run_ranks(2, answers, timeout=200) == [[], []]
+
+
+# Where only the source has something to look at, the others wait for it in torch's code.
+FROM_ONE = {
+    "scatter": lambda d, g, sends: dist.scatter(torch.ones(4, 6), sends and [d] * 3, group=g),
+    "broadcast_object_list": lambda d, g, sends: dist.broadcast_object_list([d if sends else 0], group=g),
+    "scatter_object_list": lambda d, g, sends: dist.scatter_object_list([None], sends and [d] * 3, group=g),
+}
+
+
+def sent_by_the_source(name):
+    mesh = init_device_mesh("cpu", (3,))
+    group, shard = dist.new_group([0, 1, 2]), spread(WHOLE.clone(), mesh, [Replicate()])
+    try:
+        FROM_ONE[name](shard, group, dist.get_rank() == 0 or None)
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", FROM_ONE)
+def test_what_the_source_alone_is_refused_no_rank_waits_for(name):
+    assert run_ranks(3, sent_by_the_source, name, timeout=60) == ["OperatorError", "RuntimeError", "RuntimeError"]

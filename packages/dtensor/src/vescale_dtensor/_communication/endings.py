@@ -11,14 +11,17 @@ import atexit
 import contextlib
 import sys
 import traceback
+from datetime import timedelta
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
 ALONE = frozenset({"fake", "simulated"})
 """Backends of worlds whose ranks are not processes."""
 MOST_TEXT = 2000
 """Characters of an exception's text that are told."""
+_UNUSED_TAG = 0x5EA1
 _RAISED, _LEFT = "vescale/raised", "vescale/left"
 
 
@@ -51,6 +54,20 @@ def first_ending() -> str | None:
             if store.check([key]):
                 return store.get(key).decode()
     return None
+
+
+def close(group: dist.ProcessGroup | None) -> None:
+    """Ends this rank's connections of the group (None: of all): who waits there for this rank gets an error at once."""
+    group = group or dist.group.WORLD
+    if dist.get_backend(group) in ALONE or group.size() < 2:
+        return
+    with contextlib.suppress(RuntimeError):
+        if dist.get_backend(group) != "gloo":
+            group.abort()
+            return
+        # Gloo has no abort; a wait that takes too long closes all pairs of its context.
+        peer = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def described(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from torch._C import _is_torch_function_enabled
 from torch.distributed import distributed_c10d
 from torch.distributed.nn import functional as differentiable
 
+from ..._communication.endings import close
 from ..._communication.events import function_name, user_line
 from ..._conversions.convert import describe
 from ..._dispatch.arguments import collect
@@ -174,6 +175,21 @@ for _name in (*_ALIKE, *_PARTS):
         setattr(torch.distributed.nn, _name, _collective)
 
 
+_FROM_ONE = ("scatter", "broadcast_object_list", "scatter_object_list")
+
+
+def leave_nobody_waiting() -> None:
+    """Called before an error is raised: where torch sends from this rank alone what only this rank has looked at, the
+    others of the group wait for it. They get an error, too: the group's connections end."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == distributed_c10d.__name__ and frame.f_code.co_name in _FROM_ONE:
+            if type(frame.f_locals.get("tensor")) is not DTensor:  # else they have DTensors as well, and raise
+                close(frame.f_locals.get("group"))
+            return
+        frame = frame.f_back
+
+
 def _is_functional() -> bool:
     """Whether torch's autograd-aware collectives call: their backward would communicate once more."""
     frame = sys._getframe(2)
@@ -188,6 +204,8 @@ def _is_functional() -> bool:
 
 
 def refuse(name: str, tensors: list[Tensor], more: str = "") -> None:
+    if "scatter" in name:
+        leave_nobody_waiting()
     raise OperatorError(
         f"torch.distributed.{name}",
         "takes a tensor for this rank's part, and the value of a DTensor is the global tensor's, alike on all "

@@ -18,6 +18,7 @@ from ..._errors import OperatorError
 from ..._tensor.tensor import DTensor, local_only, stamp
 from ..registry import handler
 from ..traits import VIEWS, Trait
+from .communication import leave_nobody_waiting
 
 
 def whole(tensor: DTensor, cause: object) -> Tensor:
@@ -93,6 +94,7 @@ def deep_copy(function, args, kwargs):
 @handler(Tensor.__reduce_ex__, Tensor.__reduce__)
 def reduce_ex(function, args, kwargs):
     """A DTensor belongs to a mesh of live processes: it does not travel."""
+    leave_nobody_waiting()
     raise OperatorError(
         "pickle",
         "a DTensor names process groups of this process and cannot travel to another",
