@@ -287,3 +287,17 @@ def test_a_plain_tensor_divided_by_a_sharded_one_is_rounded_once():
             assert torch.equal(found.full_tensor(), one / other)
 
     run_ranks(4, check)
+
+
+def _centred(sizes):
+    x = distribute_tensor(torch.full((8, 6), 1.0), mesh_of(*sizes), [S(0), S(1)][: len(sizes)])
+    for mean in (x.mean(), x.mean(0), x.mean(1, keepdim=True)):
+        for centred in (x - mean, mean - x, torch.lerp(x, mean, 1.0) - x):
+            assert centred.placements == x.placements
+            scaled = centred / 1e-6  # of pending parts, what is left of their sum's rounding
+            assert (0.01 + scaled.mean()).item() == pytest.approx(0.01, rel=1e-6)
+
+
+def test_a_sharded_tensor_and_a_smaller_pending_one_stay_sharded():
+    for sizes in [(4,), (2, 2)]:
+        run_ranks(4, _centred, sizes)

@@ -137,7 +137,10 @@ def _choices(signature: Signature, operands: list[Operand], axis: int):
     yield (VARYING,) * n, (VARYING,) * len(outputs)
     states = [operand.states[axis] for operand in operands]
     if PENDING in states:
+        summands = max(operand.layout.numel for operand, state in zip(operands, states) if state is PENDING)
         for together in signature.linear:
+            if any(states[i].kind == "S" and operands[i].layout.numel > summands for i in together):
+                continue  # free, but for `x - x.mean()` the sum of all of x is due then, of parts that cancel
             pending = {*together, *signature.addends}
             yield tuple(PENDING if i in pending else VARYING for i in range(n)), (PENDING,) * len(outputs)
     for label, cut in _cuts(signature, operands, axis):
