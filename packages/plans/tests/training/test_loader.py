@@ -52,6 +52,17 @@ class Stream(IterableDataset):
         return iter([{"x": torch.full((3,), float(at)), "label": at} for at in range(start, self.size, by)])
 
 
+class WhenAsked(BatchSampler):
+    """Draws all batches when it is asked for an iterator, which torch does twice where it makes workers."""
+
+    def __init__(self, size):
+        self.generator = torch.Generator().manual_seed(5)
+        super().__init__(range(size), 4, False)
+
+    def __iter__(self):
+        return iter([batch.tolist() for batch in torch.randperm(len(self.sampler), generator=self.generator).split(4)])
+
+
 def _whole(value):
     return value.full_tensor() if type(value) is DTensor else value
 
@@ -77,6 +88,11 @@ MADE = {
     "batch sampler": lambda: DataLoader(Rows(22), batch_sampler=BatchSampler(RandomSampler(Rows(22)), 4, False)),
     "workers": lambda: DataLoader(Rows(22), batch_size=4, shuffle=True, num_workers=2),
     "persistent": lambda: DataLoader(Rows(22), 4, shuffle=True, num_workers=1, persistent_workers=True),
+    "drawn when asked": lambda: DataLoader(Rows(22), batch_sampler=WhenAsked(22)),
+    "drawn when asked, workers": lambda: DataLoader(Rows(22), batch_sampler=WhenAsked(22), num_workers=2),
+    "drawn when asked, persistent": lambda: DataLoader(
+        Rows(22), batch_sampler=WhenAsked(22), num_workers=1, persistent_workers=True
+    ),
     "looks at all": lambda: DataLoader(Rows(22), batch_size=4, shuffle=True, collate_fn=_collate_longest),
     "stream": lambda: DataLoader(Stream(22), batch_size=4),
     "stream, last dropped": lambda: DataLoader(Stream(22), batch_size=4, drop_last=True),

@@ -44,6 +44,8 @@ MADE = {
     "datasets, streamed, workers": lambda: usual(streamed(), num_workers=2),
     "stateful": lambda: stateful(mapped(), shuffle=True),
     "stateful, workers": lambda: stateful(mapped(), num_workers=2),
+    "stateful, shuffled, workers": lambda: stateful(mapped(), shuffle=True, num_workers=2),
+    "stateful, shuffled, last dropped": lambda: stateful(mapped(), shuffle=True, num_workers=2, drop_last=True),
     "stateful, streamed": lambda: stateful(streamed()),
     "stateful, streamed, workers": lambda: stateful(streamed(), num_workers=2),
 }

@@ -66,6 +66,7 @@ class Loader(DataLoader):
         self._own = self._made()
         self._state = dict(_START)
         self._resumed: dict[str, Any] | None = None
+        self._has_workers = False
 
     def __len__(self) -> int:
         return len(self._given)
@@ -115,6 +116,9 @@ class Loader(DataLoader):
         drawn when it began."""
         generators = self._generators() if goes_on else []
         now = [generator.get_state() for generator in generators]
+        if self.num_workers and not self._has_workers and isinstance(self._own.batch_sampler, Batches):
+            iter(self._given.batch_sampler)  # which torch asks twice where it makes workers: some draw when asked
+        self._has_workers = self.persistent_workers
         started = iter(self._own)
         for generator, state in zip(generators, now):
             generator.set_state(state)
@@ -125,7 +129,9 @@ class Loader(DataLoader):
 
     def _generators(self) -> list[torch.Generator]:
         """What the order of samples may be drawn from."""
-        held = (self._given.generator, getattr(self._given.sampler, "generator", None), torch.default_generator)
+        batches = self._given.batch_sampler
+        samplers = (self._given, self._given.sampler, batches, getattr(batches, "sampler", None))
+        held = (*(getattr(one, "generator", None) for one in samplers), torch.default_generator)
         found: list[torch.Generator] = []
         for one in held:
             if isinstance(one, torch.Generator) and all(one is not other for other in found):
