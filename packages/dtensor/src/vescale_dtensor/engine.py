@@ -31,7 +31,9 @@ from ._communication.pending import PendingGather as PendingGather
 from ._communication.pending import PendingReduction as PendingReduction
 from ._communication.pending import PendingRows as PendingRows
 from ._context import mixing as mixing
+from ._context.choice import RING as RING
 from ._context.choice import WAYS as WAYS
+from ._context.choice import attention_way as attention_way
 from ._context.choice import pin as pin
 from ._context.lazy import DescribedMask as DescribedMask
 from ._context.work import counted_pairs as counted_pairs

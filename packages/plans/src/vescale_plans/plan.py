@@ -44,7 +44,8 @@ class Plan:
             the model) is sharded, or several, outermost first; None for no data
             parallelism. Of several, ZeRO shards over the last, and replicates over
             the others (hybrid sharding).
-        zero: 1 shards optimizer states over the data axis, 2 gradients too, 3 parameters too.
+        zero: 1 shards optimizer states over the data axis, 2 gradients too, 3 parameters too; without a data axis over
+            the context axis, whose ranks have the same parameters.
         pipeline: the stages, see `Pipeline`.
         accumulation: backwards that one optimizer step sums. The loop makes them, one for each of `parts(batch)`; a
             pipeline has its microbatches for that.
@@ -134,6 +135,12 @@ class Plan:
         if self.data_axis is None:
             return ()
         return (self.data_axis,) if isinstance(self.data_axis, str) else self.data_axis
+
+    @property
+    def zero_axis(self) -> str | None:
+        """The axis over which ZeRO shards: the innermost data axis; without any the context axis, whose ranks have the
+        same parameters too."""
+        return self.data_axes[-1] if self.data_axes else self.context_axis
 
     def placements(self, named: Placements) -> tuple[Placement, ...]:
         """One placement per mesh axis; Replicate where none is named."""

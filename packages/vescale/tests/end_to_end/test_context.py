@@ -195,12 +195,30 @@ def _call(batch, **given):
     raise _Called
 
 
+def _alone(zero, name):
+    """ZeRO over the context axis."""
+    return Plan(mesh={"cp": 2}, zero=zero, **REPLICATED)
+
+
+def _generated(name):
+    """The planner's, where it is told to cut sequences."""
+    pin = {"cp": 2, "tp": 2, "sp": True, "zero": 1}
+    model, loss_of = build(name)
+    batch = {}
+    with contextlib.suppress(_Called):
+        loss_of(partial(_call, batch), 0)
+    asked = {"world_size": 4, "batch": BATCH, "seq": POSITIONS, "hardware": "h100", "sample": batch, "pin": pin}
+    return vescale.generate_plan(model, **asked, forbid=[{"microbatches": 2}, {"checkpointing": True}])
+
+
 PLANS = {
     "cp 2": lambda name: Plan(mesh={"cp": 2}, **REPLICATED),
     "cp 4": lambda name: Plan(mesh={"cp": 4}, **REPLICATED),
     "cp 2 x tp 2 + sp": of_tensors,
     "dp 2 x cp 2, zero 3": lambda name: Plan(mesh={"dp": 2, "cp": 2}, zero=3, **REPLICATED),
     "pp 2 x cp 2": of_stages,
+    **{f"cp 2, zero {zero}": partial(_alone, zero) for zero in (1, 2, 3)},
+    "cp 2 x tp 2, generated": _generated,
     "cp 2, recomputed": lambda name: Plan(mesh={"cp": 2}, checkpointing={"model.layers.*": True}, **REPLICATED),
 }
 
@@ -298,6 +316,8 @@ def check(name, plan, way, steps=STEPS, mode="eager"):
 WAYS = ("ring", "all-to-all", "gather")
 MESHES = ("cp 2", "cp 4", "cp 2 x tp 2 + sp", "dp 2 x cp 2, zero 3", "pp 2 x cp 2")
 CASES = [*itertools.product(MODELS, MESHES, WAYS), *(("llama", "cp 2, recomputed", way) for way in WAYS)]
+CASES += [("llama", "cp 2 x tp 2, generated", "ring")]
+CASES += [("llama", f"cp 2, zero {zero}", "ring") for zero in (1, 2, 3)] + [("mistral", "cp 2, zero 3", "gather")]
 
 
 @pytest.mark.parametrize(("name", "plan", "way"), slice_of(CASES, 13))

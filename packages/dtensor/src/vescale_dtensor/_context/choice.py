@@ -64,6 +64,12 @@ def pinned(mesh: Mesh, axis: int) -> str:
     return pins.get(mesh, {}).get(axis, AUTO)
 
 
+def attention_way(ranks: int, rows: int, shared: int, key_bytes: int) -> str:
+    """What `chosen` gives for so many rows of each rank, heads that share their keys, and bytes of a row of k and v of
+    all heads, where heads do not divide."""
+    return chosen(Problem(ranks, rows, rows, shared, 1, key_bytes, key_bytes), AUTO, False).way
+
+
 def chosen(problem: Problem, pinned: str, can_swap: bool) -> Choice:
     """can_swap: whether heads divide, and nothing else stands against an all-to-all."""
     if pinned == HEADS and not can_swap:

@@ -29,7 +29,7 @@ PARTS = (2, 4, 8, 16)
 """How many parts of a sequence a rank has: each pair of parts that see each other is a kernel of its own."""
 LEAST = 8
 """Rows that a part has at least, where a rank has more than two."""
-_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
+MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
 """Modules that meet positions without attention, and for which parts in one piece are better."""
 _CAUSAL = re.compile(r"is_causal\s*=\s*True")
 
@@ -75,7 +75,7 @@ def balance_of(plan: Plan, mesh: Mesh, model: nn.Module) -> Balance | None:
 def _is_causal(model: nn.Module) -> bool:
     """Whether all attention says that it is causal, and nothing else is known to mix positions."""
     said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
-    if any(isinstance(module, _MIXERS) for module in model.modules()) or not all(said):
+    if any(isinstance(module, MIXERS) for module in model.modules()) or not all(said):
         return False
     return bool(said) or any(_calls_causal(kind) for kind in {type(module) for module in model.modules()})
 

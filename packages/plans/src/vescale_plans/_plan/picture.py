@@ -89,8 +89,8 @@ def _ranks(plan: Plan, places: list[int]) -> list[int]:
 def _captions(plan: Plan, mesh: Mesh) -> list[str]:
     """What to see, and what the picture does not show."""
     said = ["a colour is one part of the parameter, written on it the ranks that hold it; 'of n': n layers have one"]
-    if plan.zero == 3 and plan.data_axes:
-        axis = plan.data_axes[-1]
+    if plan.zero == 3:
+        axis = plan.zero_axis
         said.append(
             f"zero 3: between uses each of the {plan.mesh[axis]} ranks of {axis} keeps an equal share of a part"
         )

@@ -111,7 +111,7 @@ def _zero(plan: Plan) -> None:
                 ("zero=3", "and parameters"),
             ],
         )
-    if plan.zero and not plan.data_axes:
+    if plan.zero and plan.zero_axis is None:
         raise PlanError(
             "Plan",
             f"zero={plan.zero} shards over the data axis, and the plan has none",

@@ -41,7 +41,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "sequences", f"cut over {plan.context_axis}{how}" if plan.context_axis else ""
     if plan.zero:
         parts = ("optimizer states", "gradients", "parameters")[: plan.zero]
-        yield "zero", f"{plan.zero}: {', '.join(parts)} sharded over {plan.data_axes[-1]}"
+        yield "zero", f"{plan.zero}: {', '.join(parts)} sharded over {plan.zero_axis}"
     yield "pipeline", _text(plan.pipeline) if plan.pipeline else ""
     yield "accumulation", f"{plan.accumulation} backwards a step" if plan.accumulation > 1 else ""
     yield "precision", _text(plan.precision) if plan.precision else ""

@@ -26,7 +26,7 @@ _set_data = Tensor.data.__set__
 class Sharing:
     """How the buffers of a model are shared.
 
-    zero: the stage. lead: the mesh axis over which ZeRO shards (the innermost data axis); None without one.
+    zero: the stage. lead: the mesh axis over which ZeRO shards (`Plan.zero_axis`); None without one.
     compute, reduce, sent: see `Precision`, None for the parameters' own.
     offload: masters, and so optimizer states, on the host.
     prefetch, ahead_bytes: how many blocks are gathered ahead, and the bytes of these, and of reductions under way.

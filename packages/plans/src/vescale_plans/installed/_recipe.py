@@ -137,7 +137,7 @@ def _is_spread(experts: nn.ModuleList, axis: int) -> bool:
 
 
 def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
-    """How the plan shares buffers over the mesh: ZeRO shards over the innermost data axis."""
-    lead = mesh.axis(plan.data_axes[-1]) if plan.data_axes else None
+    """How the plan shares buffers over the mesh."""
+    lead = mesh.axis(plan.zero_axis) if plan.zero_axis is not None else None
     dtypes = (plan.precision.compute, plan.precision.reduce, plan.precision.sent) if plan.precision else (None,) * 3
     return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload, plan.prefetch, plan.ahead_bytes)

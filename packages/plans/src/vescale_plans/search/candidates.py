@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any
 
 from ..plan import PlanError
+from .pricing.context import degrees
 from .structure import Structure
 
-AXES = ("dp", "tp", "pp", "ep")
+AXES = ("dp", "cp", "tp", "pp", "ep")
 PINNABLE = (*AXES, "zero", "sp", "microbatches", "checkpointing")
 
 
@@ -19,11 +20,11 @@ class Candidate:
     """One choice of degrees.
 
     Arguments:
-        pp, dp, tp: ranks along each axis; the mesh is [pp, dp, tp], outermost first.
+        pp, dp, cp, tp: ranks along each axis; the mesh is [pp, dp, cp, tp], outermost first. Over cp sequences are cut.
         ep: of the dp ranks so many neighbours share the experts; the mesh is [pp, dp / ep, ep, tp] then, and ZeRO
-            shards over these neighbours.
+            shards over these neighbours. Not together with cp.
         sp: activations between tensor-parallel groups are split by position.
-        zero: stage over dp.
+        zero: stage over dp, without it over cp.
         microbatches: parts of a rank's batch that go through the pipeline; without one (pp 1) each has a forward and
             a backward of its own, and gradients accumulate.
         virtual: stages per rank of the pipeline, interleaved (arXiv 2104.04473, section 2.2).
@@ -39,19 +40,25 @@ class Candidate:
     microbatches: int = 1
     checkpointing: bool = False
     virtual: int = 1
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
         """Of the whole mesh."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.replicas * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that compute with the same parameters, experts aside, and sum their gradients."""
+        return self.dp * self.cp
 
     @property
     def sharded(self) -> int:
         """Ranks over which ZeRO shards."""
-        return self.ep if self.ep > 1 else self.dp
+        return self.ep if self.ep > 1 else self.dp if self.dp > 1 else self.cp
 
     def __str__(self) -> str:
-        sizes = {"pp": self.pp, "dp": self.dp, "ep": self.ep, "tp": self.tp}
+        sizes = {"pp": self.pp, "dp": self.dp, "ep": self.ep, "cp": self.cp, "tp": self.tp}
         axes = [f"{name}={size}" for name, size in sizes.items() if size > 1]
         more = ["sp"] * self.sp + [f"zero={self.zero}"] * bool(self.zero)
         parts = "microbatches" if self.pp > 1 else "accumulation"
@@ -75,7 +82,7 @@ def candidates(
     banned = [{one: 1} if one in AXES else {one: False} if isinstance(one, str) else dict(one) for one in forbid]
     for one in forbid:
         check_names("forbid", (one,) if isinstance(one, str) else one)
-    for candidate in _all(structure, world_size, batch, seq):
+    for candidate in _all(structure, world_size, batch, seq, pin, bool(banned)):
         values = asdict(candidate) if pin or banned else {}
         if any(values[name] != value for name, value in pin.items()):
             continue
@@ -99,23 +106,28 @@ def _is_banned(values: Mapping[str, Any], one: str | Mapping[str, Any], rule: Ma
     return all(values[name] == value for name, value in rule.items())
 
 
-def _all(structure: Structure, world_size: int, batch: int, seq: int | None) -> Iterator[Candidate]:
+def _all(
+    structure: Structure, world_size: int, batch: int, seq: int | None, pin: Mapping[str, Any], banned: bool
+) -> Iterator[Candidate]:
     split = set(structure.degrees)
     stages = 1 if structure.coupled else len(structure.cut_points) + 1  # microbatches too would part rows that meet
     for tp in divisors(world_size):
         if tp > 1 and tp not in split:
             continue
-        for pp in divisors(world_size // tp):
-            dp = world_size // tp // pp
-            if pp > stages or dp > batch or (dp > 1 and structure.coupled):
+        spreads = product(divisors(world_size // tp), degrees(structure, world_size // tp, seq, pin.get("cp")))
+        for pp, cp in spreads:
+            dp = world_size // tp // pp // cp
+            if pp * dp * cp * tp != world_size or pp > stages or dp > batch or (dp > 1 and structure.coupled):
                 continue
-            spread = [1, *(d for d in structure.expert_degrees if dp % d == 0)]
+            spread = [1, *(d for d in structure.expert_degrees if dp % d == 0 and cp == 1)]
             sequence = (False, True)[: 1 + (tp > 1 and structure.position_dim is not None and (seq or tp) >= tp)]
-            stage = (0,) if dp == 1 else (0, 1, 2, 3)
+            stage = (0,) if dp * cp == 1 else (0, 1, 2, 3)
             again = (False, True)[: 1 + bool(structure.blocks)]
             parts = [1] if structure.coupled else _microbatches(pp, batch // dp, batch)
+            if cp > 1 and not (structure.coupled or banned or pin.keys() & {"dp", "cp"}):
+                parts = [m for m in parts if dp * cp > batch or m not in _microbatches(pp, batch // dp // cp, batch)]
             for microbatches, ep, sp, zero, checkpointing in product(parts, spread, sequence, stage, again):
-                yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing)
+                yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing, cp=cp)
 
 
 def _microbatches(pp: int, local_batch: int, batch: int) -> list[int]:

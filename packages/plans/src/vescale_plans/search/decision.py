@@ -79,7 +79,10 @@ def headroom(request: Request, size: float) -> str:
 def places(request: Request, candidate: Candidate) -> Iterator[tuple[str, str]]:
     """Where each axis lies: its ranks' distance, and whether a group of it has ranks in two nodes."""
     hardware, stride = request.hardware.joining(candidate.ranks), 1
-    sizes = {"tp": candidate.tp, "ep": candidate.ep, "dp": candidate.dp // candidate.ep, "pp": candidate.pp}
+    sizes = {
+        "tp": candidate.tp, "cp": candidate.cp, "ep": candidate.ep, "dp": candidate.dp // candidate.ep,
+        "pp": candidate.pp,
+    }  # fmt: skip
     for name, size in sizes.items():
         if size > 1:
             far = hardware.crosses(stride, size)

@@ -164,7 +164,7 @@ def mesh(explained: Explanation) -> str:
     starts = [names.index(cut) for cut in explained.chosen.cuts]
     borders = [0, *starts, len(names)]
     stages, replicas, ranks = (
-        min(number, SHOWN[name]) for number, name in ((one.pp, "stages"), (one.dp, "replicas"), (one.tp, "ranks"))
+        min(number, SHOWN[name]) for number, name in ((one.pp, "stages"), (one.replicas, "replicas"), (one.tp, "ranks"))
     )
     wide, high = min(220.0, (WIDE - 40) / stages), 34.0
     made = []
@@ -180,16 +180,21 @@ def mesh(explained: Explanation) -> str:
             )
             cell = (wide - 22) / ranks
             for rank in range(ranks):
-                number = (stage * one.dp + replica) * one.tp + rank
-                tip = f"rank {number}: pp {stage}, dp {replica}, tp {rank}"
+                number = (stage * one.replicas + replica) * one.tp + rank
+                row, part = divmod(replica, one.cp)
+                context = f", cp {part}" * (one.cp > 1)
+                tip = f"rank {number}: pp {stage}, dp {row}{context}, tp {rank}"
                 colour = RANKS[(replica % one.ep if one.ep > 1 else replica) % 4]
                 made.append(_box(left + 4 + rank * cell, top + 5, cell - 3, high - 10, colour, tip))
     more = [
         f"{name}: {number} in all, {shown} drawn"
-        for name, number, shown in (("stages", one.pp, stages), ("replicas", one.dp, replicas), ("tp", one.tp, ranks))
+        for name, number, shown in zip(
+            ("stages", "replicas", "tp"), (one.pp, one.replicas, one.tp), (stages, replicas, ranks), strict=True
+        )
         if shown < number
     ]
-    sizes = f"pp {one.pp} x dp {one.dp} x tp {one.tp} = {one.pp * one.dp * one.tp} ranks"
+    context = f" x cp {one.cp}" * (one.cp > 1)
+    sizes = f"pp {one.pp} x dp {one.dp}{context} x tp {one.tp} = {one.ranks} ranks"
     if one.ep > 1:
         sizes += f"; experts over {one.ep} neighbours of dp, one colour each"
     made.append(_text(20, 60 + replicas * (high + 8), "; ".join([sizes, *more])))

@@ -155,7 +155,8 @@ def plan_of(
         cuts, again = _evenly(structure, candidate.pp), structure.block_names if candidate.checkpointing else ()
     else:
         cuts, again = chosen.cuts, chosen.again
-    sizes = {"pp": candidate.pp, "dp": candidate.dp // candidate.ep, "ep": candidate.ep, "tp": candidate.tp}
+    dp = candidate.dp // candidate.ep
+    sizes = {"pp": candidate.pp, "dp": dp, "ep": candidate.ep, "cp": candidate.cp, "tp": candidate.tp}
     mesh = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
     parameters: Mapping[str, Placements] = {"*": {}}
     boundaries: Mapping[str, Any] = {}
@@ -170,6 +171,7 @@ def plan_of(
         boundaries=boundaries,
         data_axis=tuple(name for name in ("dp", "ep") if name in mesh) or None,
         expert_axis="ep" if candidate.ep > 1 else None,
+        context_axis="cp" if candidate.cp > 1 else None,
         zero=candidate.zero,
         pipeline=pipeline,
         checkpointing=dict.fromkeys(patterns if set(again) == set(structure.block_names) else again, True),

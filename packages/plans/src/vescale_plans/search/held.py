@@ -27,10 +27,11 @@ class Amount(NamedTuple):
     def plus(self, other: Amount, times: float = 1.0) -> Amount:
         return Amount(*(one + times * more for one, more in zip(self, other)))
 
-    def at(self, positions: float, seq: int, tp: int, sp: bool = False) -> float:
-        """Bytes of one rank with so many positions in rows of `seq`; under `sp` what is whole is split by position."""
+    def at(self, positions: float, seq: int, tp: int, sp: bool = False, cp: int = 1) -> float:
+        """Bytes of one rank with so many positions, of rows of `seq` that are cut over `cp` ranks; under `sp` what is
+        whole is split by position."""
         whole, split = self.whole + seq * self.whole_meet, self.split + seq * self.split_meet
-        return positions * (whole / (tp if sp else 1) + split / tp) + self.fixed + seq * seq * self.meet
+        return positions * (whole / (tp if sp else 1) + split / tp) + self.fixed + seq * seq / cp * self.meet
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from ..plan import PlanError
 from .candidates import Candidate, candidates
-from .pricing.cost import Cost, Pass, cost_of, pass_of, positions_of
+from .pricing.cost import BUSY, Cost, Pass, cost_of, pass_of, positions_of
 from .pricing.hardware import Hardware
 from .pricing.memory import STATES, Held, Memory, memory_of
 from .pricing.sizes import Sizes, parts_of, sizes_of
@@ -143,7 +143,8 @@ class Pricer:
         """Of the whole model, and of each kind of part."""
         asked = self.request
         rows = batch or asked.batch
-        key = (candidate.tp, candidate.ep, candidate.sp, candidate.ranks, positions_of(candidate, rows, asked.seq))
+        axes = (candidate.tp, candidate.cp, candidate.ep, candidate.sp, candidate.ranks)
+        key = (*axes, positions_of(candidate, rows, asked.seq))
         if key not in self._passes:
             shape = (candidate, asked.hardware.joining(candidate.ranks), rows, asked.seq)
             kinds = [pass_of(one, *shape) for one in self._kinds(candidate.tp)[0]]
@@ -200,7 +201,7 @@ class Pricer:
         scale = found.longest * candidate.microbatches / rough.cost.busy if rough.cost.busy else 1.0
         cost = replace(
             rough.cost,
-            **{name: getattr(rough.cost, name) * scale for name in ("compute", "elementwise", "tensor", "experts")},
+            **{name: getattr(rough.cost, name) * scale for name in BUSY},
             pipeline=rough.cost.pipeline - _bubble(rough.cost, candidate) + found.total - found.longest,
         )
         memory = self._memory(candidate, found)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..plan import PlanError
 from .candidates import Candidate
+from .pricing.context import meets_in_attention
 from .pricing.hardware import GIB
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ def nothing_legal(request: Request) -> InfeasibleError:
         f"pipeline stages  up to {stages}",
         f"data parallelism  {coupled}",
     ]
+    if "cp" in (request.pin or {}):
+        met = "up to the ranks that divide them" if meets_in_attention(structure) else "none: positions meet elsewhere"
+        facts.append(f"context parallelism cuts sequences  {met}")
     if structure.experts:
         facts.append(f"experts spread over  {list(structure.expert_degrees) or 'nothing'}")
     pin = dict(request.pin or {})

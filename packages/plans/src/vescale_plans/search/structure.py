@@ -247,6 +247,7 @@ class Structure:
         blocks: repeated blocks, outermost containers.
         tied: parameters with several names.
         coupled: parameters whose rows depend on other rows of the batch; empty where data parallelism is exact.
+        mixers: modules that are known to mix positions without attention: convolutions, recurrent layers.
         position_dim: of the residual stream, along which sequence parallelism splits; None where a position reaches
             others outside the groups, or nothing is known of positions.
         stream_entries: modules whose output starts the residual stream.
@@ -265,6 +266,7 @@ class Structure:
     blocks: tuple[Blocks, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     coupled: tuple[str, ...] = ()
+    mixers: tuple[str, ...] = ()
     position_dim: int | None = None
     stream_entries: tuple[str, ...] = ()
     holding: Mapping[int, Holding] = field(default_factory=dict, repr=False, compare=False)

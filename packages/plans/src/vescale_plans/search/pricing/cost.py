@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from ..candidates import Candidate
+from .context import meeting_seconds
 from .hardware import ATTENTION, Hardware
 from .sizes import Sizes
 
@@ -24,6 +25,10 @@ HOPS = 0.3
 """Share of a pipeline's transfers that computation does not hide."""
 
 
+BUSY = ("compute", "elementwise", "tensor", "experts", "context")
+"""Of a step's seconds, those that grow with the parts of the model that a rank holds."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """Seconds of one step, by what they are spent on."""
@@ -35,11 +40,12 @@ class Cost:
     data: float
     pipeline: float
     optimizer: float
+    context: float = 0.0
 
     @property
     def busy(self) -> float:
         """What grows with the parts of the model that a rank holds."""
-        return self.compute + self.elementwise + self.tensor + self.experts
+        return self.compute + self.elementwise + self.tensor + self.experts + self.context
 
     @property
     def total(self) -> float:
@@ -54,25 +60,28 @@ class Pass:
     elementwise: float
     tensor: float
     experts: float
+    context: float = 0.0
 
     def busy(self, again: bool) -> float:
         """Forward and backward; `again`: forward twice."""
         passes = PASSES[again]
-        return passes * (self.compute + self.elementwise) + (passes - 1) * (self.tensor + self.experts)
+        return passes * (self.compute + self.elementwise) + (passes - 1) * (self.tensor + self.experts + self.context)
 
 
 def pass_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Pass:
-    """Alike for all candidates of equal `tp`, `ep`, `sp` and `positions_of`."""
+    """Alike for all candidates of equal `tp`, `cp`, `ep`, `sp` and `positions_of`."""
     positions = positions_of(candidate, batch, seq)
-    compute = _matrices(sizes, candidate, hardware, positions) + _attention(sizes, hardware, positions, seq)
+    attended = _attention(sizes, hardware, positions, seq)
+    compute = _matrices(sizes, candidate, hardware, positions) + attended
     elementwise = _elementwise(sizes, candidate, hardware, positions)
     tensor = _tensor(sizes, candidate, hardware, positions, compute + elementwise)
-    return Pass(compute, elementwise, tensor, _exchanges(sizes, candidate, hardware, positions))
+    context = meeting_seconds(sizes, candidate, hardware, positions, seq, attended)
+    return Pass(compute, elementwise, tensor, _exchanges(sizes, candidate, hardware, positions), context)
 
 
 def positions_of(candidate: Candidate, batch: int, seq: int) -> int:
     """Of one microbatch on one rank."""
-    return ceil(batch / candidate.dp / candidate.microbatches) * seq
+    return ceil(batch / candidate.dp / candidate.microbatches) * ceil(seq / candidate.cp)
 
 
 def cost_of(
@@ -81,14 +90,15 @@ def cost_of(
     """Of the slowest rank; `batch` rows of `seq` positions on all ranks together; `one` is `pass_of` the same, if it is
     known.
 
-    What a rank is busy with (compute, elementwise, tensor, experts) is a sum over the parts that it holds, and that of
-    `sizes` over candidate.pp: blocks dealt out evenly. `pipeline` is waiting, pp - 1 microbatches long, and transfers.
+    What a rank is busy with (compute, elementwise, tensor, experts, context) is a sum over the parts that it holds, and
+    that of `sizes` over candidate.pp: blocks dealt out evenly. `pipeline` is waiting, pp - 1 microbatches long, and
+    transfers.
     """
     one = one or pass_of(sizes, candidate, hardware, batch, seq)
     positions, passes = positions_of(candidate, batch, seq), PASSES[candidate.checkpointing]
     compute, elementwise = one.compute * passes, one.elementwise * passes
-    tensor, experts = one.tensor * (passes - 1), one.experts * (passes - 1)
-    stage = (compute + tensor + experts + elementwise) / candidate.pp
+    tensor, experts, context = ((passes - 1) * each for each in (one.tensor, one.experts, one.context))
+    stage = (compute + tensor + experts + elementwise + context) / candidate.pp
     share = candidate.microbatches / candidate.pp
     held = sizes.spread(candidate.ep) / candidate.pp
     return Cost(
@@ -99,6 +109,7 @@ def cost_of(
         data=_data(sizes, candidate, hardware, 3 * one.compute * share),
         pipeline=stage * (candidate.pp - 1) / candidate.virtual + _hops(sizes, candidate, hardware, positions),
         optimizer=held / (candidate.sharded if candidate.zero else 1) * 32 / hardware.bandwidth,
+        context=context * share,
     )
 
 
@@ -166,18 +177,22 @@ def _exchanges(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions
 def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float) -> float:
     """What computation does not hide; `compute` without what is computed again, for how much that is the cut decides
     later, and no plan may be cheaper for what it might compute again and does not."""
-    if candidate.dp == 1:
+    if candidate.replicas == 1:
         return 0.0
-    copies = candidate.dp // candidate.ep  # of each expert
-    dense = (sizes.held - sizes.experts) * (candidate.dp - 1) / candidate.dp
+    copies = candidate.replicas // candidate.ep  # of each expert
+    dense = (sizes.held - sizes.experts) * (candidate.replicas - 1) / candidate.replicas
     part = 4 / candidate.pp * (dense + sizes.experts / candidate.ep * (copies - 1) / copies)
     backwards = candidate.microbatches if candidate.pp == 1 and candidate.zero > 1 else 1  # see `Plan.parts`
     kind, moved = ("reduce_scatter", part) if candidate.zero == 3 else ("all_reduce", 2 * part)
-    reduce = backwards * hardware.collective_seconds(kind, candidate.dp, moved, candidate.tp)
+    reduce = backwards * hardware.collective_seconds(kind, candidate.replicas, moved, candidate.tp)
     exposed = _exposed(reduce, hardware, compute * 2 / 3)
     if candidate.zero < 3:
         return exposed
-    gather = hardware.collective_seconds("all_gather", candidate.dp, part * hardware.itemsize / 4, candidate.tp)
+    group, apart = candidate.sharded if candidate.cp > 1 else candidate.dp, candidate.tp
+    if candidate.cp > 1:
+        part *= (group - 1) / group * candidate.replicas / (candidate.replicas - 1)
+        apart *= candidate.replicas // group
+    gather = hardware.collective_seconds("all_gather", group, part * hardware.itemsize / 4, apart)
     gathers = gather * (1 if candidate.pp > 1 else 2 * candidate.microbatches)
     return exposed + _exposed(gathers, hardware, compute)
 
@@ -194,5 +209,5 @@ def _hops(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int
         return 0.0
     width = max((branch.stream for branch in sizes.branches), default=0)
     moved = positions * width * hardware.itemsize
-    hop = hardware.collective_seconds("send", 2, moved, candidate.tp * candidate.dp * candidate.pp // 2)
+    hop = hardware.collective_seconds("send", 2, moved, candidate.ranks // 2)
     return 2 * candidate.microbatches * candidate.virtual * hop * HOPS

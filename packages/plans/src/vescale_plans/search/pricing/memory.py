@@ -7,6 +7,7 @@ from math import ceil
 
 from ..candidates import Candidate
 from ..held import Amount
+from .context import meeting_bytes
 from .hardware import Hardware
 from .sizes import Sizes
 
@@ -60,7 +61,8 @@ class Held:
         self, sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int, part: bool = False
     ) -> None:
         self.sizes, self.candidate, self.hardware, self.seq = sizes, candidate, hardware, seq
-        self.positions = ceil(batch / candidate.dp / candidate.microbatches) * seq
+        self.positions = ceil(batch / candidate.dp / candidate.microbatches) * ceil(seq / candidate.cp)
+        self.meeting = int(meeting_bytes(sizes, candidate, hardware, self.positions, seq))
         stages = 1 if part else candidate.pp
         self.spread = ceil(sizes.experts / candidate.ep / stages)
         self.dense = ceil((sizes.held - sizes.experts) / stages)
@@ -93,17 +95,18 @@ class Held:
             gradients=self.summed(),
             states=self.part(1, STATES),
             activations=int(flight * self.kept() / self.candidate.pp + self.loss()),
-            gathered=((self.dense + self.spread) * 4 if self.candidate.zero == 3 else 0) + int(self.again()),
+            gathered=self.meeting + int(self.again())
+            + ((self.dense + self.spread) * 4 if self.candidate.zero == 3 else 0),
         )
 
     def alone(self) -> Memory:
         """Of the worst moment: at the loss, in the last block's backward, in the first one's, at its end, and in the
         optimizer, which on a GPU makes roots of all second moments at once."""
         narrow = self.hardware.itemsize if self.hardware.itemsize < 4 or self.candidate.zero == 3 else 0
-        gathered = (2 * self.block + self.outside) * narrow
-        spread, gloo = self.candidate.dp > 1, self.hardware.backend == "gloo"
+        gathered = (2 * self.block + self.outside) * narrow + self.meeting
+        spread, gloo = self.candidate.replicas > 1, self.hardware.backend == "gloo"
         outside, block = (self.outside * 4, self.block * 4) if spread else (0, 0)
-        sums = int(gloo and self.candidate.dp > 2)  # it adds up in as much again, and gathers so; two ranks exchange
+        sums = int(gloo and self.candidate.replicas > 2)  # it adds up in as much again, gathers so; two ranks exchange
         late = int(spread and self.candidate.zero > 1)  # whole gradients on their way to be shards
         stepped = 0 if gloo else self.part(1, 4)
         if gloo and self.candidate.zero in (1, 2):
@@ -154,7 +157,7 @@ class Held:
         return 0.0 if self.back is None else self._most(self.back.tail)
 
     def _at(self, amount: Amount) -> float:
-        return amount.at(self.positions, self.seq, self.candidate.tp, self.candidate.sp)
+        return amount.at(self.positions, self.seq, self.candidate.tp, self.candidate.sp, self.candidate.cp)
 
     def _most(self, amounts: tuple[Amount, ...]) -> float:
         return max(map(self._at, amounts), default=0.0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from ..._apply.balance import MIXERS
 from ..._experts.structure import stacked_experts
 from ..progress import Bar
 from ..structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
@@ -41,6 +42,7 @@ def structure_of(model: nn.Module, sample: Sample, bar: Bar | None = None) -> St
         blocks=_blocks(model, found),
         tied=found.tied,
         coupled=found.coupled,
+        mixers=tuple(name for name, module in model.named_modules() if isinstance(module, MIXERS)),
         position_dim=_position_dim(found, pairs),
         stream_entries=_entries(found),
     )
