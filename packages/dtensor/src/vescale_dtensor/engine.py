@@ -66,11 +66,11 @@ from ._layouts.state import State as State
 from ._layouts.state import flat as flat
 from ._layouts.state import sharded as sharded
 from ._layouts.state import state_of as state_of
+from ._layouts.strides import global_stride as global_stride
 from ._reproducible.mode import check_order as check_order
 from ._reproducible.mode import is_reproducible as is_reproducible
 from ._reproducible.uses import value_of as value_of
 from ._rules.body import body_of as body_of
-from ._rules.doors.memory import global_stride as global_stride
 from ._rules.elements.pointwise import elementwise as elementwise
 from ._rules.products.attention import attention as attention
 from ._rules.registry import TABLE as TABLE

@@ -1,6 +1,8 @@
 """Strides, offsets and contiguity of views of cut tensors: one device's, or a typed error; and draws into what a
 conversion has moved: by one device's order in memory."""
 
+import itertools
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -112,3 +114,50 @@ def drawn(name):
 @pytest.mark.parametrize("name", MOVED)
 def test_draws_into_what_was_moved_are_one_devices(name):
     assert run_ranks(2, drawn, name) == [[], []]
+
+
+# Shapes and cuts by which ranks have one index of a dim, or none; the last two have two such dims on four ranks.
+ONES = [
+    ((2, 4, 3), (0,)), ((4, 2, 3), (1,)), ((3, 4, 2), (2,)), ((3, 4, 5), (0,)), ((5, 1, 4), (1,)),
+    ((2, 2, 3), (0, 1)), ((2, 3, 2), (2, 0)),
+]  # fmt: skip
+ORDERS = {
+    "as it is": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 1),
+    "rotated": lambda x: x.permute(1, 2, 0),
+    "matrices transposed": lambda x: x.mT,
+}
+MADE = {
+    "relu": torch.relu, "gelu": F.gelu, "a sum with a row": lambda x: x + torch.ones(x.shape[-1]), "clone": torch.clone,
+    "twice": lambda x: x * x, "with itself in rows": lambda x: x.contiguous() * x, "cast": lambda x: x.double(),
+    "where": lambda x: torch.where(x > 3, x, 0 * x), "like it": lambda x: torch.ones_like(x),
+    "softmax": lambda x: x.softmax(-1), "layer_norm": lambda x: F.layer_norm(x, (x.shape[-1],)),
+    "rms_norm": lambda x: F.rms_norm(x, (x.shape[-1],)), "cumsum": lambda x: x.cumsum(0), "flip": lambda x: x.flip(-1),
+    "padded": lambda x: F.pad(x, (1, 1)), "stacked": lambda x: torch.stack([x, x]), "roll": lambda x: x.roll(1, 0),
+    "reshaped": lambda x: x.reshape(-1, x.shape[-1]), "flattened": lambda x: x.flatten(),
+    "permuted again": lambda x: (x.relu().transpose(0, 2) + 1).transpose(0, 1),
+    "gathered": lambda x: x.redistribute([Replicate()] * x.device_mesh.ndim) if type(x) is DTensor else x,
+}  # fmt: skip
+
+
+def drawn_into_ones(sizes):
+    mesh = init_device_mesh("cpu", sizes)
+    wrong = []
+    for shape, cuts in [one for one in ONES if len(one[1]) == len(sizes)]:
+        whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+        for (way, permuted), (name, made) in itertools.product(ORDERS.items(), MADE.items()):
+            masks = []
+            for x in (whole, spread(whole.clone(), mesh, [Shard(dim) for dim in cuts])):
+                torch.manual_seed(3)
+                y = made(permuted(x))
+                mask = F.dropout(y * 0 + 1, 0.5)
+                masks.append(mask.full_tensor() if type(mask) is DTensor else mask)
+            if not torch.equal(*masks):
+                wrong.append((shape, cuts, way, name))
+    return wrong
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=["one dim", "two dims"])
+def test_draws_go_by_one_devices_order_where_ranks_have_one_index_of_a_dim(sizes):
+    ranks = torch.Size(sizes).numel()
+    assert run_ranks(ranks, drawn_into_ones, sizes) == [[]] * ranks

@@ -26,6 +26,7 @@ from .._communication.collectives import (
 )
 from .._layouts.layout import Layout
 from .._layouts.region import Ranges, cut, flat_cut, intersect, local_offset
+from .._layouts.strides import cut_to_one, dense_strides, global_stride, local_stride, row_major
 from .conversion import COLLECTIVES, Step, plan
 
 
@@ -91,26 +92,30 @@ def memory_order(strides: Sequence[int], sizes: Sequence[int]) -> list[int] | No
 def _in_order(run: Recipe, source: Layout, target: Layout) -> Recipe:
     """`run`, whose result has its dims in memory in the order of what it was given: one device has the same tensor
     before and after, and draws by that order. What travels is row-major always: no rank relies on another's strides.
-
-    Where some rank has one index of a dim, its strides do not tell the order, and the result stays row-major.
     """
     if source.flat_axis is not None or target.flat_axis is not None or source.ndim < 2:
         return run
-    ends = source.mesh.ndim
-    if any(size > 1 and min(source.sizes_at(ends, dim)) <= 1 for dim, size in enumerate(source.shape)):
-        return run
+    # Elsewhere that it is contiguous says as much, and is asked faster; what is empty is always contiguous.
+    plain = row_major(source.local_shape) if cut_to_one(source) or 0 in source.local_shape else None
+    known: dict[tuple[int, ...], tuple[list[int], tuple[int, ...]] | None] = {}
 
     def in_order(local: Tensor) -> Tensor:
         out = run(local)
-        if local.is_contiguous() or whole_on_first:
+        if whole_on_first or (local.is_contiguous() if plain is None else local.stride() == plain):
             return out
-        order = memory_order(local.stride(), local.shape)
-        if order is None:
+        strides = local.stride()
+        if strides not in known:
+            if len(known) > 64:
+                known.clear()
+            whole = global_stride(strides, local.shape, source) or strides
+            order = memory_order(whole, source.shape)
+            known[strides] = order and (order, local_stride(dense_strides(order, source.shape), target))
+        if (found := known[strides]) is None or out.stride() == found[1]:
             return out
+        order, wanted = found
         laid = out.permute(order).clone(memory_format=torch.contiguous_format)
-        laid = laid.permute([order.index(dim) for dim in range(local.ndim)])
         # No view: it is as much a tensor of its own as any other result.
-        return laid.new_empty(0).set_(laid.untyped_storage(), 0, laid.shape, laid.stride())
+        return laid.new_empty(0).set_(laid.untyped_storage(), 0, out.shape, wanted)
 
     return in_order
 
@@ -216,7 +221,8 @@ def _all_gather(step: Step) -> Recipe | None:
         grouped = (count, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
         parts, at = (grouped, dim + 1) if groups > 1 else ((count, *shape), dim)
         order = (*range(1, at + 1), 0, *range(at + 1, len(parts)))
-        return lambda local: gather(local).view(*parts).permute(*order).reshape(*whole)
+        # Of one index each, a reshape would leave the parts where they are, and the dim the outermost in memory.
+        return lambda local: gather(local).view(*parts).permute(*order).reshape(*whole).contiguous()
     longest, mine = max(sizes), sizes[mesh.coordinate[axis]]
 
     def gather_uneven(local: Tensor) -> Tensor:

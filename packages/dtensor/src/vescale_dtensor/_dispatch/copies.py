@@ -20,6 +20,7 @@ from .._conversions.convert import describe, own_copy, shares_storage
 from .._conversions.memo import forget
 from .._errors import ViewError
 from .._layouts.layout import Layout
+from .._layouts.strides import cut_to_one, global_stride
 from .._tensor.tensor import DTensor, local_only
 
 # storage of a copy -> (the copy, its base); storage of a base -> storages of its copies
@@ -50,11 +51,11 @@ def mark_copy(copy: Tensor, base: Tensor, cut_out: bool = False) -> Tensor:
     return copy
 
 
-def _sever(tensor: Tensor) -> Tensor:
-    """A clone for the sake of later writes alone."""
+def _sever(tensor: Tensor, row_major: bool = False) -> Tensor:
+    """A clone for the sake of later writes alone, or of the order in memory."""
     events.severing = True
     try:
-        return own_copy(tensor)
+        return tensor.clone(memory_format=torch.contiguous_format) if row_major else own_copy(tensor)
     finally:
         events.severing = False
 
@@ -114,23 +115,35 @@ _COPY_IF_PERMUTED = {
 def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callable:
     """`run`, made to copy where one device would though the shard need not.
 
-    A dim that is cut down to one index leaves a permuted shard contiguous, which the
-    whole tensor is not. Its strides still tell. `contiguous` then copies; whether
-    one device copies in a reshape they do not tell, so its result counts as a copied view.
+    A dim that is cut down to one index leaves a permuted shard contiguous, which the whole tensor is not. Its strides
+    still tell. `contiguous` then copies, and a reshape where one of the whole tensor would.
     """
-    cut = [
-        dim for dim, size in enumerate(layout.shape) if size > 1 and min(layout.sizes_at(layout.mesh.ndim, dim)) <= 1
-    ]
-    if function not in _COPY_IF_PERMUTED or not cut:
+    if function not in _COPY_IF_PERMUTED or not cut_to_one(layout):
         return run
+    copied: dict[tuple[int, ...], bool] = {}
 
     def checked(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
         out = run(tensor, *args, **kwargs)
         if not shares_storage(out, tensor) or _is_in_order(tensor, layout.shape):
             return out
-        return _sever(out) if function is Tensor.contiguous else mark_copy(out, tensor)
+        if function is Tensor.contiguous:
+            return _sever(out)
+        strides = tensor.stride()
+        if strides not in copied:
+            copied[strides] = _copies(function, tensor, layout, args, kwargs)
+        return _sever(out, row_major=True) if copied[strides] else mark_copy(out, tensor)
 
     return checked
+
+
+def _copies(function: Callable, tensor: Tensor, layout: Layout, args: tuple, kwargs: dict) -> bool:
+    """Whether `function` of one device's tensor, which has these sizes, would be no view of it."""
+    strides = global_stride(tensor.stride(), tensor.shape, layout)
+    if strides is None:
+        return False
+    whole = torch.empty_strided(layout.shape, strides, dtype=tensor.dtype, device="meta")
+    out = function(whole, *args, **kwargs)
+    return not torch._C._is_alias_of(out, whole)
 
 
 def _is_in_order(local: Tensor, shape: tuple[int, ...]) -> bool:

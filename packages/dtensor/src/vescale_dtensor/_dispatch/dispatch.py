@@ -39,6 +39,7 @@ from .copies import as_on_one_device, check_writable, mark_copy
 from .flat_rules import decide_flat
 from .functorch import check_not_wrapped
 from .number import takes_number, with_numbers
+from .order import in_order
 from .signature import Signature, solve
 
 # Calls a function with dispatch disabled, as `local_only` does, in one step of C.
@@ -223,6 +224,10 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     if operands:
         base = (decision.targets[0] if decision.targets else None) or operands[0].layout
         decision.run = as_on_one_device(function, decision.run, base)
+        if not inplace and isinstance(decision.out, Layout):
+            targets = decision.targets or [None] * len(operands)
+            given = [target or operand.layout for target, operand in zip(targets, operands)]
+            decision.run = in_order(function, decision.run, given, decision.out)
     plain = [t for t in tensors if type(t) is not DTensor]
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)

@@ -11,7 +11,6 @@ With dispatch disabled (rules, `local_map`, the engine) all of these are the sha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..._communication.events import function_name
 from ..._conversions.convert import describe
 from ..._errors import OperatorError
-from ..._layouts.layout import Layout
+from ..._layouts.strides import global_stride
 from ..._tensor.tensor import DTensor, is_global, local_only
 from ..registry import handler
 
@@ -153,29 +152,6 @@ def is_set_to(function: Callable, args: tuple, kwargs: dict) -> bool:
 
 
 # --- strides -----------------------------------------------------------------------------
-
-
-def global_stride(strides: Sequence[int], sizes: Sequence[int], layout: Layout) -> tuple[int, ...] | None:
-    """One device's strides, from those of a shard of `sizes`; None where they do not follow from these.
-
-    Behind every dim that is cut lies less than on the whole: strides of the dims outside of it grow by what the cut
-    took. Of dims with equal strides the one of one index is the inner, as in a fresh tensor.
-    """
-    if layout.flat_axis is not None:
-        return _row_major(layout.shape)
-    order = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim] > 1, -dim))
-    found, grown, shrunk = [0] * len(sizes), 1, 1
-    for dim in order:
-        if strides[dim] * grown % shrunk:
-            return None
-        found[dim] = strides[dim] * grown // shrunk
-        if strides[dim]:
-            grown, shrunk = grown * layout.shape[dim], shrunk * max(sizes[dim], 1)
-    return tuple(found)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _strides(function: Callable, tensor: DTensor) -> tuple[int, ...]:

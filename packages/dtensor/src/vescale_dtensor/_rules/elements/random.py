@@ -24,8 +24,8 @@ from torch import Tensor
 from ..._conversions.convert import convert_plain
 from ..._dispatch.fallback import gathered
 from ..._layouts.state import INVARIANT, PENDING
+from ..._layouts.strides import global_stride
 from ..._tensor.tensor import DTensor, local_only
-from ..doors.memory import global_stride
 from ..registry import Call, composite, declare, handler, rule
 from ..traits import Trait
 from .pointwise import elementwise

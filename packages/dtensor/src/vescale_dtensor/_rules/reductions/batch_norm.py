@@ -117,7 +117,8 @@ def _batch_norm(
         for running, value in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
             if running is not None and count:  # an empty batch says nothing
                 _update(running, value, momentum)
-    return out if out.dtype == input.dtype else out.to(input.dtype)
+    out = out if out.dtype == input.dtype else out.to(input.dtype)
+    return out.contiguous() if out.ndim < 4 else out  # as torch's kernel, which keeps channels that are the innermost
 
 
 def _channelwise(values: Tensor, mesh: Mesh, ndim: int) -> DTensor:

@@ -44,11 +44,11 @@ def _over_rows(call: Call, *, centered: bool):
 
 
 def _layer_norm(input, normalized_shape, weight=None, bias=None, eps: float = 1e-5, *_) -> DTensor:
-    return _normalized(input, normalized_shape, weight, bias, eps, centered=True)
+    return _normalized(input, normalized_shape, weight, bias, eps, centered=True).contiguous()  # as torch's kernel
 
 
 def _rms_norm(input, normalized_shape, weight=None, eps: float | None = None) -> DTensor:
-    return _normalized(input, normalized_shape, weight, None, eps, centered=False)
+    return _normalized(input, normalized_shape, weight, None, eps, centered=False).contiguous()
 
 
 def _normalized(x: DTensor, shape, weight, bias, eps: float | None, *, centered: bool) -> DTensor:

@@ -71,7 +71,7 @@ def softmax(call: Call):
         x = settled(source_of(args, kwargs), call.function)
         x = x if dtype is None else x.to(dtype)
         out = form(upcast(x), dims[0])
-        return out if out.dtype == x.dtype else out.to(x.dtype)
+        return (out if out.dtype == x.dtype else out.to(x.dtype)).contiguous()  # as torch's kernels leave it
 
     return composite(run)
 

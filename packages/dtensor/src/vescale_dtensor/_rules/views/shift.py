@@ -73,8 +73,6 @@ def shifted(shift: Shift, x: Tensor, value: float = 0.0) -> Tensor:
 def memory_order(local: Tensor) -> list[int] | None:
     """The dims from the outermost in memory; None where that is their own order. A part that is copied out of a tensor
     keeps it, for a draw into the part, or into one made like it, goes by that order."""
-    if local.is_contiguous():
-        return None
     sizes, strides = local.shape, local.stride()
     order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], sizes[dim] < 2))
     return None if order == list(range(local.ndim)) else order

@@ -1,0 +1,102 @@
+"""Results of local calls under the strides that tell one device's order in memory.
+
+An elementwise function gives its result the order of its operands. To a kernel a shard that has one index of a dim is
+contiguous though the whole is permuted, and so is its result: what is drawn by its order would be other numbers than
+one device's. So where a dim is cut to one index the strides of what was given are looked at, and if they are not those
+of a fresh tensor, the function is asked, on tensors without data that lie as one device's, how its result lies there.
+The same is done for what merges and splits dims, and for what permutes them, where two are cut so: which of equal
+strides is the inner, they do not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._layouts.layout import Layout
+from .._layouts.strides import cut_to_one, global_stride, local_stride, row_major
+from .._rules.elements.pointwise import FUNCTIONS as ELEMENTWISE
+from .arguments import collect, substitute
+
+_PERMUTING = frozenset({
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in "permute transpose swapaxes swapdims t adjoint movedim moveaxis".split()
+} | {getattr(Tensor, name).__get__ for name in "T H mT mH".split()})  # fmt: skip
+# Kernels that lay their results out by their operands', and what gives dims of one index the stride of a neighbor.
+_LAYING = ELEMENTWISE | {F.rms_norm, torch.rms_norm} | {
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in "reshape view flatten unflatten ravel".split()
+    if hasattr(owner, name)
+}  # fmt: skip
+_MOST = 64  # strides that are remembered by a decision
+
+
+def in_order(function: object, run: Callable, given: Sequence[Layout], out: Layout) -> Callable:
+    """`run`, a local call on tensors that lie as `given`; its result, of the layout `out`, has strides that tell.
+
+    Free where no dim is cut to one index. Else a look at the strides of what is given.
+    """
+    if out.ndim < 2 or any(layout.flat_axis is not None for layout in (out, *given)):
+        return run
+    most = max(len(cut_to_one(layout)) for layout in given)
+    if not most or function not in _LAYING and (most < 2 or function not in _PERMUTING):
+        return run
+    plain = tuple(row_major(layout.local_shape) for layout in given)
+    known: dict[tuple, tuple[int, ...] | None] = {}
+
+    def run_in_order(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        tensors: list[Tensor] = []
+        collect(args, tensors)
+        collect(kwargs, tensors)
+        strides = tuple([tensor.stride() for tensor in tensors])
+        if strides == plain and function in _LAYING or not isinstance(result, Tensor):
+            return result
+        if strides not in known:
+            if len(known) >= _MOST:
+                known.clear()
+            known[strides] = _wanted(function, args, kwargs, tensors, given, out)
+        wanted = known[strides]
+        if wanted is not None and wanted != result.stride() and not _is_given(result, tensors):
+            _lay(result, wanted)
+        return result
+
+    return run_in_order
+
+
+def _wanted(
+    function: Callable, args: tuple, kwargs: dict, tensors: Sequence[Tensor], given: Sequence[Layout], out: Layout
+) -> tuple[int, ...] | None:
+    """The shard's strides of what `function` makes on one device; None where that cannot be told."""
+    likes = []
+    for tensor, layout in zip(tensors, given):
+        whole = global_stride(tensor.stride(), tensor.shape, layout)
+        if whole is None or tuple(tensor.shape) != layout.local_shape:
+            return None
+        likes.append(torch.empty_strided(layout.shape, whole, dtype=tensor.dtype, device="meta"))
+    queue = iter(likes)
+    args = substitute(args, lambda _: next(queue))
+    kwargs = substitute(kwargs, lambda _: next(queue))
+    try:
+        with torch.no_grad():
+            made = function(*args, **kwargs)
+    except (RuntimeError, TypeError):  # of a kernel that wants data
+        return None
+    return local_stride(made.stride(), out) if tuple(made.shape) == out.shape else None
+
+
+def _is_given(result: Tensor, tensors: Sequence[Tensor]) -> bool:
+    return any(result is tensor for tensor in tensors)
+
+
+def _lay(result: Tensor, wanted: tuple[int, ...]) -> None:
+    """Other strides for the dims of one index, where those of the others are as wanted."""
+    if all(one == other for one, other, size in zip(result.stride(), wanted, result.shape) if size > 1):
+        with torch.no_grad():
+            result.data = result.detach().as_strided(result.shape, wanted, result.storage_offset())
