@@ -256,6 +256,8 @@ CHECKS: tuple[Check, ...] = (
     Check(23, 3, "sixty expressions; stops in planning", tests("vescale", "debugging/test_breakpoint"), 30 * MINUTES),
     Check(23, 3, "who comes late, dies, thinks", tests("dtensor", "debugging/test_debugger"), 20 * MINUTES),
     Check(23, 5, "pictures of plans; boundaries explained", tests("vescale", "debugging/test_pictures")),
+    Check(23, 1, "one rank in an IDE", tests("vescale", "debugging/test_ide")),
+    Check(23, 5, "pages in a browser", tests("vescale", "comparing/test_browser")),
     Check(23, 6, "the tutorial as it stands", tests("vescale", "debugging/test_tutorial")),
     Check(24, 1, "a long text in four parts", tests("vescale", "end_to_end/test_long_context")),
     Check(24, 2, "memory of a rank, longest sequence", (PYTHON, "benchmarks/context_ring.py", "memory"), 30 * MINUTES),

@@ -27,6 +27,7 @@ from ._communication.advice import Advice as Advice
 from ._communication.advice import Report, report
 from ._communication.events import Cause as Cause
 from ._communication.events import Event as Event
+from ._debugger.ide import refuse_evaluated
 from ._debugger.prompt import stop_here
 from ._debugger.quiet import is_unstopped
 from ._debugger.session import world
@@ -188,8 +189,10 @@ def breakpoint(rank: int = 0) -> None:
 def hook_breakpoints() -> None:
     """From now on Python's own `breakpoint()` stops all ranks, in a world of several.
 
-    A hook that somebody else has set, or PYTHONBREAKPOINT, is left alone.
+    A hook that somebody else has set, or PYTHONBREAKPOINT, is left alone: an IDE's stops the rank that it is attached
+    to, and what it evaluates there may not communicate.
     """
+    refuse_evaluated()
     if world()[1] > 1 and sys.breakpointhook is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = _stop_callers
 

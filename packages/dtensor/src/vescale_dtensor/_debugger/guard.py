@@ -43,6 +43,17 @@ def together(stop: Stop) -> Iterator[None]:
         counts[group] += 1
         _meet(stop, kind, ranks, f"{stop.name}/meet/{stop.number}/{group}/{counts[group]}", where)
 
+    if stop.size == 1:
+        yield
+        return
+    with before_collectives(meet):
+        yield
+
+
+@contextlib.contextmanager
+def before_collectives(meet: Callable[[str, Sequence[int], str], None]) -> Iterator[None]:
+    """Within the block every collective of ours and of torch.distributed first calls `meet(kind, ranks, where)`."""
+
     def note(kind: str, line: flight.Line, received: int, state: str) -> list:
         meet(kind, line.ranks, f" over axis {', '.join(map(repr, line.axes))}, asked for by {events.cause()}")
         return original(kind, line, received, state)
@@ -58,9 +69,6 @@ def together(stop: Stop) -> Iterator[None]:
 
         return run
 
-    if stop.size == 1:
-        yield
-        return
     original, flight.note = flight.note, note
     changed = []
     for name in WHOLE_GROUP:

@@ -25,6 +25,7 @@ from . import generators
 OURS = {
     "vescale_dtensor._reproducible.mode": ("_current",),
     "vescale_dtensor._conversions.convert": ("about_to_move", "each_use"),
+    "vescale_dtensor._debugger.ide": ("_refuses",),
     "vescale_dtensor._debugger.prompt": ("state",),
     "vescale_dtensor._debugger.quiet": ("_doing",),
     "vescale_dtensor._dispatch.dispatch": ("_entry_of", "_table"),

@@ -1,0 +1,52 @@
+"""An IDE's debugger, attached to one rank: what it evaluates there is evaluated on that rank alone.
+
+A collective in it would wait for ranks that know nothing of it, or meet their next one and change their numbers. So
+while debugpy is attached (VS Code, PyCharm's pydevd), none begins that a watch, a console, or a breakpoint's condition
+asks for. Stepping through the program's own collectives is no evaluation, and goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from .._errors import CommunicationError
+from .guard import before_collectives
+
+_BENEATH = {"_pydevd_bundle.pydevd_runpy", "_pydevd_bundle.pydevd_monkey"}
+"""Of pydevd, and at the bottom of a program's or a thread's own stack."""
+
+
+def refuse_evaluated() -> None:
+    """From now on, where a debugger of this kind is in the process: a collective that it asks for is an error."""
+    global _refuses
+    if _refuses is None and "pydevd" in sys.modules:
+        _refuses = before_collectives(_refuse)
+        _refuses.__enter__()
+
+
+def _refuse(kind: str, ranks: Sequence[int], where: str) -> None:
+    if len(ranks) > 1 and _is_evaluated():
+        raise CommunicationError(
+            "breakpoint",
+            f"{kind}{where} was not begun: the debugger of an IDE asked for it, on this rank alone",
+            (),
+            [
+                ("x.to_local()", "what is here: no communication"),
+                ("vescale.breakpoint() in this line", "what is typed there is executed by all ranks"),
+            ],
+        )
+
+
+def _is_evaluated() -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        if name.startswith("_pydevd") and name not in _BENEATH:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_refuses = None
