@@ -66,7 +66,7 @@ def train_on_eight(name: str) -> tuple[list[float], list[bytes]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(out.item())
-    return losses, [one.detach().to_local().numpy().tobytes() for one in model.parameters()]
+    return losses, [one.detach().to_local().numpy().tobytes() for _, one in model.named_parameters()]
 
 
 @pytest.mark.parametrize("name", slice_of(["nanogpt", "llama", "mixtral"], 3))
