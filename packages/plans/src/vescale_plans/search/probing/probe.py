@@ -315,26 +315,64 @@ class _Prober:
         found = self.findings
         structured = {sink for sinks in found.influences.values() for sink, one in sinks.items() if not one.is_mixing}
         for name, size in list(self.operands.vectors.items()):
-            sinks = self._met(name, torch.arange(size))
-            if size < 2 or found.like.get(name, (name,))[0] != name or not sinks or set(sinks) - structured:
+            if size < 2 or found.like.get(name, (name,))[0] != name:
+                continue
+            sinks = frozenset(self._met(name, torch.arange(size)))
+            if not sinks or sinks - structured:
                 continue
             unit = 1 if size <= UNITS else size // gcd(size, UNITS_ALONE)
-            rows = [self._met(name, torch.arange(at, at + unit)) for at in range(0, size, unit)]
-            reached = {
-                sink: Influence(unit, torch.stack([row.get(sink, torch.zeros_like(sinks[sink])) for row in rows]))
-                for sink in sinks
-            }
-            if not any(one.is_mixing for one in reached.values()):
+            units = torch.arange(size).view(-1, unit)
+            reached = self._by_digits(name, units, sinks) or self._one_by_one(name, units, sinks)
+            if reached and not any(one.is_mixing for one in reached.values()):
                 found.vectors[name] = reached
 
-    def _met(self, name: str, entries: Tensor) -> dict[Key, Tensor]:
-        """What these entries of a parameter reach: bool [in features] per sink."""
+    def _by_digits(self, name: str, units: Tensor, sinks: frozenset[Key]) -> dict[Key, Influence] | None:
+        """What each unit reaches, from tests of all units together whose number has a binary digit, and of all that
+        have not; None where two units reach one feature, of which digits say nothing."""
+        if len(units) == 1:
+            return None
+        numbers = torch.arange(len(units))
+        codes = {key: torch.zeros(self.findings.calls[key].in_features, dtype=torch.long) for key in sinks}
+        met: dict[Key, Tensor] = {}
+        for digit in range((len(units) - 1).bit_length()):
+            has = (numbers >> digit) % 2 == 1
+            ones, zeros = (self._met(name, units[which].flatten(), sinks) for which in (has, ~has))
+            for key, code in codes.items():
+                nothing = torch.zeros(len(code), dtype=torch.bool)
+                one, zero = ones.get(key, nothing), zeros.get(key, nothing)
+                if bool((one & zero).any()):
+                    return None
+                code += one.long() << digit
+                met[key] = one | zero
+        return {
+            key: Influence(units.shape[1], (numbers[:, None] == code[None]) & met[key]) for key, code in codes.items()
+        }
+
+    def _one_by_one(self, name: str, units: Tensor, sinks: frozenset[Key]) -> dict[Key, Influence]:
+        """The same by a test for each unit; nothing where samples reach alike."""
+        count = len(units)
+
+        def tested(places: Iterable[int]) -> dict[Key, Influence]:
+            rows = [self._met(name, units[at], sinks) for at in places]
+            nothing = {key: torch.zeros(self.findings.calls[key].in_features, dtype=torch.bool) for key in sinks}
+            return {
+                key: Influence(units.shape[1], torch.stack([row.get(key, nothing[key]) for row in rows]))
+                for key in sinks
+            }
+
+        sampled = tested(sorted({0, count // 3, count - 1}))
+        return {} if any(one.is_mixing for one in sampled.values()) else tested(range(count))
+
+    def _met(self, name: str, entries: Tensor, among: frozenset[Key] | None = None) -> dict[Key, Tensor]:
+        """What these entries of a parameter reach, of all calls or `among` some: bool [in features] per sink."""
         self.operands.tainted = (name, entries)
         try:
-            reached = self._taints(1, {}, (), False, False)
+            reached = self._forward(1, calls=self.findings.calls, until=among).reached
         finally:
             self.operands.tainted = None
-        return {key: row[0] for key, row in reached.features.items() if bool(row.any())}
+        return {
+            key: row[0] for key, row in reached.features.items() if (among is None or key in among) and bool(row.any())
+        }
 
     def _positions(self) -> None:
         """Whether what the residual stream carries at one position stays there."""
