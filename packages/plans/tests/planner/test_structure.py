@@ -124,14 +124,15 @@ def words(make_attention, make_mixer, layers=2, **settings):
 # --------------------------------------------------------------------- groups
 
 
-def test_modules_registered_in_another_order_than_called_are_not_cut():
+def test_modules_registered_in_another_order_than_called_are_told_with_the_block_before_them():
     model = words(lambda: Attention(6, 3, 8), lambda: Gated(40), layers=3)
-    assert structure(model).cut_points == ("blocks.1", "blocks.2")
-    for late in ("head", "last"):  # a stage is told from the order of registration
-        moved = {late: model._modules.pop(late), **model._modules}
-        model._modules.clear()
-        model._modules.update(moved)
-        assert structure(model).cut_points == ()
+    assert not structure(model).blocks[0].called
+    moved = {name: model._modules.pop(name) for name in ("head", "last")}
+    model._modules.update({**moved, **{name: model._modules.pop(name) for name in list(model._modules)}})
+    assert list(model._modules)[:2] == ["head", "last"]
+    found = structure(model)
+    assert found.cut_points == ("blocks.1", "blocks.2")
+    assert dict(found.blocks[0].called) == {"head": 2, "last": 2}
 
 
 def test_heads_and_neurons_are_found_with_their_groups():

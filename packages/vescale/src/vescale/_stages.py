@@ -52,7 +52,7 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
     """What `vescale_plans.parallelize` calls for a plan with a pipeline, once the ranks agree on plan and model."""
     axis = plan.pipeline.axis
     schedule = schedule_of(plan, device_mesh.device_type)
-    owned = ownership(model, plan.pipeline.cuts)
+    owned = ownership(model, plan.pipeline.cuts, plan.pipeline.owners)
     others = {name: size for name, size in plan.mesh.items() if name != axis}
     stage_mesh = device_mesh[tuple(others)]
     _make_groups(mesh_of(stage_mesh))

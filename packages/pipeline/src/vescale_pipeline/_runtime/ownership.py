@@ -1,15 +1,16 @@
 """Which stage owns which parameter, told from names alone: before any batch is known, since the optimizer needs it.
 
 Modules are taken in the order in which they are registered; the dry run of the first
-call checks that the forward calls them so. A parameter under two names is tied; one
-of a container that a cut lies in (a class token of the root) is owned by every stage.
+call checks that the forward calls them so. Where it does not, a plan says who owns a
+module. A parameter under two names is tied; one of a container that a cut lies in (a
+class token of the root) is owned by every stage.
 """
 
 from __future__ import annotations
 
 import difflib
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,21 +33,29 @@ class Ownership:
         return [name for name, stages in self.stages.items() if stage in stages]
 
 
-def ownership(model: nn.Module, cuts: Sequence[str]) -> Ownership:
-    """See the module. Raises PipelineError for a cut that names no module, and for cuts out of order."""
+def ownership(model: nn.Module, cuts: Sequence[str], owners: Mapping[str, int] | None = None) -> Ownership:
+    """See the module. Raises PipelineError for a name that is no module's, and for cuts out of order.
+
+    Arguments:
+        owners: module -> the stage of what is in it, whenever it was registered.
+    """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     places = _places(cuts, names)
     containers = {"", *(cut[:i] for cut in cuts for i, letter in enumerate(cut) if letter == ".")}
     everywhere = tuple(range(len(cuts) + 1))
     parameters: dict[int, tuple[str, set[int]]] = {}
     buffers: dict[int, tuple[str, set[int]]] = {}
+    for name in owners or ():
+        _check_name("the owned module", name, names)
     for place, (name, module) in enumerate(model.named_modules(remove_duplicate=False)):
+        own = max((one for one in owners or () if f"{name}.".startswith(f"{one}.")), key=len, default=None)
+        stage = bisect_right(places, place) if own is None else owners[own]
         for found, tensors in ((parameters, module._parameters), (buffers, module._buffers)):
             for leaf, tensor in tensors.items():
                 if tensor is not None:
                     full = f"{name}.{leaf}" if name else leaf
                     stages = found.setdefault(id(tensor), (full, set()))[1]
-                    stages.update(everywhere if name in containers else [bisect_right(places, place)])
+                    stages.update(everywhere if name in containers else [stage])
     first_name = {id(module): name for name, module in model.named_modules()}
     modules = dict(model.named_modules(remove_duplicate=False))
     return Ownership(
@@ -83,17 +92,21 @@ def is_elsewhere(value: object) -> bool:
     return type(value) is Placeholder
 
 
+def _check_name(what: str, name: str, names: list[str]) -> None:
+    if name not in names or not name:
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
+        raise PipelineError(
+            "pipeline",
+            f"{what} {name!r} is not a module of the model",
+            [f"nearest  {', '.join(near) or 'none'}"],
+            [(f"use {near[0]!r}" if near else "name a module of model.named_modules()", "")],
+        )
+
+
 def _places(cuts: Sequence[str], names: list[str]) -> list[int]:
     places = []
     for cut in cuts:
-        if cut not in names or not cut:
-            near = difflib.get_close_matches(cut, names, n=3, cutoff=0.3)
-            raise PipelineError(
-                "pipeline",
-                f"the cut {cut!r} is not a module of the model",
-                [f"nearest  {', '.join(near) or 'none'}"],
-                [(f"use {near[0]!r}" if near else "name a module of model.named_modules()", "")],
-            )
+        _check_name("the cut", cut, names)
         places.append(names.index(cut))
     for before, after, left, right in zip(cuts, cuts[1:], places, places[1:]):
         if left >= right:

@@ -148,7 +148,8 @@ def _boundary_in(written: Mapping[str, Any]) -> Boundary:
 def _pipeline_out(pipeline: Pipeline | None) -> dict | None:
     if pipeline is None:
         return None
-    return {field.name: getattr(pipeline, field.name) for field in fields(Pipeline)} | {"cuts": list(pipeline.cuts)}
+    written = {field.name: getattr(pipeline, field.name) for field in fields(Pipeline)} | {"cuts": list(pipeline.cuts)}
+    return {name: value for name, value in written.items() if name != "owners" or value}
 
 
 def _precision_out(precision: Precision | None) -> dict | None:

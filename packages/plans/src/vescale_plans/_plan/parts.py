@@ -45,6 +45,8 @@ class Pipeline:
         schedule: the name of a schedule, or one written out, as its JSON dict.
         microbatches: parts that the batch is cut in (dim 0).
         virtual: stages per rank.
+        owners: module -> the stage that holds what is in it, where that is not told by the order in which modules are
+            registered: of a head that `__init__` makes first, the last stage's number.
         loss: how the microbatches' losses make the batch's: "mean" or "sum"; None finds it out from the functions that
             compute the loss, which is an error where they do not tell.
 
@@ -58,6 +60,7 @@ class Pipeline:
     microbatches: int = 1
     virtual: int = 1
     loss: str | None = None
+    owners: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.cuts, str):
@@ -79,6 +82,12 @@ class Pipeline:
         if self.loss not in (None, "mean", "sum"):
             remedies = [('loss="mean"', "the mean of the microbatches' losses"), ('loss="sum"', "their sum")]
             raise PlanError("Pipeline", f"loss is {self.loss!r}, not one of 'mean', 'sum', None", (), remedies)
+
+        object.__setattr__(self, "owners", dict(self.owners))
+        for name, stage in self.owners.items():
+            if type(stage) is not int or not 0 <= stage <= len(self.cuts):
+                rule = f"owners gives {name!r} to stage {stage!r}, and {len(self.cuts)} cuts make {self.stages} stages"
+                raise PlanError("Pipeline", rule, (), [(f"owners={{{name!r}: {len(self.cuts)}}}", "the last stage")])
 
     @property
     def stages(self) -> int:

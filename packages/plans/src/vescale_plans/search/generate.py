@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -163,7 +164,9 @@ def plan_of(
     if candidate.tp > 1:
         tensor = tensor_parallel_plan(structure, candidate.tp, sequence_parallel=candidate.sp)
         parameters, boundaries = tensor.parameters, tensor.boundaries
-    pipeline = Pipeline(cuts=cuts, microbatches=candidate.microbatches) if candidate.pp > 1 else None
+    pipeline = None
+    if candidate.pp > 1:
+        pipeline = Pipeline(cuts=cuts, microbatches=candidate.microbatches, owners=_owners(structure, cuts))
     patterns = [name for one in structure.blocks for name in one.patterns]
     return Plan(
         mesh=mesh,
@@ -177,6 +180,21 @@ def plan_of(
         checkpointing=dict.fromkeys(patterns if set(again) == set(structure.block_names) else again, True),
         accumulation=candidate.microbatches if candidate.pp == 1 else 1,
     )
+
+
+def _owners(structure: Structure, cuts: Sequence[str]) -> dict[str, int]:
+    """The stages of modules that are not called where they are registered."""
+    owners = {}
+    for blocks in structure.blocks:
+        starts = [blocks.names.index(cut) for cut in cuts if cut in blocks.names]
+        before = sum(cut not in blocks.names and _precedes(structure, cut, blocks.names[0]) for cut in cuts)
+        for name, place in blocks.called if starts else ():
+            owners[name] = before + bisect_right(starts, place)
+    return owners
+
+
+def _precedes(structure: Structure, one: str, other: str) -> bool:
+    return structure.modules.index(one) < structure.modules.index(other)
 
 
 def _evenly(structure: Structure, stages: int) -> tuple[str, ...]:

@@ -220,11 +220,14 @@ class Blocks:
         names: of the modules.
         kinds: per block a number; equal numbers are equal structure.
         chained: each takes exactly what the one before returns, so that a pipeline can be cut between any two.
+        called: modules with parameters that are called elsewhere among these blocks than they are registered ->
+            the place of the last block before them, or 0.
     """
 
     names: tuple[str, ...]
     kinds: tuple[int, ...]
     chained: bool = False
+    called: tuple[tuple[str, int], ...] = ()
 
     @property
     def patterns(self) -> tuple[str, ...]:

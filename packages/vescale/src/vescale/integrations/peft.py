@@ -71,7 +71,11 @@ def adapted(plan: Plan, model: nn.Module) -> Plan:
         field: {glob if glob.startswith("*") else PREFIX + glob: value for glob, value in getattr(plan, field).items()}
         for field in ("boundaries", "checkpointing", "regather", "blocks")
     }
-    pipeline = plan.pipeline and replace(plan.pipeline, cuts=tuple(PREFIX + cut for cut in plan.pipeline.cuts))
+    pipeline = plan.pipeline and replace(
+        plan.pipeline,
+        cuts=tuple(PREFIX + cut for cut in plan.pipeline.cuts),
+        owners={PREFIX + name: stage for name, stage in plan.pipeline.owners.items()},
+    )
     return replace(plan, parameters=parameters, pipeline=pipeline, **globs)
 
 

@@ -40,8 +40,9 @@ class Chain:
 def chains(model: nn.Module) -> tuple[Chain, ...]:
     """Containers with at least two children of equal structure, outermost first; none inside another's block.
 
-    Where modules around modules, or settings, are all that tells the children of a container apart, they are a chain of
-    different kinds: none stands for another, but a pipeline may be cut between them.
+    Children of a list that differ from one another are a chain of different kinds, where no chain lies inside of them:
+    none stands for another, but a pipeline may be cut between them. So are those of other containers where modules
+    around modules, or settings, are all that tells them apart.
     """
     found: list[Chain] = []
     seen: set[int] = set()
@@ -60,7 +61,9 @@ def chains(model: nn.Module) -> tuple[Chain, ...]:
         before = len(found)
         for one, child in children:
             walk(one, child)
-        if len(kinds) > max(1, len({_bare(child) for _, child in children})) and len(found) == before:
+        listed = isinstance(module, nn.ModuleList) and all(list(child.parameters()) for _, child in children)
+        differ = 1 if listed else len({_bare(child) for _, child in children})
+        if len(kinds) > max(1, differ) and len(found) == before:
             found.append(Chain(names, tuple(kinds)))
 
     walk("", model)

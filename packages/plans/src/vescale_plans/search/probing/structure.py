@@ -264,19 +264,34 @@ def _blocks(model: nn.Module, found: Findings) -> tuple[Blocks, ...]:
         same = {(i.batch, i.position, i.features) for i, o in seen} | {
             (o.batch, o.position, o.features) for i, o in seen
         }
-        chained = len(seen) > 1 and len(same) == 1 and _in_order(model, found, chain.names)
-        made.append(Blocks(chain.names, chain.kinds, chained))
+        order = [chain.names.index(name) for name in found.outputs if name in chain.names]
+        chained = len(seen) > 1 and len(same) == 1 and order == sorted(order)
+        made.append(Blocks(chain.names, chain.kinds, chained, _called(model, found, chain.names) if chained else ()))
     return tuple(made)
 
 
-def _in_order(model: nn.Module, found: Findings, blocks: Sequence[str]) -> bool:
-    """Modules with parameters are called in the order of their registration, as far as these blocks part them: that
-    order is by which a pipeline's stages are told."""
+def _called(model: nn.Module, found: Findings, blocks: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """Modules that hold parameters and are called elsewhere among the blocks than they are registered: by the order of
+    registration a pipeline's stages are told. Of blocks alike only the first few ran: what followed them all follows
+    the last."""
     places = {name: place for place, (name, _) in enumerate(model.named_modules())}
     starts = [places[name] for name in blocks]
-    holding = (name for name in found.outputs if name in places and model.get_submodule(name)._parameters)
-    parts = [bisect_right(starts, places[name]) for name in holding if name]
-    return parts == sorted(parts)
+    ran = [name for name in found.outputs if name in blocks]
+    passed, made = -1, []
+    for name in found.outputs:  # in the order in which they returned
+        if name in ran:
+            passed = blocks.index(name) if name != ran[-1] else len(blocks) - 1
+            continue
+        registered, called = max(0, bisect_right(starts, places.get(name, 0)) - 1), max(0, passed)
+        apart = name in places and registered != called and not _around(name, blocks)
+        if apart and model.get_submodule(name)._parameters:
+            made.append((name, called))
+    return tuple(made)
+
+
+def _around(name: str, blocks: Sequence[str]) -> bool:
+    """Whether a module is in one of these blocks, or holds one."""
+    return any(f"{name}.".startswith(f"{block}.") or f"{block}.".startswith(f"{name}.") for block in blocks) or not name
 
 
 # ----------------------------------------------------------------------- stream
