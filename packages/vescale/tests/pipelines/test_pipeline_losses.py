@@ -139,6 +139,74 @@ def two_numbers_of_labels(x, labels):
     return F.cross_entropy(x, labels) + x.square().mean()
 
 
+def keys_of(y, each=1):
+    """Small numbers, `each` for every row, that do not come in order."""
+    return (y[:, :each] * 2).long().abs().reshape(-1)
+
+
+def sorted_and_put_back(x, y):
+    keys, places = keys_of(y).sort()
+    z = torch.tanh(x[places] * 2 + torch.arange(8.0)[keys, None])
+    inverse = torch.empty_like(places)
+    inverse[places] = torch.arange(places.size(0))
+    return F.mse_loss(z[inverse], y)
+
+
+def sorted_and_sorted_back(x, y):
+    places = keys_of(y).argsort()
+    z = torch.tanh(x[places]) * y[:, 0][places, None]
+    return F.mse_loss(z[places.argsort()], y)
+
+
+def sorted_and_written_back(x, y):
+    places = keys_of(y).argsort()
+    z = torch.zeros_like(x)
+    z[places] = x[places].sin()
+    return F.mse_loss(z, y)
+
+
+def two_experts_for_each(x, y):
+    places = keys_of(y, 2).argsort()
+    z = torch.zeros_like(x).index_add(0, places // 2, x[places // 2].sin())
+    return F.mse_loss(z, y)
+
+
+def grouped(x, y):
+    keys, places = keys_of(y, 2).sort()
+    ends = torch.histc(keys.float(), bins=8, min=0, max=7).cumsum(0, dtype=torch.int32)
+    table = torch.linspace(-1, 1, 8 * CLASSES * 8).view(8, CLASSES, 8)
+    z = F.grouped_mm(F.pad(x, (0, 2))[places // 2], F.pad(table, (0, 0, 0, 2)), offs=ends)[:, :CLASSES]
+    return F.mse_loss(torch.zeros_like(x).index_add_(0, places // 2, z), y)
+
+
+def left_in_order(x, y):
+    return F.mse_loss(x[keys_of(y).argsort()], y)
+
+
+def back_by_a_descending_sort(x, y):
+    places = keys_of(y).argsort()
+    return F.mse_loss(x[places][places.argsort(descending=True)], y)
+
+
+def neighbours_in_order(x, y):
+    places = keys_of(y, 2).argsort()
+    return F.mse_loss(x[places // 2].view(-1, 2, CLASSES).sum(1), y)
+
+
+def keys_across_rows(x, y):
+    keys, places = (y[:, :2] * 2).long().abs().t().reshape(-1).sort()
+    z = x[places // 2] * torch.arange(8.0)[keys, None]
+    return F.mse_loss(torch.zeros_like(x).index_add_(0, places // 2, z), y)
+
+
+def groups_from_the_least(x, y):
+    keys, places = keys_of(y, 2).sort()
+    ends = torch.histc(keys.float(), bins=8).cumsum(0, dtype=torch.int32)
+    table = torch.ones(8, CLASSES + 2, 8)
+    z = F.grouped_mm(F.pad(x, (0, 2))[places // 2], table, offs=ends)[:, :CLASSES]
+    return F.mse_loss(torch.zeros_like(x).index_add_(0, places // 2, z), y)
+
+
 RIGHT = {
     "a sum": (plain_sum, {}),
     "a sum outside the model": (plain_sum, {"outside": True}),
@@ -155,6 +223,11 @@ RIGHT = {
     "the first without labels, by a module": (None, {"pick": (0, 5), "module": True}),
     "a microbatch without labels, smoothed": (smoothed, {"pick": (0, 4)}),
     "a microbatch without labels, weighed by class": (by_class, {"pick": (0, 5)}),
+    "rows sorted, and put back": (sorted_and_put_back, {}),
+    "rows sorted, and sorted back": (sorted_and_sorted_back, {}),
+    "rows sorted, and written back": (sorted_and_written_back, {}),
+    "two sorted for each row": (two_experts_for_each, {}),
+    "products by groups of sorted rows": (grouped, {}),
     "a mean declared": (lambda x, y: torch.einsum("bi,bi->", x, y) / x.shape[0], {"declared": "mean"}),
     "a sum declared": (lambda x, y: torch.einsum("bi,bi->", x, y), {"declared": "sum"}),
 }
@@ -167,6 +240,11 @@ REFUSED = {
     "a root of a mean": (root, {}, "sqrt"),
     "contrastive": (contrastive, {}, "matmul"),
     "a mean and a sum": (two_kinds, {}, "sum"),
+    "rows left in the order of a key": (left_in_order, {}, "mse_loss"),
+    "rows put back by another sort": (back_by_a_descending_sort, {}, "argsort"),
+    "neighbours of sorted rows": (neighbours_in_order, {}, "view"),
+    "keys of other rows": (keys_across_rows, {}, "sort"),
+    "groups counted from the least key": (groups_from_the_least, {}, "histc"),
     "means over labels and over rows": (two_numbers_of_labels, {"pick": (0, 3)}, "different"),
 }
 

@@ -2,10 +2,11 @@
 
 Two dry runs, of one microbatch and of the whole batch, note every function that is
 called, on placeholders and on real tensors alike. A dim that differs between them is
-the batch's. Each value then gets one of four tags, function by function:
+the batch's. Each value then gets one of five tags, function by function:
 
     CONSTANT   does not depend on the batch's rows: a weight, a rotary table, a number
     ROWS       has the batch's rows, each from its own
+    an Order   has them in the order of a key of theirs, see `orders.py`
     a frozenset of weightings   linear in per-row terms: "mean", "sum", or the number
                of a call that takes a mean over labels, counted when the batch is known
     Lost       anything else, with the function that it began at
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._errors import PipelineError
 from .containers import map_tensors, tensors_in
+from .orders import SORTS, Order, reordered, sorted_by
 from .placeholder import FACTORIES, Placeholder, name_of
 
 LABELLED = frozenset((F.cross_entropy, F.nll_loss))
@@ -39,7 +41,7 @@ class Lost:
 
 CONSTANT, ROWS = "constant", "rows"
 MEAN, SUM = frozenset(("mean",)), frozenset(("sum",))
-Tag = str | frozenset | Lost
+Tag = str | frozenset | Order | Lost
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class _Tags:
         self.read: str | None = None
         self._times = times
         self._labelled = 0
+        self._counted: set[int] = set()  # values that count the batch's rows
+        self._aside: set[int] = set()  # values of which the batch's rows were not the first dim at some time
 
     def go_on(self, small: Note, large: Note) -> None:
         refs, others = list(_refs((small.args, small.kwargs))), list(_refs((large.args, large.kwargs)))
@@ -140,12 +144,39 @@ class _Tags:
                 self.read = small.name
             return
         lost = next((tag for tag in given if isinstance(tag, Lost)), None)
-        for out, other in zip(small.outs, large.outs):
+        pairs = [*zip(refs, others), *zip(small.outs, large.outs)]
+        if any(ref.number in self._aside for ref in refs) or any(self._axis(*pair) not in (None, 0) for pair in pairs):
+            self._aside.update(out.number for out in small.outs)
+        for place, (out, other) in enumerate(zip(small.outs, large.outs)):
             axis = self._axis(out, other)
+            if lost is None and small.function not in FACTORIES:
+                ordered = self._ordered(small, large, refs, given, place)
+                if ordered is not None:
+                    self.of[out.number] = ordered
+                    continue
             if isinstance(axis, Lost) or lost is not None and small.function not in FACTORIES:
                 self.of[out.number] = lost or Lost(small.name)
             else:
                 self.of[out.number] = self._made(small, large, refs, given, axis is not None)
+
+    def _ordered(self, small: Note, large: Note, refs: list[Ref], given: list[Tag], place: int) -> Tag | None:
+        """The tag of what a sort makes of the batch's rows, and others of rows in that order; None of anything else."""
+        out, grows = small.outs[place], self._axis(small.outs[place], large.outs[place]) == 0
+        if small.name == "arange" and grows and len(small.args) == 1 and not refs:
+            self._counted.add(out.number)
+        if small.name in SORTS and given == [ROWS] and refs[0].number not in self._aside:
+            return sorted_by(small, refs, place, grows)
+        if not any(isinstance(tag, Order) for tag in given):
+            return None
+        alike = _ratio(small, large) == 1 or small.name in _SHAPES
+        known = alike and not self._mixes_rows(small, large) and not any(ref.number in self._aside for ref in refs)
+        made = reordered(small, refs, given, out, self._counted) if known else None
+        has_rows = made == ROWS or isinstance(made, Order) and made.kind not in ("counts", "ends")
+        return Lost(small.name) if made is None or has_rows and not grows else made
+
+    def _mixes_rows(self, small: Note, large: Note) -> bool:
+        """Whether it runs along the rows; not of what sorts places, or adds up counts."""
+        return small.name not in (*SORTS, "cumsum") and self._mixes(small, large)
 
     def _given(self, small: Ref, large: Ref) -> Tag:
         """The tag of an argument; of one that no function made, by its shape."""
