@@ -4,6 +4,7 @@ Plans convert at module borders, reduce gradients and open memo scopes; random
 numbers and checkpoints read regions. Nothing here is a promise to anybody else.
 """
 
+from ._communication.advice import ASKED as ASKED
 from ._communication.collectives import connection_lost as connection_lost
 from ._communication.collectives import faking as faking
 from ._communication.collectives import simulated as simulated
@@ -11,6 +12,7 @@ from ._communication.endings import first_ending as first_ending
 from ._communication.endings import raised_anywhere as raised_anywhere
 from ._communication.endings import raised_here as raised_here
 from ._communication.endings import tell_endings as tell_endings
+from ._communication.events import Event as Event
 from ._communication.events import current_cause as current_cause
 from ._communication.events import current_module as current_module
 from ._communication.events import is_strict as is_strict

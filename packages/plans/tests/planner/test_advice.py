@@ -1,12 +1,16 @@
 """comm_trace(model).advice(): what a step sent beside what its cut weights need, and the boundary that saves it."""
 
+import contextlib
+import logging
 import pickle
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from vescale_dtensor import Replicate, Shard, comm_trace
+from vescale_dtensor._communication import events
 from vescale_dtensor.testing import run_ranks
 from vescale_plans import Boundary, Plan, parallelize
 
@@ -117,3 +121,48 @@ def without_a_plan():
 
 def test_without_traffic_there_is_nothing_to_save():
     assert without_a_plan() == ("0 collectives: nothing to save", None)
+
+
+def first_steps(boundaries, backward, times=2):
+    """What the log says in some steps, and the collectives of one more."""
+    torch.manual_seed(0)
+    lines = []
+    heard = logging.Handler()
+    heard.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("vescale").addHandler(heard)
+    try:
+        model, optimizer = parallelize(
+            Plan(mesh={"tp": 2}, parameters=NAMED, boundaries=boundaries), Model(), lambda p: torch.optim.SGD(p, 0.1)
+        )
+        for _ in range(times):
+            with contextlib.nullcontext() if backward else torch.no_grad():
+                loss = model(IDS)
+            if backward:
+                loss.backward()
+                optimizer.step()
+    finally:
+        logging.getLogger("vescale").removeHandler(heard)
+    with comm_trace(model) as trace:
+        loss = model(IDS)
+        if backward:
+            loss.backward()
+    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
+    left = [one for one in hooks if "traffic" in one.__module__] + events.listeners
+    return lines, trace.advice().sent, trace.least, left
+
+
+@pytest.mark.parametrize("backward", (True, False))
+def test_a_plan_that_leaves_sums_open_is_told_once_what_it_costs(backward):
+    (lines, sent, least, left), (others, *_) = run_ranks(2, first_steps, {}, backward)
+    assert sent > least and not left and not others  # rank 0 says it, once, and nothing listens on
+    assert len(lines) == 1, lines
+    what = "step" if backward else "forward"
+    assert f"first {what} sent {sent} collectives, and the plan's cut weights need {least}." in lines[0]
+    assert "What table, parts.*.two give stays a sum of parts" in lines[0]
+    assert f"plan.complete(model, batch), ...) saves up to {sent - least}" in lines[0]
+
+
+def test_a_plan_that_sends_what_it_has_to_is_told_nothing():
+    whole = {glob: Boundary(output={"tp": Replicate()}) for glob in ("table", "parts.*.two")}
+    for lines, sent, least, left in run_ranks(2, first_steps, whole, True):
+        assert not lines and sent == least and not left

@@ -22,6 +22,7 @@ from .._zero.optim import wrap
 from ..installed._copies import may_be_copied
 from ..installed._gradient_hooks import carry_hooks
 from ..installed._recipe import Recipe, install
+from ..installed._traffic import watch_first_step
 from ..plan import Plan, PlanError
 from .adopt import MOVED, check_given, holds_moved, moved, take_over
 from .agreement import check_same_plan, check_same_values, checksums
@@ -180,6 +181,8 @@ def _parallelized(
                     optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
     if pipelined is not None:
         pipelined()
+    else:
+        watch_first_step(model, plan)
     if mode != "eager":
         static(model, compiler="inductor" if mode == "compile" else "")
     return model, optimizer

@@ -1,0 +1,105 @@
+"""What a model's first step sends against what its plan's cut weights need: a word in the log, where it is too much.
+
+Counted are the collectives of the first forward and those of its backward, but for gradient syncs and gathers of
+sharded parameters; a loss outside of the model is not seen. After the first step nothing of this is left on the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale_dtensor.engine import ASKED, Event, mesh_of, watched
+
+from .._apply.containers import tensors_in
+from .._plan.least import least_collectives, open_sums
+from ..plan import Plan
+
+MUCH, OPEN = 2.0, 1.25
+"""Times the least that are worth a word: of any plan, and of one that leaves sums open."""
+
+_log = logging.getLogger("vescale")
+
+
+def watch_first_step(model: nn.Module, plan: Plan) -> None:
+    """See the module. A plan whose cut weights need nothing is not watched, nor is a model without values."""
+    if not any(parameter.is_meta for parameter in model.parameters()) and least_collectives(plan, model):
+        FirstStep(model, plan)
+
+
+class FirstStep:
+    """Hooks of the root module for its first call, and of what that gives."""
+
+    def __init__(self, root: nn.Module, plan: Plan) -> None:
+        self._root, self._plan = root, plan
+        self._names = {module: name for name, module in root.named_modules()}
+        self._calls: Counter[str] = Counter()
+        self._sent = 0
+        self._open = contextlib.ExitStack()
+        self._hooks = [
+            root.register_forward_pre_hook(self._enter, prepend=True),
+            root.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, root: nn.Module, args: tuple) -> None:
+        self._hooks[0].remove()
+        self._open.enter_context(watched(self._hear, _nothing))
+        self._open.callback(nn.modules.module.register_module_forward_pre_hook(self._count).remove)
+
+    def _leave(self, root: nn.Module, args: tuple, output: Any) -> None:
+        self._hooks[1].remove()
+        self._open.close()
+        tensors = tensors_in(output)
+        with torch._C.DisableTorchFunction():
+            nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        self._hooks = [node.register_prehook(self._begin_backward) for node in nodes]
+        if tensors and not nodes:
+            self._say(backward=False)
+
+    def _begin_backward(self, gradients: Any) -> None:
+        """At the first gradient of what the model gave."""
+        for hook in self._hooks:
+            hook.remove()
+        self._open.enter_context(watched(self._hear, _nothing))
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._open.close()
+        self._say(backward=True)
+
+    def _count(self, module: nn.Module, args: tuple) -> None:
+        if module in self._names:
+            self._calls[self._names[module]] += 1
+
+    def _hear(self, event: Event) -> None:
+        if event.cause.function not in ASKED:
+            self._sent += event.count
+
+    def _say(self, backward: bool) -> None:
+        least = least_collectives(self._plan, self._root, self._calls, backward=backward)
+        left = open_sums(self._plan, self._root)
+        if any(mesh_of(self._root._vescale.device_mesh).coordinate) or self._sent <= (OPEN if left else MUCH) * least:
+            return
+        pending = ""
+        if left:
+            globs = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in left))
+            more = f" and {len(globs) - 3} more" if len(globs) > 3 else ""
+            pending = (
+                f" What {', '.join(globs[:3])}{more} give stays a sum of parts, which each reader adds up: "
+                f"parallelize(plan.complete(model, batch), ...) saves up to {self._sent - least}."
+            )
+        _log.warning(
+            "the model's first %s sent %d collectives, and the plan's cut weights need %d.%s Each line and its cause: "
+            "vescale.comm_trace(model) as trace, then print(trace.advice())",
+            "step" if backward else "forward", self._sent, least, pending,
+        )  # fmt: skip
+
+
+def _nothing(event: Event) -> None:
+    """Nobody asks when a collective is done."""
