@@ -54,7 +54,8 @@ def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None
         forbid: names that must not be used ("pp", "sp", "zero"), or combinations ({"tp": 4, "zero": 3}).
         overrides: parameter glob -> placements, before all others.
         sample: what the model is called with: a tensor, a tuple of arguments or a dict of keywords, one row or more.
-            Not needed for a model that takes `input_ids`.
+            Not needed for a model that takes `input_ids`. A tensor whose first dim is not the batch's is tried as
+            shared by all rows, and as holding as many entries of each row one after the other.
         verify: a global batch that the model (with `loss_fn`, if given) makes a loss of; shapes count, values do not.
             The choice is run dry on it, with AdamW or `optimizer_fn`, and the next best is taken where its peak is
             beyond the memory: what is returned fits. A pipeline has no dry run, and is taken by formula.

@@ -1,30 +1,45 @@
-"""What a model is called with while it is probed: one row of a batch, as often as needed."""
+"""What a model is called with while it is probed: one row of a batch, as often as needed.
+
+Most inputs have the batch's rows first. Where the first dim of one is of another size, all rows may share it (a table
+of places), or have as many entries of it each (the patches of images, one image after the other): both are tried.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, islice, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._apply.containers import map_tensors
+from ..._apply.containers import map_tensors, tensors_in
 from ...plan import PlanError
 
 POSITIONS = 5
 """Of the sample that is made where the user gives none: few, and no size that models have."""
+MOST_READINGS = 9
+"""Ways to read a sample's inputs that are tried."""
 INTEGER_INPUTS = ("input_ids", "decoder_input_ids")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of the model's inputs: every tensor [1, ...]."""
+    """One row of the model's inputs.
+
+    Arguments:
+        args, kwargs: tensors [entries of the row, ...], or what all rows share.
+        entries: per tensor, in order: 1, or more, or 0 of what all rows share; empty where all are 1.
+        others: the same inputs read otherwise, in the order in which to try them.
+    """
 
     args: tuple
     kwargs: Mapping[str, Any]
+    entries: tuple[int, ...] = ()
+    others: tuple[Sample, ...] = ()
 
     def repeat(self, batch: int, *, follow: bool = False, moved: int | None = None) -> tuple[tuple, dict[str, Any]]:
         """The row `batch` times: arguments and keyword arguments.
@@ -32,58 +47,54 @@ class Sample:
         With `follow`, row 1 differs: its numbers are NaN, its integers are turned by one position; and of the tensors
         of integers that this leaves alike, those at number `moved` are one less, or 1 for 0.
         """
-        alike = count()
+        alike, places = count(), count()
 
         def grow(tensor: Tensor) -> Tensor:
-            if not tensor.ndim:
+            entries = self._entries(next(places))
+            if not tensor.ndim or not entries:
                 return tensor
             grown = tensor.repeat(batch, *[1] * (tensor.ndim - 1))
+            row = grown[entries : 2 * entries]
             if follow and tensor.is_floating_point():
-                grown[1] = float("nan")
-            elif follow and _stays(tensor):
+                row.fill_(float("nan"))
+            elif follow and entries == 1 and _stays(tensor):
                 if next(alike) == moved:
-                    grown[1] = torch.where(grown[1] == 0, 1, grown[1] - 1)
-            elif follow and tensor.ndim > 1:
-                grown[1] = grown[1].roll(1, -1)
+                    row.copy_(torch.where(row == 0, 1, row - 1))
+            elif follow and entries == 1 and tensor.ndim > 1:
+                row.copy_(row.roll(1, -1))
             return grown
 
         return map_tensors((self.args, dict(self.kwargs)), grow)
 
+    def _entries(self, place: int) -> int:
+        return self.entries[place] if self.entries else 1
+
     def longer(self, times: int) -> Sample:
         """The row with its positions so many times over."""
-        positions = self.positions
+        positions, places = self.positions, count()
 
         def grow(tensor: Tensor) -> Tensor:
-            if tensor.ndim < 2 or tensor.shape[1] != positions:
+            dim = int(self._entries(next(places)) > 0)  # of what all rows share the positions come first
+            if tensor.ndim <= dim or tensor.shape[dim] != positions:
                 return tensor
-            return tensor.repeat(1, times, *[1] * (tensor.ndim - 2))
+            return tensor.repeat([times if at == dim else 1 for at in range(tensor.ndim)])
 
-        return Sample(*map_tensors((self.args, dict(self.kwargs)), grow))
+        args, kwargs = map_tensors((self.args, dict(self.kwargs)), grow)
+        return replace(self, args=args, kwargs=kwargs)
 
     @property
     def alike(self) -> int:
         """Tensors of integers that are the same when they are turned by one position."""
-        found: list[bool] = []
-
-        def look(tensor: Tensor) -> Tensor:
-            found.append(_stays(tensor))
-            return tensor
-
-        map_tensors((self.args, dict(self.kwargs)), look)
-        return sum(found)
+        tensors = tensors_in((self.args, dict(self.kwargs)))
+        return sum(self._entries(place) == 1 and _stays(tensor) for place, tensor in enumerate(tensors))
 
     @property
     def positions(self) -> int | None:
         """Of the first integer tensor [batch, positions], or the first numbers [batch, positions, features]."""
-        found: list[int] = []
-
-        def look(tensor: Tensor) -> Tensor:
-            if tensor.ndim == (3 if tensor.is_floating_point() else 2):
-                found.append(tensor.shape[1])
-            return tensor
-
-        map_tensors((self.args, dict(self.kwargs)), look)
-        return found[0] if found else None
+        for place, tensor in enumerate(tensors_in((self.args, dict(self.kwargs)))):
+            if self._entries(place) == 1 and tensor.ndim == (3 if tensor.is_floating_point() else 2):
+                return tensor.shape[1]
+        return None
 
 
 def _stays(tensor: Tensor) -> bool:
@@ -97,7 +108,8 @@ def sample_of(model: nn.Module, batch: Any = None, positions: int = POSITIONS) -
     """The first row of `batch`: what the model is called with, a tensor, a tuple of arguments or a dict of keywords.
 
     Without `batch`, a model whose forward takes `input_ids`, or a HuggingFace model that says what its inputs are,
-    gets small inputs made up for it. Raises PlanError where that is not known.
+    gets small inputs made up for it. Raises PlanError where that is not known. As long as most of the tensors are, or
+    the first of them, so many rows the batch has.
     """
     if batch is None:
         batch = _made_up(model, positions)
@@ -108,10 +120,29 @@ def sample_of(model: nn.Module, batch: Any = None, positions: int = POSITIONS) -
         args = tuple(batch)
     else:
         args = (batch,)
-    args, kwargs = map_tensors(
-        (args, kwargs), lambda tensor: (tensor[:1] if tensor.ndim else tensor).detach().cpu().clone()
-    )
-    return Sample(args, kwargs)
+    tensors = tensors_in((args, kwargs))
+    rows = Counter(len(tensor) for tensor in tensors if tensor.ndim).most_common(1)
+    ways = product(*(_ways(tensor, rows[0][0]) if tensor.ndim else (1,) for tensor in tensors))
+    first, *others = (_read(args, kwargs, entries) for entries in islice(ways, MOST_READINGS))
+    return replace(first, others=tuple(others))
+
+
+def _ways(tensor: Tensor, rows: int) -> tuple[int, ...]:
+    """How many entries of its first dim may be a row's."""
+    size = len(tensor)
+    if size == rows:
+        return (1,)
+    return (0, size // rows, 1) if rows and size > rows and size % rows == 0 else (0, 1)
+
+
+def _read(args: tuple, kwargs: Mapping[str, Any], entries: tuple[int, ...]) -> Sample:
+    places = iter(entries)
+
+    def cut(tensor: Tensor) -> Tensor:
+        count = next(places)
+        return (tensor[:count] if tensor.ndim and count else tensor).detach().cpu().clone()
+
+    return Sample(*map_tensors((args, kwargs), cut), entries if set(entries) != {1} else ())
 
 
 def _made_up(model: nn.Module, positions: int) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from dataclasses import replace
 from torch import nn
 
 from ..._apply.balance import MIXERS
+from ..._apply.containers import tensors_in
 from ..._experts.structure import stacked_experts
+from ...plan import PlanError
 from ..progress import Bar
 from ..structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
 from ..tensor_plan import split_parameters
@@ -19,12 +21,35 @@ from .probe import probe
 from .sample import Sample
 
 
+def _probed(model: nn.Module, sample: Sample, bar: Bar) -> tuple[Sample, Findings]:
+    """The first way to read the sample by which the model runs, and what was found so."""
+    failed: Exception | None = None
+    for one in (sample, *sample.others):
+        try:
+            return one, probe(model, one, bar)
+        except Exception as error:
+            if not sample.others:
+                raise
+            failed = failed or error
+    sizes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in((sample.args, dict(sample.kwargs))))
+    raise PlanError(
+        "generate_plan",
+        f"{type(model).__name__} does not run on several rows like the sample's. Its inputs differ in size along "
+        "dim 0: no reading of them, as shared by all rows or as so many entries of each row, fits together",
+        [f"inputs  {sizes}", f"the first reading raised  {type(failed).__name__}: {str(failed).splitlines()[0]}"],
+        [
+            ("sample=...", "with rows along dim 0 of every input, or as many entries for each row"),
+            ("self.register_buffer(...)", "for what all rows share, in place of an input"),
+        ],
+    ) from failed
+
+
 def structure_of(model: nn.Module, sample: Sample, bar: Bar | None = None) -> Structure:
     """Probes `model` and reads its structure from what was seen. Nothing of the model is changed.
 
     Cost: some tens of forwards of a few blocks without their contractions; no communication, no weight is read.
     """
-    found = probe(model, sample, bar or Bar())
+    sample, found = _probed(model, sample, bar or Bar())
     pairs = _paired(found)
     groups = tuple(
         group for sink in sorted(pairs, key=lambda key: found.calls[key].order) for group in _group(found, sink, pairs)
