@@ -159,3 +159,41 @@ def test_one_mapping_carries_all():
     assert plan == generate_plan(Decoder(), **request)
     assert isinstance(plan, Plan)
     assert plan.mesh["tp"] == 2
+
+
+class Narrowing(nn.Module):
+    """Blocks of which each halves the width."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Sequential(nn.Linear(w, w), nn.GELU(), nn.Linear(w, w // 2)) for w in (32, 16, 8))
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return x.square().mean()
+
+
+class Unlisted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.two(self.one(x).relu()).square().mean()
+
+
+@pytest.mark.parametrize(
+    "kind, width, said",
+    [
+        (Narrowing, 32, "no cut between  steps.*: they take and return [.., 16], [.., 32], [.., 4], [.., 8]"),
+        (Unlisted, 8, "no cut between  anything: no list of blocks was found"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_planned_says_what_is_in_its_way(kind, width, said):
+    with pytest.raises(InfeasibleError) as raised:
+        generate_plan(
+            kind(), world_size=2, batch=4, hardware="h100", sample=torch.ones(1, width),
+            pin={"pp": 2, "dp": 1, "tp": 1},
+        )  # fmt: skip
+    assert said in str(raised.value) and "by hand  Plan(pipeline=Pipeline(cuts=" in str(raised.value)

@@ -36,6 +36,11 @@ def nothing_legal(request: Request) -> InfeasibleError:
     if "cp" in (request.pin or {}):
         met = "up to the ranks that divide them" if meets_in_attention(structure) else "none: positions meet elsewhere"
         facts.append(f"context parallelism cuts sequences  {met}")
+    if stages == 1 and not structure.coupled:
+        facts += [f"no cut between  {', '.join(one.patterns)}: {one.apart}" for one in structure.blocks] or [
+            "no cut between  anything: no list of blocks was found"
+        ]
+        facts.append('by hand  Plan(pipeline=Pipeline(cuts=("a.module",)), ...): the first call says whether it works')
     if structure.experts:
         facts.append(f"experts spread over  {list(structure.expert_degrees) or 'nothing'}")
     pin = dict(request.pin or {})

@@ -222,12 +222,14 @@ class Blocks:
         chained: each takes exactly what the one before returns, so that a pipeline can be cut between any two.
         called: modules with parameters that are called elsewhere among these blocks than they are registered ->
             the place of the last block before them, or 0.
+        apart: why they are not chained, where they are not.
     """
 
     names: tuple[str, ...]
     kinds: tuple[int, ...]
     chained: bool = False
     called: tuple[tuple[str, int], ...] = ()
+    apart: str = ""
 
     @property
     def patterns(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def _probed(model: nn.Module, sample: Sample, bar: Bar) -> tuple[Sample, Finding
         "generate_plan",
         f"{type(model).__name__} does not run on several rows like the sample's. Its inputs differ in size along "
         "dim 0: no reading of them, as shared by all rows or as so many entries of each row, fits together",
-        [f"inputs  {sizes}", f"the first reading raised  {type(failed).__name__}: {str(failed).splitlines()[0]}"],
+        [f"a row  {sizes} at first", f"which raised  {type(failed).__name__}: {str(failed).partition(chr(10))[0]}"],
         [
             ("sample=...", "with rows along dim 0 of every input, or as many entries for each row"),
             ("self.register_buffer(...)", "for what all rows share, in place of an input"),
@@ -290,8 +290,18 @@ def _blocks(model: nn.Module, found: Findings) -> tuple[Blocks, ...]:
             (o.batch, o.position, o.features) for i, o in seen
         }
         order = [chain.names.index(name) for name in found.outputs if name in chain.names]
-        chained = len(seen) > 1 and len(same) == 1 and order == sorted(order)
-        made.append(Blocks(chain.names, chain.kinds, chained, _called(model, found, chain.names) if chained else ()))
+        apart = ""
+        if len(seen) < 2:
+            apart = "the forward calls fewer than two of them, or not with tensors"
+        elif len(same) > 1:
+            shapes = sorted({f"[.., {features}]" for _, _, features in same})
+            apart = f"they take and return {', '.join(shapes)}" if len(shapes) > 1 else (
+                "what they take and return has not the same dims for rows and positions"
+            )  # fmt: skip
+        elif order != sorted(order):
+            apart = "they are not called in the order of their registration"
+        called = () if apart else _called(model, found, chain.names)
+        made.append(Blocks(chain.names, chain.kinds, not apart, called, apart))
     return tuple(made)
 
 
