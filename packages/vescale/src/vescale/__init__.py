@@ -88,7 +88,9 @@ from ._version import __version__ as __version__
 from .compare import compare as compare
 from .metrics import JSONLines as JSONLines
 from .metrics import ProgressLine as ProgressLine
+from .metrics import TensorBoard as TensorBoard
 from .metrics import Values as Values
+from .metrics import WandB as WandB
 from .metrics import metrics as metrics
 from .record import record as record
 from .simulate import simulate as simulate

@@ -69,7 +69,7 @@ class Step:
 
 
 class Writer(Protocol):
-    """Where steps go, on the first rank; torch's SummaryWriter and wandb's `run.log` fit by one line, see `Values`."""
+    """Where steps go, on the first rank: `JSONLines`, `ProgressLine`, `TensorBoard`, `WandB`, `Values` for all else."""
 
     def write(self, step: Step) -> None: ...
 
@@ -115,18 +115,57 @@ class ProgressLine:
 
 
 class Values:
-    """Calls `function(values, step)`: `Values(run.log)` for wandb, `Values(lambda v, s: [board.add_scalar(k, x, s) for
-    k, x in v.items()])` for TensorBoard. Values that are not known are left out."""
+    """Calls `function(values, step)`, such as a tracker's own `log`. Values that are not known are left out."""
 
     def __init__(self, function: Callable[[Mapping[str, float], int], Any]) -> None:
         self._function = function
 
     def write(self, step: Step) -> None:
-        values = {name: one for name, one in step.as_dict().items() if one is not None and name != "step"}
-        self._function(values, step.step)
+        self._function(_known(step), step.step)
 
     def close(self) -> None:
         pass
+
+
+class TensorBoard:
+    """Scalars in event files below `folder`, by torch's SummaryWriter, which needs the package tensorboard. It opens
+    with the first step, so that ranks that do not write make no files."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._board: Any = None
+
+    def write(self, step: Step) -> None:
+        if self._board is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self.folder))
+        for name, value in _known(step).items():
+            self._board.add_scalar(name, value, step.step)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+
+class WandB:
+    """A run of wandb, made by `wandb.init(**options)` with the first step: one run, not one per rank."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options, self._run = options, None
+
+    def write(self, step: Step) -> None:
+        if self._run is None:
+            import wandb
+
+            self._run = wandb.init(**self._options)
+        self._run.log(_known(step), step=step.step, commit=True)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
 
 
 @contextlib.contextmanager
@@ -145,7 +184,7 @@ def metrics(
         model: its calls count tokens: the elements of the first integer tensor that it is given, else the rows of the
             first tensor.
         optimizer: whose gradients' norm is told, at every step that is.
-        writers: of the steps told, on the first rank alone: `JSONLines`, `ProgressLine`, `Values`.
+        writers: of the steps told, on the first rank alone (see `Writer`).
         every: how many steps are told as one.
         flops_per_token: by default 6 per parameter, of experts the share that a token meets where the model's config
             says it; embeddings that only look up are left out, attention over the sequence, too.
@@ -306,6 +345,10 @@ def _memory(device: torch.device) -> int:
     highest = torch.accelerator.max_memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
     return highest
+
+
+def _known(step: Step) -> dict[str, float]:
+    return {name: one for name, one in step.as_dict().items() if one is not None and name != "step"}
 
 
 def _is_odd(value: Any) -> bool:
