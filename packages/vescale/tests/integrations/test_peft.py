@@ -59,16 +59,18 @@ def build(adapter, has_experts=False):
     return get_peft_model(base(has_experts), LoraConfig(**options, **ADAPTERS[adapter]))
 
 
-def trained(model, optimizer, steps=10):
+def trained(model, optimizer, steps=10, parts=1):
     torch.manual_seed(5)
     losses = []
     for step in range(steps):
         tokens = torch.randint(61, (4, 12), generator=torch.Generator().manual_seed(step))
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        losses.append(0.0)
+        for part in tokens.chunk(parts):
+            loss = model(input_ids=part, labels=part).loss / parts
+            loss.backward()
+            losses[-1] += loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
     return losses
 
 
@@ -130,10 +132,11 @@ def of_stages_and_experts(plan, adapter, folder):
     from vescale.integrations.peft import adapted
 
     has_experts = plan.startswith("ep")
-    make = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)
+    make = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
     one, model = build(adapter, has_experts), build(adapter, has_experts)
     model, optimizer = vescale.parallelize(adapted(OTHERS[plan](), model), model, make)
-    losses, wanted = trained(model, optimizer), trained(one, make(one.parameters()))
+    parts = 1 if has_experts else PIPELINE.microbatches  # a pipeline is one device's accumulation of its microbatches
+    losses, wanted = trained(model, optimizer), trained(one, make(one.parameters()), parts=parts)
     expected = {name: p.detach() for name, p in one.named_parameters()}
     found = vescale.whole_state_dict(model)
     if torch.distributed.get_rank():
@@ -162,7 +165,7 @@ STAGED = [(plan, adapter) for plan in OTHERS for adapter in ("lora", "without dr
 def test_stages_and_experts(plan, adapter, tmp_path):
     ranks = OTHERS[plan]().world_size
     for loss, parameter, merged in run_ranks(ranks, of_stages_and_experts, plan, adapter, str(tmp_path), timeout=200):
-        assert loss <= 1e-5 and parameter <= 1e-4 and merged <= 1e-4
+        assert loss <= 1e-5 and parameter <= (0.0 if plan == "pp2" else 1e-4) and merged <= 1e-4
 
 
 def collectives(adapter):

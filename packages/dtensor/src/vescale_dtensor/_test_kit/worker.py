@@ -35,7 +35,7 @@ import torch.distributed as dist
 from .. import _second
 from .._dispatch import fallback
 
-START_SECONDS = 60.0  # importing torch in the fork server, rendezvous of a world
+START_SECONDS = 180.0  # importing libraries in the fork server, rendezvous of a world, on a machine at its limit
 COLLECTIVE_SECONDS = 30.0  # default timeout of every process group
 
 HEADER = struct.Struct(">Q")
