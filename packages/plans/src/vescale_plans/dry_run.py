@@ -139,7 +139,10 @@ def dry_run(
         with torch.enable_grad(), comm_trace(model) as trace, meter:
             model, optimizer = parallelize(plan, model, optimizer_fn, loss_fn=loss_fn)
             meter.label(_state(model), "parameters")
-            meter.label(vars(model)["_vescale"].sync.on_host(), HOST)
+            parallelized = vars(model)["_vescale"]
+            meter.label(parallelized.sync.on_host(), HOST)
+            if parallelized.host is not None:
+                parallelized.host.made = lambda tensor: meter.label([tensor], HOST)
             if optimizer is not None and backend != "gloo":
                 _all_at_once(optimizer)
             if plan.offload and optimizer is not None:  # states that the constructor made

@@ -73,6 +73,9 @@ class Plan:
             `position_ids` that begin anew); or "auto", a zigzag where all attention of the model says that it is
             causal, nothing else is known to mix positions, and `context` is "ring" or "auto". What leaves the model
             keeps the layout: it is a DTensor, of which `full_tensor()` is in order.
+        offload_activations: glob over module names, likewise -> whether what backward needs of what is computed inside
+            lies in host memory until then: of a checkpointed module what it was called with, of a regathered activation
+            its shard.
         capacity_factor: each expert takes at most ceil(capacity_factor * tokens * k / experts) of the rows that
             choose it, the first in the order of the batch's tokens; the others add nothing. None drops nothing.
 
@@ -106,6 +109,7 @@ class Plan:
     context_axis: str | None = None
     context: str = "auto"
     context_layout: str = "auto"
+    offload_activations: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("mesh", *table.GLOBS):  # a caller's own mapping may change later
@@ -192,10 +196,10 @@ class Plan:
     def override(self, **changes: Any) -> Plan:
         """The plan with other values of some fields.
 
-        Globs (`parameters`, `boundaries`, `checkpointing`, `regather`, `blocks`) are
-        added to those of the plan and come first, so that they decide; a glob of the
-        plan that one of them surely covers goes, and None removes a glob. Any other
-        value replaces the plan's.
+        Globs (`parameters`, `boundaries`, `checkpointing`, `regather`,
+        `offload_activations`, `blocks`) are added to those of the plan and come first,
+        so that they decide; a glob of the plan that one of them surely covers goes, and
+        None removes a glob. Any other value replaces the plan's.
 
         Example:
             >>> plan.override(zero=3, parameters={"lm_head.weight": {}}, boundaries={"lm_head": None})

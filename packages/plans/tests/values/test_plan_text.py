@@ -26,6 +26,7 @@ FULL = Plan(
     blocks={"*.up.weight": 128},
     expert_axis="tp",
     capacity_factor=1.25,
+    offload_activations={"layers.*": True},
 )
 SMALL = Plan(
     mesh={"dp": 2, "tp": 4},
@@ -44,7 +45,7 @@ def test_json_there_and_back(plan):
     assert again == plan
     assert again.to_json() == text
     assert Plan.from_json(json.loads(text)) == plan
-    for glob in ("parameters", "boundaries", "checkpointing"):
+    for glob in ("parameters", "boundaries", "checkpointing", "offload_activations"):
         assert list(getattr(again, glob)) == list(getattr(plan, glob))  # the order decides
     assert list(again.mesh) == list(plan.mesh)
 
@@ -95,7 +96,7 @@ def test_a_plan_prints_as_a_table():
         "pipeline       4 stages over pp, 2 per rank, 4 microbatches, losses' sum, mine; "
         "stages begin at the model, layers.1, layers.2, layers.3\n"
         "precision      computes in bfloat16, reduces in float32, sends int8\n"
-        "offload        optimizer states in host memory\n"
+        "offload        optimizer states in host memory, activations of layers.* yes\n"
         "experts        spread over tp, capacity factor 1.25\n"
         "checkpointing  layers.0 no, layers.* yes\n"
         "regather       *.mlp yes\n"

@@ -27,6 +27,7 @@ FULL = Plan(
     blocks={"*.up.weight": 128},
     expert_axis="tp",
     capacity_factor=1.25,
+    offload_activations={"layers.*": True},
 )
 
 

@@ -71,6 +71,7 @@ WRONG = {
     "checkpointing as a flag": lambda: plan(checkpointing=True),
     "checkpointing by number": lambda: plan(checkpointing={"layers.*": 2}),
     "regather as a list": lambda: plan(regather=["layers.*"]),
+    "activations offloaded by a word": lambda: plan(offload_activations={"layers.*": "host"}),
     "blocks of nothing": lambda: plan(blocks={"*.weight": 0}),
     "a dtype in place of a precision": lambda: plan(precision=torch.bfloat16),
     "a dtype by name": lambda: Precision(compute="bf16"),
@@ -213,6 +214,11 @@ TEXTS = {
         '            {"layers.*": False}  # an exception to later globs'
     ),
     "regather as a list": ("Plan: regather is ['layers.*'], not a mapping from globs\nfix: regather={\"*\": ...}"),
+    "activations offloaded by a word": (
+        "Plan: offload_activations['layers.*'] is 'host', neither True nor False\n"
+        'fix one of: {"layers.*": True}\n'
+        '            {"layers.*": False}  # an exception to later globs'
+    ),
     "blocks of nothing": ("Plan: blocks['*.weight'] is 0, not a positive number\nfix: blocks['*.weight']=1"),
     "a dtype in place of a precision": (
         "Plan: precision is torch.bfloat16, not a Precision\n"

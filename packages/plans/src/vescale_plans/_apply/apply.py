@@ -161,7 +161,7 @@ def _parallelized(
         shards = _shard_parameters(plan, model, device_mesh, placed)
         materialize(model)  # what is no parameter: buffers
         _move_buffers(model, mesh)
-        names = fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.blocks
+        names = fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks
         sync = install(model, Recipe(plan, device_mesh, *names, experts, loss_fn)).sync
         may_be_copied(model)
         for parameter, shard in shards.items():

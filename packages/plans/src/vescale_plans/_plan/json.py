@@ -201,6 +201,7 @@ _FIELDS: dict[str, _Codec] = {
     "context_axis": _Codec(_same, _same, '"context_axis": null'),
     "context": _Codec(_same, _same, '"context": "auto"'),
     "context_layout": _Codec(_same, _same, '"context_layout": "auto"'),
+    "offload_activations": _Codec(_pairs(), _mapping(), '"offload_activations": [["layers.*", true]]'),
 }
 
 

@@ -164,7 +164,7 @@ def _pipeline(plan: Plan) -> None:
 
 
 def _globs(plan: Plan) -> None:
-    for name in ("checkpointing", "regather"):
+    for name in ("checkpointing", "regather", "offload_activations"):
         for pattern, value in _mapping(plan, name).items():
             if not isinstance(value, bool):
                 remedies = [(f'{{"{pattern}": True}}', ""), (f'{{"{pattern}": False}}', "an exception to later globs")]

@@ -14,7 +14,7 @@ from .parts import Boundary, Pipeline, Placements, Precision
 if TYPE_CHECKING:
     from ..plan import Plan
 
-GLOBS = ("parameters", "boundaries", "checkpointing", "regather", "blocks")
+GLOBS = ("parameters", "boundaries", "checkpointing", "regather", "offload_activations", "blocks")
 """The fields that map globs, in which order counts."""
 
 
@@ -46,7 +46,9 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "accumulation", f"{plan.accumulation} backwards a step" if plan.accumulation > 1 else ""
     yield "precision", _text(plan.precision) if plan.precision else ""
     yield "gathered ahead", _ahead(plan) if (plan.prefetch, plan.ahead_bytes) != (1, None) else ""
-    yield "offload", "optimizer states in host memory" if plan.offload else ""
+    hosted = ["optimizer states in host memory"] * plan.offload
+    hosted += [f"activations of {glob} {_text(value)}" for glob, value in plan.offload_activations.items()]
+    yield "offload", ", ".join(hosted)
     capacity = f", capacity factor {plan.capacity_factor}" if plan.capacity_factor is not None else ""
     yield "experts", f"spread over {plan.expert_axis}{capacity}" if plan.expert_axis else ""
     for name in ("checkpointing", "regather", "blocks"):

@@ -25,13 +25,14 @@ class Fit:
     """What a plan decides for one model, by name.
 
     `parameters` holds every name, those of tied parameters too. `checkpointed` are the
-    outermost of the modules that are; `regathered` says for each module what holds inside.
+    outermost of the modules that are; `regathered` and `offloaded` say for each module what holds inside.
     """
 
     parameters: Mapping[str, Placements]
     boundaries: Mapping[str, Boundary]
     checkpointed: tuple[str, ...]
     regathered: Mapping[str, bool]
+    offloaded: Mapping[str, bool]
     blocks: Mapping[str, int]
 
 
@@ -46,7 +47,7 @@ def fit(plan: Plan, model: nn.Module, *, even: bool = False) -> Fit:
     _check_tied(plan, parameters, placed)
     if even:
         _check_heads(plan, modules, placed)
-    for where in ("boundaries", "checkpointing", "regather"):
+    for where in ("boundaries", "checkpointing", "regather", "offload_activations"):
         for pattern in getattr(plan, where):
             _check_not_a_container(where, pattern, modules)
     bounded = _bounded(plan, model)
@@ -59,6 +60,7 @@ def fit(plan: Plan, model: nn.Module, *, even: bool = False) -> Fit:
         bounded,
         checkpointed,
         match_inside(plan.regather, modules, "module"),
+        match_inside(plan.offload_activations, modules, "module"),
         match(plan.blocks, parameters, "parameter", complete=False),
     )
 
@@ -165,7 +167,7 @@ def _head_size(owner: nn.Module) -> int | None:
 
 
 def _check_not_a_container(where: str, pattern: str, modules: Mapping[str, nn.Module]) -> None:
-    """checkpointing and regather hold for what is inside a container; a boundary cannot."""
+    """What is said of activations holds for what is inside a container; a boundary cannot."""
     found = [name for name in modules if fnmatchcase(name, pattern)]
     if where == "boundaries" and found and all(isinstance(modules[name], CONTAINERS) for name in found):
         raise PlanError(

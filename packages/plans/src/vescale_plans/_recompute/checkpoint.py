@@ -14,26 +14,36 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as every
 from torch.utils import checkpoint
 from torch.utils.hooks import BackwardHook
 
 from .._static.key import is_ours
 from .buffers import Buffers, Found
+from .host import Host, Parked
 
 
 class Checkpoint:
     """The two hooks of one module."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, region: Any = None, host: Host | None = None) -> None:
+        """`region`: whose `enter` and `leave` are to be around it, once per call; `host`: where arguments wait."""
         self._running: list[tuple[Generator, Again]] = []
         self._buffers = Buffers(module)
+        self._region, self._host = region, host
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave, prepend=True, always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         again = Again(module, self._buffers.now())
+        if self._region is not None:
+            self._region.enter(module, args)
+        if self._host is not None and self._host.is_open and torch.is_grad_enabled():
+            tensors = [one for one in args if isinstance(one, Tensor)]
+            device = [one.detach().new_empty(0) for one in tensors[:1]]  # whose generator's state torch keeps
+            args = (Parked(self._host, args), *device)
         around = checkpoint._checkpoint_without_reentrant_generator(
             again, True, checkpoint.noop_context_fn, checkpoint._DEFAULT_DETERMINISM_MODE, False, True, *args, **kwargs
         )
@@ -46,6 +56,8 @@ class Checkpoint:
         around, again = self._running.pop()
         again.returns()
         next(around, None)
+        if self._region is not None:
+            self._region.leave(module, args, output)
 
 
 def is_checkpoints(hook: Callable) -> bool:
@@ -100,6 +112,8 @@ class Again:
         self._closing = [hook for hook in _ours(held) if hook.always and not is_checkpoints(hook.call)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], Parked):
+            args = args[0].arguments()
         module, output, watching = self._module, None, every._global_forward_hooks_always_called
         closing = [Hook(h, False, True) for id_, h in every._global_forward_hooks.items() if id_ in watching]
         closing = [*_ours(closing), *self._closing]

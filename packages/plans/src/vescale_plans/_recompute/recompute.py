@@ -1,5 +1,5 @@
-"""Activation memory: modules whose activations are computed again in backward, and gathered activations that are
-gathered again.
+"""Activation memory: modules whose activations are computed again in backward, gathered activations that are
+gathered again, and those that lie on the host.
 
 A checkpointed module is torch's own non-reentrant checkpoint, put around the module's
 forward by hooks (`checkpoint.py`), so that its forward, its names and its type stay.
@@ -14,6 +14,10 @@ all-gather of a sequence-parallel linear is made again in its backward). While a
 runs, the conversions inside are watched; what autograd saves goes through hooks, which
 know a gathered result by its storage and save a `Gathered` in its place. Linears that
 share one gathered input share the second gather too.
+
+Offloading puts what is left to keep in the host's memory, through the same hooks
+(`host.py`): of a checkpointed module what it was called with, of a regathered
+activation its shard.
 
 Cost: forward one look-up per saved tensor; backward one all-gather per gathered activation.
 """
@@ -36,22 +40,31 @@ from vescale_dtensor.engine import Route, communicates, local_only, route_betwee
 
 from .._plan.validate import CONTAINERS
 from .checkpoint import Checkpoint
+from .host import Host, Placed
 
 Watch = Callable[..., Tensor]
 """What `set_watch` takes: called in place of a conversion, with what would make it."""
 CAUSE = Cause("regather", direction="backward")
 
 
-def install_recompute(model: nn.Module, checkpointed: tuple[str, ...], regathered: Mapping[str, bool]) -> None:
-    """Install before boundaries: what a border converts on the way in lies inside. Arguments: see `Fit`."""
+def install_recompute(
+    model: nn.Module, checkpointed: tuple[str, ...], regathered: Mapping[str, bool], offloaded: Mapping[str, bool]
+) -> Host | None:
+    """Install before boundaries: what a border converts on the way in lies inside. Arguments: see `Fit`. Gives where
+    activations are, if any are offloaded."""
+    host = Host() if any(offloaded.values()) else None
+    regions = {
+        module: Saving(regathers, host if offloads else None) if regathers or offloads else Keeping()
+        for module, regathers, offloads in _turns(model, regathered, offloaded, checkpointed)
+    }
     for name in checkpointed:
         module = model.get_submodule(name)
-        Checkpoint(module)
+        Checkpoint(module, regions.pop(module, None), host)
         module.register_forward_pre_hook(_without_cache, with_kwargs=True)
-    for module, regathers in _turns(model, regathered, checkpointed):
-        region = Regathering() if regathers else Keeping()
+    for module, region in regions.items():
         module.register_forward_pre_hook(region.enter, prepend=True)
         module.register_forward_hook(region.leave, always_call=True)
+    return host
 
 
 def _without_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -74,12 +87,13 @@ def _without_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
 
 
 def _turns(
-    model: nn.Module, decided: Mapping[str, bool], checkpointed: tuple[str, ...]
-) -> Iterator[tuple[nn.Module, bool]]:
-    """The modules at which the decision is another than around them. A checkpoint gathers again by itself."""
-    effective = {"": decided.get("", False)}
-    if effective[""]:  # a part, copied, of a model of which all that is around it regathers
-        yield model, True
+    model: nn.Module, regathered: Mapping[str, bool], offloaded: Mapping[str, bool], checkpointed: tuple[str, ...]
+) -> Iterator[tuple[nn.Module, bool, bool]]:
+    """The modules at which a decision is another than around them. A checkpoint gathers again by itself, and keeps
+    nothing inside; what it is called with may be on the host."""
+    effective = {"": (regathered.get("", False), offloaded.get("", False))}
+    if any(effective[""]):  # a part, copied, of a model of which all that is around it regathers
+        yield model, *effective[""]
     for name, module in model.named_modules():
         if not name:
             continue
@@ -87,17 +101,21 @@ def _turns(
         if isinstance(module, CONTAINERS):  # never called: what is around it goes on in it
             effective[name] = around
             continue
-        inside_one = any(f"{name}.".startswith(f"{one}.") for one in checkpointed)
-        effective[name] = decided.get(name, around) and not inside_one
-        if effective[name] != around:
-            yield module, effective[name]
+        inside = [one for one in checkpointed if f"{name}.".startswith(f"{one}.")]
+        effective[name] = (
+            regathered.get(name, around[0]) and not inside,
+            offloaded.get(name, around[1]) and not any(one != name for one in inside),
+        )
+        if effective[name] != around and not any(one != name for one in inside):
+            yield module, *effective[name]
 
 
 class Gathered:
     """A gathered activation that is not kept: its shard, and how to gather it."""
 
     def __init__(self, shard: Tensor, route: Route, version: int) -> None:
-        self._shard, self._route = shard, route
+        self._shard: Tensor | Placed = shard
+        self._route = route
         self._version = shard._version
         self.version = version  # of the whole, when it was gathered
         self.saved = 0
@@ -106,17 +124,23 @@ class Gathered:
 
     def whole(self) -> Tensor:
         """Gathered again; kept until all who saved it have asked. Call with dispatch disabled."""
-        if self._shard._version != self._version:
+        shard, whole = self._shard, self._whole
+        if isinstance(shard, Tensor) and shard._version != self._version:
             what = "a shard that is to be gathered again was written in place after it was gathered"
-            raise _written(what, self._shard)
-        whole = self._whole
+            raise _written(what, shard)
         if whole is None:
+            shard = shard if isinstance(shard, Tensor) else shard.tensor()
             set_cause(CAUSE)
-            whole = self._whole = self._route(self._shard)
+            whole = self._whole = self._route(shard)
         self._asked += 1
         if self._asked >= self.saved:
             self._whole, self._asked = None, 0
         return whole
+
+    def offload(self, host: Host) -> None:
+        """The shard lies on the host, unless it is written already, or worth no way."""
+        if isinstance(self._shard, Tensor) and self._shard._version == self._version:
+            self._shard = host.place(self._shard) or self._shard
 
 
 class View(NamedTuple):
@@ -135,10 +159,12 @@ class Kept(NamedTuple):
     version: int
 
 
-class Regathering:
-    """The hooks of a module inside which gathered activations are not kept for backward."""
+class Saving:
+    """The hooks of a module inside which gathered activations are not kept for backward, or what is kept lies on a
+    host."""
 
-    def __init__(self) -> None:
+    def __init__(self, regathers: bool, host: Host | None) -> None:
+        self._regathers, self._host = regathers, host
         self._running: list[tuple[saved_tensors_hooks, Watch | None]] = []
         self._known: dict[int, tuple[StorageWeakRef, Gathered]] = {}
 
@@ -147,13 +173,17 @@ class Regathering:
         hooks.__enter__()
         _active.append(hooks)
         around = set_watch(None)
-        set_watch(self._watch_over(around, hooks))
+        set_watch(self._watch_over(around, hooks) if self._regathers else around)
+        if self._host is not None:
+            self._host.enter(module)
         self._running.append((hooks, around))
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self._running:
             return
         hooks, around = self._running.pop()
+        if self._host is not None:
+            self._host.leave()
         set_watch(around)
         _active.pop()
         hooks.__exit__(None, None, None)
@@ -177,11 +207,16 @@ class Regathering:
         if known is None or known[1].version != whole._version:
             self._known[storage._cdata] = (StorageWeakRef(storage), Gathered(shard.detach(), route, whole._version))
 
-    def _pack(self, tensor: Tensor) -> Kept | View:
+    def _pack(self, tensor: Tensor) -> Kept | View | Placed:
         with local_only():
-            known = self._known.get(tensor.untyped_storage()._cdata)
+            known = self._known.get(tensor.untyped_storage()._cdata) if self._known else None
             if known is None or known[1].version != tensor._version:
-                return Kept(tensor.detach(), tensor._version)
+                with torch.no_grad():
+                    placed = self._host.place(tensor) if self._host is not None else None
+                return placed or Kept(tensor.detach(), tensor._version)
+            if self._host is not None:
+                with torch.no_grad():
+                    known[1].offload(self._host)
             known[1].saved += 1
             return View(known[1], tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
@@ -216,9 +251,11 @@ class Keeping:
 _active: list[saved_tensors_hooks | None] = []
 
 
-def _unpack(saved: Kept | View) -> Tensor:
+def _unpack(saved: Kept | View | Placed) -> Tensor:
     """What autograd gets back in backward."""
     with local_only(), torch.no_grad():
+        if isinstance(saved, Placed):
+            return saved.tensor()
         if isinstance(saved, View):
             return saved.of.whole().as_strided(saved.shape, saved.stride, saved.offset)
         if saved.tensor._version != saved.version:

@@ -23,6 +23,7 @@ from .._experts.experts import ExpertsBorder
 from .._experts.lists import ListBorder
 from .._experts.structure import Experts
 from .._plan.least import least_collectives, open_sums
+from .._recompute.host import Host
 from .._recompute.recompute import install_recompute
 from .._zero.slot import Sharing
 from .._zero.zero import DataParallel
@@ -38,6 +39,7 @@ class Recipe:
     boundaries: Mapping[str, Boundary]
     checkpointed: tuple[str, ...]
     regathered: Mapping[str, bool]
+    offloaded: Mapping[str, bool]
     blocks: Mapping[str, int]
     experts: Experts
     loss_fn: LossFn | None = None
@@ -48,11 +50,10 @@ class Recipe:
             return self
         experts = Experts(_below(self.experts.stacked, name), _below(self.experts.listed, name))
         checkpointed = tuple(_below(dict.fromkeys(self.checkpointed), name))
-        around = [self.regathered[one] for one in self.regathered if f"{name}.".startswith(f"{one}.")]
-        regathered = ({"": around[-1]} if around else {}) | _below(self.regathered, name)
+        regathered, offloaded = (_inside(decided, name) for decided in (self.regathered, self.offloaded))
         return replace(
             self, boundaries=_below(self.boundaries, name), checkpointed=checkpointed, regathered=regathered,
-            blocks=_below(self.blocks, name), experts=experts, loss_fn=None,
+            offloaded=offloaded, blocks=_below(self.blocks, name), experts=experts, loss_fn=None,
         )  # fmt: skip
 
     def among(self, model: nn.Module) -> Recipe:
@@ -64,7 +65,8 @@ class Recipe:
 
         return replace(
             self, boundaries=kept(self.boundaries), checkpointed=tuple(kept(dict.fromkeys(self.checkpointed))),
-            regathered=kept(self.regathered), experts=Experts(kept(self.experts.stacked), kept(self.experts.listed)),
+            regathered=kept(self.regathered), offloaded=kept(self.offloaded),
+            experts=Experts(kept(self.experts.stacked), kept(self.experts.listed)),
         )  # fmt: skip
 
 
@@ -74,12 +76,21 @@ def _below(named: Mapping[str, Any], name: str) -> dict[str, Any]:
             if f"{one}.".startswith(f"{name}.")}  # fmt: skip
 
 
-class Parallelized:
-    """What `parallelize` keeps with a model: the plan, the mesh, its buffers, the loss, the experts."""
+def _inside(decided: Mapping[str, bool], name: str) -> dict[str, bool]:
+    """What holds in a module, and in those inside it, by their names in it."""
+    around = [decided[one] for one in decided if f"{name}.".startswith(f"{one}.")]
+    return ({"": around[-1]} if around else {}) | _below(decided, name)
 
-    def __init__(self, recipe: Recipe, sync: DataParallel, experts: list[ExpertsBorder | ListBorder]) -> None:
+
+class Parallelized:
+    """What `parallelize` keeps with a model: the plan, the mesh, its buffers, the loss, the experts, and where its
+    activations are, if they are offloaded."""
+
+    def __init__(
+        self, recipe: Recipe, sync: DataParallel, experts: list[ExpertsBorder | ListBorder], host: Host | None
+    ) -> None:
         self.recipe, self.plan, self.device_mesh, self.loss_fn = recipe, recipe.plan, recipe.device_mesh, recipe.loss_fn
-        self.sync, self.experts = sync, experts
+        self.sync, self.experts, self.host = sync, experts, host
         self.static = None  # what `static` makes
 
     def least(self, model: nn.Module, calls: Mapping[str, int], backward: bool) -> int:
@@ -94,7 +105,7 @@ class Parallelized:
 def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     """Puts all of it on the model, whose parameters are on the mesh already."""
     mesh, plan = mesh_of(recipe.device_mesh), recipe.plan
-    install_recompute(model, recipe.checkpointed, recipe.regathered)
+    host = install_recompute(model, recipe.checkpointed, recipe.regathered, recipe.offloaded)
     for name, boundary in recipe.boundaries.items():
         install_boundary(model.get_submodule(name), name, boundary)
     borders = _borders(plan, model, recipe.experts, mesh)
@@ -107,7 +118,7 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
         pin(mesh, mesh.axis(plan.context_axis), plan.context)
         MaskBorder(model, mesh, mesh.axis(plan.context_axis), balance, describes=plan.pipeline is None)
     lists = [model.get_submodule(name) for name in recipe.experts.listed]
-    made = Parallelized(recipe, DataParallel(model, _sharing(plan, mesh), recipe.blocks, lists), borders)
+    made = Parallelized(recipe, DataParallel(model, _sharing(plan, mesh), recipe.blocks, lists), borders, host)
     object.__setattr__(model, "_vescale", made)
     watch(made.sync)
     refuse_wrappers(model)

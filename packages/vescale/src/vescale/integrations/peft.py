@@ -69,7 +69,7 @@ def adapted(plan: Plan, model: nn.Module) -> Plan:
             parameters[name] = _followed(found["part"], placed.get(f"{_old_name(found['base'])}.weight", {}))
     globs = {
         field: {glob if glob.startswith("*") else PREFIX + glob: value for glob, value in getattr(plan, field).items()}
-        for field in ("boundaries", "checkpointing", "regather", "blocks")
+        for field in ("boundaries", "checkpointing", "regather", "offload_activations", "blocks")
     }
     pipeline = plan.pipeline and replace(
         plan.pipeline,
