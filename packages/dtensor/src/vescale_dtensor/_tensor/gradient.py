@@ -70,6 +70,7 @@ def fold(pending: DTensor, settled: DTensor) -> DTensor:
 # Methods to call after every backward that started at a DTensor; held weakly, in the order of their coming.
 _after_backward: list[weakref.WeakMethod] = []
 _depth = 0
+_keeps = False  # whether the graph of the backward that runs outlasts it
 
 
 def after_backward(method: Callable[[], None]) -> None:
@@ -80,6 +81,11 @@ def after_backward(method: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether a backward that started at a DTensor is running: `after_backward` will be called."""
     return _depth > 0
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs, if it started at a DTensor, was asked to keep its graph for another."""
+    return _keeps
 
 
 def root_of(tensor: Tensor, operation: str) -> Tensor:
@@ -185,21 +191,31 @@ def _run_backward(tensors: list[Tensor], seeds: list | None, **options: Any) -> 
 
 
 def _engine_backward(roots: list[Tensor], starts: list[Tensor | None], **options: Any) -> None:
-    global _depth
+    global _depth, _keeps
+    before, _keeps = _keeps, _asked_to_keep(options)
     _depth += 1
     try:
         torch.autograd.backward(roots, starts, **options)
     finally:
         _depth -= 1
+        if _depth:
+            _keeps = before
+
+
+def _asked_to_keep(options: dict[str, Any]) -> bool:
+    kept = options.get("retain_graph")
+    return bool(options.get("create_graph") if kept is None else kept)
 
 
 def _finish_backward() -> None:
     """Tells those who wait for the end of the outermost backward."""
+    global _keeps
     if not _depth:
         for reference in tuple(_after_backward):
             finish = reference()
             if finish is not None:
                 finish()
+        _keeps = False
 
 
 def grad(function: Any, args: tuple, kwargs: dict) -> tuple[Tensor | None, ...] | dict[str, Tensor | None]:
@@ -267,7 +283,12 @@ def _gradient(layout: Layout | None, found: Tensor | None, mesh: Mesh | None) ->
 
 def _engine_grad(roots, inputs, starts, options):
     """autograd.grad with inputs that are DTensors: they are named by their edges, which are not tensors."""
-    return torch.autograd.grad(roots, _edges(inputs), starts, **options)
+    global _keeps
+    before, _keeps = _keeps, _asked_to_keep(options)
+    try:
+        return torch.autograd.grad(roots, _edges(inputs), starts, **options)
+    finally:
+        _keeps = before
 
 
 def _edges(tensors) -> list:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 
-from vescale_dtensor.engine import after_backward, forget_all, in_backward, local_only, value_of
+from vescale_dtensor.engine import after_backward, forget_all, in_backward, keeps_graph, local_only, value_of
 
 from .._apply.containers import map_tensors
 from .buffer import Buffer
@@ -62,7 +62,8 @@ class DataParallel:
         self._next_start = 0
         self._running: list[InFlight] = []
         self._touched = False
-        # Whether the backward that runs, and the one before, makes a graph: its own backward computes with parameters.
+        # Whether the backward that runs makes a graph, and whether one from before may run again: a graph that a
+        # backward made computes with parameters.
         self._makes_graph = self._made_graph = False
         self._last: dict[bool, Unit | None] = {False: None, True: None}
         self.enabled, self.holds = True, False
@@ -246,9 +247,9 @@ class DataParallel:
     def _open(self, unit: Unit, backward: bool) -> None:
         if unit.is_open and not unit.fetched:
             return
+        if not (unit.is_open or unit.is_intact):
+            self.take_in()  # which converts, where the parameters' layouts are not the buffer's
         with torch._C.DisableTorchFunction():  # nothing of it is the forward's: a pipeline's dry run must not see it
-            if not (unit.is_open or unit.is_intact):
-                self.take_in()
             unit.open()
             last = self._last[backward]
             if last is not unit:
@@ -412,7 +413,8 @@ class DataParallel:
             unit.started = unit.touched = False
             unit.entered.clear()
             unit.passes.clear()
-        self._made_graph, self._makes_graph = self._makes_graph, False
+        self._made_graph = self._makes_graph or (self._made_graph and keeps_graph())
+        self._makes_graph = False
         for unit in self.units:
             if not self._keeps_open:
                 unit.close()

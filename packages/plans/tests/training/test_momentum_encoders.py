@@ -1,0 +1,88 @@
+"""Loops that write parameters in a forward, or go through one graph again and again, at every stage of ZeRO."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from vescale_dtensor.testing import run_ranks
+from vescale_plans import Plan, parallelize
+
+STEPS = 3
+
+
+class MomentumContrast(nn.Module):
+    """A frozen encoder follows a trained one, as MoCo's own code writes it: by `.data`, in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.query(x)
+        with torch.no_grad():
+            for trained, follows in zip(self.query.parameters(), self.key.parameters()):
+                follows.data = follows.data * 0.9 + trained.data * 0.1
+            key = self.key(x * 1.1)
+        return (query * key).sum() / len(x)
+
+
+def sgd(parameters):
+    return torch.optim.SGD([one for one in parameters if one.requires_grad], lr=0.1, momentum=0.9)
+
+
+def contrast(zero: int | None):
+    torch.manual_seed(0)
+    model = MomentumContrast()
+    if zero is None:
+        optimizer = sgd(model.parameters())
+    else:
+        model, optimizer = parallelize(Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero), model, sgd)
+    losses = []
+    for step in range(STEPS):
+        loss = model(torch.randn(8, 8, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [(getattr(one, "full_tensor", one.clone)()).detach() for one in model.parameters()]
+
+
+def curvature(zero: int | None):
+    """The largest eigenvalue of the Hessian by power iteration, then a step as ever."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    if zero is None:
+        optimizer = sgd(model.parameters())
+    else:
+        model, optimizer = parallelize(Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero), model, sgd)
+    inputs, found = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), []
+    parameters = list(model.parameters())
+    for _ in range(2):
+        loss = model(inputs).square().mean()
+        slopes = torch.autograd.grad(loss, parameters, create_graph=True)
+        directions = [torch.ones_like(one) for one in parameters]
+        for _ in range(3):
+            along = sum((slope * one).sum() for slope, one in zip(slopes, directions))
+            products = torch.autograd.grad(along, parameters, retain_graph=True)
+            norm = sum(one.square().sum() for one in products).sqrt()
+            directions = [one / norm for one in products]
+            found.append(norm.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        parameters[0].mul_(0.5)  # the parameters are at rest again: a write stays
+        found.append(model(inputs).sum().item())
+    return found, [(getattr(one, "full_tensor", one.clone)()).detach() for one in parameters]
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("program", [contrast, curvature])
+def test_one_devices_numbers(program, zero: int) -> None:
+    numbers, values = program(None)
+    for found, parameters in run_ranks(2, program, zero):
+        assert found == pytest.approx(numbers, rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(parameters, values)
