@@ -116,6 +116,12 @@ def _scheduled_step(optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
+def _without_hooks(step: Any) -> Any:
+    """A bound step as its class wrote it: torch wraps that of each class that it meets, for its profiler and hooks."""
+    function = getattr(step, "__func__", None)
+    return function.__wrapped__.__get__(step.__self__) if getattr(function, "hooked", False) else step
+
+
 class Sharded:
     """What `parallelize` adds to an optimizer. A mixin: the user's class follows in the order of resolution."""
 
@@ -124,15 +130,17 @@ class Sharded:
     _whole: bool  # on the DTensors themselves
     _owners: Owners | None  # of matrices
 
+    @torch.optim.Optimizer.profile_hook_step  # hooks run around all of it, where parameters and gradients are global
     def step(self, closure: Any = None, **options: Any) -> Any:
         """As the optimizer's own: gradients still pending are reduced first, parameters follow after."""
+        own_step = _without_hooks(super().step)
         if self._whole:
             if closure is not None:
                 options["closure"] = _reducing(closure, self._parallel)
             self._parallel.flush()
             self._parallel.rest()
             try:
-                loss = super().step(**options)
+                loss = own_step(**options)
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                 if closure is not None or hasattr(error, "remedies"):
                     raise
@@ -144,9 +152,11 @@ class Sharded:
                     loss = closure()
             self._parallel.flush()
             with self._plain():
-                super().step(**options)
+                own_step(**options)
         self._parallel.updated()
         return loss
+
+    step.hooked = True  # torch would wrap it again
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise OperatorError(

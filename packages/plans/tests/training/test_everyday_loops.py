@@ -1,4 +1,4 @@
-"""Loops that write parameters in a forward, or go through one graph again and again, at every stage of ZeRO."""
+"""Loops that write parameters in a forward, go through a graph again and again, or hook steps, at each ZeRO stage."""
 
 import copy
 
@@ -79,8 +79,40 @@ def curvature(zero: int | None):
     return found, [(getattr(one, "full_tensor", one.clone)()).detach() for one in parameters]
 
 
+def hooked(zero: int | None):
+    """A step's hooks see what one device's would: gradients to clip before, parameters to measure after."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    if zero is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    else:
+        plan = Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero)
+        model, optimizer = parallelize(plan, model, lambda given: torch.optim.AdamW(given, lr=0.1))
+    found: list[float] = []
+
+    def before(optimizer, args, kwargs):
+        held = [one for group in optimizer.param_groups for one in group["params"]]
+        found.append(nn.utils.clip_grad_norm_(held, 0.01).item())
+
+    def after(optimizer, args, kwargs):
+        held = [one for group in optimizer.param_groups for one in group["params"]]
+        found.append(sum(one.detach().square().sum() for one in held).item())
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(STEPS):
+        loss = model(torch.randn(8, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    assert len(found) == 2 * STEPS
+    return found, [(getattr(one, "full_tensor", one.clone)()).detach() for one in model.parameters()]
+
+
 @pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("program", [contrast, curvature])
+@pytest.mark.parametrize("program", [contrast, curvature, hooked])
 def test_one_devices_numbers(program, zero: int) -> None:
     numbers, values = program(None)
     for found, parameters in run_ranks(2, program, zero):
