@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -74,6 +75,8 @@ class Notes(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not torch._C._is_torch_function_enabled():  # what moves shards: how it does so is not the forward's
+            return function(*args, **(kwargs or {}))
         name = name_of(function)
         if name == "__set__" and isinstance(args[0], nn.Parameter):
             return function(*args)  # a plan points parameters at gathered memory, or at what they rest in
