@@ -227,7 +227,9 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
         if not inplace and isinstance(decision.out, Layout):
             targets = decision.targets or [None] * len(operands)
             given = [target or operand.layout for target, operand in zip(targets, operands)]
-            decision.run = in_order(function, decision.run, given, decision.out)
+            places = [at for at, one in enumerate(args) if isinstance(one, Tensor)]
+            direct = places if len(places) == len(tensors) else None
+            decision.run = in_order(function, decision.run, given, decision.out, direct)
     plain = [t for t in tensors if type(t) is not DTensor]
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)

@@ -37,9 +37,12 @@ _LAYING = ELEMENTWISE | {F.rms_norm, torch.rms_norm} | {
 _MOST = 64  # strides that are remembered by a decision
 
 
-def in_order(function: object, run: Callable, given: Sequence[Layout], out: Layout) -> Callable:
+def in_order(
+    function: Callable, run: Callable, given: Sequence[Layout], out: Layout, places: Sequence[int] | None
+) -> Callable:
     """`run`, a local call on tensors that lie as `given`; its result, of the layout `out`, has strides that tell.
 
+    `places`: of the tensors among its arguments; None where some are in lists, or have names.
     Free where no dim is cut to one index. Else a look at the strides of what is given.
     """
     if out.ndim < 2 or any(layout.flat_axis is not None for layout in (out, *given)):
@@ -48,26 +51,39 @@ def in_order(function: object, run: Callable, given: Sequence[Layout], out: Layo
     if not most or function not in _LAYING and (most < 2 or function not in _PERMUTING):
         return run
     plain = tuple(row_major(layout.local_shape) for layout in given)
-    known: dict[tuple, tuple[int, ...] | None] = {}
+    known: dict[tuple, tuple[int, ...] | None] = {}  # strides of the result, and of what was given -> those to give it
+
+    def look(result: Tensor, tensors: Sequence[Tensor], args: tuple, kwargs: dict) -> tuple[int, ...] | None:
+        if _is_given(result, tensors):
+            return None
+        if function in _LAYING and plain == tuple(tensor.stride() for tensor in tensors):
+            return None
+        wanted = _wanted(function, args, kwargs, tensors, given, out)
+        return wanted if wanted is not None and _may_lay(result, wanted) else None
 
     def run_in_order(*args: Any, **kwargs: Any) -> Any:
         result = run(*args, **kwargs)
-        tensors: list[Tensor] = []
-        collect(args, tensors)
-        collect(kwargs, tensors)
-        strides = tuple([tensor.stride() for tensor in tensors])
-        if strides == plain and function in _LAYING or not isinstance(result, Tensor):
+        if not isinstance(result, Tensor):
             return result
-        if strides not in known:
+        tensors = [args[place] for place in places] if places is not None else _collected(args, kwargs)
+        key = (result.stride(), *[tensor.stride() for tensor in tensors])
+        if key not in known:
             if len(known) >= _MOST:
                 known.clear()
-            known[strides] = _wanted(function, args, kwargs, tensors, given, out)
-        wanted = known[strides]
-        if wanted is not None and wanted != result.stride() and not _is_given(result, tensors):
-            _lay(result, wanted)
+            known[key] = look(result, tensors, args, kwargs)
+        wanted = known[key]
+        if wanted is not None:
+            result.data = result.detach().as_strided(result.shape, wanted)
         return result
 
     return run_in_order
+
+
+def _collected(args: tuple, kwargs: dict) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    collect(args, tensors)
+    collect(kwargs, tensors)
+    return tensors
 
 
 def _wanted(
@@ -95,8 +111,7 @@ def _is_given(result: Tensor, tensors: Sequence[Tensor]) -> bool:
     return any(result is tensor for tensor in tensors)
 
 
-def _lay(result: Tensor, wanted: tuple[int, ...]) -> None:
-    """Other strides for the dims of one index, where those of the others are as wanted."""
-    if all(one == other for one, other, size in zip(result.stride(), wanted, result.shape) if size > 1):
-        with torch.no_grad():
-            result.data = result.detach().as_strided(result.shape, wanted, result.storage_offset())
+def _may_lay(result: Tensor, wanted: tuple[int, ...]) -> bool:
+    """Whether these are other strides, and for dims of one index alone."""
+    own = result.stride()
+    return own != wanted and all(one == other for one, other, size in zip(own, wanted, result.shape) if size > 1)
