@@ -472,7 +472,7 @@ def test_no_process_survives_a_killed_parent(busy: bool) -> None:
 def test_no_rank_survives_a_killed_fork_server() -> None:
     with start_script(PRINT_PIDS + PRINT_PIDS) as parent:
         first = [int(pid) for pid in parent.stdout.readline().split()]
-        parent.communicate(timeout=60)
+        parent.communicate(timeout=300)
         assert wait_until_gone(first) == []
     workers = pids(2)
     pool.server()._process.kill()
@@ -483,14 +483,14 @@ def test_no_rank_survives_a_killed_fork_server() -> None:
 
 def test_an_ordinary_exit_is_quiet_and_leaves_nothing() -> None:
     with start_script(PRINT_PIDS) as parent:
-        out, err = parent.communicate(timeout=60)
+        out, err = parent.communicate(timeout=300)
     assert (parent.returncode, err) == (0, "")
     assert wait_until_gone([int(pid) for pid in out.split()]) == []
 
 
 def test_what_ranks_print_is_there_after_the_call() -> None:
     with start_script("run_ranks(1, print, 'said'); pool.server()._process.kill(); os._exit(0)") as parent:
-        assert parent.communicate(timeout=60) == ("said\n", "")
+        assert parent.communicate(timeout=300) == ("said\n", "")
 
 
 def test_modules_can_be_imported_ahead(tmp_path) -> None:
@@ -501,12 +501,12 @@ def test_modules_can_be_imported_ahead(tmp_path) -> None:
         print(run_ranks(2, lambda: "only_for_ranks" in sys.modules), "only_for_ranks" in sys.modules)
     """
     with start_script(body) as parent:
-        assert parent.communicate(timeout=60) == ("[True, True] False\n", "")
+        assert parent.communicate(timeout=300) == ("[True, True] False\n", "")
 
 
 def test_a_fork_server_that_cannot_start_is_reported() -> None:
     with start_script("warm_up('no_such_module'); run_ranks(2, os.getpid)") as parent:
-        _, err = parent.communicate(timeout=60)
+        _, err = parent.communicate(timeout=300)
     assert "No module named 'no_such_module'" in err
     assert "WorldStartError: the fork server has gone" in err
     assert "exit code 1" in err

@@ -44,7 +44,7 @@ def test_an_example_raises_what_is_quoted(name, at, tmp_path):
     ((prelude, _),) = BLOCK.findall(introduction)
     body, quoted = BLOCK.findall(texts[name])[at]
     program = PROGRAM.format(prelude=prelude, body="".join(f"    {line}\n" for line in body.splitlines()))
-    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     kind, _, message = run.stdout.strip().partition("\n")
     assert issubclass(getattr(vescale, kind), getattr(vescale, name)), run.stdout

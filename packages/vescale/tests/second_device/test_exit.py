@@ -60,7 +60,7 @@ def ended(tmp_path, case):
     try:
         said = [ranks[0].communicate(timeout=150)[1]]
         (tmp_path / "gone").touch()
-        said.append(ranks[1].communicate(timeout=60)[1])
+        said.append(ranks[1].communicate(timeout=300)[1])
     finally:
         for rank in ranks:
             rank.kill()
