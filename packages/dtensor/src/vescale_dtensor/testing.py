@@ -104,7 +104,7 @@ def run_ranks(
     function: Callable[..., Any],
     /,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
     device: str = "cpu",
     **kwargs: Any,
 ) -> list[Any]:
@@ -155,7 +155,7 @@ def raises_on_all(
     /,
     *args: Any,
     match: str | None = None,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
     device: str = "cpu",
     **kwargs: Any,
 ) -> str:
