@@ -153,7 +153,8 @@ class WandB:
     """A run of wandb, made by `wandb.init(**options)` with the first step: one run, not one per rank."""
 
     def __init__(self, **options: Any) -> None:
-        self._options, self._run = options, None
+        self._options = options
+        self._run: Any = None
 
     def write(self, step: Step) -> None:
         if self._run is None:
