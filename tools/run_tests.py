@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 from build_graph import BuildGraph, Target, read_build_graph
 
 TOP = Path(__file__).absolute().parents[1]
-DEADLINE_S = 60 * 60
+DEADLINE_S = 80 * 60
 INSTALL_S = 240
 BUILD_S = 600
 START_S = 120  # for Bazel's server to come up

@@ -94,7 +94,7 @@ def _best(signature: Signature, operands: list[Operand], mesh, axis: int, fixed:
     count = mesh.sizes[axis]
     numels = [whole_numel(operand.layout, axis) for operand in operands]
     best, best_cost = None, None
-    for order, (inputs, outputs) in enumerate(_choices(signature, operands, axis)):
+    for order, (inputs, outputs) in enumerate(_choices(signature, operands, axis, fixed)):
         if fixed is not None and (inputs[fixed] is not operands[fixed].states[axis] or outputs[0] is not inputs[fixed]):
             continue
         if not _divides(inputs, operands, columns, mesh.sizes):
@@ -130,16 +130,18 @@ def _divides(inputs, operands: list[Operand], columns: list, sizes: tuple[int, .
     return True
 
 
-def _choices(signature: Signature, operands: list[Operand], axis: int):
-    """All (input states, output states) that are right for one axis, the plainest first."""
+def _choices(signature: Signature, operands: list[Operand], axis: int, fixed: int | None):
+    """All (input states, output states) that are right for one axis, the plainest first. `fixed`: an operand that is
+    written in place."""
     n, outputs = len(operands), signature.outputs
     yield (INVARIANT,) * n, (INVARIANT,) * len(outputs)
     yield (VARYING,) * n, (VARYING,) * len(outputs)
     states = [operand.states[axis] for operand in operands]
     if PENDING in states:
         summands = max(operand.layout.numel for operand, state in zip(operands, states) if state is PENDING)
+        stays = fixed is not None and states[fixed] is PENDING
         for together in signature.linear:
-            if any(states[i].kind == "S" and operands[i].layout.numel > summands for i in together):
+            if not stays and any(states[i].kind == "S" and operands[i].layout.numel > summands for i in together):
                 continue  # free, but for `x - x.mean()` the sum of all of x is due then, of parts that cancel
             pending = {*together, *signature.addends}
             yield tuple(PENDING if i in pending else VARYING for i in range(n)), (PENDING,) * len(outputs)
