@@ -328,7 +328,6 @@ def test_recording_changes_nothing_and_leaves_nothing(tmp_path):
         recorded = train(folder, "gpt", plan)
         torch.manual_seed(0)
         model, optimizer = vescale.parallelize(plan, build_gpt(), MODELS["gpt"][2])
-        hooks = [len(module._forward_hooks) for module in model.modules()]
         data = torch.Generator().manual_seed(5)
         for _ in range(STEPS):
             for _ in range(MICROBATCHES):
@@ -336,6 +335,7 @@ def test_recording_changes_nothing_and_leaves_nothing(tmp_path):
                 (model(inputs, targets) / MICROBATCHES).backward()
             optimizer.step()
             optimizer.zero_grad()
+        hooks = [len(module._forward_hooks) for module in model.modules()]
         with vescale.record(model, folder / "more", optimizer=optimizer):
             pass
         left = [len(module._forward_hooks) for module in model.modules()] != hooks or "step" in optimizer.__dict__
