@@ -1,5 +1,7 @@
 """What simulating many ranks takes beyond their own computing: CPU seconds of `vescale.simulate` over their sum.
 
+Measured in turns, one rank alone and all of them, for processors do not keep their clock; the median of the ratios.
+
 The sum is that of one rank in a world without the others (torch's fake group), times as many as there are: the same
 calls and the same buffers, and collectives that return at once. Warm steps of the small GPT, dp 8 x tp 8, ZeRO-3.
 """
@@ -20,7 +22,7 @@ from vescale_dtensor.engine import faking
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 BUDGET = 1.5
-STEPS = 3
+STEPS, ROUNDS = 3, 3
 
 
 def build(data: int, tensor: int) -> Callable[[], float]:
@@ -85,15 +87,20 @@ def main() -> int:
     data, tensor = chosen.mesh
     ranks = data * tensor
     torch.set_num_threads(1)
-    with alone(ranks):
-        one = min(seconds(data, tensor))
-    all_of_them = min(vescale.simulate(seconds, data, tensor, ranks=ranks)[0])
-    ratio = all_of_them / (one * ranks)
-    print(
-        f"one rank's step: {one * 1e3:.1f} ms; {ranks} ranks simulated: {all_of_them:.2f} s, {ratio:.2f} of their sum"
-    )
+    rounds = []
+    for _ in range(ROUNDS):
+        with alone(ranks):
+            before = min(seconds(data, tensor))
+        all_of_them = min(vescale.simulate(seconds, data, tensor, ranks=ranks)[0])
+        with alone(ranks):
+            one = (before + min(seconds(data, tensor))) / 2
+        rounds.append((all_of_them / (one * ranks), one, all_of_them))
+        print(f"one rank's step: {one * 1e3:.1f} ms; {ranks} ranks simulated: {all_of_them:.2f} s", file=sys.stderr)
+    ratio, one, all_of_them = sorted(rounds)[ROUNDS // 2]
+    print(f"{ranks} ranks simulated take {ratio:.2f} of the sum of their compute")
     figures = {"ranks": ranks, "rank_ms": round(one * 1e3, 2), "simulated_s": round(all_of_them, 3)}
-    print(json.dumps({**figures, "ratio": round(ratio, 3), "budget": BUDGET}))
+    ratios = [round(found, 3) for found, _, _ in rounds]
+    print(json.dumps({**figures, "ratios": ratios, "ratio": round(ratio, 3), "budget": BUDGET}))
     return 0 if chosen.report_only or ratio <= BUDGET else 1
 
 

@@ -295,12 +295,14 @@ def test_as_a_decorator():
     assert elementwise_methods(made(Decorated)) == ("update",)
 
 
-def states(kind, materialize):
+def states(kind, materialize, hook=None):
     register()
     torch.manual_seed(0)
     _, optimizer = parallelize(
         Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=2), Net(), lambda params: kind(params, lr=1e-2)
     )
+    if hook is not None:
+        optimizer.register_step_pre_hook(hook)
     found = optimizer.sharded_state_dict(materialize=materialize)["state"]
     return {key: value for key, value in found["layers.0.weight"].items() if key in ("step", "t")}
 
@@ -308,3 +310,13 @@ def states(kind, materialize):
 def test_counters_of_any_name_begin_at_zero_when_states_are_made_early():
     for kind, key in ((Adan, "step"), (AdEMAMix, "t"), (torch.optim.AdamW, "step")):
         assert float(run_ranks(2, states, kind, True)[0][key]) == 0, kind
+
+
+def test_states_are_made_early_without_the_users_hooks():
+    """What is stepped on there are zeros of nobody's."""
+
+    def refuse(*args):
+        raise AssertionError("a hook of the user's saw a step that is none")
+
+    for kind in (Adan, torch.optim.AdamW):
+        assert float(run_ranks(2, states, kind, True, refuse)[0]["step"]) == 0, kind

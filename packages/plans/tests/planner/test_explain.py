@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict
 from html import escape
 
 import pytest
@@ -119,6 +120,12 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert {title.text.split()[0] for title in time.iter("title")} >= {"compute", "optimizer"}
     points = [one for one in front.iter("circle") if one.find("title").text != "chosen"]
     assert len(points) == len(explained.priced)
+
+
+def test_every_part_of_a_candidate_has_its_colour():
+    one = made().explain().ranked[0]
+    assert set(TIME) == set(asdict(one.cost))
+    assert set(MEMORY) == set(asdict(one.memory))
 
 
 class Loss(nn.Module):

@@ -26,7 +26,7 @@ from .._communication.collectives import (
 )
 from .._layouts.layout import Layout
 from .._layouts.region import Ranges, cut, flat_cut, intersect, local_offset
-from .._layouts.strides import cut_to_one, dense_strides, global_stride, local_stride, row_major
+from .._layouts.strides import cut_to_one, dense_strides, global_stride, local_stride, memory_order, row_major
 from .conversion import COLLECTIVES, Step, plan
 
 
@@ -76,17 +76,6 @@ def _joined(recipe: tuple[Recipe, ...]) -> Recipe:
         return local
 
     return run
-
-
-def memory_order(strides: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """The dims from the outermost in memory, of equal strides the one of one index the inner; expanded dims stay where
-    they are. None where that is their own order."""
-    dims = [dim for dim, stride in enumerate(strides) if stride]
-    ranked = sorted(dims, key=lambda dim: (-strides[dim], sizes[dim] == 1, dim))
-    if ranked == dims:
-        return None
-    rest = iter(ranked)
-    return [next(rest) if stride else dim for dim, stride in enumerate(strides)]
 
 
 def _in_order(run: Recipe, source: Layout, target: Layout) -> Recipe:

@@ -31,6 +31,18 @@ def dense_strides(order: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]
     return tuple(strides[order.index(dim)] for dim in range(len(order)))
 
 
+def memory_order(strides: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
+    """The dims from the outermost in memory, of equal strides the one of one index the inner; expanded dims stay where
+    they are. None where that is their own order. A part that is copied out of a tensor keeps it, for a draw into the
+    part, or into one made like it, goes by that order."""
+    dims = [dim for dim, stride in enumerate(strides) if stride]
+    ranked = sorted(dims, key=lambda dim: (-strides[dim], sizes[dim] == 1, dim))
+    if ranked == dims:
+        return None
+    rest = iter(ranked)
+    return [next(rest) if stride else dim for dim, stride in enumerate(strides)]
+
+
 def cut_to_one(layout: Layout) -> list[int]:
     """The dims of which this rank has one index or none, and the whole more."""
     if layout.flat_axis is not None:

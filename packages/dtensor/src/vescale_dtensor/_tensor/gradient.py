@@ -196,10 +196,13 @@ def _engine_backward(roots: list[Tensor], starts: list[Tensor | None], **options
     _depth += 1
     try:
         torch.autograd.backward(roots, starts, **options)
+    except BaseException:
+        _keeps = before
+        raise
     finally:
         _depth -= 1
-        if _depth:
-            _keeps = before
+    if _depth:  # of the outermost, those who wait for its end still ask
+        _keeps = before
 
 
 def _asked_to_keep(options: dict[str, Any]) -> bool:

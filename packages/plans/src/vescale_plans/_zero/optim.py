@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 from operator import is_
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +31,7 @@ from vescale_dtensor.engine import convert, convert_plain, drop_gradients, local
 
 from .._plan.parts import PlanError
 from .matrix import Owners
-from .optim_kinds import MATRIX, elementwise_methods
+from .optim_kinds import MATRIX, elementwise_methods, without_hooks
 from .slot import Slot
 from .zero import DataParallel
 
@@ -116,12 +117,6 @@ def _scheduled_step(optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
-def _without_hooks(step: Any) -> Any:
-    """A bound step as its class wrote it: torch wraps that of each class that it meets, for its profiler and hooks."""
-    function = getattr(step, "__func__", None)
-    return function.__wrapped__.__get__(step.__self__) if getattr(function, "hooked", False) else step
-
-
 class Sharded:
     """What `parallelize` adds to an optimizer. A mixin: the user's class follows in the order of resolution."""
 
@@ -133,7 +128,7 @@ class Sharded:
     @torch.optim.Optimizer.profile_hook_step  # hooks run around all of it, where parameters and gradients are global
     def step(self, closure: Any = None, **options: Any) -> Any:
         """As the optimizer's own: gradients still pending are reduced first, parameters follow after."""
-        own_step = _without_hooks(super().step)
+        own_step = self._own_step()
         if self._whole:
             if closure is not None:
                 options["closure"] = _reducing(closure, self._parallel)
@@ -157,6 +152,10 @@ class Sharded:
         return loss
 
     step.hooked = True  # torch would wrap it again
+
+    def _own_step(self) -> Any:
+        """The step of the user's class, without hooks."""
+        return MethodType(without_hooks(super().step.__func__), self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise OperatorError(
@@ -365,21 +364,21 @@ class Sharded:
         ]  # fmt: skip
         if not waiting:
             return
-        kept_groups, kept_state = self.param_groups, self.state
+        kept_groups, kept_state, own_step = self.param_groups, self.state, self._own_step()
         for group, parameter, slot in waiting:
             shape = self._owners.local_shape(slot) if self._owners is not None else slot.optimized.shape
             blank = nn.Parameter(torch.zeros(shape, dtype=slot.optimized.dtype, device=slot.optimized.device))
             blank.grad = torch.zeros_like(blank)
             self.param_groups, self.state = [{**group, "params": [blank]}], defaultdict(dict)
             try:
-                super().step()
+                own_step()
                 made = dict(self.state[blank])
                 numbers = {key: _number(value) for key, value in made.items()}
                 counters = [key for key, number in numbers.items() if number == 1]
                 if counters:
                     blank.grad = torch.zeros_like(blank)
                     made = {key: value.clone() if isinstance(value, Tensor) else value for key, value in made.items()}
-                    super().step()
+                    own_step()
                     counters = [key for key in counters if _number(self.state[blank].get(key)) == 2]
             finally:
                 self.param_groups, self.state = kept_groups, kept_state

@@ -85,5 +85,9 @@ def elementwise_methods(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | N
 
 def _found(kind: type, name: str) -> Any:
     found = inspect.getattr_static(kind, name, None)
-    # torch wraps the step of each class that it meets, for its profiler and hooks.
-    return found.__wrapped__ if name == "step" and getattr(found, "hooked", False) else found
+    return without_hooks(found) if name == "step" else found
+
+
+def without_hooks(step: Any) -> Any:
+    """A step as its class wrote it: torch wraps that of each class that it meets, for its profiler and hooks."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step

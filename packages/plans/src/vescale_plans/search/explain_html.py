@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TIME = {
     "compute": "#1f4e79", "elementwise": "#4f81bd", "tensor": "#9dc3e6", "experts": "#2e8b8b", "data": "#7fc8c8",
-    "pipeline": "#8a8fbf", "optimizer": "#b9bcdc",
+    "context": "#56b4d3", "pipeline": "#8a8fbf", "optimizer": "#b9bcdc",
 }  # fmt: skip
 MEMORY = {
     "parameters": "#7f3b08", "gradients": "#c8601a", "states": "#f0a04b", "activations": "#f6cf8e",

@@ -32,7 +32,7 @@ from ..._layouts.region import Ranges
 from ..._layouts.state import PENDING
 from ..registry import Call, Decision, Operand, composite, rule
 from ..traits import VIEWS, Trait
-from .shift import memory_order, shift_of, shifted
+from .shift import shift_of, shifted
 
 
 class Item(NamedTuple):
@@ -126,7 +126,7 @@ def pieces(ranges: Ranges, taken: range) -> list[Piece]:
 
 def owned(local: Tensor, dim: int, parts: list[Piece], length: int) -> Tensor:
     """`length` indices of a dim: this rank's parts in their places, zeros elsewhere. Connected to `local` always."""
-    order = memory_order(local)
+    order = memory_order(local.stride(), local.shape)
     if order is not None:
         back = [order.index(d) for d in range(local.ndim)]
         return owned(local.permute(order), order.index(dim), parts, length).permute(back)

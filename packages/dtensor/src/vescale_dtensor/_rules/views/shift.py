@@ -21,6 +21,7 @@ from ..._layouts.layout import Layout
 from ..._layouts.mesh import Mesh
 from ..._layouts.region import Ranges, cut, divides, intersect, local_offset
 from ..._layouts.state import State, sharded
+from ..._layouts.strides import memory_order
 from ..._tensor.tensor import local_only
 
 
@@ -70,14 +71,6 @@ def shifted(shift: Shift, x: Tensor, value: float = 0.0) -> Tensor:
     return _Shifted.apply(x, shift, value)
 
 
-def memory_order(local: Tensor) -> list[int] | None:
-    """The dims from the outermost in memory; None where that is their own order. A part that is copied out of a tensor
-    keeps it, for a draw into the part, or into one made like it, goes by that order."""
-    sizes, strides = local.shape, local.stride()
-    order = sorted(range(local.ndim), key=lambda dim: (-strides[dim], sizes[dim] < 2))
-    return None if order == list(range(local.ndim)) else order
-
-
 class _Shifted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, shift: Shift, value: float) -> Tensor:
@@ -97,7 +90,7 @@ class _Shifted(torch.autograd.Function):
 def _moved(shift: Shift, x: Tensor, value: float) -> Tensor:
     me, count, dim = shift.mesh.coordinate[shift.axis], len(shift.held), shift.dim
     mine, target = shift.held[me], shift.wanted[me]
-    sizes, order = _sized(x, dim, _length(target)), memory_order(x)
+    sizes, order = _sized(x, dim, _length(target)), memory_order(x.stride(), x.shape)
     if order is None:
         out = x.new_full(sizes, value)
     else:
