@@ -47,11 +47,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ._communication.agreement import assert_ranks_agree
 from ._test_kit import worker
 from ._test_kit.allocations import Allocations, allocations
+from ._test_kit.live_bytes import LiveBytes
 from ._test_kit.worker import Answer, dumps, loads
 from ._test_kit.worker_pool import WorldStartError, pool
 
 __all__ = [
     "Allocations",
+    "LiveBytes",
     "RankError",
     "RankTimeout",
     "WorldStartError",

@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_dtensor import GradientError, Replicate, Shard
-from vescale_dtensor.engine import local_only
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import LiveBytes, raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, dry_run, parallelize
 
 warm_up("torch._dynamo", "vescale_plans", "vescale_dtensor._second")
@@ -62,29 +59,6 @@ PLAN = Plan(
 SEQUENCES = Plan(mesh={"cp": 2}, parameters={"*": {}}, context_axis="cp", context="ring")
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the device's storages that operators made and that are still alive; parameters' are not counted."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._made = WeakIdKeyDictionary()
-        with local_only():
-            self._before = {p.untyped_storage()._cdata for p in model.parameters()}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if not isinstance(tensor, torch.Tensor) or tensor.device.type == "cpu":
-                continue
-            if tensor.untyped_storage()._cdata not in self._before:
-                self._made[tensor.untyped_storage()] = True
-        return out
-
-    @property
-    def total(self):
-        return sum(storage.nbytes() for storage in self._made)
-
-
 def ran(plan, dropout=0.0, steps=3, mode="eager"):
     """Losses, gradients of this rank, and the device's bytes alive after the last forward."""
     torch.manual_seed(0)
@@ -94,7 +68,7 @@ def ran(plan, dropout=0.0, steps=3, mode="eager"):
     for step in range(steps):
         optimizer.zero_grad()
         x = torch.randn(BATCH, POSITIONS, WIDTH, generator=torch.Generator().manual_seed(step))
-        with LiveBytes(model) as live:
+        with LiveBytes(model.parameters(), "second") as live:
             loss = model(x)
             alive = live.total
         loss.backward()
@@ -211,7 +185,7 @@ def test_backward_twice_and_copies():
         assert all(torch.equal(p.grad.to_local(), 2 * one) for p, one in zip(model.parameters(), once))
         other = copy.deepcopy(model)
         other.zero_grad()
-        with LiveBytes(other) as live:
+        with LiveBytes(other.parameters(), "second") as live:
             loss = other(x)
             alive = live.total
         loss.backward()

@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_dtensor import GradientError, Replicate, Shard, comm_trace
-from vescale_dtensor.engine import local_only
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import LiveBytes, raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -78,27 +75,6 @@ PLAN = Plan(
 )
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators made and that are still alive; those of parameters are not counted."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._made = WeakIdKeyDictionary()
-        with local_only():
-            self._before = {p.untyped_storage()._cdata for p in model.parameters()}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._before:
-                self._made[tensor.untyped_storage()] = True
-        return out
-
-    @property
-    def total(self):
-        return sum(storage.nbytes() for storage in self._made)
-
-
 def ran(plan, dropout=0.0, steps=2):
     """Losses, gradients of this rank, bytes alive after the forward, and the last step's trace."""
     torch.manual_seed(0)
@@ -108,7 +84,7 @@ def ran(plan, dropout=0.0, steps=2):
     for step in range(steps):
         model.zero_grad()
         x = torch.randn(BATCH, POSITIONS, WIDTH, generator=torch.Generator().manual_seed(step))
-        with LiveBytes(model) as live, comm_trace(model) as trace:
+        with LiveBytes(model.parameters()) as live, comm_trace(model) as trace:
             loss = model(x)
             alive = live.total
             loss.backward()

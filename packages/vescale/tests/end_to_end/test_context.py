@@ -298,8 +298,9 @@ def check(name, plan, way, steps=STEPS, mode="eager"):
     one = train(name, steps=steps, by_rows=plan.startswith("pp") and "dropout" in name)
     plan = PLANS[plan](name).override(context=way)
     many = train(name, plan, steps, mode)
-    exact = [train(name, given, 1, dtype=torch.float64)[1] for given in (None, plan)] if name in ROUNDED else None
-    gradients = (one[1], many[1]) if exact is None else exact
+    gradients = [one[1], many[1]]
+    if name in ROUNDED and plan.pipeline is None:  # no stage knows what experts in a loop read
+        gradients = [train(name, given, 1, dtype=torch.float64)[1] for given in (None, plan)]
     for step, (expected, found) in enumerate(zip(one[0], many[0], strict=True)):
         assert abs(found - expected) <= LOSS * abs(expected), (step, expected, found)
     largest = max(float(gradient.norm()) for gradient in gradients[0].values())

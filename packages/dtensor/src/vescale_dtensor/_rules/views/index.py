@@ -30,6 +30,7 @@ from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import Layout, layout_of
 from ..._layouts.region import Ranges
 from ..._layouts.state import PENDING
+from ..._layouts.strides import memory_order
 from ..registry import Call, Decision, Operand, composite, rule
 from ..traits import VIEWS, Trait
 from .shift import shift_of, shifted
