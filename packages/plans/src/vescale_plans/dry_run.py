@@ -137,7 +137,7 @@ def dry_run(
         model = _without_values(model)
         batch = map_tensors(batch, _blank)
         with torch.enable_grad(), comm_trace(model) as trace, meter:
-            model, optimizer = parallelize(plan, model, optimizer_fn, loss_fn=loss_fn)
+            model, optimizer = parallelize(plan, model, optimizer_fn, loss_fn=loss_fn, mode="eager")
             meter.label(_state(model), "parameters")
             parallelized = vars(model)["_vescale"]
             meter.label(parallelized.sync.on_host(), HOST)

@@ -48,7 +48,7 @@ def record(
     """Records the training steps inside for `vescale.compare`.
 
     Arguments:
-        model: on one device, or parallelized under any plan, in eager mode.
+        model: on one device, or parallelized under any plan, in eager mode, or in `auto`, which is eager meanwhile.
         path: a folder that does not exist yet; rank 0 writes `steps.jsonl` there, a line per step.
         optimizer: its `step()` ends a step of the record. Without it, call `.step()` of what `record` gives.
         keep: globs of places whose values are stored whole, such as "3/forward/layers.0*" or a name that a
@@ -91,7 +91,8 @@ class Recorder:
     def __init__(self, model: nn.Module, path: Path, keep: tuple[str, ...]) -> None:
         self._model, self._path, self._keep = model, path, keep
         state = getattr(model, "_vescale", None)
-        if getattr(state, "static", None) is not None:
+        self._static = getattr(state, "static", None)
+        if self._static is not None and not self._static.is_auto:
             raise VescaleError(
                 "record",
                 "the model runs in static mode, in which its modules see shards without their layouts",
@@ -119,6 +120,9 @@ class Recorder:
     def open(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._together(self._begin)
         self._is_open, self._optimizer = True, optimizer
+        if self._static is not None:  # calls of the model are eager until the record is closed
+            self._static.watchers += 1
+            self._undo.append(self._unwatch)
         for name, module in self._model.named_modules():
             if not name.startswith(self._local_names):
                 handle = module.register_forward_hook(self._hook_of(name))
@@ -143,6 +147,9 @@ class Recorder:
             undo()
         self._undo.clear()
         self._noted.clear()
+
+    def _unwatch(self) -> None:
+        self._static.watchers -= 1
 
     # --- hooks ------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from vescale_rng import distribute, is_deferred, materialize
 from .._experts.structure import find_experts, place_experts
 from .._plan.promise import promise
 from .._plan.validate import fit
-from .._static.static import check_mode, static
+from .._static.mode import Mode, mode_of
+from .._static.static import run_static
 from .._zero.optim import wrap
 from ..installed._copies import may_be_copied
 from ..installed._gradient_hooks import carry_hooks
@@ -34,7 +35,6 @@ from .wrappers import check_unwrapped
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-Mode = Literal["eager", "static", "compile"]
 OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Stages = Callable[[Plan, nn.Module, Any], tuple[Plan, Any, Callable[[], None]]]
 """What the facade does for a plan with a pipeline, given the mesh: takes the other stages' parameters off the model,
@@ -48,7 +48,7 @@ def parallelize(
     optimizer_fn: None = None,
     *,
     loss_fn: LossFn | None = None,
-    mode: Mode = "eager",
+    mode: Mode | None = None,
     reproducible: Mapping[str, int] | Reproducible | None = None,
     stages: Stages | None = None,
 ) -> tuple[Model, None]: ...
@@ -59,7 +59,7 @@ def parallelize(
     optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer] | Optimizer,
     *,
     loss_fn: LossFn | None = None,
-    mode: Mode = "eager",
+    mode: Mode | None = None,
     reproducible: Mapping[str, int] | Reproducible | None = None,
     stages: Stages | None = None,
 ) -> tuple[Model, Optimizer]: ...
@@ -69,7 +69,7 @@ def parallelize(
     optimizer_fn: OptimizerFn | torch.optim.Optimizer | None = None,
     *,
     loss_fn: LossFn | None = None,
-    mode: Mode = "eager",
+    mode: Mode | None = None,
     reproducible: Mapping[str, int] | Reproducible | None = None,
     stages: Stages | None = None,
 ) -> tuple[nn.Module, Any]:
@@ -93,8 +93,10 @@ def parallelize(
             forward does not take go to `loss_fn` alone. It runs where the output is: under a
             pipeline on the last stage, per microbatch.
         mode: "eager", or "static": modules whose own code computes on local shards what it
-            computes on the whole run on plain tensors from the second call on (see `static`);
-            "compile": these go through torch.compile besides.
+            computes on the whole run on plain tensors from the second call on (see `static`), and what stays eager
+            after it was static is told by a StaticWarning; "auto": the same without a word, and a call that a
+            debugger, a compiler or `reproducible` looks at is eager; "compile": static modules go through
+            torch.compile besides. By default what the environment variable VESCALE_MODE says, else "eager".
         reproducible: splits, or a mode made of them: turns `vescale.reproducible` on, here and for the rest of the
             process, as if this call and all that follows stood within it. Eager only.
         stages: see `Stages`; `vescale.parallelize` brings it.
@@ -103,7 +105,7 @@ def parallelize(
 
     Communicates: a few small all-gathers, of the plan, of parameter checksums and of
     how every rank fared: what fails on one rank fails on all, with one message. Raises
-    MeshError, PlanError, or PlainTensorError when ranks hold different values.
+    MeshError, PlanError (of the plan, or of a mode that is none), or PlainTensorError when ranks hold different values.
     """
     join()
     with contextlib.ExitStack() as undo:
@@ -121,13 +123,13 @@ def _parallelized(
     model: nn.Module,
     optimizer_fn: OptimizerFn | torch.optim.Optimizer | None,
     loss_fn: LossFn | None,
-    mode: str,
+    mode: Mode | None,
     stages: Stages | None,
 ) -> tuple[nn.Module, Any]:
     with together("checking the plan"):
         check_arguments(plan, model, optimizer_fn)
-        check_mode(mode)
-        if mode != "eager":
+        mode = mode_of(mode)
+        if mode not in ("eager", "auto"):
             check_order("parallelize", f'mode="{mode}" computes')
         if hasattr(model, "_vescale"):
             raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
@@ -184,7 +186,7 @@ def _parallelized(
     else:
         watch_first_step(model, plan)
     if mode != "eager":
-        static(model, compiler="inductor" if mode == "compile" else "")
+        run_static(model, compiler="inductor" if mode == "compile" else "", is_auto=mode == "auto")
     return model, optimizer
 
 

@@ -28,6 +28,7 @@ from ..plan import PlanError
 from . import passes
 from .frame import Frame
 from .key import foreign_global_hooks, is_ours, knows_plain, take_key
+from .mode import is_watched
 from .reads import Changed, Reads
 from .record import Recording
 from .region import Eager, Nested, Region, StaleRegion, StaticWarning
@@ -43,8 +44,8 @@ class Site:
     def __init__(self, static: Static, module: nn.Module, name: str) -> None:
         self.static, self.module, self.name = static, module, name
         self.forward, self.own = module.forward, None
+        self.front = module.__dict__.get("forward")
         self.refresh()
-        self.front, self.size = self.own, len(module.__dict__)
         self.regions: dict[tuple, list[Region | Eager]] = {}
         self.recordings = 0
         self.again: set[tuple] = set()  # keys that are recorded anew to be verified: no misses
@@ -56,19 +57,36 @@ class Site:
         """Whether somebody has put another forward on the module, or on its class, which is taken from now on."""
         before, held = self.forward, self.module.__dict__.get("forward")
         if held is not self:
+            self.front = held
+            while isinstance(held, Site) and held.module is self.module:
+                held = held.own  # a site that stood here, put back
             self.own = held  # where somebody has put one on the object
         self.forward = self.own if self.own is not None else type(self.module).forward.__get__(self.module)
         return self.forward != before
 
+    @property
+    def is_covered(self) -> bool:
+        """Whether somebody has put another forward on the module since, which may well call this one."""
+        held = self.module.__dict__.get("forward")
+        return held is not None and held is not self and held is not self.own
+
+    def succeeded(self) -> Site:
+        """The site of the forward that covers this one, which from now on is the function that it stood before."""
+        after = Site(self.static, self.module, self.name)
+        after.recordings, after.retired = self.recordings, self.retired
+        self.__class__ = _Covered
+        return after
+
     def stand(self, stands: bool) -> None:
         """Puts the site before its module's forward, or takes it away."""
         held = self.module.__dict__
+        if held.get("forward") is not self.front:
+            return  # somebody's, which the next recording takes in
         self.front = self if stands else self.own
         if self.front is not None:
             held["forward"] = self.front
         else:
             held.pop("forward", None)
-        self.size = len(held)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -85,6 +103,12 @@ class Site:
         if now is not None:
             return now.enter(self, args, kwargs)
         return self.static.call(self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the forward itself says of itself (`__func__`, `__name__`, `__wrapped__`)."""
+        if name == "forward":
+            raise AttributeError(name)
+        return getattr(self.forward, name)
 
     def __deepcopy__(self, memo: dict) -> Any:
         """A copy of a model is eager: of its modules nothing is known yet."""
@@ -106,11 +130,23 @@ class Site:
         return (*self.module._forward_pre_hooks.values(), *self.module._forward_hooks.values())
 
 
-class Static:
-    """Static mode of one model."""
+class _Covered(Site):
+    """A site over which somebody has put a forward that may call it: the function that it stood before."""
 
-    def __init__(self, model: nn.Module, verify_every: int) -> None:
-        self.model, self.verify_every, self.backend = model, verify_every, ""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+class Static:
+    """Static mode of one model.
+
+    With `is_auto` it says nothing of what stays eager, and steps aside at calls that somebody looks at (`is_watched`):
+    for `watchers`, those who look at the model by other means and say so, and for what the process is watched by.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.verify_every, self.backend = model, 0, ""
+        self.is_auto, self.watchers = False, 0
         self.sites = {id(m): Site(self, m, name or type(m).__name__) for name, m in model.named_modules()}
         self.root = self.sites[id(model)]
         self._runtime = getattr(model._vescale, "runtime", None)  # of a pipeline, whose stages' units are called
@@ -136,9 +172,17 @@ class Static:
     def _welcome(self) -> None:
         """Modules, and forwards, that the model has since it became static."""
         self._register()
-        patched = [site for site in self.sites.values() if site.refresh()]
-        for site in self.sites.values() if patched else ():
-            site.regions.clear()
+        changed = False
+        for key, site in list(self.sites.items()):
+            if site.is_covered:
+                self.sites[key] = site.succeeded()
+                changed = True
+            else:
+                changed = site.refresh() or changed
+        if changed:
+            self.root = self.sites[id(self.model)]
+            for site in self.sites.values():
+                site.regions.clear()
 
     def _register(self) -> None:
         """Sites for modules that came to the model since."""
@@ -161,7 +205,10 @@ class Static:
 
     def call(self, site: Site, args: tuple, kwargs: dict) -> Any:
         """A module with a site is called, and no pass is running."""
-        check_order("static", "a static module computes")
+        if not self.is_auto:
+            check_order("static", "a static module computes")
+        elif self.watchers or is_watched():
+            return site.forward(*args, **kwargs)
         if self._runtime is not None:
             if self._runtime.is_above_units:
                 return self._above_units(site, args, kwargs)
@@ -240,7 +287,8 @@ class Static:
                 inner.verdict, inner.reason = EAGER, Difference(f"is called by {site.name}: {why}", site.line)
         site.retired, site.verdict, site.reason = why, EAGER, Difference(why, site.line)
         site.regions.clear()
-        warnings.warn(f"{site.name} stays eager: {why}", StaticWarning, stacklevel=2)
+        if not self.is_auto:
+            warnings.warn(f"{site.name} stays eager: {why}", StaticWarning, stacklevel=2)
 
     def _forget(self) -> None:
         """Every module is recorded anew; what is not as static as before stays eager."""
@@ -331,15 +379,6 @@ def _regions_of(site: Site) -> Iterator[Region]:
 # --- in use --------------------------------------------------------------------------
 
 
-MODES = ("eager", "static", "compile")
-
-
-def check_mode(mode: str) -> None:
-    """Raises PlanError for a mode that is none."""
-    if mode not in MODES:
-        raise PlanError("parallelize", f"mode is {mode!r}", (), [(f"mode={name!r}", "") for name in MODES])
-
-
 def static(model: nn.Module, verify_every: int = 0, *, compiler: str = "") -> nn.Module:
     """From the second call on, what of `model` computes alike on plain local tensors runs on them. In place.
 
@@ -361,51 +400,13 @@ def static(model: nn.Module, verify_every: int = 0, *, compiler: str = "") -> nn
         raise PlanError(
             "static", f"verify_every is {verify_every}, which is no number of steps", (), [("0: never", "")]
         )
-    if model._vescale.static is None:
-        model._vescale.static = Static(model, verify_every)
-    model._vescale.static.verify_every, model._vescale.static.backend = verify_every, compiler
+    run_static(model, verify_every, compiler)
     return model
 
 
-class StaticTree:
-    """What static mode found about each module of a model: `str` is a tree with reasons and source lines.
-
-    Attributes:
-        calls: per module name, the verdict ("static", "static, draws its region", "eager", "not called") and reason.
-    """
-
-    def __init__(self, model: nn.Module, sites: list[Site]) -> None:
-        self._type = type(model).__name__
-        self.calls = {"" if site.module is model else site.name: (site.verdict, site.reason) for site in sites}
-
-    @property
-    def share(self) -> float:
-        """Of the modules that were called, the part that runs static."""
-        called = [verdict for verdict, _ in self.calls.values() if verdict is not UNSEEN]
-        return sum(verdict is not EAGER for verdict in called) / max(len(called), 1)
-
-    def __str__(self) -> str:
-        lines = []
-        for name, (verdict, reason) in self.calls.items():
-            depth = name.count(".") + 1 if name else 0
-            if verdict is UNSEEN:
-                verdict = "-"
-            leaf = name.rpartition(".")[2] or self._type
-            lines.append(f"{'    ' * depth}{leaf}: {verdict}" + (f", {reason.what}" if reason else ""))
-            if reason and reason.line:
-                lines.append(f"{'    ' * depth}    at {reason.line}")
-        lines.append(f"{100 * self.share:.0f}% of the modules called run static")
-        return "\n".join(lines)
-
-
-def explain_static(model: nn.Module) -> StaticTree:
-    """Prints, and returns, which modules of `model` run static, which stay eager and why, with the source line.
-
-    Raises PlanError when the model is not under static mode.
-    """
-    held = getattr(model, "_vescale", None)
-    if held is None or held.static is None:
-        raise PlanError("explain_static", "the model is not under static mode", (), [("static(model)", "")])
-    tree = StaticTree(model, list(held.static.sites.values()))
-    print(tree)
-    return tree
+def run_static(model: nn.Module, verify_every: int = 0, compiler: str = "", is_auto: bool = False) -> None:
+    """Puts a parallelized model under static mode, or changes how it runs there."""
+    held = model._vescale
+    if held.static is None:
+        held.static = Static(model)
+    held.static.verify_every, held.static.backend, held.static.is_auto = verify_every, compiler, is_auto

@@ -24,7 +24,7 @@ from vescale_dtensor.engine import stamp
 
 from .._plan.promise import promise_copy
 from .._static.key import is_ours
-from .._static.static import Site, static
+from .._static.static import Site, run_static
 from .._zero.slot import Slot
 from ._recipe import install
 
@@ -86,7 +86,7 @@ def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Modu
         install(copied, recipe.among(copied))
         may_be_copied(copied)
         if held.static is not None:
-            static(copied, held.static.verify_every, compiler=held.static.backend)
+            run_static(copied, held.static.verify_every, held.static.backend, held.static.is_auto)
     return copied
 
 

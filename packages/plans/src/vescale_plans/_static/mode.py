@@ -1,0 +1,49 @@
+"""The mode that a model runs in: what was asked for, and, under "auto", whether somebody looks at a call."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Literal, get_args
+
+from torch.compiler import is_compiling
+
+from vescale_dtensor.engine import is_reproducible
+
+from ..plan import PlanError
+
+Mode = Literal["eager", "auto", "static", "compile"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+DEFAULT: Mode = "eager"
+"""What `parallelize` takes where neither its caller nor the environment says anything."""
+
+VARIABLE = "VESCALE_MODE"
+
+
+def mode_of(given: str | None) -> Mode:
+    """The mode that a caller named, else the environment's, else `DEFAULT`. Raises PlanError for one that is none."""
+    found = given if given is not None else os.environ.get(VARIABLE) or DEFAULT
+    if found not in MODES:
+        rule = f"mode is {found!r}" if given is not None else f"{VARIABLE} is {found!r}, in the environment"
+        raise PlanError("parallelize", rule, (), [(f"mode={name!r}", "") for name in MODES])
+    return found
+
+
+_get_trace = sys.gettrace
+_tool_of = sys.monitoring.get_tool if sys.version_info >= (3, 12) else lambda tool: None
+_DEBUGGER, *_OWN = 0, 3, 4
+"""Numbers of `sys.monitoring`: debuggers' (PEP 669), and those that anybody may take. Coverage (1), profilers (2) and
+optimizers (5) look at code, not at what it computes with."""
+
+
+def is_watched() -> bool:
+    """Whether what looks at this call must see global tensors: a trace function of this thread, a debugger among
+    Python's monitoring tools, a compiler that traces, or the reproducible mode, which orders what it sees."""
+    return (
+        _get_trace() is not None
+        or is_compiling()
+        or is_reproducible()
+        or _tool_of(_DEBUGGER) is not None
+        or any(_tool_of(tool) is not None for tool in _OWN)
+    )
