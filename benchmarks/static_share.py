@@ -1,6 +1,7 @@
 """Prints, per model, the share of its module calls that run static; status 1 when the Llama family has less than 95%.
 
     python benchmarks/static_share.py
+    python benchmarks/static_share.py --mode auto
 
 One process stands for rank 0 of two; tiny random models of HuggingFace under the plans that they bring, then the
 example models as they are under the library's plans, tensor and sequence parallel. What reads values (masks), and the
@@ -10,6 +11,7 @@ last line is one JSON object.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -18,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 import transformers
@@ -29,6 +32,7 @@ from vescale_plans import Plan, library
 sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 
 LEAST = 0.95
+Mode = Literal["static", "auto"]
 LLAMA_FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")
 OTHERS = ("GPTNeoX", "Olmo2", "Phi3", "StableLm", "Cohere")
 EXAMPLES = ("gpt", "llama", "mixtral")
@@ -40,7 +44,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def of_example(name: str) -> float:
+def of_example(name: str, mode: Mode) -> float:
     torch.manual_seed(0)
     if name == "gpt":
         from nanogpt.model import GPT, GPTConfig
@@ -48,7 +52,7 @@ def of_example(name: str) -> float:
         model = GPT(GPTConfig(vocab_size=64, block_size=8, n_layer=LAYERS, n_head=4, n_embd=32))
     else:
         model = importlib.import_module(f"{name}.model").build(vocab_size=64, num_hidden_layers=LAYERS)
-    model, _ = vescale.parallelize(getattr(library, name)(mesh={"tp": 2}), model, mode="static")
+    model, _ = vescale.parallelize(getattr(library, name)(mesh={"tp": 2}), model, mode=mode)
     x, y = torch.randint(64, (2, 2, 8))
     if name == "gpt":
         return _after_two_steps(model, lambda: model(x, y))
@@ -62,12 +66,12 @@ def _after_two_steps(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -
         return vescale.explain_static(model).share
 
 
-def of_family(family: str) -> float:
+def of_family(family: str, mode: Mode) -> float:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     plan = vescale.Plan.from_huggingface(model, mesh={"tp": 2}) if config.base_model_tp_plan else _replicated()
-    model, _ = vescale.parallelize(plan, model, mode="static")
+    model, _ = vescale.parallelize(plan, model, mode=mode)
     tokens = torch.randint(64, (2, 8))
     return _after_two_steps(model, lambda: model(input_ids=tokens, labels=tokens).loss)
 
@@ -77,13 +81,16 @@ def _replicated() -> Plan:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mode", choices=("static", "auto"), default="static")
+    mode = parser.parse_args().mode
     shares: dict[str, float | str] = {}
     cases = [(family, of_family) for family in (*LLAMA_FAMILY, *OTHERS)] + [(name, of_example) for name in EXAMPLES]
     for name, share in cases:
         with fake_world(2), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                shares[name] = round(share(name), 4)
+                shares[name] = round(share(name, mode), 4)
             except Exception as error:  # a model that does not run is a finding, not the end
                 shares[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         print(f"{name:<10} {shares[name]}", flush=True)

@@ -80,6 +80,11 @@ def tests(package: str, part: str = "") -> Sequence[str]:
     return (*PYTEST, f"{path}.py" if "test_" in part else path)
 
 
+def under_auto(package: str, part: str) -> Sequence[str]:
+    """The command that runs what `tests` runs where nobody who says no mode is eager."""
+    return ("env", "VESCALE_MODE=auto", *tests(package, part))
+
+
 def predicted(*options: str) -> Sequence[str]:
     """The benchmark of predictions; what it has measured already, in its folder, is kept."""
     return (PYTHON, "benchmarks/predicted.py", *options)
@@ -274,6 +279,17 @@ CHECKS: tuple[Check, ...] = (
     Check(22, 3, "what others write of a state", tests("vescale", "checkpoints/test_state_of_others")),
     Check(22, 4, "what one watches", tests("vescale", "end_to_end/test_metrics")),
     Check(19, 1, "its manners", tests("dtensor", "kit/test_second_device")),
+    Check(26, 2, "auto: who looks, forwards over forwards", tests("plans", "static/test_auto"), 20 * MINUTES),
+    Check(26, 2, "auto: loops and models of users", under_auto("plans", "training"), 90 * MINUTES),
+    Check(26, 2, "auto: parallelize, ZeRO, optimizers, experts", under_auto("plans", "core"), 60 * MINUTES),
+    *(
+        Check(26, 2, f"auto: vescale's {part}", under_auto("vescale", part), 180 * MINUTES)
+        for part in (
+            "end_to_end", "models", "pipelines", "checkpoints", "comparing", "debugging", "integrations",
+            "architectures", "reproducible", "static",
+        )
+    ),
+    Check(26, 2, "auto: the share of static calls by family", (PYTHON, "benchmarks/static_share.py", "--mode", "auto")),
     Check(26, 3, "what starting costs a rank of 64, 1,024 and 16,384", (PYTHON, "benchmarks/startup.py")),
 )
 

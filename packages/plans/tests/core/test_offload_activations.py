@@ -59,7 +59,7 @@ PLAN = Plan(
 SEQUENCES = Plan(mesh={"cp": 2}, parameters={"*": {}}, context_axis="cp", context="ring")
 
 
-def ran(plan, dropout=0.0, steps=3, mode="eager"):
+def ran(plan, dropout=0.0, steps=3, mode=None):
     """Losses, gradients of this rank, and the device's bytes alive after the last forward."""
     torch.manual_seed(0)
     model, optimizer = parallelize(plan, Model(dropout), lambda ps: torch.optim.SGD(ps, lr=0.1), mode=mode)

@@ -17,7 +17,7 @@ from torch import nn
 
 from vescale_dtensor import DTensor, Replicate, Shard
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
-from vescale_plans import Boundary, Plan, parallelize, static
+from vescale_plans import Boundary, Plan, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
 
@@ -535,12 +535,10 @@ def trained(source, mode):
     before the change, and after it."""
     made = source.module()
     torch.manual_seed(0)
-    model, optimizer = parallelize(PLAN, Net(made.Middle()), lambda p: torch.optim.SGD(p, lr=0.1))
-    if mode == "static":
-        static(model)
+    model, optimizer = parallelize(PLAN, Net(made.Middle()), lambda p: torch.optim.SGD(p, lr=0.1), mode=mode)
     generator, seen, verdicts = torch.Generator().manual_seed(3), [], []
     for step in range(5):
-        if step in (3, 4) and mode == "static":
+        if step in (3, 4) and mode != "eager":
             verdicts.append(model._vescale.static.sites[id(model.middle)].verdict)
         try:
             if step == 3:
@@ -567,14 +565,14 @@ def same(one, other):
     )
 
 
-def compared(cases):
+def compared(cases, mode):
     """Of each program: its name, whether both modes did the same, and the verdicts."""
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in cases:
             wanted, _ = trained(case, "eager")
-            got, verdicts = trained(case, "static")
+            got, verdicts = trained(case, mode)
             found.append((case.name, same(wanted, got), verdicts))
     return found
 
@@ -587,9 +585,9 @@ def test_there_are_300_programs_at_least():
     assert len(PROGRAMS) >= 300 and len({each.name for each in PROGRAMS}) == len(PROGRAMS)
 
 
-@pytest.mark.parametrize("part", slice_of(range(PARTS), PARTS))
-def test_what_a_forward_reads_is_seen_by_static_mode(part):
-    for found in run_ranks(2, compared, PROGRAMS[part::PARTS], timeout=500):
+@pytest.mark.parametrize("part, mode", slice_of(itertools.product(range(PARTS), ("static", "auto")), 2 * PARTS))
+def test_what_a_forward_reads_is_seen_by_static_mode(part, mode):
+    for found in run_ranks(2, compared, PROGRAMS[part::PARTS], mode, timeout=500):
         assert [name for name, equal, _ in found if not equal] == []
         before = [verdicts[0] for _, _, verdicts in found]
         assert sum(verdict != "eager" for verdict in before) >= len(before) // 4  # it is static mode that was tried

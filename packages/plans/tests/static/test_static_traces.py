@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor.testing import fake_world
-from vescale_plans import Boundary, Plan, explain_static, parallelize, static
+from vescale_dtensor.testing import fake_world, slice_of
+from vescale_plans import Boundary, Plan, explain_static, parallelize
 
 WIDTH = 4
 PLAN = Plan(
@@ -348,9 +348,7 @@ def left_behind(body, mode):
     exec(compile(source, file, "exec"), made.__dict__)
     torch.manual_seed(0)
     random.seed(0)
-    model, _ = parallelize(PLAN, Net(made.Middle()))
-    if mode == "static":
-        static(model)
+    model, _ = parallelize(PLAN, Net(made.Middle()), mode=mode)
     seen = []
     for step in range(4):
         try:
@@ -358,16 +356,20 @@ def left_behind(body, mode):
         except Exception as error:
             seen.append(type(error))
         seen.append(made.state(model.middle))
-    return seen, explain_static(model).calls["middle"][0] if mode == "static" else ""
+    return seen, explain_static(model).calls["middle"][0] if mode != "eager" else ""
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_nothing_runs_twice(body, monkeypatch):
+CASES = [(body, "static") for body in BODIES]
+CASES += slice_of([(body, "auto") for body in BODIES], 8)
+
+
+@pytest.mark.parametrize(("body", "mode"), CASES)
+def test_nothing_runs_twice(body, mode, monkeypatch):
     with fake_world(2), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         monkeypatch.setenv("ADV", "")
         wanted, _ = left_behind(body, "eager")
         monkeypatch.setenv("ADV", "")
-        found, verdict = left_behind(body, "static")
+        found, verdict = left_behind(body, mode)
     assert found == wanted
     assert (verdict == "static") == (body in NOTHING)

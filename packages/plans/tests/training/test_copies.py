@@ -320,7 +320,7 @@ def run(plan, uses, mode):
         assert at == len(wanted)
 
 
-@pytest.mark.parametrize(("kind", "mode"), slice_of(itertools.product(PLANS, ("eager", "static")), 6))
+@pytest.mark.parametrize(("kind", "mode"), slice_of(itertools.product(PLANS, ("eager", "static", "auto")), 9))
 def test_copies_give_one_device_results(kind, mode):
     plan = PLANS[kind]
     run_ranks(plan.world_size, run, plan, list(USES), mode)

@@ -78,7 +78,7 @@ OPTIMIZERS = {
 WAYS = ("all given", "groups added", "zeros", "clipped", "hooked", "accumulated", "stale gradients")
 
 
-def trained(model, phases, make, way, plan=None, mode="eager"):
+def trained(model, phases, make, way, plan=None, mode=None):
     train_only(model, phases[0])
     added = way == "groups added"
     given = lambda model: [p for p in model.parameters() if p.requires_grad] if added else list(model.parameters())
@@ -141,7 +141,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(
-    ("plan", "mode", "phases"), slice_of(itertools.product(PLANS, ("eager", "static"), PHASES), 14)
+    ("plan", "mode", "phases"), slice_of(itertools.product(PLANS, ("eager", "static", "auto"), PHASES), 21)
 )
 def test_what_is_frozen_and_thawed_trains_as_on_one_device(plan, mode, phases):
     cases = [(phases, *case) for case in slice_of(WRITTEN, 9)]

@@ -106,7 +106,7 @@ def on_all(model, kind):
     yield every.register_module_forward_hook(lambda m, args, out: (out * 1.2).sin() if m in chosen else None)
 
 
-def trained(model, make, kind, when, plan=None, mode="eager"):
+def trained(model, make, kind, when, plan=None, mode=None):
     handles = []
     try:
         if when == "before":
@@ -154,7 +154,7 @@ def run(plan, mode, cases):
 CASES = list(itertools.product((*KINDS, "of all modules"), TIMES))
 
 
-@pytest.mark.parametrize(("plan", "mode"), slice_of(itertools.product(PLANS, ("eager", "static")), 4))
+@pytest.mark.parametrize(("plan", "mode"), slice_of(itertools.product(PLANS, ("eager", "static", "auto")), 6))
 def test_what_a_hook_replaces_counts_once(plan, mode):
     run_ranks(PLANS[plan].world_size, run, PLANS[plan], mode, slice_of(CASES, 6), timeout=240.0)
 
@@ -228,7 +228,7 @@ def _buffered(plan, mode):
         torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", "static", "auto"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_buffers_that_a_checkpointed_module_writes_are_written_once(zero, mode):
     plan = Plan(mesh={"dp": 2}, zero=zero, checkpointing={"0": True, "1": True}, **WHOLE)

@@ -187,7 +187,7 @@ KINDS = {
 IN_ANY_ORDER = ("hooks_of_parameters", "full_backward_hooks", "gradients_scaled_when_accumulated")
 
 
-def trained(model, hook, when, plan=None, mode="eager"):
+def trained(model, hook, when, plan=None, mode=None):
     """Losses, what hooks saw, and parameters; the hooks are there before `parallelize`, after it, or after a step."""
     seen: list = []
     handles = []
@@ -259,6 +259,6 @@ def run(plan, mode):
             assert (one - other).norm() <= 1e-4 * one.norm() + 1e-6, f"{where}: {name}"
 
 
-@pytest.mark.parametrize(("kind", "mode"), slice_of(itertools.product(PLANS, ("eager", "static")), 8))
+@pytest.mark.parametrize(("kind", "mode"), slice_of(itertools.product(PLANS, ("eager", "static", "auto")), 12))
 def test_hooks_see_what_one_device_shows_them(kind, mode):
     run_ranks(PLANS[kind].world_size, run, PLANS[kind], mode)

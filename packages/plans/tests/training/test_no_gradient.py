@@ -49,7 +49,7 @@ def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def trained(plan, mode="eager"):
+def trained(plan, mode=None):
     """Gradients by step, None where there is none; parameters at the end."""
     torch.manual_seed(0)
     model, make = Net(), lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5)
@@ -79,7 +79,7 @@ def compared(mode):
     return different
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", ["eager", "static", "auto"])
 def test_who_gives_no_gradient_gives_none_on_a_mesh(mode):
     assert run_ranks(2, compared, mode) == [[], []]
 

@@ -162,7 +162,7 @@ PLANS = {
 }
 
 
-def trained(model, loss_of, plan=None, mode="eager"):
+def trained(model, loss_of, plan=None, mode=None):
     make = lambda parameters: torch.optim.SGD(parameters, lr=0.05)
     optimizer = make(model.parameters())
     if plan is not None:
@@ -197,7 +197,7 @@ def run(plan, mode, inside):
 
 
 @pytest.mark.parametrize(
-    ("plan", "mode", "inside"), slice_of(itertools.product(PLANS, ("eager", "static"), (False, True)), 6)
+    ("plan", "mode", "inside"), slice_of(itertools.product(PLANS, ("eager", "static", "auto"), (False, True)), 9)
 )
 def test_plain_tensors_beside_a_model(plan, mode, inside):
     run_ranks(PLANS[plan].world_size, run, PLANS[plan], mode, inside, timeout=180.0)

@@ -38,7 +38,7 @@ def _model():
     return nn.Sequential(Block(), Block())
 
 
-def _step(plan, folder, mode="eager"):
+def _step(plan, folder, mode=None):
     """Two steps, the second on the timeline and its collectives counted."""
     model, optimizer = vescale.parallelize(plan, _model(), torch.optim.AdamW, loss_fn=_loss, mode=mode)
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))

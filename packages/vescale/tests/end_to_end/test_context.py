@@ -264,7 +264,7 @@ def _of_row(model, row, **given):
     return model(**{k: v[row : row + 1] if isinstance(v, torch.Tensor) else v for k, v in given.items()})
 
 
-def train(name, plan=None, steps=STEPS, mode="eager", by_rows=False, dtype=torch.float32):
+def train(name, plan=None, steps=STEPS, mode=None, by_rows=False, dtype=torch.float32):
     """Losses, the first step's gradients and the last parameters, whole, of this stage, and the last step's
     collectives."""
     model, loss_of = build(name)
@@ -293,7 +293,7 @@ def train(name, plan=None, steps=STEPS, mode="eager", by_rows=False, dtype=torch
     return losses, gradients, parameters, [] if by_rows else trace.events
 
 
-def check(name, plan, way, steps=STEPS, mode="eager"):
+def check(name, plan, way, steps=STEPS, mode=None):
     """Raises where a plan's training is not one device's; kinds of collectives, and the names held here."""
     one = train(name, steps=steps, by_rows=plan.startswith("pp") and "dropout" in name)
     plan = PLANS[plan](name).override(context=way)

@@ -547,7 +547,8 @@ def ran(text, plan=False):
         return model, None if make is None else make(model.parameters())
 
     def on_mesh(model, make):
-        return vescale.parallelize(fitting(names["plan"], model), model, make, mode=names["mode"])
+        mode = None if names["mode"] == "eager" else names["mode"]  # the environment may say another
+        return vescale.parallelize(fitting(names["plan"], model), model, make, mode=mode)
 
     names["no_sync"] = vescale.no_sync if plan else lambda model: contextlib.nullcontext()
     default = torch.get_default_dtype()

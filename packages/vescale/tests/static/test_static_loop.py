@@ -1,5 +1,6 @@
 """A training loop with all that belongs to one is the same under static mode: to the bit, what it saves included."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -86,30 +87,30 @@ def local(tensor):
     return tensor.detach().to_local().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
-def compared(case, path):
-    states = {mode: start(case, mode) for mode in ("eager", "static")}
+def compared(case, way, path):
+    states = {mode: start(case, mode) for mode in ("eager", way)}
     first = {mode: train(state, SAVED) for mode, state in states.items()}
     for mode, state in states.items():
         vescale.save(f"{path}/{mode}", state)
     rest = {mode: train(state, STEPS - SAVED) for mode, state in states.items()}
     resumed = {}
-    for mode, other in (("eager", "static"), ("static", "eager")):  # what one has saved the other goes on from
+    for mode, other in (("eager", way), (way, "eager")):  # what one has saved the other goes on from
         state = start(case, mode)
         vescale.load(f"{path}/{other}", state)
         resumed[mode] = train(state, STEPS - SAVED)[0]
     one, two = ({n: local(p) for n, p in states[mode]["model"].state_dict().items()} for mode in states)
     return {
-        "as eager": (first["eager"][0] + rest["eager"][0]) == (first["static"][0] + rest["static"][0]),
-        "communicates as eager": rest["eager"][1] == rest["static"][1] and any(rest["eager"][1]),
-        "resumed": resumed["eager"] == resumed["static"] == rest["eager"][0],
+        "as eager": (first["eager"][0] + rest["eager"][0]) == (first[way][0] + rest[way][0]),
+        "communicates as eager": rest["eager"][1] == rest[way][1] and any(rest["eager"][1]),
+        "resumed": resumed["eager"] == resumed[way] == rest["eager"][0],
         "names": list(one) == list(two) == list(build(CASES[case][0]).state_dict()),
         "differ": [name for name in one if not torch.equal(one[name], two[name])],
-    }, vescale.explain_static(states["static"]["model"]).calls[CASES[case][3]][0]
+    }, vescale.explain_static(states[way]["model"]).calls[CASES[case][3]][0]
 
 
-@pytest.mark.parametrize("case", slice_of(list(CASES), 4))
-def test_a_whole_loop_under_static_mode(case, tmp_path):
-    for found, verdict in run_ranks(4, compared, case, str(tmp_path), timeout=300):
+@pytest.mark.parametrize("case, way", slice_of(itertools.product(CASES, ("static", "auto")), 7))
+def test_a_whole_loop_under_static_mode(case, way, tmp_path):
+    for found, verdict in run_ranks(4, compared, case, way, str(tmp_path), timeout=300):
         assert found == {
             "as eager": True, "communicates as eager": True, "resumed": True, "names": True, "differ": [],
         }  # fmt: skip

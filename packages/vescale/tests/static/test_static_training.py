@@ -89,11 +89,11 @@ def train(name, mode, mesh, sequence_parallel, batch, more):
     return losses, gradients, {n: p.detach().to_local() for n, p in model.named_parameters()}, model
 
 
-def compared(name, mesh, sequence_parallel, batch, more):
+def compared(name, mode, mesh, sequence_parallel, batch, more):
     """Whether losses are equal, the tensors that are not, and how many modules run static."""
     losses, gradients, parameters, _ = train(name, "eager", mesh, sequence_parallel, batch, more)
     state = torch.get_rng_state()
-    other_losses, other_gradients, other_parameters, model = train(name, "static", mesh, sequence_parallel, batch, more)
+    other_losses, other_gradients, other_parameters, model = train(name, mode, mesh, sequence_parallel, batch, more)
     differ = [
         f"{n}.grad in step {step}"
         for step, (one, other) in enumerate(zip(gradients, other_gradients, strict=True))
@@ -116,9 +116,9 @@ CASES = {  # mesh, sequence parallel, batch, more of the plan
 }
 
 
-@pytest.mark.parametrize("name, case", slice_of(itertools.product(MODELS, CASES), 4))
-def test_static_training_is_bitwise_eager_training(name, case):
-    for same_losses, differ, recorded, calls in run_ranks(4, compared, name, *CASES[case], timeout=300):
+@pytest.mark.parametrize("name, case, mode", slice_of(itertools.product(MODELS, CASES, ("static", "auto")), 7))
+def test_static_training_is_bitwise_eager_training(name, case, mode):
+    for same_losses, differ, recorded, calls in run_ranks(4, compared, name, mode, *CASES[case], timeout=300):
         assert same_losses and differ == []
         assert recorded == 1  # the first call; none missed after it
         assert calls[PARTS[name]][0] == "static", calls[PARTS[name]]
