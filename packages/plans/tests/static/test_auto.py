@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_dtensor import DTensor, Replicate, Shard, reproducible
 from vescale_dtensor.testing import fake_world, run_ranks, warm_up
@@ -93,6 +94,18 @@ class Looker:
         return None
 
 
+class Sees(TorchDispatchMode):
+    """Names every operator that runs below autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 class Ways:
     """How a call may be looked at: `with` opens the look."""
 
@@ -110,6 +123,14 @@ class Ways:
 
         def __exit__(self, *_):
             torch.compiler._is_compiling_flag = False
+
+    class dispatch:
+        def __enter__(self):
+            self.mode = Sees()
+            self.mode.__enter__()
+
+        def __exit__(self, *_):
+            self.mode.__exit__(None, None, None)
 
     class ordered:
         def __enter__(self):
@@ -169,7 +190,7 @@ def regions_of_a_step(regions, model, optimizer, rows=4):
     return regions.count
 
 
-LOOKING = ["trace", "compiler", "ordered", "debugger", "somebodys"]
+LOOKING = ["trace", "compiler", "dispatch", "ordered", "debugger", "somebodys"]
 NOT_LOOKING = ["coverage", "profiler"]
 
 
@@ -182,6 +203,18 @@ def test_a_call_that_somebody_looks_at_is_eager_and_the_next_is_static_again(way
             assert [regions_of_a_step(regions, model, optimizer) for _ in range(2)] == [way in NOT_LOOKING] * 2
         assert regions_of_a_step(regions, model, optimizer) == 1
         assert model._vescale.static.root.recordings == 1  # nothing was recorded for those who looked
+
+
+def test_a_dispatch_mode_sees_no_trial():
+    seen = {}
+    for mode in ("eager", "auto"):
+        with fake_world(2):
+            model, optimizer = watched_once(mode)
+            with Sees() as sees:
+                for _ in range(3):
+                    step(model, optimizer)
+            seen[mode] = sees.names
+    assert seen["auto"] == seen["eager"] and len(seen["eager"]) > 30
 
 
 @pytest.mark.parametrize("way", LOOKING)
@@ -386,8 +419,8 @@ def test_a_forward_that_was_put_on_stays_when_a_module_is_retired(mode):
     def outputs(mode):
         model, optimizer = built(mode)
         seen = step(model, optimizer)
-        model.middle.forward = lambda x: x * 3
         for rows in range(1, 13):
+            model.middle.forward = lambda x, factor=rows: x * factor
             seen += step(model, optimizer, rows)
         return seen, "forward" in vars(model.middle)
 

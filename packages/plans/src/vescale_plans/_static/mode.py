@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Literal, get_args
 
+from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from vescale_dtensor.engine import is_reproducible
@@ -30,20 +31,23 @@ def mode_of(given: str | None) -> Mode:
     return found
 
 
-_get_trace = sys.gettrace
-_tool_of = sys.monitoring.get_tool if sys.version_info >= (3, 12) else lambda tool: None
-_DEBUGGER, *_OWN = 0, 3, 4
+TOOLS = (0, 3, 4)
 """Numbers of `sys.monitoring`: debuggers' (PEP 669), and those that anybody may take. Coverage (1), profilers (2) and
 optimizers (5) look at code, not at what it computes with."""
+
+_get_trace = sys.gettrace
+_tool_of = sys.monitoring.get_tool if sys.version_info >= (3, 12) else (lambda tool: None)
+_NOBODY = [None] * len(TOOLS)
 
 
 def is_watched() -> bool:
     """Whether what looks at this call must see global tensors: a trace function of this thread, a debugger among
-    Python's monitoring tools, a compiler that traces, or the reproducible mode, which orders what it sees."""
+    Python's monitoring tools, a compiler that traces, a dispatch mode, which would see what is recorded tried twice, or
+    the reproducible mode, which orders what it sees."""
     return (
         _get_trace() is not None
         or is_compiling()
+        or _len_torch_dispatch_stack() > 0
         or is_reproducible()
-        or _tool_of(_DEBUGGER) is not None
-        or any(_tool_of(tool) is not None for tool in _OWN)
+        or list(map(_tool_of, TOOLS)) != _NOBODY
     )

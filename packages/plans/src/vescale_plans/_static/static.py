@@ -35,6 +35,7 @@ from .region import Eager, Nested, Region, StaleRegion, StaticWarning
 
 MISSES = 8  # recordings of one module after its first; then it stays eager
 _MISS = object()
+_STATE = "__getstate__"  # Python asks the object for it, not its class, when it is copied
 STATIC, DRAWN, EAGER, UNSEEN = "static", "static, draws its region", "eager", "not called"
 
 
@@ -87,6 +88,29 @@ class Site:
             held["forward"] = self.front
         else:
             held.pop("forward", None)
+        if self.front is self:
+            held.setdefault(_STATE, self.state)
+        elif held.get(_STATE) == self.state:
+            del held[_STATE]
+
+    def state(self) -> Any:
+        """What a copy of the module takes (`copy.copy`): not the site, which stands before this module alone."""
+        state = type(self.module).__getstate__(self.module)
+        held, *slots = state if isinstance(state, tuple) else (state,)
+        if not isinstance(held, dict):
+            return state
+        held = dict(held)
+        self.leave(held)
+        return (held, *slots) if isinstance(state, tuple) else held
+
+    def leave(self, held: dict) -> None:
+        """Takes the site off what a module, or a copy of it, holds."""
+        if held.get(_STATE) == self.state:
+            del held[_STATE]
+        if held.get("forward") is self:
+            del held["forward"]
+            if self.own is not None:
+                held["forward"] = self.own
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -113,10 +113,7 @@ def _taken_off(modules: Sequence[nn.Module]) -> Iterator[None]:
         for name in mine:
             del held[name]
         if isinstance(forward, Site):
-            if forward.own is None:
-                del held["forward"]
-            else:
-                held["forward"] = forward.own
+            forward.leave(held)
         for name in (*_HOOKS, *_MARKS):
             held[name] = OrderedDict((id_, value) for id_, value in held[name].items() if id_ not in hooks)
     try:
