@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import io
 import random
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -719,6 +720,7 @@ def noted(program, plan, mode):
 
 def compared(programs, plan):
     """Of each program the first notes that differ, and in how many models something ran static."""
+    warnings.simplefilter("ignore")  # of gathers, and of hooks on what needs no gradient
     found = {}
     for program in programs:
         (wanted, _), (got, static) = noted(program, plan, "eager"), noted(program, plan, "auto")
