@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
@@ -28,7 +28,7 @@ def mode_of(given: str | None) -> Mode:
     if found not in MODES:
         rule = f"mode is {found!r}" if given is not None else f"{VARIABLE} is {found!r}, in the environment"
         raise PlanError("parallelize", rule, (), [(f"mode={name!r}", "") for name in MODES])
-    return found
+    return cast(Mode, found)
 
 
 TOOLS = (0, 3, 4)
