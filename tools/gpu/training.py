@@ -76,8 +76,8 @@ def held_on_nccl(case: Case) -> dict[str, Any]:
 
 
 def world_of_one(case: Case, device: str) -> dict[str, Any]:
-    """The case on one rank, which joins by itself, not clipped: streams and collectives of the device's own backend."""
-    alone = replace(case, mesh=dict.fromkeys(case.mesh, 1), clip=False)
+    """The case on one rank, which joins by itself: streams and collectives of the device's own backend."""
+    alone = replace(case, mesh=dict.fromkeys(case.mesh, 1))
     return verdict(alone, device, [train(alone, device)], "a world of one")
 
 

@@ -95,6 +95,32 @@ def test_clip_grad_norm_is_global(order):
     check(clipping(order))
 
 
+def norms(foreach, chosen=None):
+    """Of ten steps' gradients; on one device with squares summed in float64."""
+    model, optimizer = built(chosen)
+    seen = []
+    for x, y in batches(10):
+        model(x, y).backward()
+        if chosen is None:
+            of_each = [p.grad.double().square().sum().sqrt().float() for p in model.parameters() if p.grad is not None]
+            norm = torch.linalg.vector_norm(torch.stack(of_each))
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach)
+        seen.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_ranks_clip_by_the_same_bits(foreach):
+    """A rank takes the norms of its own gradients by one function, and is told the others' by another."""
+    first, *others = run_ranks(3, norms, foreach, plan(3))
+    assert others == [first, first]
+    assert first == pytest.approx(norms(foreach), rel=2e-7)
+
+
 def test_clip_grad_norm_is_global_over_three_stages_and_a_data_axis():
     check(clipping(2.0), 2, {"dp": 2}, world=4)
     check(clipping(2.0), 3)

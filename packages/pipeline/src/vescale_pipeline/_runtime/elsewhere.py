@@ -3,8 +3,9 @@
 Under a pipeline `model.parameters()` ends with an `Elsewhere`, a parameter of no elements. Its gradient has no elements
 either, but its norm is that of all gradients that this rank does not hold: so any code that takes the norm of every
 gradient and combines them gets the global norm, and what it then multiplies by is the same on all ranks. torch's own
-clipping stacks the norms of all gradients first: into that stack go the norms of the others one by one, in the order of
-the whole model, so that the total is one device's to the bit wherever the norms are.
+clipping stacks the norms of all gradients first: in place of that stack comes one of all norms in the order of the
+whole model, each as the first stage that holds its gradient tells it. So the total has the same bits on all ranks,
+whichever function took the norms here, and one device's wherever the norms have them.
 `named_parameters`, `state_dict` and the optimizer know nothing of it. Norms are numbers of the device throughout: the
 host never waits for one.
 """
@@ -25,14 +26,12 @@ class Placed(NamedTuple):
     Arguments:
         elsewhere: of those elsewhere, numbers on this rank's device.
         dtype: of those elsewhere together; None where there are none.
-        here: the places of those that this rank holds.
-        whole: makes a distributed norm one device's.
+        here: of those that this rank holds, the same numbers as on all ranks.
     """
 
     elsewhere: dict[int, Tensor]
     dtype: torch.dtype | None
-    here: list[int]
-    whole: Callable[[Tensor], Tensor]
+    here: dict[int, Tensor]
 
 
 NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm))
@@ -115,9 +114,7 @@ class Norms(Tensor):
             others = [tensor for tensor in args[0] if type(tensor) is not cls]
             if len(others) == len(placed.here) and (others or placed.elsewhere):
                 dtypes = [*(tensor.dtype for tensor in others), *((placed.dtype,) if placed.dtype is not None else ())]
-                norms = placed.elsewhere | {
-                    place: placed.whole(norm).double() for place, norm in zip(placed.here, others)
-                }
+                norms = placed.elsewhere | placed.here
                 return torch.stack([norms[place] for place in sorted(norms)]).to(reduce(torch.promote_types, dtypes))
         with torch._C.DisableTorchFunctionSubclass():
             args = (

@@ -254,21 +254,24 @@ class Runtime:
         told = torch.stack(norms).double() if norms else torch.empty(0, dtype=torch.float64, device=self.link.device)
         for peer in peers:
             self.link.send_object(peer, tag, word)
-        known = {places[name] for name in held}
+        known, at_hand = {places[name] for name in held}, {places[name] for name in here}
         words = [self.link.receive_object(peer, tag) for peer in peers]
         arrivals = [
             self.link.swap(peer, tag + 2, [told], (Part((len(theirs),), (1,), torch.float64, False),))
             for peer, theirs in zip(peers, words)
         ]
+        norms_here = dict(zip([place for place, _ in word], told.unbind()))
         elsewhere, dtypes = {}, []
         for theirs, arrival in zip(words, arrivals):
             for (place, dtype), norm in zip(theirs, arrival.wait()[0].unbind()):
                 if place not in known:
                     elsewhere[place] = norm
                     dtypes.append(dtype)
+                elif place in at_hand:
+                    norms_here[place] = norm
         self.link.flush()
         dtype = reduce(torch.promote_types, dtypes) if dtypes else None
-        return Placed(elsewhere, dtype, [places[name] for name in here], self.codec.whole)
+        return Placed(elsewhere, dtype, norms_here)
 
     # --- before and after the actions ---------------------------------------------------
 
