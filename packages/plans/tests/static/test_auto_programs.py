@@ -189,12 +189,8 @@ class Deep(nn.Module):
         return x
 
 
-class Exits(nn.Module):
+class Exits(Deep):
     """Leaves early where the values say so."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(3))
 
     def forward(self, x):
         for block in self.blocks:
@@ -240,16 +236,18 @@ def adamw(parameters):
     return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=0.02)
 
 
-def fitted(wrap, note, model, steps=range(STEPS), optimizer=None, loss_of=None, rows=ROWS, length=LENGTH):
-    loss_of = loss_of or (lambda out: out.square().mean())
+def stepped(optimizer, loss, note, set_to_none=True):
+    note("loss", loss)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none)
+
+
+def fitted(wrap, note, model, steps=range(STEPS), optimizer=None, rows=ROWS, length=LENGTH):
     if optimizer is None:
         model, optimizer = wrap(model, adamw)
     for step in steps:
-        loss = loss_of(model(inputs(step, rows, length)))
-        note("loss", loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, model(inputs(step, rows, length)).square().mean(), note)
     return model, optimizer
 
 
@@ -277,21 +275,17 @@ def accumulated(wrap, note):
         optimizer.zero_grad()
 
 
-def dropout_and_evaluation(wrap, note):
+def dropout_and_evaluation(wrap, note, without=torch.no_grad):
     model, optimizer = wrap(Net(0.3), adamw)
     for step in range(STEPS):
         fitted(wrap, note, model.train(), [step], optimizer)
         model.eval()
-        with torch.no_grad():
+        with without():
             note("evaluation", model(inputs(90)).mean())
 
 
 def inferred(wrap, note):
-    model, optimizer = wrap(Net(), adamw)
-    for step in range(STEPS):
-        fitted(wrap, note, model, [step], optimizer)
-        with torch.inference_mode():
-            note("evaluation", model(inputs(90, 2)).sum())
+    dropout_and_evaluation(wrap, note, torch.inference_mode)
 
 
 def clipped(wrap, note):
@@ -319,11 +313,7 @@ def many_lengths(wrap, note):
 def language(wrap, note, **more):
     model, optimizer = wrap(Language(**more), adamw)
     for step in range(STEPS):
-        loss = model(tokens(step), labels=tokens(step + 50))["loss"]
-        note("loss", loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        stepped(optimizer, model(tokens(step), labels=tokens(step + 50))["loss"], note, set_to_none=step % 2 == 0)
 
 
 def recomputed(wrap, note):
@@ -335,10 +325,7 @@ def sampled(wrap, note):
     model, optimizer = wrap(Language(), adamw)
     for step in range(STEPS):
         loss = model(tokens(step), tokens(step + 50))["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        note("loss", loss)
+        stepped(optimizer, loss, note)
         if step in (1, 3):
             model.eval()
             text = tokens(70, 2, 2)
@@ -356,10 +343,7 @@ def half(wrap, note):
     for step in range(STEPS):
         with torch.autocast("cpu", torch.bfloat16, enabled=step != 2):
             loss = model(inputs(step)).float().square().mean()
-        loss.backward()
-        note("loss", loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, loss, note)
 
 
 def scaled(wrap, note):
@@ -424,16 +408,9 @@ def adversaries(wrap, note):
     for step in range(STEPS):
         fake = maker(inputs(step))
         loss = critic(fake.detach()).mean() - critic(inputs(step + 40)).mean()
-        loss.backward()
-        judge.step()
+        stepped(judge, loss, note)
+        stepped(make, -critic(maker(inputs(step))).mean(), note)
         judge.zero_grad()
-        other = -critic(maker(inputs(step))).mean()
-        other.backward()
-        make.step()
-        make.zero_grad()
-        judge.zero_grad()
-        note("losses", loss)
-        note("losses", other)
 
 
 def averaged(wrap, note):
@@ -464,10 +441,7 @@ def penalised(wrap, note):
         x = inputs(step).requires_grad_()
         loss = model(x).square().mean()
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.square().sum()).backward()
-        note("loss", loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, loss + slope.square().sum(), note)
 
 
 def siamese(wrap, note):
@@ -475,10 +449,7 @@ def siamese(wrap, note):
     for step in range(STEPS):
         one, other = model(inputs(step)), model(inputs(step) * 1.1)
         loss = (one - other).square().mean() - 0.1 * (one * other).mean()
-        loss.backward()
-        note("loss", loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, loss, note)
 
 
 def closures(wrap, note):
@@ -502,10 +473,7 @@ def distilled(wrap, note):
         with torch.no_grad():
             wanted = teacher(inputs(step))
         loss = F.mse_loss(student(inputs(step)), wanted)
-        loss.backward()
-        note("loss", loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, loss, note)
 
 
 def reloaded(wrap, note):
@@ -546,10 +514,7 @@ def classified(wrap, note):
     for step in range(2 * STEPS):
         out = model(inputs(step).mean(1), temperature=1.0 + step % 2, hidden=step > 4)
         loss = F.cross_entropy(out.logits, torch.arange(ROWS) % 3) + sum(one.mean() for one in out.hidden)
-        loss.backward()
-        note("loss", loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, loss, note)
 
 
 def images(wrap, note):
@@ -558,13 +523,10 @@ def images(wrap, note):
         batch = torch.randn(ROWS, 3, 8, 8, generator=torch.Generator().manual_seed(step))
         model.train()
         loss = F.cross_entropy(model(batch), torch.arange(ROWS) % 3, label_smoothing=0.1)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, loss, note)
         model.eval()
         with torch.no_grad():
             note("evaluation", model(batch).argmax(-1))
-        note("loss", loss)
 
 
 def recurrent(wrap, note):
@@ -572,9 +534,7 @@ def recurrent(wrap, note):
     state = None
     for step in range(STEPS):
         out, state = model(inputs(step), None if state is None else state.detach())
-        out.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, out.square().mean(), note)
         note("state", state)
 
 
@@ -623,12 +583,9 @@ def mistaken(wrap, note):
     for step in range(2 * STEPS):
         try:
             loss = model(inputs(step)[..., : WIDTH - 1] if step % 3 == 2 else inputs(step)).square().mean()
-            loss.backward()
-            note("loss", loss)
+            stepped(optimizer, loss, note)
         except Exception as error:
             note(f"skipped {type(error).__name__}", 0)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def counted(wrap, note):
@@ -644,10 +601,7 @@ def twice(wrap, note):
     for step in range(STEPS):
         loss = model(inputs(step)).square().mean()
         loss.backward(retain_graph=True)
-        loss.backward()
-        note("loss", loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, loss, note)
 
 
 def retained(wrap, note):
@@ -731,10 +685,6 @@ def compared(programs, plan):
         ]  # fmt: skip
         found[program.__name__] = differ[:3] if names else [name for name, _ in wanted + got][-3:], static
     return found
-
-
-def test_there_are_more_than_forty():
-    assert len({program.__name__ for program in PROGRAMS}) == len(PROGRAMS) > 40
 
 
 @pytest.mark.parametrize("part", range(4))
