@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..plan import PlanError
-from .static import EAGER, UNSEEN, Site
+from .site import EAGER, UNSEEN, Site
 
 
 class StaticTree:

@@ -24,7 +24,8 @@ from vescale_dtensor.engine import stamp
 
 from .._plan.promise import promise_copy
 from .._static.key import is_ours
-from .._static.static import Site, run_static
+from .._static.site import Site
+from .._static.static import run_static
 from .._zero.slot import Slot
 from ._recipe import install
 

@@ -83,7 +83,7 @@ SHARED = {
     "vescale_dtensor._tensor.constructors": ("Tensor.data", "Tensor.grad"),
     "vescale_dtensor._layouts.state": ("_flat", "_sharded"),
     "vescale_dtensor._tensor.tensor": ("is_global",),
-    "vescale_plans._static.source": ("_files",),
+    "vescale_plans._static.scan.source": ("_files",),
     "vescale_rng._cuda.fill": ("_named",),
     # the simulation itself
     "vescale_dtensor._debugger.session": ("simulation",),

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..guard import HOOKS
 from ..pure import ASKED, CONTEXTS, PURE
-from ..source import tree_of
 from ..values import (
     ANY,
     TENSOR,
@@ -33,6 +32,7 @@ from ..values import (
 )
 from .builtins import BUILTIN_CALLS, Builtins
 from .names import METACLASSES, _is_site, is_builtin
+from .source import tree_of
 from .state import Died, Scope
 
 _DEPTH = 48
