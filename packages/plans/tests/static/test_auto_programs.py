@@ -687,6 +687,11 @@ def compared(programs, plan):
     return found
 
 
+def test_an_input_that_is_added_up_at_one_use_alone():
+    """What `local_map` gives has a pending gradient, and in a sum one that is not; its values are the same."""
+    assert [found["mapped"] for found in run_ranks(2, compared, [mapped], TENSOR)] == [([], 1)] * 2
+
+
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("plan", slice_of(PLANS, len(PLANS)))
 def test_auto_is_eager_to_the_bit(plan, part):

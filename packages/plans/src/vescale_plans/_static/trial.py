@@ -225,6 +225,7 @@ class _Trial:
         self._given = iter([item for item in tape if type(item) is not Op])
         self._next = next(self._given, None)
         self._taping = taping
+        self.met: list[tuple[Tensor, Tensor]] = []  # what modules and borders were given when recorded, and now
 
     def enter(self, site: Any, args: tuple, kwargs: dict) -> Any:
         item = self._next
@@ -234,6 +235,7 @@ class _Trial:
             inputs = refs_of((args, kwargs), self._taping.storages)
         self._taping.tapes[-1].append(Crossing(item.frame, inputs, item.line))
         self._next = next(self._given, None)
+        self.met += zip(item.frame.inputs, tensors_of((args, kwargs)))
         given = dict(zip(map(id, item.frame.inputs), tensors_of((args, kwargs))))
         return map_tensors(item.frame.out, lambda tensor: given.get(id(tensor), tensor))  # it may hand back its input
 
@@ -241,6 +243,7 @@ class _Trial:
         item = self._next
         if type(item) is not Conversion or item.by is not converter:
             return tensor
+        self.met.append((item.source, tensor))
         with local_only():
             source = self._taping.storages.ref(tensor)
         self._taping.tapes[-1].append(
@@ -271,14 +274,16 @@ def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
     try:
         taping.tapes.append([])
         with ExitStack() as stack:
-            stack.enter_context(entered(_Trial(tape, taping)))
+            trial = _Trial(tape, taping)
+            stack.enter_context(entered(trial))
             stack.enter_context(_SeesDTensors())
             stack.enter_context(taping)
             if frame.state[1]:  # a checkpoint counts what is saved: not what a trial saves
                 stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
             out = frame.site.forward(*args, **kwargs)
-        difference = _compare(frame, tape, taping, done, out)
+        difference = _compare(frame, tape, taping, done, out, trial.met)
         del out
+        trial.met.clear()
         if difference is None and storages.any_alive(_made_on(taping.tapes.pop())):
             return Difference("keeps a tensor that it made beyond its call", frame.site.line)
         return difference
@@ -337,7 +342,9 @@ def _quiet_hooks(tape: list) -> list[tuple[dict, str, Any]]:
     return usual
 
 
-def _compare(frame: Frame, tape: list, taping: Taping, done: list[Tensor], out: Any) -> Difference | None:
+def _compare(
+    frame: Frame, tape: list, taping: Taping, done: list[Tensor], out: Any, met: list[tuple[Tensor, Tensor]]
+) -> Difference | None:
     tried = tensors_of(out)
     pairs = Pairs()
     difference = first_difference(tape, taping.tapes[-1], pairs)
@@ -355,6 +362,12 @@ def _compare(frame: Frame, tape: list, taping: Taping, done: list[Tensor], out: 
                 return Difference("returns another tensor", frame.site.line)
             if not same_bits(one, other):
                 return Difference("gives other bits", frame.site.line)
+        # Modules answer with what they gave, graph and all, so that gradients of what they took are looked at apart: a
+        # border may convert an input whose gradient alone differs (R to I), and a module may have taken it as it was.
+        taken = graph_difference([one for one, _ in met], [other for _, other in met], bool(severed), frame.moved)
+        if taken is not None:
+            what = f"calls a module with a value whose gradient would flow in another way ({taken.what})"
+            return Difference(what, frame.site.line)
         return graph_difference(wanted, tried, bool(severed), frame.moved)
 
 
