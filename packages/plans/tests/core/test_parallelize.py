@@ -306,7 +306,8 @@ def test_names_and_structure_stay():
         assert [n for n, _ in many.named_parameters()] == [n for n, _ in one.named_parameters()]
         assert many.head.weight is many.embed.weight
         assert all(isinstance(p, nn.Parameter) and type(p) is DTensor for p in many.parameters())
-        assert type(many).forward is Net.forward and "forward" not in many.__dict__
+        assert type(many).forward is many.forward.__func__ is Net.forward
+        assert many._vescale.static is not None or "forward" not in many.__dict__  # under auto a site stands there
 
     run_ranks(4, run)
 
