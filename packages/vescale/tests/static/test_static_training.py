@@ -134,14 +134,14 @@ CUTS = {
 }
 
 
-def pipelined(name, mesh, kind, more):
+def pipelined(name, mode, mesh, kind, more):
     """As `compared`, under a pipeline with two stages, or with four on two ranks."""
     virtual = 2 if kind in ("zbv", "interleaved") else 1
     pipeline = vescale.Pipeline(cuts=CUTS[name.split()[0]][virtual - 1], schedule=kind, microbatches=4, virtual=virtual)
     data_axis = "dp" if "dp" in mesh else None
     whole = {"dp": 1, "tp": 1, **mesh}
     more = {**more, "mesh": {"tp": 1, **mesh}, "data_axis": data_axis, "pipeline": pipeline}
-    return compared(name, whole, "tp" in mesh, 2 * BATCH, more)
+    return compared(name, mode, whole, "tp" in mesh, 2 * BATCH, more)
 
 
 PIPELINES = [  # mesh, schedule, more of the plan
@@ -156,10 +156,12 @@ PIPELINES = [  # mesh, schedule, more of the plan
 PIPELINED = ("gpt", "llama", "llama without dropout")
 
 
-@pytest.mark.parametrize("name, case", slice_of(itertools.product(PIPELINED, PIPELINES), 6))
-def test_static_stages_of_a_pipeline_are_bitwise_the_eager_ones(name, case):
+@pytest.mark.parametrize(
+    "name, case, mode", slice_of(itertools.product(PIPELINED, PIPELINES, ("static", "auto")), 11)
+)
+def test_static_stages_of_a_pipeline_are_bitwise_the_eager_ones(name, case, mode):
     ranks, static = math.prod(case[0].values()), set()
-    for same_losses, differ, recorded, calls in run_ranks(ranks, pipelined, name, *case, timeout=300):
+    for same_losses, differ, recorded, calls in run_ranks(ranks, pipelined, name, mode, *case, timeout=300):
         assert same_losses and differ == []
         assert recorded == 1  # every unit with its first microbatch; none missed after it
         assert "spans stages of the pipeline" in calls[""][1].what
