@@ -54,10 +54,10 @@ if KIND == "pipeline" and CASE == "stopped":
 x, y = torch.randn(2, 8, 4)
 for step in range(4):
     loss = model(x, y)
-    if step == 1 and RANK == 1 and CASE == "killed":
+    if step == 1 and (RANK, CASE) in ((1, "killed"), (0, "first killed")):
         os.kill(os.getpid(), signal.SIGKILL)
     loss.backward()
-    if step == 1 and RANK == 1 and CASE != "killed":
+    if step == 1 and RANK == 1 and "killed" not in CASE:
         {"leaves": sys.exit, "stopped": stops, "hook": lambda: optimizer.register_step_pre_hook(fails)}[CASE]()
     optimizer.step()
     optimizer.zero_grad()
@@ -65,7 +65,8 @@ for step in range(4):
 
 
 def ended(tmp_path, kind, case, patience=90):
-    """Rank 0's exit status, what it said at the end, and how long it took; rank 1 is killed afterwards."""
+    """Rank 0's exit status, what it said at the end, and how long it took; rank 1 is killed afterwards. Of rank 1
+    where rank 0 is killed."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with socket.socket() as free:
@@ -76,10 +77,10 @@ def ended(tmp_path, kind, case, patience=90):
     command = [sys.executable, str(script), kind, case]
     outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     ranks = [subprocess.Popen(command, env=clean | {"RANK": str(rank)}, **outputs) for rank in range(RANKS)]
-    began = time.monotonic()
+    began, heard = time.monotonic(), ranks[case == "first killed"]
     try:
-        said, _ = ranks[0].communicate(timeout=patience)
-        return ranks[0].returncode, said, time.monotonic() - began
+        said, _ = heard.communicate(timeout=patience)
+        return heard.returncode, said, time.monotonic() - began
     finally:
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
@@ -91,6 +92,8 @@ CASES = [
     ("data", "hook", "CommunicationError", r"rank 1 raised ValueError: of the user, at .*train\.py:\d+"),
     ("pipeline", "killed", "PipelineFailure", r"rank 0, in the beginning of call 3, lost rank 1: "),
     ("data", "killed", "CommunicationError", r"gradient sync \(backward\)"),
+    ("data", "killed", "CommunicationError", r"first cause: rank 1 \(process \d+\) on .* ended without a word"),
+    ("data", "first killed", "CommunicationError", r"first cause: the process that holds the ranks' store"),
     ("data", "leaves", "CommunicationError", r"rank 1 came to the end of its script, or called sys\.exit"),
 ]
 

@@ -33,7 +33,7 @@ from .._debugger import session
 from .._errors import CommunicationError
 from .._layouts.mesh import Mesh
 from . import events, flight, pairs
-from .endings import first_ending
+from .endings import ending_behind_lost_connection
 from .flight import DONE, FAILED, STARTED, WAITING
 from .hang import verdict
 
@@ -306,7 +306,7 @@ def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) 
 
 def connection_lost(operation: str, rule: str, error: RuntimeError) -> CommunicationError:
     """The error for ranks that survive another, or wait for it in vain; names what ended that one, if it is known."""
-    said, ending, hang = str(error).splitlines()[0], first_ending(), verdict()
+    said, ending, hang = str(error).splitlines()[0], ending_behind_lost_connection(), verdict()
     told = [f"first cause: {ending}"] * (ending is not None) + [f"hang: {hang}"] * (hang is not None)
     if told:
         return CommunicationError(operation, rule, [*told, said], [("mend the first cause and start again", "")])

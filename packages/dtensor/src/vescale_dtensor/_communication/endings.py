@@ -3,6 +3,7 @@
 A rank whose user code raises between two collectives ends its process, and the others
 see a broken connection. So an exception that nobody caught is written into the store
 before the process's connections close, and an error about a lost connection names it.
+A process that is killed writes nothing: `deaths.py` looks for such.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
+import time
 import traceback
 from datetime import timedelta
 from types import TracebackType
@@ -17,12 +19,16 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from . import deaths
+
 ALONE = frozenset({"fake", "simulated"})
 """Backends of worlds whose ranks are not processes."""
 MOST_TEXT = 2000
 """Characters of an exception's text that are told."""
 _UNUSED_TAG = 0x5EA1
-_RAISED, _LEFT = "vescale/raised", "vescale/left"
+PATIENCE_S = 1.0
+"""A killed process's connections close before its end can be seen: so long it is looked for."""
+_KILLED, _RAISED, _LEFT = "vescale/killed", "vescale/raised", "vescale/left"
 
 
 def tell_endings() -> None:
@@ -32,6 +38,8 @@ def tell_endings() -> None:
     if _before is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() not in ALONE:
         _before, sys.excepthook = sys.excepthook, _tell
         atexit.register(_leave)
+        with contextlib.suppress(RuntimeError, ValueError):
+            deaths.leave_word(dist.distributed_c10d._get_default_store(), dist.get_rank())
 
 
 def raised_here() -> bool:
@@ -47,13 +55,34 @@ def raised_anywhere() -> bool:
 
 
 def first_ending() -> str | None:
-    """The first exception that ended a rank, or else the first rank that left; None if nothing is known."""
+    """The first exception that ended a rank, or rank that was killed, or else the first rank that left; None if nothing
+    is known."""
     with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, too
         store = dist.distributed_c10d._get_default_store()
-        for key in (_RAISED, _LEFT):
+        for key in (_KILLED, _RAISED, _LEFT):  # who follows a killed rank raises
             if store.check([key]):
                 return store.get(key).decode()
     return None
+
+
+def ending_behind_lost_connection() -> str | None:
+    """`first_ending`; where nothing is known yet, ranks of this machine that were killed are looked for, and what is
+    found, here or elsewhere, is known to all. Takes `PATIENCE_S` at most, on a rank that is about to raise."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        ending = first_ending()
+        if ending is not None or time.monotonic() > until:
+            return ending
+        try:
+            killed = deaths.found(dist.distributed_c10d._get_default_store())
+        except ValueError:  # nobody has joined
+            return None
+        except RuntimeError:
+            return "the process that holds the ranks' store (rank 0's, or torchrun's) is gone: see what ended it"
+        if killed is not None:
+            _write(_KILLED, killed)
+        else:
+            time.sleep(0.02)
 
 
 def close(group: dist.ProcessGroup | None) -> None:
