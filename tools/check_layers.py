@@ -36,6 +36,7 @@ COMMUNICATES = {
     "dtensor": {
         "checkpoints",  # tells torch's checkpoints which boxes a rank holds; sends nothing
         "collectives",  # executes conversions
+        "deaths",  # leaves word in the store of which process a rank is
         "endings",  # tells why a rank ended
         "objects",  # what ranks say to each other
         "pairs",  # what collectives does between two ranks
