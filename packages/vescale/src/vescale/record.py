@@ -91,7 +91,7 @@ class Recorder:
     def __init__(self, model: nn.Module, path: Path, keep: tuple[str, ...]) -> None:
         self._model, self._path, self._keep = model, path, keep
         state = getattr(model, "_vescale", None)
-        self._static = getattr(state, "static", None)
+        self._static: Any = getattr(state, "static", None)
         if self._static is not None and not self._static.is_auto:
             raise VescaleError(
                 "record",
