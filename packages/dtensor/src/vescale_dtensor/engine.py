@@ -22,8 +22,8 @@ from ._communication.events import set_watch as set_watch
 from ._communication.events import user_line as user_line
 from ._communication.events import watched as watched
 from ._communication.flight import Transfers as Transfers
-from ._communication.hang import verdict as verdict
-from ._communication.hang import watch_for_hangs as watch_for_hangs
+from ._communication.hangs.hang import verdict as verdict
+from ._communication.hangs.hang import watch_for_hangs as watch_for_hangs
 from ._communication.objects import first_apart as first_apart
 from ._communication.objects import fold_objects as fold_objects
 from ._communication.objects import gather_objects as gather_objects

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vescale_dtensor._communication.hang import compared
+from vescale_dtensor._communication.hangs.hang import compared
 
 SCRIPT = """
 import os, sys, time, datetime

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,9 +23,12 @@ BEFORE = 60  # collectives that go well: more than are kept
 LINES = Path(__file__).read_text().splitlines()
 
 
-def meeting(planted, names, sizes, device):
-    """Runs `planted` in a thread until the hang is known, or it raises: verdict, error and report of this rank."""
-    from vescale_dtensor._communication import hang
+def meeting(planted, names, sizes, device, ends):
+    """Runs `planted` in a thread until the hang is known, or it raises: verdict, error and report of this rank.
+
+    ends: whether it is to end long before the bound.
+    """
+    from vescale_dtensor._communication.hangs import hang
     from vescale_dtensor._second import _work
 
     _work.HANG_SECONDS = 60
@@ -34,7 +38,7 @@ def meeting(planted, names, sizes, device):
         reduced(pending, name)
     if hang._watch is not None:
         hang._watch.close()
-    os.environ.update(VESCALE_HANG_SECONDS="4", VESCALE_HANG_DIR=os.devnull)
+    os.environ.update(VESCALE_HANG_SECONDS="400" if ends else "4", VESCALE_HANG_DIR=os.devnull)
 
     def run():
         try:
@@ -49,7 +53,7 @@ def meeting(planted, names, sizes, device):
     thread.start()
     hang._watch._main = thread.ident
     until = time.monotonic() + 60
-    while hang.verdict() is None and not errors and time.monotonic() < until:
+    while (ends or hang.verdict() is None) and not errors and time.monotonic() < until:
         time.sleep(0.05)
     return hang.verdict(), errors, hang.report(dist.get_rank(), thread.ident)
 
@@ -87,9 +91,26 @@ def in_another_order(pending, cut, rank):
         reduced(pending, axis)
 
 
-def hung(planted, names, sizes, device="cpu"):
+def reads_alone(pending, cut, rank):
+    """What is written most: a rank that prints alone."""
+    if rank == 0:
+        print(cut.sum().item())
+    for _ in range(3):
+        reduced(pending, "dp")
+
+
+def computes_alone(pending, cut, rank):
+    """The others' next collective takes the place of the one that a rank made alone, until all are to read."""
+    if rank == 1:
+        reduced(pending, "dp")
+    for _ in range(3):
+        reduced(pending, "dp")
+    print(cut.sum().item())
+
+
+def hung(planted, names, sizes, device="cpu", ends=False):
     ranks = torch.Size(sizes).numel()
-    found = run_ranks(ranks, meeting, planted, names, sizes, device, device=device, timeout=150)
+    found = run_ranks(ranks, meeting, planted, names, sizes, device, ends, device=device, timeout=150)
     pool.end(ranks, device)  # nobody uses again what has hung
     verdicts, errors, reports = zip(*found)
     for rank, one in enumerate(reports):
@@ -110,7 +131,7 @@ def test_a_collective_that_a_rank_skips_is_an_error_at_once_on_the_second_device
     _, errors, reports = hung(skips_one, ("dp",), (2,), "second")
     for said in errors:
         assert "ranks of a group are in different collectives" in said[0], said
-    from vescale_dtensor._communication.disagreements import compared
+    from vescale_dtensor._communication.hangs.disagreements import compared
 
     told = compared(dict(enumerate(reports)), 2)  # what a hang would have said
     assert re.match(r"collective \d+ over axis 'dp' is not the same on all ranks: ", told), told
@@ -128,3 +149,17 @@ def test_axes_in_another_order_are_named_with_their_lines():
         (waits,) = one["waiting"]
         assert waits["axes"] == (["tp"] if rank in (0, 3) else ["dp"]) and rank in waits["ranks"]
         assert any(f"{__file__}:{line} in in_another_order" in place for place in one["lines"]), one["lines"]
+
+
+@pytest.mark.parametrize("planted", [reads_alone, computes_alone])
+@pytest.mark.parametrize("sizes", [(2,), (3,)])
+def test_what_one_rank_asks_for_alone_ends_on_all_ranks_in_seconds(planted, sizes):
+    """With the line that only one rank came to; long before the bound of a wait."""
+    _, errors, _ = hung(planted, ("dp",), sizes, ends=True)
+    odd = 0 if planted is reads_alone else 1
+    line = next(number for number, text in enumerate(LINES, 1) if f"def {planted.__name__}" in text)
+    read = next(number for number, text in enumerate(LINES, 1) if number > line and "print(" in text)
+    for (said,) in errors:
+        assert "found a deadlock" in said, said
+    assert any(f"{__file__}:{read} in {planted.__name__}" in said for (said,) in errors), errors
+    assert any(f"rank {odd}" in said for (said,) in errors), errors

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import vescale
-from vescale_dtensor._communication.disagreements import compared
+from vescale_dtensor._communication.hangs.disagreements import compared
 from vescale_dtensor._test_kit.worker_pool import pool
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_pipeline import PipelineError
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 def trained(odd, device, ranks):
     """Three calls, the third with `odd` done before: what this rank says of it, its error, and what it was in."""
-    from vescale_dtensor._communication import hang
+    from vescale_dtensor._communication.hangs import hang
     from vescale_dtensor._second import _work
 
     _work.HANG_SECONDS = 60
@@ -59,6 +59,9 @@ def trained(odd, device, ranks):
     except PipelineError as failure:
         error = str(failure)
     together("over", ranks)
+    until = time.monotonic() + 60
+    while hang.verdict() is None and "a deadlock on NCCL" not in error and time.monotonic() < until:
+        time.sleep(0.05)
     return hang.verdict(), error, hang.report(dist.get_rank(), threading.main_thread().ident)
 
 
@@ -71,7 +74,7 @@ def together(what, ranks):
 
 def wakes(runtime, ranks):
     """Ends the waits of this rank once every rank knows what the hang was."""
-    from vescale_dtensor._communication.hang import verdict
+    from vescale_dtensor._communication.hangs.hang import verdict
 
     while verdict() is None:
         time.sleep(0.05)
@@ -103,7 +106,7 @@ def stops(runtime, model):
 
 
 def sleeps(module, args):
-    from vescale_dtensor._communication.hang import verdict
+    from vescale_dtensor._communication.hangs.hang import verdict
 
     until = time.monotonic() + 60
     while verdict() is None and time.monotonic() < until:

@@ -35,7 +35,7 @@ from .._layouts.mesh import Mesh
 from . import events, flight, pairs
 from .endings import ending_behind_lost_connection
 from .flight import DONE, FAILED, STARTED, WAITING
-from .hang import verdict
+from .hangs.hang import verdict
 
 # --- collectives on whole tensors: the package's own small vocabulary -------------
 
@@ -51,7 +51,7 @@ class _Engine(NamedTuple):
     pairs: bool
 
 
-_ENGINES = {"gloo": _Engine(reduces=False, pairs=True)}
+_ENGINES = {"gloo": _Engine(reduces=False, pairs=True), "reads": _Engine(reduces=False, pairs=False)}
 _NATIVE = _Engine(reduces=True, pairs=False)
 _FAKE = "fake"  # torch's group without processes
 

@@ -68,7 +68,7 @@ def first_ending() -> str | None:
 def ending_behind_lost_connection() -> str | None:
     """`first_ending`; where nothing is known yet, ranks of this machine that were killed are looked for, and what is
     found, here or elsewhere, is known to all. Takes `PATIENCE_S` at most, on a rank that is about to raise."""
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + (PATIENCE_S if _before is not None else 0.0)  # else nobody has left word
     while True:
         ending = first_ending()
         if ending is not None or time.monotonic() > until:
@@ -83,6 +83,11 @@ def ending_behind_lost_connection() -> str | None:
             _write(_KILLED, killed)
         else:
             time.sleep(0.02)
+
+
+def tell_first(what: str) -> None:
+    """Says why ranks will end, where nobody has said that yet."""
+    _write(_RAISED, what)
 
 
 def close(group: dist.ProcessGroup | None) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 from typing import Any
+from weakref import WeakSet, ref
 
 from . import events
 
@@ -19,20 +20,30 @@ EVENTS = 50
 STARTED, WAITING, DONE, FAILED = "under way", "waited for", "done", "failed"
 
 
-COLLECTIVES, TRANSFERS, MESSAGES = "collective", "transfer", "message"
+COLLECTIVES, TRANSFERS, MESSAGES, READS, BLOCKS = "collective", "transfer", "message", "read", "block"
+
+
+lines: WeakSet[Line] = WeakSet()
 
 
 class Line:
     """The ranks of a process group, the axes that they are a line of, and how many collectives they were asked for.
 
-    `of` tells what: collectives; transfers of two ranks, which match in the order in which both post them; or
-    messages of two ranks, which are known by what they are called.
+    `of` tells what: collectives; reads by the host (`reads.py`); blocks of keys and values; transfers of two ranks,
+    which match in the order in which both post them; or messages of two ranks, which are known by what they are called.
     """
 
-    __slots__ = ("axes", "count", "of", "ranks")
+    __slots__ = ("__weakref__", "axes", "count", "group", "of", "ranks")
 
-    def __init__(self, axes: Sequence[str], ranks: Sequence[int], of: str = COLLECTIVES) -> None:
+    def __init__(self, axes: Sequence[str], ranks: Sequence[int], of: str = COLLECTIVES, group: Any = None) -> None:
         self.axes, self.ranks, self.of, self.count = tuple(axes), tuple(ranks), of, 0
+        self.group = (lambda: None) if group is None else ref(group)  # no group may outlive the interpreter
+        lines.add(self)
+
+    @property
+    def key(self) -> str:
+        """The same on all ranks."""
+        return f"{self.of} {self.axes} {self.ranks}"
 
 
 def note(kind: str, line: Line, received: int, state: str) -> list:
@@ -82,7 +93,7 @@ def told(entry: list) -> dict:
     """An event as JSON has it."""
     state, kind, line, number, received, function, direction, began = entry
     more: dict = {}
-    if line.of != COLLECTIVES:
+    if line.of in (TRANSFERS, MESSAGES):
         cause, more = "the schedule", {"way": [kind.source, kind.target], "call": kind.call}
     elif isinstance(function, events.Cause):
         cause = f"{function}"

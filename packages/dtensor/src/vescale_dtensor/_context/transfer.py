@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._communication import events, flight
 from .._communication.collectives import _failure, _wire, all_gather
-from .._communication.flight import DONE, STARTED, WAITING
+from .._communication.flight import BLOCKS, DONE, STARTED, WAITING
 from .._layouts.mesh import Mesh
 
 Message = tuple[int, Tensor]
@@ -39,7 +39,7 @@ def start(sends: Sequence[Message], receives: Sequence[Message], mesh: Mesh, axi
     """
     if not sends and not receives:
         return None
-    group, line = mesh.group((axis,)), mesh.line((axis,))
+    group, line = mesh.group((axis,)), mesh.line((axis,), BLOCKS)
     received = sum(tensor.nbytes for _, tensor in receives)
     event = events.announce(kind, line.axes, received, len(receives)) if events.listeners else None
     noted = flight.note(kind, line, received, STARTED)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id, _DisableTorchDispatch, _is_torch_function_enabled
 
-from .._conversions.convert import convert, describe
+from .._conversions.convert import describe
+from .._conversions.reading import convert_to_read
 from .._errors import OperatorError
 from .._rules.doors.communication import refuse_operator
 from .._tensor.tensor import DTensor, local_only
@@ -52,7 +53,7 @@ def _full(function: Any) -> Any:
         if type(tensor) is not DTensor:
             return tensor
         layout = tensor._layout.base
-        whole = tensor if layout.is_replicated else convert(tensor, layout.invariant, function)
+        whole = tensor if layout.is_replicated else convert_to_read(tensor, function)
         with local_only():
             return whole.as_subclass(Tensor)
 

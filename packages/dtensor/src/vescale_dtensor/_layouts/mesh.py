@@ -15,14 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._communication.flight import Line
+from .._communication.flight import COLLECTIVES, Line
 from .._errors import MeshError
 
 
 class Mesh:
     """Axis sizes and names, this rank's coordinate, and the groups behind them. Compared by identity."""
 
-    __slots__ = ("device_mesh", "sizes", "names", "coordinate", "_groups", "_backends", "_lines", "__weakref__")
+    __slots__ = (
+        *("device_mesh", "sizes", "names", "coordinate"),
+        *("_groups", "_backends", "_lines", "_reading", "__weakref__"),
+    )
 
     def __init__(
         self,
@@ -37,7 +40,8 @@ class Mesh:
         self.device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], object] = {}
         self._backends: dict[tuple[int, ...], str] = {}
-        self._lines: dict[tuple[int, ...], Line] = {}
+        self._lines: dict[tuple[tuple[int, ...], str], Line] = {}
+        self._reading: tuple | None = None  # the mesh's twin for reads, once somebody asked (`reads.py`)
         _meshes.add(self)
 
     @property
@@ -96,12 +100,13 @@ class Mesh:
             self._backends[axes] = name
         return name
 
-    def line(self, axes: tuple[int, ...]) -> Line:
+    def line(self, axes: tuple[int, ...], of: str = COLLECTIVES) -> Line:
         """The ranks of the group of `axes`, as the flight recorder knows them."""
-        line = self._lines.get(axes)
+        line = self._lines.get((axes, of))
         if line is None:
-            ranks = dist.get_process_group_ranks(self.group(axes))
-            line = self._lines[axes] = Line([self.names[axis] for axis in axes], ranks)
+            group = self.group(axes)
+            ranks = dist.get_process_group_ranks(group)
+            line = self._lines[axes, of] = Line([self.names[axis] for axis in axes], ranks, of, group)
         return line
 
     def _check_order(self, axes: tuple[int, ...]) -> None:

@@ -61,6 +61,7 @@ OURS = {
 SHARED = {
     # by object, and objects are a rank's own
     "vescale_dtensor._communication.collectives": ("_ENGINES", "_under_way"),
+    "vescale_dtensor._communication.flight": ("lines",),
     "vescale_dtensor._context.lazy": ("_met",),
     "vescale_dtensor._context.pins": ("pins",),
     "vescale_dtensor._context.transfer": ("_greeted",),
@@ -93,7 +94,7 @@ SHARED = {
     "vescale_dtensor._tensor.compiled": ("_told",),
     # of processes, which simulated ranks are not
     "vescale_dtensor._communication.endings": ("_before", "_raised"),
-    "vescale_dtensor._communication.hang": ("_watch",),
+    "vescale_dtensor._communication.hangs.hang": ("_watch",),
     "vescale_dtensor._test_kit.worker": ("_by_value", "_sent_classes", "device_type", "in_worker"),
     "vescale_dtensor.testing": ("_meshes", "_meshes_world"),
 }

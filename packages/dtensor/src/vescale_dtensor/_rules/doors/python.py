@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch._C import _is_torch_function_enabled
 
-from ..._conversions.convert import alias, convert, convert_plain
+from ..._conversions.convert import alias, convert_plain
 from ..._conversions.memo import forget
+from ..._conversions.reading import convert_to_read
 from ..._errors import OperatorError
 from ..._tensor.tensor import DTensor, local_only, stamp
 from ..registry import handler
@@ -23,10 +24,9 @@ from .communication import leave_nobody_waiting
 
 def whole(tensor: DTensor, cause: object) -> Tensor:
     """The whole tensor, plain; the shard itself where it is replicated already."""
-    layout = tensor._layout.base
-    if layout.is_replicated:
+    if tensor._layout.base.is_replicated:
         return alias(tensor)
-    return alias(convert(tensor, layout.invariant, cause))
+    return alias(convert_to_read(tensor, cause))
 
 
 @handler(

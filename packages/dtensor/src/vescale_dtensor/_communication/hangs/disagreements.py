@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from . import flight
+from .. import flight
 
 Report = Mapping[str, Any]
 Known = Mapping[int, Mapping[int, dict]]

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._debugger.session import answer_where, is_open
-from . import flight
+from ..._debugger.session import answer_where, is_open
+from .. import flight
+from ..endings import ALONE, close, tell_first
+from ..events import is_users
+from .deadlock import Waits
 from .disagreements import compared
-from .endings import ALONE
-from .events import is_users
 
 LOOK_S, LOOKS_PER_S = 2.0, 200
 """A rank looks so often, and all of them together so often at most: a look is one request to the store."""
@@ -77,6 +78,7 @@ class Watch:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = dist.distributed_c10d._get_default_store().clone()  # torch locks its own while it waits
         self._bound = bound_seconds()
+        self._waits = Waits(self._store, self._rank)
         self._ended = threading.Event()
         self._moved = (0, time.monotonic())  # this rank's last collective, and when it was new here
         self._main = threading.main_thread().ident
@@ -95,13 +97,23 @@ class Watch:
         while not self._ended.wait(pause):
             try:
                 asked = answer_where(self._store, self._rank, asked, self._place)
-                stuck = self._is_stuck() and not is_open(self._store)
+                deadlock = self._waits.look()
+                stuck = (deadlock is not None or self._is_stuck()) and not is_open(self._store)
                 if stuck:
                     self._store.compare_set(_SEEN, "", str(self._rank))
                 if stuck or self._store.check([_SEEN]):
-                    return self._tell(pause)
+                    self._tell(pause)
+                    if stuck and deadlock is not None:
+                        self._end(deadlock)
+                    return
             except RuntimeError:  # the store is gone, and the world with it
                 return
+
+    def _end(self, line: flight.Line) -> None:
+        """Ends the wait of this rank in a deadlock, and with its connections that of the ranks which wait for it."""
+        tell_first(f"rank {self._rank} found a deadlock: {self.verdict}")
+        if (group := line.group()) is not None:
+            close(group)
 
     def _place(self) -> str:
         """Where this rank is, in a line."""
