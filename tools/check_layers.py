@@ -5,12 +5,14 @@
 - Siblings are required by ranges, which hold the versions in the tree.
 - Every third-party import is declared, as a requirement or in an extra.
 - Only the modules of COMMUNICATES import torch.distributed; values that it defines (VALUES) are for all.
+- Only `_torch_private.py`, one per package, names private parts of torch, each with what would replace it.
 - A module has one noun: at most 700 lines, and a warning from 400 on; none is called utils, common or helpers.
 - A folder of sources holds at most 15 loose modules.
 - Every test file is in exactly one Bazel target, and every package is in the table of the top README.md.
 """
 
 import argparse
+import ast
 import re
 import sys
 from collections import Counter
@@ -21,6 +23,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
+import torch_private
 from build_graph import BuildGraph, read_build_graph
 from package_tree import Package, read_packages
 
@@ -35,6 +38,7 @@ PYTHON_FOLDERS = ("packages", "tools", "examples", "benchmarks")
 COMMUNICATES = {
     "dtensor": {
         "checkpoints",  # tells torch's checkpoints which boxes a rank holds; sends nothing
+        "_torch_private",  # names parts of it; sends nothing
         "collectives",  # executes conversions
         "deaths",  # leaves word in the store of which process a rank is
         "endings",  # tells why a rank ended
@@ -51,16 +55,19 @@ COMMUNICATES = {
         "transfer",  # sends and receives blocks of keys and values
     },
     "checkpoint": {
+        "_torch_private",  # names parts of it; sends nothing
         "_sync",  # what ranks tell each other during a save or a load
         "testing",
     },
     "pipeline": {
+        "_torch_private",  # names parts of it; sends nothing
         "faults",  # tells the first cause of a failure
         "p2p",  # sends and receives
         "watch",  # shows the other ranks that this one lives
         "words",  # tells small values through the store
     },
     "plans": {
+        "_torch_private",  # names parts of it; sends nothing
         "_data_parallel",  # reduces gradients
         "dry_run",  # makes a world without processes
         "join",  # joins torchrun's process group
@@ -69,6 +76,7 @@ COMMUNICATES = {
         "wrappers",  # names what torch distributes models by
     },
     "vescale": {
+        "_torch_private",  # names parts of it; sends nothing
         "metrics",  # asks which rank this is
         "_whole",  # waits for all ranks where others write files
         "probes",  # times sends
@@ -189,6 +197,42 @@ def check_communication(repository: Repository) -> Iterator[str]:
             if communicates and found.path.stem not in allowed:
                 where = f"{repository.relative(found.path)}:{found.line}"
                 yield f"{where}: uses {found.name}, and is not one of the modules that communicate"
+        path = torch_private.private_module(package)
+        groups = {
+            entry.name
+            for entry in (torch_private.entries(path) if path else ())
+            if any(f"{use.name}.".startswith("torch.distributed.") for use in entry.uses)
+        }
+        for file, name, line in imported_private(package):
+            if name in groups and file.stem not in allowed:
+                where = f"{repository.relative(file)}:{line}"
+                yield f"{where}: uses {name} of torch.distributed, and is not one of the modules that communicate"
+
+
+def check_private(repository: Repository) -> Iterator[str]:
+    """torch's private names stand in one module per package, each with its reason, and are used."""
+    for package in repository.packages:
+        path = torch_private.private_module(package)
+        for file in sorted(package.source.rglob("*.py")):
+            for use in () if file == path else torch_private.uses_in(ast.parse(file.read_text(), file)):
+                if use.is_private:
+                    where = f"{repository.relative(file)}:{use.line}"
+                    yield f"{where}: names {use.name}; private parts of torch are for {torch_private.FILE}"
+        used = {name for _, name, _ in imported_private(package)}
+        for entry in torch_private.entries(path) if path else ():
+            where = f"{repository.relative(path)}:{entry.line}"
+            if not entry.uses or torch_private.REASON not in entry.reason:
+                yield f"{where}: {entry.name} does not say what would replace it ('{torch_private.REASON}')"
+            if entry.name not in used:
+                yield f"{where}: nothing imports {entry.name}"
+
+
+def imported_private(package: Package) -> Iterator[tuple[Path, str, int]]:
+    """Who imports what from the package's `_torch_private.py`: file, name, line."""
+    for file in sorted(package.source.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(), file)):
+            if isinstance(node, ast.ImportFrom) and node.level and f".{node.module}".endswith("._torch_private"):
+                yield from ((file, alias.name, node.lineno) for alias in node.names)
 
 
 def check_modules(repository: Repository) -> Iterator[str]:
@@ -235,6 +279,7 @@ CHECKS: tuple[Callable[[Repository], Iterator[str]], ...] = (
     check_ranges,
     check_third_party,
     check_communication,
+    check_private,
     check_modules,
     check_folders,
     check_test_targets,

@@ -215,3 +215,61 @@ def test_a_folder_of_many_modules(tree):
         write(tree / f"packages/dtensor/src/vescale_dtensor/_many/one_{number}.py", "")
     (finding,) = findings(tree)
     assert finding == "packages/dtensor/src/vescale_dtensor/_many: 16 modules, more than 15; give some a folder"
+
+
+PRIVATE = """\
+from torch.distributed import distributed_c10d
+
+# The store. Instead: a public name of it.
+store_of = distributed_c10d._get_default_store
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\nx = torch._C._current_graph_task_id()\n",
+        "from torch._C import _current_graph_task_id\n",
+        "def late():\n    from torch._dynamo.exc import UserError\n",
+        "import torch.utils._pytree as pytree\n",
+        "from torch import Tensor\nversion = Tensor._version.__get__\n",
+        "from torch.autograd import Variable\nVariable._execution_engine.queue_callback(print)\n",
+        "import torch\nfound = getattr(torch, '_foreach_mm', None)\n",
+    ],
+)
+def test_private_parts_of_torch_are_for_one_module(tree, source):
+    write(tree / "packages/dtensor/src/vescale_dtensor/odd.py", source)
+    (found,) = [finding for finding in findings(tree) if "private parts of torch" in finding]
+    assert found.startswith("packages/dtensor/src/vescale_dtensor/odd.py:")
+
+
+@pytest.mark.parametrize(
+    "source", ["import torch\nx = torch.ops.aten._to_copy.default\n", "import torch\ny = torch.Tensor.__add__\n"]
+)
+def test_operators_and_methods_of_python_are_no_private_parts(tree, source):
+    write(tree / "packages/dtensor/src/vescale_dtensor/plain.py", source)
+    assert findings(tree) == []
+
+
+def test_each_private_part_is_used_and_says_what_would_replace_it(tree):
+    source = tree / "packages/dtensor/src/vescale_dtensor"
+    write(source / "_torch_private.py", PRIVATE)
+    write(source / "collectives.py", "from ._torch_private import store_of\n")
+    assert findings(tree) == []
+
+    write(source / "_torch_private.py", PRIVATE.replace(" Instead: a public name of it.", ""))
+    (found,) = findings(tree)
+    assert "store_of does not say what would replace it" in found
+
+    write(source / "_torch_private.py", PRIVATE + "\nother_store_of = distributed_c10d._get_default_store\n")
+    assert [finding.partition(": ")[2] for finding in findings(tree)] == [
+        "other_store_of does not say what would replace it ('Instead:')", "nothing imports other_store_of",
+    ]  # fmt: skip
+
+
+def test_a_private_part_of_torch_distributed_is_for_modules_that_communicate(tree):
+    source = tree / "packages/dtensor/src/vescale_dtensor"
+    write(source / "_torch_private.py", PRIVATE)
+    write(source / "layout.py", "from ._torch_private import store_of\n")
+    (found,) = findings(tree)
+    assert found.endswith("uses store_of of torch.distributed, and is not one of the modules that communicate")

@@ -50,6 +50,7 @@ from ._test_kit.allocations import Allocations, allocations
 from ._test_kit.live_bytes import LiveBytes
 from ._test_kit.worker import Answer, dumps, loads
 from ._test_kit.worker_pool import WorldStartError, pool
+from ._torch_private import fake_store
 
 __all__ = [
     "Allocations",
@@ -297,9 +298,7 @@ def fake_world(size: int) -> Iterator[None]:
     Raises:
         ValueError: this process has a default process group already.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
     try:
         yield
     finally:

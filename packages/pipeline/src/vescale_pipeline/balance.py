@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ._errors import PipelineError
 from ._runtime.loss import loss_in
+from ._torch_private import FakeTensorMode, TorchDispatchMode
 from ._trace.containers import map_tensors, tensors_in
 from ._trace.record import kept_as_it_was
 

@@ -28,6 +28,7 @@ from ._apply.join import forget_meshes
 from ._dry.meta_attention import fused_attention
 from ._dry.meter import HOST, Meter
 from ._plan.parts import PlanError
+from ._torch_private import fake_store
 from .plan import Plan
 from .timeline import Recorder, Timeline
 
@@ -194,10 +195,8 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 @contextlib.contextmanager
 def _world(size: int, rank: int) -> Iterator[None]:
     """A rank of a world whose collectives return at once."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
     told = sys.excepthook  # joining a world puts "[rank0]:" before every line of a traceback, for good
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
     try:
         yield
     finally:

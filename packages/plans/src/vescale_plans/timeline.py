@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from vescale_dtensor.debug import Event
 from vescale_dtensor.engine import current_module
 
 from ._dry.meter import flops_of
+from ._torch_private import tree_iter
 
 if TYPE_CHECKING:  # the planner builds on dry runs
     from .search.pricing.hardware import Hardware

@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import TABLE, Mesh, handler
 
+from ._machine._torch_private import _amp_foreach_non_finite_check_and_unscale_
+
 lines: WeakKeyDictionary[Mesh, dist.ProcessGroup] = WeakKeyDictionary()
 """Of a pipeline stage's mesh: the group of the ranks at the same place of every stage."""
 
-_on_one_stage = TABLE[torch._amp_foreach_non_finite_check_and_unscale_].handler
+_on_one_stage = TABLE[_amp_foreach_non_finite_check_and_unscale_].handler
 
 
-@handler(torch._amp_foreach_non_finite_check_and_unscale_)
+@handler(_amp_foreach_non_finite_check_and_unscale_)
 def on_all_stages(function: Callable, args: tuple, kwargs: dict) -> None:
     """Cost, beside that on one stage: an all-reduce of 4 bytes over the pipeline."""
     gradients, found_inf, _ = args

@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
+from vescale_dtensor.engine import torch_range
+
 from ._machine import device_check
 
 GOOD, NOTE, BAD = "good", "note", "bad"
-OLDEST_TORCH, TESTED_TORCH = (2, 11), (2, 13)
 SHARED_MEMORY_GIB, OPEN_FILES = 1.0, 4096
 SKEW_S = 1.0
 TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
@@ -98,11 +99,10 @@ def python_and_torch() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     state = GOOD if sys.version_info >= (3, 11) else BAD
     yield Finding("python", state, version, "" if state == GOOD else "Python 3.11 or newer")
-    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if release < OLDEST_TORCH:
+    if torch_range.release(torch.__version__) < torch_range.OLDEST:
         yield Finding("torch", BAD, f"{torch.__version__} is too old", 'pip install "torch>=2.11"')
-    elif release > TESTED_TORCH:
-        yield Finding("torch", NOTE, f"{torch.__version__}, newer than the {_dotted(TESTED_TORCH)} that was tested")
+    elif not torch_range.is_tested(torch.__version__):
+        yield Finding("torch", NOTE, f"{torch.__version__}, outside of the tested {torch_range.tested()}")
     else:
         yield Finding("torch", GOOD, torch.__version__)
 

@@ -29,6 +29,8 @@ from vescale_dtensor import VescaleError
 from vescale_dtensor.engine import watched
 from vescale_plans.search import hardware_of
 
+from ._machine._torch_private import _current_graph_task_id
+
 FLOPS_PER_PARAMETER = 6
 """Of a token, forward and backward: a multiplication and an addition each, three times (Kaplan et al., 2020)."""
 
@@ -272,7 +274,7 @@ class Meter:
         return _Restored(self._model, run)
 
     def _entered(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if _current_graph_task_id() != -1:
             return  # a checkpoint computes again
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
         whole = [one for one in tensors if not one.is_floating_point() and one.ndim > 1]

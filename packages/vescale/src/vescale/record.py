@@ -25,6 +25,7 @@ from vescale_dtensor import CommunicationError, DTensor, VescaleError
 from vescale_dtensor.engine import INVARIANT, PENDING, convert, requires_grad
 
 from ._digest import Summary, flat_indices, measure, unpack
+from ._machine._torch_private import _current_graph_task_id
 
 FORMAT = 1
 Place = tuple[str, str, int, str]
@@ -159,7 +160,7 @@ class Recorder:
 
     def _hook_of(self, name: str) -> Callable:
         def after_forward(module: nn.Module, args: tuple, output: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:  # a checkpoint computes this again
+            if _current_graph_task_id() != -1:  # a checkpoint computes this again
                 return
             call = self._calls[name]
             self._calls[name] += 1

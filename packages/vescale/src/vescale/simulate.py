@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
 
 from vescale_dtensor import MeshError
 from vescale_dtensor.engine import simulated
 
+from ._machine._torch_private import _set_thread_isolation_mode, c10d_world, is_registered
 from ._simulation.group import NAME, Board, Group
 from ._simulation.processor import one_processor
 from ._simulation.state import RankState
@@ -86,7 +86,7 @@ class World:
                 try:
                     with torch.autograd.set_multithreading_enabled(False):
                         if not dist.is_initialized():
-                            dist.distributed_c10d._world.group_count = self._first_group
+                            c10d_world().group_count = self._first_group
                             self._stores.append(Store(self._values, turns))
                             dist.init_process_group(NAME, store=self._stores[-1], rank=rank, world_size=self.ranks)
                         results[rank] = function(rank)
@@ -133,7 +133,7 @@ class World:
             name = store.get("simulated").decode()
             return Group(rank, size, self._boards.setdefault(name, Board(size)), turns)
 
-        if NAME.upper() not in dist.Backend._plugins:
+        if not is_registered(NAME):
             dist.Backend.register_backend(NAME, lambda *given: _create[-1](*given), devices=["cpu"])
         _create.append(create)
         _set_thread_isolation_mode(True)

@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vescale_dtensor import VescaleError, comm_trace
 from vescale_dtensor.engine import watched
 from vescale_pipeline import record_events
+
+from ._machine._torch_private import DisableTorchFunctionSubclass, queue_callback
 
 LANES = ("compute", "collectives", "pipeline")
 
@@ -190,7 +191,7 @@ class _Backward:
     def _begins(self, gradients: Any) -> None:
         if self.start is None:
             self.start = time.perf_counter()
-            Variable._execution_engine.queue_callback(self._ends)
+            queue_callback(self._ends)
 
     def _ends(self, gradients: Any = None) -> None:
         if self.start is not None:
@@ -202,7 +203,7 @@ class _Backward:
 def _node(values: Any) -> Node | None:
     """The autograd node of the first tensor that has one."""
     if isinstance(values, Tensor):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return values.grad_fn
     if isinstance(values, dict):
         values = values.values()

@@ -82,7 +82,10 @@ def test_packages_of_other_versions(monkeypatch):
     assert finding.fix == f'pip install "vescale=={real("vescale")}"'
 
 
-@pytest.mark.parametrize("version, state", [("2.9.1", BAD), ("2.11.0", GOOD), ("2.13.0+cpu", GOOD), ("2.20.0", NOTE)])
+@pytest.mark.parametrize(
+    "version, state",
+    [("2.9.1", BAD), ("2.11.0", GOOD), ("2.13.0+cpu", GOOD), ("2.15.1", GOOD), ("2.16.0", NOTE)],
+)
 def test_torch_of_other_versions(monkeypatch, version, state):
     monkeypatch.setattr(torch, "__version__", version)
     assert {finding.check: finding.state for finding in doctor.python_and_torch()}["torch"] == state

@@ -16,6 +16,7 @@ from torch import Tensor
 from vescale_dtensor.engine import local_only
 
 from .._errors import CorruptError
+from .._torch_private import _foreach_copy_
 from ..format._box import Piece, span
 from ..format._dtypes import DTYPES
 from ..manifest import FileInfo
@@ -185,7 +186,7 @@ class _Run:
         with local_only(), torch.no_grad():
             split = torch.unsafe_split_with_sizes(data.to(into[0].device), counts)
             values = [part if _dim(tensor) == 1 else part.view(_size(tensor)) for part, tensor in zip(split, into)]
-            torch._foreach_copy_(into, values)
+            _foreach_copy_(into, values)
 
     def _check_all(self, group: list[Part], view: memoryview, start: int) -> None:
         """Each part's checksums; of small whole sections, which are most of many, all at once."""

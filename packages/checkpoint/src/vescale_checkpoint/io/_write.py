@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from crc32c import crc32c
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from vescale_dtensor import InternalError
 from vescale_dtensor.engine import local_only
 
 from .._errors import StorageError
+from .._torch_private import _flatten_dense_tensors, _unflatten_dense_tensors
 from ..format._box import Piece, is_contiguous, row_major, shape_of, split, volume, window
 from ..plan._catalogue import local_of
 from ._memory import bytes_of, hexadecimal, view_of

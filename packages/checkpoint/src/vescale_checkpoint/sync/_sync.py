@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .. import _errors
 from .._errors import CheckpointError, PeerError
+from .._torch_private import _get_default_store, _get_pg_default_device
 from ._presence import Presence, peek
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ class Session:
         if made is not None:
             dist.send(made.detach().contiguous(), 0)
             return made
-        found = torch.empty(tuple(shape), dtype=dtype, device=dist.distributed_c10d._get_pg_default_device())
+        found = torch.empty(tuple(shape), dtype=dtype, device=_get_pg_default_device())
         dist.recv(found, source)
         return found
 
@@ -302,7 +303,7 @@ def open_session(operation: str) -> Session:
         # process group, as connecting to torch's store takes seconds now and then.
         if _presence is not None:
             _presence.end()
-        store = dist.distributed_c10d._get_default_store()
+        store = _get_default_store()
         _world_store, _presence = store.clone(), None
         if not in_one_process():
             _presence = Presence(store.clone(), rank, size)

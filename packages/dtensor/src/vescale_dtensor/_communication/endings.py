@@ -19,6 +19,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from .._torch_private import _get_default_store
 from . import deaths
 
 ALONE = frozenset({"fake", "simulated"})
@@ -39,7 +40,7 @@ def tell_endings() -> None:
         _before, sys.excepthook = sys.excepthook, _tell
         atexit.register(_leave)
         with contextlib.suppress(RuntimeError, ValueError):
-            deaths.leave_word(dist.distributed_c10d._get_default_store(), dist.get_rank())
+            deaths.leave_word(_get_default_store(), dist.get_rank())
 
 
 def raised_here() -> bool:
@@ -50,7 +51,7 @@ def raised_here() -> bool:
 def raised_anywhere() -> bool:
     """Whether an exception has ended a rank; False where the store is gone."""
     with contextlib.suppress(RuntimeError, ValueError):
-        return dist.distributed_c10d._get_default_store().check([_RAISED])
+        return _get_default_store().check([_RAISED])
     return False
 
 
@@ -58,7 +59,7 @@ def first_ending() -> str | None:
     """The first exception that ended a rank, or rank that was killed, or else the first rank that left; None if nothing
     is known."""
     with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, too
-        store = dist.distributed_c10d._get_default_store()
+        store = _get_default_store()
         for key in (_KILLED, _RAISED, _LEFT):  # who follows a killed rank raises
             if store.check([key]):
                 return store.get(key).decode()
@@ -74,7 +75,7 @@ def ending_behind_lost_connection() -> str | None:
         if ending is not None or time.monotonic() > until:
             return ending
         try:
-            killed = deaths.found(dist.distributed_c10d._get_default_store())
+            killed = deaths.found(_get_default_store())
         except ValueError:  # nobody has joined
             return None
         except RuntimeError:
@@ -131,7 +132,7 @@ def _leave() -> None:
 
 def _write(key: str, what: str) -> None:
     with contextlib.suppress(RuntimeError, ValueError):
-        dist.distributed_c10d._get_default_store().compare_set(key, "", what)
+        _get_default_store().compare_set(key, "", what)
 
 
 def _rank() -> int:

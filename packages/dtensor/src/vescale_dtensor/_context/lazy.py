@@ -18,6 +18,7 @@ from .._rules.registry import TABLE, Operand
 from .._rules.solvers.owned import held_ranges
 from .._rules.traits import Trait
 from .._tensor.tensor import DTensor, local_only, stamp
+from .._torch_private import _make_wrapper_subclass
 from .choice import RING, pinned
 from .described import Description, MaskFunction, NotDescribedError
 from .meeting import meeting_of
@@ -39,7 +40,7 @@ class DescribedMask(Tensor):
 
     @staticmethod
     def __new__(cls, description: Description, layout: Layout) -> DescribedMask:
-        mask = Tensor._make_wrapper_subclass(cls, description.shape, dtype=torch.bool, device=description.device)
+        mask = _make_wrapper_subclass(cls, description.shape, dtype=torch.bool, device=description.device)
         mask._description, mask._rows, mask._mask = description, layout, None
         return mask
 

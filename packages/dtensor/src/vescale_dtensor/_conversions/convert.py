@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _are_functorch_transforms_active
-from torch._C import _disabled_torch_function_impl as _disabled
 from torch.autograd import Function
 
 from .._communication import events
@@ -22,6 +20,8 @@ from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT
 from .._tensor.tensor import DTensor, local_only, stamp
+from .._torch_private import _are_functorch_transforms_active
+from .._torch_private import _disabled_torch_function_impl as _disabled
 from .conversion import communicates, plan
 from .memo import recall, remember
 from .slices import as_slice

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from .._communication.endings import first_ending
 from .._errors import CommunicationError
+from .._torch_private import _get_default_store
 
 ARRIVAL_SECONDS = 10.0
 """So long the driver waits, at each stop, for ranks that are not there yet."""
@@ -44,7 +45,7 @@ class Wire:
 
     @classmethod
     def of_the_world(cls) -> Wire:
-        return cls(dist.distributed_c10d._get_default_store())
+        return cls(_get_default_store())
 
     def another(self) -> Wire:
         """For another thread: torch locks a store while it waits."""

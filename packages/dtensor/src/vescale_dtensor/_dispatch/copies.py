@@ -22,6 +22,7 @@ from .._errors import ViewError
 from .._layouts.layout import Layout
 from .._layouts.strides import cut_to_one, global_stride
 from .._tensor.tensor import DTensor, local_only
+from .._torch_private import _is_alias_of
 
 # storage of a copy -> (the copy, its base); storage of a base -> storages of its copies
 _base_of: dict[int, tuple[StorageWeakRef, StorageWeakRef]] = {}
@@ -143,7 +144,7 @@ def _copies(function: Callable, tensor: Tensor, layout: Layout, args: tuple, kwa
         return False
     whole = torch.empty_strided(layout.shape, strides, dtype=tensor.dtype, device="meta")
     out = function(whole, *args, **kwargs)
-    return not torch._C._is_alias_of(out, whole)
+    return not _is_alias_of(out, whole)
 
 
 def _is_in_order(local: Tensor, shape: tuple[int, ...]) -> bool:

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, is_grad_enabled
-from torch._ops import OpOverload
 
 from .._communication import events
 from .._conversions.conversion import is_alias
@@ -33,6 +31,9 @@ from .._rules.doors.communication import refuse_operator
 from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from .._rules.traits import Trait
 from .._tensor.tensor import DTensor, below_autograd, local_only, stamp, watch_autograd
+from .._torch_private import OpOverload
+from .._torch_private import _disabled_torch_function_impl as _run_local
+from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from . import fallback, forms
 from .arguments import ATOMS, collect, key_of, keyed, substitute
 from .copies import as_on_one_device, check_writable, mark_copy
@@ -42,9 +43,6 @@ from .number import takes_number, with_numbers
 from .order import in_order
 from .signature import Signature, solve
 
-# Calls a function with dispatch disabled, as `local_only` does, in one step of C.
-_run_local = torch._C._disabled_torch_function_impl
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # The table that is looked into: the one of rules, or an overlay of it, and its `get`.
 _table: Any = TABLE
 _entry_of = TABLE.get

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
-from torch._ops import OpOverload, OpOverloadPacket
 
 from .._communication.events import function_name, user_line
 from .._conversions.convert import alias, convert_operand, describe
@@ -24,6 +23,7 @@ from .._layouts.layout import layout_of
 from .._layouts.state import INVARIANT
 from .._rules.registry import is_inplace
 from .._tensor.tensor import DTensor, local_only, stamp
+from .._torch_private import OpOverload, OpOverloadPacket
 from .arguments import substitute
 from .copies import check_writable, mark_copy
 

@@ -16,16 +16,20 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch._C import _are_functorch_transforms_active
-from torch._functorch import eager_transforms as _transforms
-from torch._functorch import vmap as _vmap
 
 from .._errors import OperatorError
 from .._rules.registry import handler
+from .._torch_private import (
+    _are_functorch_transforms_active,
+    _make_dual,
+    _process_batched_inputs,
+    _wrap_all_tensors,
+    _wrap_all_tensors_to_functional,
+)
+from .._torch_private import is_functorch_wrapped_tensor as is_wrapped
 
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_MAPS = _vmap._process_batched_inputs.__code__
-_WRAPS = {_transforms._wrap_all_tensors.__code__, _transforms._wrap_all_tensors_to_functional.__code__}
+_MAPS = _process_batched_inputs.__code__
+_WRAPS = {_wrap_all_tensors.__code__, _wrap_all_tensors_to_functional.__code__}
 _TRANSFORMS = {"grad_and_value_impl": "grad", "_vjp_with_argnums": "vjp", "_jvp_with_argnums": "jvp"}
 _REMEDIES = [
     ("call the function without the transform", "batch dims and torch.autograd.grad(outputs, inputs) work on DTensors"),
@@ -75,6 +79,6 @@ def refuse(operation: str, rule: str) -> NoReturn:
     raise OperatorError(operation, rule, (), _REMEDIES)
 
 
-@handler(torch._VF._make_dual)
+@handler(_make_dual)
 def make_dual(function: Callable, args: tuple, kwargs: dict) -> NoReturn:
     refuse("jvp", "an argument is a DTensor, and a dual number of it would be of this rank's shard alone")

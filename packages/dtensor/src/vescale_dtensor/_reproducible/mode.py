@@ -17,6 +17,7 @@ from .._rules.body import body_of
 from .._rules.products import attention as attention_rules
 from .._rules.registry import CACHE_LIMIT, Call, Decision, Operand
 from .._tensor.tensor import DTensor
+from .._torch_private import _foreach_norm
 from .call import ALONE
 from .forms import FORMS
 from .functions import channels, convolution, lookup, norms, rows  # noqa: F401 - their forms are registered
@@ -117,7 +118,7 @@ class reproducible(TorchFunctionMode):
         collect(args, tensors)
         collect(kwargs, tensors)
         if not tensors or any(type(t) not in _PLAIN for t in tensors) or kwargs.get("out") is not None:
-            if function is not torch._foreach_norm:
+            if function is not _foreach_norm:
                 return function(*args, **kwargs)
             own = next((type(t) for t in tensors if getattr(type(t), "before_dtensor", False)), None)
             if own is None:

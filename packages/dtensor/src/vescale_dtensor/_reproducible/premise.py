@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .._torch_private import DisableTorchFunction
 from .functions.steady import STEADY, WIDTH, steadied
 from .grid import ReproducibleError
 from .merging import batched
@@ -63,7 +64,7 @@ def require_premise(device_type: str) -> None:
     """
     if device_type in ("cpu", "meta"):
         return
-    with torch._C.DisableTorchFunction():  # the mode may be on
+    with DisableTorchFunction():  # the mode may be on
         found = check_premise(device_type)
     if found:
         raise ReproducibleError(

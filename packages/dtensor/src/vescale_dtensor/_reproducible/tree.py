@@ -28,6 +28,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .._communication.collectives import all_gather
+from .._torch_private import DisableTorchFunction
 from .grid import Cut
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -38,7 +39,7 @@ def unseen(body: Callable) -> Callable:
 
     @functools.wraps(body)
     def run(*args):
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return body(*args)
 
     return run
@@ -51,7 +52,7 @@ def unseen_backward(body: Callable) -> Callable:
     @functools.wraps(body)
     def run(ctx, grad):
         saved = ctx.saved_tensors
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return body(ctx, saved, grad)
 
     return run

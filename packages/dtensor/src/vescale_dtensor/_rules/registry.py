@@ -21,10 +21,10 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch._ops import OpOverload
 
 from .._layouts.layout import Layout
 from .._layouts.mesh import Mesh
+from .._torch_private import OpOverload
 from .traits import NONE, Trait
 
 # What a rule may say about an output: a layout, a tuple of them, or None for "leave it alone".

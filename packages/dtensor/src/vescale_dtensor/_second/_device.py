@@ -16,6 +16,7 @@ from types import FrameType, ModuleType
 
 import torch
 
+from .._torch_private import _register_device_module
 from ._build import MODULE, library
 
 NAME = "second"
@@ -31,7 +32,7 @@ def register() -> ModuleType:
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _module(extension))
+    _register_device_module(NAME, _module(extension))
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=False)
     from ._group import register as register_group
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, is_grad_enabled
-from torch._C import _are_functorch_transforms_active
 from torch.autograd import Function
 
 from .._communication import events
@@ -18,6 +17,7 @@ from .._communication.collectives import Recipe
 from .._conversions.convert import convert_tracked
 from .._conversions.steps import Route
 from .._tensor.tensor import local_only
+from .._torch_private import _are_functorch_transforms_active
 
 
 class Cross(Function):

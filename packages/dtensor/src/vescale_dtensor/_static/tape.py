@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._communication import events
 from .._layouts.layout import Layout
 from .._tensor.tensor import local_only
+from .._torch_private import TorchDispatchMode
+from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _RANDOM = torch.Tag.nondeterministic_seeded
 _READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item"})
 _COMMUNICATES = frozenset({"c10d", "_c10d_functional", "_dtensor"})

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch._guards import TracingContext
+from .._torch_private import TracingContext, compiler_user_errors, skipped_frame
 
 _told = set()
 _TEXT = (
@@ -32,8 +32,6 @@ class LeftToPython:
 
 def _sent_away() -> Exception:
     """The error by which a tracer skips a function and what it calls; under fullgraph=True it is raised to the user."""
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
-
     stack = TracingContext.extract_stack()
     name = stack[-1].name if stack else "a function"
     text = _TEXT.format(name=name)
@@ -41,14 +39,14 @@ def _sent_away() -> Exception:
         _told.add(name)
         warnings.warn(text, stacklevel=2)
     error = _left_to_python()(text)
-    error.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    error.frame_exec_strategy = skipped_frame()
     return error
 
 
 @functools.cache
 def _left_to_python() -> Callable[[str], Any]:
     """The error's class, once torch's tracer is imported."""
-    from torch._dynamo.exc import UserError, UserErrorType
+    UserError, UserErrorType = compiler_user_errors()
 
     class LeftToPythonError(UserError):
         # A tracer clears the flag where it has traced into a call, and would compile what is around it.

@@ -19,12 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _is_torch_function_enabled
-from torch.jit._builtins import _find_builtin, _register_builtin
-from torch.utils._device import _device_constructors
 
 from .._conversions.convert import alias
 from .._errors import OperatorError
+from .._torch_private import (
+    _device_constructors,
+    _find_builtin,
+    _is_torch_function_enabled,
+    _register_builtin,
+    _set_default_tensor_type,
+    replace_set_default_tensor_type,
+)
 from .tensor import DTensor, local_only, stamp
 
 Answer = Callable[[Callable, tuple, dict], Any]
@@ -43,7 +48,7 @@ def place_all() -> None:
     Tensor.data, Tensor.grad = _Whole(Tensor.data), _Whole(Tensor.grad)
     for name in _KINDS.split():
         setattr(torch, name, _Kind(f"torch.{name}", (), {"_of_c": getattr(torch, name), "__module__": "torch"}))
-    torch._C._set_default_tensor_type = _set_default_tensor_type
+    replace_set_default_tensor_type(_set_default_kind)
 
 
 def _replace(owner: Any, name: str, answer: Answer) -> None:
@@ -167,11 +172,8 @@ class _Kind(type):
         return cls._of_c.__name__
 
 
-_default_of_c = torch._C._set_default_tensor_type
-
-
-def _set_default_tensor_type(kind: Any) -> None:
-    _default_of_c(kind._of_c if isinstance(kind, _Kind) else kind)
+def _set_default_kind(kind: Any) -> None:
+    _set_default_tensor_type(kind._of_c if isinstance(kind, _Kind) else kind)
 
 
 def _as_subclass(tensor: DTensor, kind: type) -> Tensor:

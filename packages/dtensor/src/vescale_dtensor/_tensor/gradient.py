@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _current_graph_task_id
 from torch.autograd.graph import GradientEdge
 
 from .._conversions.convert import alias, convert, convert_plain, describe
@@ -20,6 +19,7 @@ from .._errors import GradientError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT, PENDING, VARYING
+from .._torch_private import _current_graph_task_id
 from .tensor import DTensor, local_only, plain_class, source_of, stamp
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
-from torch._C import _is_torch_function_enabled, _len_torch_function_stack
 
 from .._dispatch.dispatch import dispatch
+from .._torch_private import _is_torch_function_enabled, _len_torch_function_stack
 from .construct import redistribute
 from .gradient import start_backward
 from .tensor import DTensor

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import _functions
 
 from .._conversions.convert import alias, convert
 from .._layouts.layout import Layout
+from .._torch_private import BackwardHookFunction
 from .gradient import converted_gradient
 from .tensor import DTensor, stamp
 
 Gradients = Sequence[Tensor | None]
-_plain_apply = _functions.BackwardHookFunction.apply
+_plain_apply = BackwardHookFunction.apply
 
 
 # torch looks for the node by its name, which is the Function's.
@@ -89,4 +89,4 @@ def _apply(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def see_globally() -> None:
     """From now on torch's modules use it; once for the process."""
-    _functions.BackwardHookFunction.apply = staticmethod(_apply)
+    BackwardHookFunction.apply = staticmethod(_apply)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from .._layouts.layout import Layout
+from .._torch_private import _CheckpointFrame, _NoopSaveInputs
 from .tensor import DTensor, stamp
 
 Layouts = Sequence[Layout | None]
@@ -27,11 +28,11 @@ Layouts = Sequence[Layout | None]
 def keep_layouts() -> None:
     """Puts the notes in place, once for the process."""
     _replace(checkpoint.CheckpointFunction, "apply", _reentrant, static=True)
-    if hasattr(checkpoint._CheckpointFrame, "get_inputs"):
-        _replace(checkpoint._CheckpointFrame, "save_inputs", _save_inputs)
-        _replace(checkpoint._CheckpointFrame, "get_inputs", _get_inputs)
+    if hasattr(_CheckpointFrame, "get_inputs"):
+        _replace(_CheckpointFrame, "save_inputs", _save_inputs)
+        _replace(_CheckpointFrame, "get_inputs", _get_inputs)
     else:
-        _replace(checkpoint._NoopSaveInputs, "apply", _saved_by_function, static=True)
+        _replace(_NoopSaveInputs, "apply", _saved_by_function, static=True)
 
 
 def _replace(owner: type, name: str, how: Callable, static: bool = False) -> None:

@@ -16,13 +16,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass as local_only
-from torch._C import DispatchKey, _disabled_torch_function_impl, _DisableTorchDispatch, _is_torch_function_enabled
-from torch._C import _current_graph_task_id as _graph_task
-from torch._C import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
 
 from .._dispatch.functorch import TensorType, check_not_mapped
 from .._layouts.layout import Layout
+from .._torch_private import DisableTorchFunctionSubclass as local_only
+from .._torch_private import (
+    DispatchKey,
+    _disabled_torch_function_impl,
+    _DisableTorchDispatch,
+    _is_torch_function_enabled,
+)
+from .._torch_private import _current_graph_task_id as _graph_task
+from .._torch_private import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
 from .compiled import LeftToPython
 
 if TYPE_CHECKING:

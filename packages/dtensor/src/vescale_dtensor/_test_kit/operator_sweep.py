@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._errors import VescaleError
 from .._tensor.tensor import DTensor
+from .._torch_private import operator_database, tree_flatten, tree_unflatten
 from ..placement import Partial, Placement, Replicate, Shard
 from ..testing import RankError, mesh_of, run_ranks
 from .oracle import spread
@@ -83,9 +83,7 @@ class Outcome:
 @functools.cache
 def database() -> dict[str, Any]:
     """The entries that take float32, by name and variant."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    named = {f"{info.name}.{info.variant_test_name}".rstrip("."): info for info in op_db}
+    named = {f"{info.name}.{info.variant_test_name}".rstrip("."): info for info in operator_database()}
     return {name: info for name, info in named.items() if torch.float32 in info.dtypes}
 
 

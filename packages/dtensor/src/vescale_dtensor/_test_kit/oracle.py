@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten
 
 from .._communication import events as _events
 from .._communication.events import Event
@@ -19,6 +18,7 @@ from .._layouts.region import divides
 from .._layouts.state import INVARIANT, State
 from .._tensor.construct import distribute_tensor, from_local
 from .._tensor.tensor import DTensor
+from .._torch_private import tree_flatten
 from ..placement import Partial, Placement, Replicate, Shard
 from ..testing import slice_of
 

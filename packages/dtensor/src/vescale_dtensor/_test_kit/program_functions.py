@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .._torch_private import _foreach_add
+
 # --- elementwise ------------------------------------------------------------------------
 
 UNARY: dict[str, Callable] = {
@@ -91,7 +93,7 @@ BINARY: dict[str, Callable] = {
     "outer": lambda x, y: torch.outer(x.flatten(), y.to(x.dtype).flatten()),
     "stack_pair": lambda x, y: torch.stack([x, y.to(x.dtype).expand_as(x)], -1),
     "set_first": lambda x, y: _assigned(x.clone(), 0, y.expand_as(x)[0]),
-    "foreach": lambda x, y: torch._foreach_add([x, x], [y, y], alpha=2)[1],
+    "foreach": lambda x, y: _foreach_add([x, x], [y, y], alpha=2)[1],
     "row_add_": lambda x, y: _in_place_on_view(x.clone(), lambda z: z[-1].add_(y.expand_as(x)[-1])),
     "transposed_mul_": lambda x, y: _in_place_on_view(x.clone(), lambda z: z.transpose(0, -1).mul_(y.expand_as(x).mT)),
 }

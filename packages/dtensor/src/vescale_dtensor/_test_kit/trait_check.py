@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .._communication.events import function_name
 from .._rules.registry import TABLE
 from .._rules.traits import Trait
+from .._torch_private import tree_flatten, tree_map, tree_unflatten
 
 # A tensor in the second place lends its dtype and device alone; where(condition) is nonzero. Their rules know.
 _LENDS = frozenset({Tensor.to, Tensor.type_as})

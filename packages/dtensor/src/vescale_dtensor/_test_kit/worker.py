@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from .. import _second
 from .._dispatch import fallback
+from .._torch_private import all_groups
 
 START_SECONDS = 180.0  # importing libraries in the fork server, rendezvous of a world, on a machine at its limit
 COLLECTIVE_SECONDS = 30.0  # default timeout of every process group
@@ -388,7 +389,7 @@ def check_groups(seconds: float) -> None:
     """Runs on every rank: a barrier on each process group, in order of creation."""
     if device_type == "second":
         _second.forget_undelivered()
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in all_groups():
         options = dist.BarrierOptions()
         options.device = torch.device(device_type)
         options.timeout = timedelta(seconds=seconds)

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from .._torch_private import run_backward as _run
+
 Gradients = list[Tensor | None]
-_run = torch.autograd.Variable._execution_engine.run_backward
 
 
 def gradients_of(roots: Sequence, inputs: Sequence, seeds: Sequence, retain_graph: bool = False) -> tuple:

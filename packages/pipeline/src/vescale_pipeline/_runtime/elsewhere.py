@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._torch_private import DisableTorchFunctionSubclass, _foreach_norm, make_subclass
+
 
 class Placed(NamedTuple):
     """The norms of a model's gradients, by the parameters' places in it.
@@ -44,7 +46,7 @@ class Elsewhere(nn.Parameter):
     norm_of: Callable[[float], Placed]
 
     def __new__(cls, norm_of: Callable[[float], Placed], device: torch.device) -> Elsewhere:
-        made = torch.Tensor._make_subclass(cls, torch.empty(0, device=device), True)
+        made = make_subclass(cls, torch.empty(0, device=device), True)
         made.norm_of, made.exists = norm_of, False
         return made
 
@@ -64,7 +66,7 @@ class Remote(Tensor):
     norm_of: Callable[[float], Placed]
 
     def __new__(cls, norm_of: Callable[[float], Placed], device: torch.device) -> Remote:
-        made = torch.Tensor._make_subclass(cls, torch.empty(0, device=device))
+        made = make_subclass(cls, torch.empty(0, device=device))
         made.norm_of = norm_of
         return made
 
@@ -76,7 +78,7 @@ class Remote(Tensor):
             self = args[0]
             order = 2.0 if order in (None, "fro") else float(order)
             return Norms(self.norm_of(order), order, self.device)
-        if function is torch._foreach_norm:
+        if function is _foreach_norm:
             order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
             others = [tensor for tensor in args[0] if type(tensor) is not cls]
             norms = iter(function(others, order) if others else ())
@@ -87,7 +89,7 @@ class Remote(Tensor):
                 return args[0]
             others = [tensor for tensor in args[0] if type(tensor) is not cls]
             return function(others, *args[1:], **kwargs) if others else None
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
 
@@ -99,7 +101,7 @@ class Norms(Tensor):
 
     def __new__(cls, placed: Placed, order: float, device: torch.device) -> Norms:
         total = combined(list(placed.elsewhere.values()), order, device)
-        made = torch.Tensor._make_subclass(cls, total.to(torch.get_default_dtype()))
+        made = make_subclass(cls, total.to(torch.get_default_dtype()))
         made.placed = placed
         return made
 
@@ -116,7 +118,7 @@ class Norms(Tensor):
                 dtypes = [*(tensor.dtype for tensor in others), *((placed.dtype,) if placed.dtype is not None else ())]
                 norms = placed.elsewhere | placed.here
                 return torch.stack([norms[place] for place in sorted(norms)]).to(reduce(torch.promote_types, dtypes))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             args = (
                 [[x.as_subclass(Tensor) if type(x) is cls else x for x in args[0]], *args[1:]]
                 if function is torch.stack
@@ -135,4 +137,4 @@ def combined(norms: Sequence[Tensor], order: float, device: torch.device) -> Ten
 
 def norms_of_gradients(gradients: Sequence[Tensor], order: float, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """As torch computes them, one by one; of distributed gradients, those of the whole. Cost: what the norms cost."""
-    return [whole(norm) for norm in torch._foreach_norm(gradients, order)] if gradients else []
+    return [whole(norm) for norm in _foreach_norm(gradients, order)] if gradients else []

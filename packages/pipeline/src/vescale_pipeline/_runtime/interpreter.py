@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._errors import PipelineError
+from .._torch_private import _get_privateuse1_backend_name
 from .._trace.memory import Memories
 from .._trace.placeholder import memory_of
 from .._transport.messages import PARTS
@@ -240,7 +241,7 @@ class _Random:
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.type not in ("cpu", torch._C._get_privateuse1_backend_name()):
+        if device.type not in ("cpu", _get_privateuse1_backend_name()):
             warnings.warn(
                 f"vescale_pipeline: random numbers of a pipeline on {device.type} may not be those of one device: what "
                 "other stages draw is gone past by operators that fused kernels need not agree with",

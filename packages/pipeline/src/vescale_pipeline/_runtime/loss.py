@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import PipelineError
+from .._torch_private import _foreach_mul
 from .._trace.containers import map_tensors, tensors_in
 
 
@@ -41,7 +42,7 @@ def weighted(losses: Sequence[Tensor], weights: Weights) -> Tensor:
     kept = [(loss, weight) for loss, weight in zip(losses, weights) if weight]
     if not kept:
         return torch.zeros_like(losses[0])
-    total, *others = torch._foreach_mul(*map(list, zip(*kept)))
+    total, *others = _foreach_mul(*map(list, zip(*kept)))
     for part in others:
         total = total + part
     return total

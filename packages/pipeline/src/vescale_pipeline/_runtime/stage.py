@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass as local_only
 
 from .._errors import PipelineError
+from .._torch_private import DisableTorchFunctionSubclass as local_only
+from .._torch_private import _foreach_add, _foreach_add_
 from .._trace.memory import Memories
 from .._trace.record import Record
 from .._transport.p2p import Header, Part, part_of
@@ -206,11 +207,11 @@ class Stage:
             return
         if there == self._own:
             into = sums if len(there) == len(sums) else [sums[i] for i in there]
-            torch._foreach_add_(into, gradients if into is sums else [gradients[i] for i in there])
+            _foreach_add_(into, gradients if into is sums else [gradients[i] for i in there])
             return
         both = [i for i in there if sums[i] is not None]
         if both:
-            for i, total in zip(both, torch._foreach_add([sums[i] for i in both], [gradients[i] for i in both])):
+            for i, total in zip(both, _foreach_add([sums[i] for i in both], [gradients[i] for i in both])):
                 sums[i] = total
         self._own = both if len(both) == len(there) else None
         for i in there:

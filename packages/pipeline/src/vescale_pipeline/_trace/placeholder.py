@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass
 
 from .._errors import PipelineError
+from .._torch_private import DisableTorchFunctionSubclass
 from .containers import map_tensors, tensors_in
 from .devices import placed
 

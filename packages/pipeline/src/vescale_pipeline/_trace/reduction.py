@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .._errors import PipelineError
+from .._torch_private import _is_torch_function_enabled
 from .containers import map_tensors, tensors_in
 from .orders import SORTS, Order, reordered, sorted_by
 from .placeholder import FACTORIES, Placeholder, name_of
@@ -75,7 +75,7 @@ class Notes(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not torch._C._is_torch_function_enabled():  # what moves shards: how it does so is not the forward's
+        if not _is_torch_function_enabled():  # what moves shards: how it does so is not the forward's
             return function(*args, **(kwargs or {}))
         name = name_of(function)
         if name == "__set__" and isinstance(args[0], nn.Parameter):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch_private import TorchDispatchMode
 from .containers import map_tensors, tensors_in
 from .memory import Slot
 from .placeholder import Placeholder, memory_of, placeholder

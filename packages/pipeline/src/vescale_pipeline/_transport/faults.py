@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from .._errors import PipelineError
+from .._torch_private import _get_default_store
 from .words import LinkError
 
 MOST_TEXT = 4000
@@ -35,7 +34,7 @@ class Faults:
     """
 
     def __init__(self, name: str, ended: Callable[[], str | None] = lambda: None) -> None:
-        self.store = dist.distributed_c10d._get_default_store()
+        self.store = _get_default_store()
         self.key = f"{name}/cause"
         self._ended = ended
         self.known: str | None = None

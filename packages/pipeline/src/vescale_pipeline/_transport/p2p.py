@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch_private import _abort_process_group, _storage_Use_Count
 from .messages import UNUSED_TAG, Message, Recorder, Tags
 from .words import LinkError, Words
 
@@ -209,7 +210,7 @@ class Link:
 
     def recycle(self, tensor: Tensor) -> None:
         """Gives a receive buffer back; one that somebody still looks at is left to them."""
-        if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:  # `tensor`, and the handle just made
+        if _storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:  # `tensor`, and the handle just made
             self._free.setdefault((tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype), []).append(tensor)
 
     def close(self) -> None:
@@ -222,7 +223,7 @@ class Link:
         if self._words is None:
             dist.destroy_process_group(group)
         else:
-            dist.distributed_c10d._abort_process_group(group)  # to destroy it waits for what is pending
+            _abort_process_group(group)  # to destroy it waits for what is pending
 
     def wake(self) -> None:
         """From another thread: whoever waits here for a transfer gets an error. The connections are closed later."""

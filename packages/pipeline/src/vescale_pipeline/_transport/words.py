@@ -12,14 +12,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from .._torch_private import _get_default_store
 
 _SLICE = timedelta(seconds=1)
 
 
 def own_connection() -> Any:
     """To the store of torch.distributed: torch holds the lock of its own one while it waits for other ranks."""
-    return dist.distributed_c10d._get_default_store().clone()
+    return _get_default_store().clone()
 
 
 class LinkError(RuntimeError):

@@ -13,13 +13,13 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import convert_plain
 
 from .._plan.parts import PlanError
+from .._torch_private import _current_graph_task_id
 from .._zero.optim import Sharded, wrap
 from .._zero.optim_kinds import MATRIX
 from .._zero.zero import DataParallel

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vescale_rng import is_deferred
 
 from .._plan.parts import PlanError
+from .._torch_private import is_traceable_wrapper_subclass
 from ..plan import Plan
 from .join import is_fake
 

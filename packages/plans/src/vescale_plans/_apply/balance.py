@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from vescale_dtensor import InterleavedShard, Placement, Shard, zigzag
 from vescale_dtensor.engine import Mesh, cut_ranges, is_reproducible
 
+from .._torch_private import _ConvNd
 from ..plan import Plan
 
 CLOSE = 0.04
@@ -29,7 +30,7 @@ PARTS = (2, 4, 8, 16)
 """How many parts of a sequence a rank has: each pair of parts that see each other is a kernel of its own."""
 LEAST = 8
 """Rows that a part has at least, where a rank has more than two."""
-MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
+MIXERS = (_ConvNd, nn.RNNBase)
 """Modules that meet positions without attention, and for which parts in one piece are better."""
 _CAUSAL = re.compile(r"is_causal\s*=\s*True")
 

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vescale_dtensor import (
     DTensor,
@@ -38,6 +37,7 @@ from vescale_dtensor.engine import (
     stamp,
 )
 
+from .._torch_private import DisableTorchFunction, is_traceable_wrapper_subclass
 from ..installed._replicas import check_replicas
 from ..plan import Plan, PlanError
 from .balance import Balance
@@ -102,7 +102,7 @@ class RootBorder:
         balance = self._cuts.balance
         if balance is None and not checks and not kwargs and all(type(each) is DTensor for each in args):
             return None
-        with torch._C.DisableTorchFunction():  # nothing here is the forward's: a pipeline's dry run must not see it
+        with DisableTorchFunction():  # nothing here is the forward's: a pipeline's dry run must not see it
             if checks:
                 check_agreement((args, kwargs), self._mesh)
                 check_replicas(root, self._mesh)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vescale_dtensor import MeshError
 from vescale_dtensor.engine import hook_breakpoints, raised_anywhere, raised_here, tell_endings, watch_for_hangs
 
+from .._torch_private import _abort_process_group, backend_of
 from ..plan import Plan, PlanError
 
 # Bounds every collective: a rank that waits longer raises, naming what it waited for.
@@ -107,7 +108,7 @@ def leave() -> None:
         if ending.is_alive():
             print("vescale: at the end something is pending that no rank answers: it is aborted", file=sys.stderr)
         with contextlib.suppress(RuntimeError):  # of what has ended meanwhile
-            dist.distributed_c10d._abort_process_group()
+            _abort_process_group()
 
 
 def _destroy() -> None:
@@ -155,7 +156,7 @@ def settle_device(model: nn.Module) -> str:
 def _served_by(device: str) -> str | None:
     """The name of the world's backend for a type of device; None without one."""
     try:
-        return dist.group.WORLD._get_backend(torch.device(device)).name()
+        return backend_of(torch.device(device)).name()
     except RuntimeError:
         return None
 

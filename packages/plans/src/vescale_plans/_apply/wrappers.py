@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import nn
-from torch._guards import TracingContext
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .._plan.parts import PlanError
 from .._static import passes
+from .._torch_private import TracingContext, composable_state_key
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _COMPOSES = frozenset({"checkpoint"})
@@ -39,8 +39,7 @@ _NOT_COMPILED_STEP = [
 
 def check_unwrapped(model: nn.Module) -> None:
     """Raises PlanError for a model that torch distributes already."""
-    from torch.distributed._composable.contract import STATE_KEY
-
+    key = composable_state_key()
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise PlanError(
@@ -50,7 +49,7 @@ def check_unwrapped(model: nn.Module) -> None:
                 (),
                 _NOT_COMPILED,
             )
-        applied = {function.__name__ for function in module.__dict__.get(STATE_KEY, ())} - _COMPOSES
+        applied = {function.__name__ for function in module.__dict__.get(key, ())} - _COMPOSES
         if isinstance(module, (DataParallel, DistributedDataParallel)):
             applied.add(type(module).__name__)
         if applied:
@@ -64,11 +63,10 @@ def check_unwrapped(model: nn.Module) -> None:
 
 def refuse_wrappers(model: nn.Module) -> None:
     """From now on torch's wrappers raise PlanError for the model and its modules."""
-    from torch.distributed._composable.contract import STATE_KEY  # costs more than the rest of an import of vescale
-
+    key = composable_state_key()
     for module in model.modules():
-        if not isinstance(module.__dict__.get(STATE_KEY), _Applied):
-            module.__dict__[STATE_KEY] = _Applied(module.__dict__.get(STATE_KEY, ()))
+        if not isinstance(module.__dict__.get(key), _Applied):
+            module.__dict__[key] = _Applied(module.__dict__.get(key, ()))
         module.__dict__[_IGNORED] = _LeftAlone()
         module.__dict__.update(dict.fromkeys(_COMPILED, _NotCompiled()))
         module.__dict__["compile"] = _refuse_compile

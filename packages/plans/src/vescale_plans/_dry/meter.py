@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from .._torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, tree_iter, tree_map_only
 from .meta_kernels import FLOPS, STAND_INS
 
 HOST = "host"  # the kind of storages that stand for memory of the host
@@ -57,7 +56,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         # What arrives is below any subclass: a saved DTensor stands for its shard here.
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if any(tensor.is_meta for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)):
                 args, kwargs = tree_map_only(Tensor, _meta, (args, kwargs))
             elif kwargs.get("device") == _META and _makes_integers(function, args, kwargs):
@@ -74,7 +73,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _note(self, tensor: Tensor, kind: str, relabel: bool = False) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._known.get(key)

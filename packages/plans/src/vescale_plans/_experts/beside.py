@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vescale_dtensor.engine import local_only
 
 from .._apply.generators import random_states, same_states, set_random_states
 from .._plan.validate import CONTAINERS
+from .._torch_private import _top_saved_tensors_default_hooks
 
 WATCHED_CALLS = 2
 
@@ -124,4 +124,4 @@ def _version(tensor: Tensor) -> int:
 
 def _is_recomputed() -> bool:
     """Under a checkpoint the order in which tensors are saved must be the same in every pass."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _top_saved_tensors_default_hooks(True) is not None

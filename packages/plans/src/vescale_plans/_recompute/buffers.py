@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from vescale_dtensor import GradientError
 from vescale_dtensor.engine import local_only
+
+from .._torch_private import _NormBase
 
 
 class Buffers:

@@ -21,6 +21,13 @@ from torch.utils import checkpoint
 from torch.utils.hooks import BackwardHook
 
 from .._static.key import is_ours
+from .._torch_private import (
+    _DEFAULT_DETERMINISM_MODE,
+    _checkpoint_without_reentrant_generator,
+    global_forward_hook_kinds,
+    global_forward_hooks,
+    has_global_backward_hooks,
+)
 from .buffers import Buffers, Found
 from .host import Host, Parked
 
@@ -44,8 +51,8 @@ class Checkpoint:
             tensors = [one for one in args if isinstance(one, Tensor)]
             device = [one.detach().new_empty(0) for one in tensors[:1]]  # whose generator's state torch keeps
             args = (Parked(self._host, args), *device)
-        around = checkpoint._checkpoint_without_reentrant_generator(
-            again, True, checkpoint.noop_context_fn, checkpoint._DEFAULT_DETERMINISM_MODE, False, True, *args, **kwargs
+        around = _checkpoint_without_reentrant_generator(
+            again, True, checkpoint.noop_context_fn, _DEFAULT_DETERMINISM_MODE, False, True, *args, **kwargs
         )
         next(around)
         self._running.append((around, again))
@@ -90,17 +97,17 @@ class Again:
         self._is_watched = bool(
             module._backward_hooks
             or module._backward_pre_hooks
-            or every._global_backward_hooks
-            or every._global_backward_pre_hooks
+            or has_global_backward_hooks()
         )
 
     def returns(self) -> None:
         """The forward is through: which hooks come after it, and which buffers it has written."""
         self._found.settle()
         module = self._module
+        with_kwargs, _ = global_forward_hook_kinds()
         everywhere = [
-            Hook(hook, id_ in every._global_forward_hooks_with_kwargs, False)
-            for id_, hook in every._global_forward_hooks.items()
+            Hook(hook, id_ in with_kwargs, False)
+            for id_, hook in global_forward_hooks()[1].items()
             if not is_ours(hook)
         ]
         held = [
@@ -114,11 +121,13 @@ class Again:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if args and isinstance(args[0], Parked):
             args = args[0].arguments()
-        module, output, watching = self._module, None, every._global_forward_hooks_always_called
-        closing = [Hook(h, False, True) for id_, h in every._global_forward_hooks.items() if id_ in watching]
+        module, output = self._module, None
+        before, after = global_forward_hooks()
+        _, always = global_forward_hook_kinds()
+        closing = [Hook(hook, False, True) for id_, hook in after.items() if id_ in always]
         closing = [*_ours(closing), *self._closing]
         try:
-            for hook in every._global_forward_pre_hooks.values():
+            for hook in before.values():
                 if is_ours(hook):
                     hook(module, args)
             for hook in self._before:

@@ -39,6 +39,7 @@ from vescale_dtensor.debug import Cause
 from vescale_dtensor.engine import Route, communicates, local_only, route_between, set_cause, set_watch
 
 from .._plan.validate import CONTAINERS
+from .._torch_private import _top_saved_tensors_default_hooks
 from .checkpoint import Checkpoint
 from .host import Host, Placed
 
@@ -230,7 +231,7 @@ class Keeping:
     def enter(self, module: nn.Module, args: tuple) -> None:
         hooks = _active[-1] if _active else None
         if hooks is not None:
-            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            top = _top_saved_tensors_default_hooks(True)
             if top is not None and top[0] is hooks.pack_hook:
                 hooks.__exit__(None, None, None)
             else:  # somebody else's hooks are inside ours, and see what is saved

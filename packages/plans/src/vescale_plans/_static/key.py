@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.nn.modules import module as _global
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import erase
+
+from .._torch_private import global_forward_hooks, has_global_backward_hooks
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 
@@ -71,12 +72,12 @@ _KNOWING = frozenset(
 
 def foreign_global_hooks() -> bool:
     """Whether somebody watches every module's call: such hooks see what modules take, or its gradients."""
-    if _global._global_backward_hooks or _global._global_backward_pre_hooks:
+    if has_global_backward_hooks():
         return True
-    if not (_global._global_forward_pre_hooks or _global._global_forward_hooks):
+    before, after = global_forward_hooks()
+    if not (before or after):
         return False
-    hooks = (*_global._global_forward_pre_hooks.values(), *_global._global_forward_hooks.values())
-    return any(not knows_plain(hook) for hook in hooks)
+    return any(not knows_plain(hook) for hook in (*before.values(), *after.values()))
 
 
 def knows_plain(hook: Any) -> bool:

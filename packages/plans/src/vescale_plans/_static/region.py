@@ -27,11 +27,11 @@ from vescale_dtensor.engine import (
 from .._apply.boundary import replaceable
 from .._apply.containers import map_first, map_tensors
 from .._apply.generators import random_states, set_random_states
+from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
+from .._torch_private import compiler_errors, functorch_config
 from . import passes
 from .frame import Border, Frame, Step, parameter_place, tensors_of
 from .guard import FORWARD_HOOKS
-
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class StaticWarning(UserWarning):
@@ -168,7 +168,7 @@ class Region:
             held[name] = tensor.view_as(tensor)
         try:
             return _apart(self._compiled(*args, **kwargs))
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+        except compiler_errors() as error:
             self._compiled = None
             why = str(error).strip().partition("\n")[0]
             warnings.warn(f"{self.site.name} is not compiled: {why}", StaticWarning, stacklevel=2)
@@ -326,9 +326,7 @@ def _let_graphs_be_retained() -> None:
     made; another process may have made it, and left it in the compiler's cache on disk. torch has one switch for that,
     which is read again in every backward. Of the process; it costs memory of backwards that would have been reused.
     """
-    from torch._functorch import config
-
-    config.donated_buffer = False
+    functorch_config().donated_buffer = False
 
 
 def _own_code(forward: Callable) -> Callable:

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from torch._C import _are_functorch_transforms_active, _len_torch_function_stack
 
 from vescale_dtensor.engine import Difference, check_order, grad_state, is_strict, restore
 

@@ -53,6 +53,7 @@ from vescale_dtensor.engine import (
 
 from .._plan.parts import PlanError
 from .._plan.promise import fulfil
+from .._torch_private import _has_compatible_shallow_copy_type, version_of
 from .in_flight import SYNC, InFlight, Usage
 from .packing import pack
 from .slot import Sharing, Slot, block_of, holders, largest_shard, settled
@@ -63,7 +64,6 @@ _ALIGN_BYTES = 64
 
 _get_grad = Tensor.grad.__get__
 _is_away, _is_lent, _owner_of = attrgetter("is_away"), attrgetter("is_lent"), attrgetter("_owner")
-_version_of = Tensor._version.__get__
 _requires_grad_of = Tensor.requires_grad.__get__
 _set_grad = Tensor.grad.__set__
 
@@ -285,7 +285,7 @@ class Buffer:
     def _note_versions(self) -> None:
         if not self.lets_go:
             with local_only():
-                self._versions = list(map(_version_of, self._parameters))
+                self._versions = list(map(version_of, self._parameters))
             for slot in self.slots:
                 slot.is_lent = False
 
@@ -295,7 +295,7 @@ class Buffer:
         if not self.separate:
             return False
         with local_only():
-            return list(map(_version_of, self._parameters)) != self._versions or any(map(_is_lent, self.slots))
+            return list(map(version_of, self._parameters)) != self._versions or any(map(_is_lent, self.slots))
 
     @property
     def is_gathered(self) -> bool:
@@ -509,7 +509,7 @@ def _is_beside_host(device: torch.device) -> bool:
 def _may_lie_on_host(device: torch.device) -> bool:
     """Whether a parameter may be pointed at memory of the device and of the host in turn, as torch has it for CUDA."""
     there = torch.empty(0, device=device)
-    return device.type == "meta" or torch._has_compatible_shallow_copy_type(there, torch.empty(0))
+    return device.type == "meta" or _has_compatible_shallow_copy_type(there, torch.empty(0))
 
 
 def _fill_negative_zero(piece: Tensor) -> None:

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id
 
 from vescale_dtensor.engine import after_backward, forget_all, in_backward, keeps_graph, local_only, value_of
 
 from .._apply.containers import map_tensors
+from .._torch_private import DisableTorchFunction, _current_graph_task_id, queue_callback
 from .buffer import Buffer
 from .in_flight import Apart, InFlight, Usage, newest
 from .slot import Sharing, Slot
@@ -138,7 +138,7 @@ class DataParallel:
         """Hears when autograd has added to the gradients of these of the buffer's parameters."""
         for i in which if buffer.reduces else ():
             parameter = buffer.slots[i].parameter
-            with torch._C.DisableTorchFunction():  # in a forward, of which nothing of it is
+            with DisableTorchFunction():  # in a forward, of which nothing of it is
                 if (hooks := parameter._post_accumulate_grad_hooks) is None:
                     trained = parameter.requires_grad  # torch hangs no hook on what is frozen
                     parameter.requires_grad_(True)
@@ -249,7 +249,7 @@ class DataParallel:
             return
         if not (unit.is_open or unit.is_intact):
             self.take_in()  # which converts, where the parameters' layouts are not the buffer's
-        with torch._C.DisableTorchFunction():  # nothing of it is the forward's: a pipeline's dry run must not see it
+        with DisableTorchFunction():  # nothing of it is the forward's: a pipeline's dry run must not see it
             unit.open()
             last = self._last[backward]
             if last is not unit:
@@ -295,11 +295,11 @@ class DataParallel:
             # The root's parameters, and those of the block that backward begins with, are needed again at once.
             stays = in_graph and (root or unit is self.units[-2])
             if root and not self._keeps_open:
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     for each in {unit, self.units[-2] if len(self.units) > 1 else unit}:
                         each.hide() if in_graph else each.close()
             elif not stays and not self._keeps_open:
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     unit.close()
 
     # --- backward -------------------------------------------------------------------------
@@ -422,4 +422,4 @@ class DataParallel:
 
 def _at_the_end(call: Callable[[], None]) -> None:
     """Calls it when the backward that runs is done; of nested ones, the innermost."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    queue_callback(call)

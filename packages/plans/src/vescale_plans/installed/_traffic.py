@@ -12,13 +12,13 @@ import re
 from collections import Counter
 from typing import Any
 
-import torch
 from torch import nn
 
 from vescale_dtensor.engine import ASKED, Event, mesh_of, watched
 
 from .._apply.containers import tensors_in
 from .._plan.least import least_collectives, open_sums
+from .._torch_private import DisableTorchFunction, queue_callback
 from ..plan import Plan
 
 MUCH, OPEN = 2.0, 1.25
@@ -56,7 +56,7 @@ class FirstStep:
         self._hooks[1].remove()
         self._open.close()
         tensors = tensors_in(output)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         self._hooks = [node.register_prehook(self._begin_backward) for node in nodes]
         if tensors and not nodes:
@@ -67,7 +67,7 @@ class FirstStep:
         for hook in self._hooks:
             hook.remove()
         self._open.enter_context(watched(self._hear, _nothing))
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._open.close()

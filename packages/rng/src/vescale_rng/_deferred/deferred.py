@@ -20,13 +20,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from vescale_dtensor import OperatorError
 
 from .._cpu.stream import Draw, take
+from .._torch_private import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _disabled_torch_function_impl,
+    _make_wrapper_subclass,
+    no_dispatch,
+    tree_flatten,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 from .tape import NEVER, Entry, Memory, Slot, history
 
 aten = torch.ops.aten
@@ -68,12 +76,12 @@ class Deferred(Tensor):
     """A tensor that has no memory yet: an entry of the tape stands for its values."""
 
     __slots__ = ("_slot",)
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = _disabled_torch_function_impl
 
     @staticmethod
     def of(slot: Slot, requires_grad: bool = False) -> Deferred:
         meta = slot.meta
-        tensor = Tensor._make_wrapper_subclass(
+        tensor = _make_wrapper_subclass(
             Deferred, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
             device=slot.device, requires_grad=requires_grad,
         )  # fmt: skip

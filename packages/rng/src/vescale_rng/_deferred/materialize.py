@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from vescale_dtensor import DTensor, Layout, Placement, distribute_tensor
 from vescale_dtensor.engine import stamp
 
 from .._journal import fingerprint_of
+from .._torch_private import OpOverload, tree_flatten, tree_map, tree_map_only
 from .deferred import Deferred, is_deferred, value_of
 from .tape import Entry, Slot, history
 
@@ -170,7 +170,7 @@ def _on_shards(entry: Entry, layout: Layout, values: dict) -> Tensor | list[Tens
 
 def _is_elementwise(function: Callable) -> bool:
     """By torch's own tag, which some functions have in place only, some only out of place."""
-    if not isinstance(function, torch._ops.OpOverload):
+    if not isinstance(function, OpOverload):
         return False
     packet = getattr(aten, function._schema.name.removeprefix("aten::").rstrip("_"), None)
     one = getattr(packet, function._overloadname, function) if packet is not None else function

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, device
-from torch.utils._pytree import tree_map_only
 
 from .._cpu.stream import Taken
+from .._torch_private import tree_map_only
 
 NEVER = 0  # before the first entry
 ALWAYS = 1 << 62

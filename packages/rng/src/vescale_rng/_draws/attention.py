@@ -31,6 +31,7 @@ from vescale_dtensor.rules import Call, Decision
 
 from .._deferred.materialize import cut
 from .._select import current_stream
+from .._torch_private import _safe_softmax
 from .dropout import drawn_noise
 from .fills import settled
 
@@ -111,5 +112,5 @@ def attend(
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
         scores = scores + attn_mask
-    weights = torch._safe_softmax(scores, -1) * noise[..., : scores.shape[-1]]
+    weights = _safe_softmax(scores, -1) * noise[..., : scores.shape[-1]]
     return (weights @ value).to(dtype)

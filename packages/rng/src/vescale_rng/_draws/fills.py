@@ -36,6 +36,7 @@ from vescale_dtensor.engine import (
 
 from .._cpu.stream import Draw, fill
 from .._select import current_stream
+from .._torch_private import _calculate_correct_fan
 
 _FILLS = [
     getattr(Tensor, name)
@@ -123,7 +124,7 @@ def init_kaiming_uniform(function: Callable, args: tuple, kwargs: dict) -> Any:
     if 0 in tensor.shape:
         warnings.warn("Initializing zero-element tensors is a no-op", stacklevel=3)
         return tensor
-    fan = nn.init._calculate_correct_fan(tensor, mode)
+    fan = _calculate_correct_fan(tensor, mode)
     bound = sqrt(3.0) * (nn.init.calculate_gain(nonlinearity, a) / sqrt(fan))
     return _filled_without_grad(Tensor.uniform_, (tensor, -bound, bound, generator))
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._torch_private import _abort_process_group
+
 BOUND_S = 30.0
 """So long may a collective of a few bytes take, the making of its communicator included."""
 
@@ -103,4 +105,4 @@ def abandoned(groups: list[Any]) -> None:
     """Ends what is pending: destroying a group would wait for it."""
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.distributed_c10d._abort_process_group(group)
+            _abort_process_group(group)

@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from vescale_dtensor import CommunicationError
 
+from .._machine._torch_private import DisableTorchFunctionSubclass, _DisableTorchDispatch
 from .turns import Turns
 
 NAME = "simulated"
@@ -286,7 +287,7 @@ class Group(dist.ProcessGroup):
         if len(meeting.parts) == self._size:
             del board.open[number]
             parts = [meeting.parts[rank] for rank in range(self._size)]
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+            with torch.no_grad(), DisableTorchFunctionSubclass(), _DisableTorchDispatch():
                 meeting.finish([one for one, _ in parts], [one for _, one in parts])
             meeting.done = True
 

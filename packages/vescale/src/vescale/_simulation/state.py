@@ -20,6 +20,7 @@ import torch
 
 from vescale_dtensor.engine import WHOLE_GROUP
 
+from .._machine._torch_private import c10d_world
 from . import generators
 
 OURS = {
@@ -119,7 +120,7 @@ TORCHS = {
 }
 
 _FRESH: dict[tuple[str, str], Callable[[], Any]] = {
-    ("torch.distributed.distributed_c10d", "_world"): lambda: type(torch.distributed.distributed_c10d._world)(),
+    ("torch.distributed.distributed_c10d", "_world"): lambda: type(c10d_world())(),
     ("torch.distributed.distributed_c10d", "_group_count"): lambda: 0,
     ("torch.distributed.distributed_c10d", "_backend"): lambda: None,
     ("torch.distributed.distributed_c10d", "_default_pg_init_method"): lambda: None,

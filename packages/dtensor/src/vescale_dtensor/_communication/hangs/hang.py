@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ..._debugger.session import answer_where, is_open
+from ..._torch_private import _dump_nccl_trace_json, _get_default_store, backend_timeouts
 from .. import flight
 from ..endings import ALONE, close, tell_first
 from ..events import is_users
@@ -63,11 +64,7 @@ def bound_seconds() -> float:
     given = os.environ.get("VESCALE_HANG_SECONDS")
     if given is not None:
         return float(given)
-    limits = [480.0]
-    for device in dist.group.WORLD._device_types:
-        with contextlib.suppress(RuntimeError, AttributeError):  # a backend that keeps it to itself
-            limits.append(0.8 * dist.group.WORLD._get_backend(device).options._timeout.total_seconds())
-    return min(limits)
+    return min(480.0, *[0.8 * seconds for seconds in backend_timeouts()])
 
 
 class Watch:
@@ -76,7 +73,7 @@ class Watch:
     def __init__(self) -> None:
         self.world, self.verdict = dist.group.WORLD, None
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.distributed_c10d._get_default_store().clone()  # torch locks its own while it waits
+        self._store = _get_default_store().clone()  # torch locks its own while it waits
         self._bound = bound_seconds()
         self._waits = Waits(self._store, self._rank)
         self._ended = threading.Event()
@@ -176,8 +173,9 @@ def report(rank: int, main: int | None) -> dict[str, Any]:
         "waiting": [event for event in events if event["state"] == flight.WAITING],
         "events": events,
     }
-    with contextlib.suppress(Exception):  # torch's own recorder, where it keeps one: a build without it has no dump
-        found["torch"] = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json(True, True))
+    if _dump_nccl_trace_json is not None:
+        with contextlib.suppress(Exception):  # torch's own recorder, where it keeps one
+            found["torch"] = json.loads(_dump_nccl_trace_json(True, True))
     return found
 
 

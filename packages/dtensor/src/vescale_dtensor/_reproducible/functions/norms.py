@@ -14,12 +14,13 @@ from ..._layouts.layout import Layout
 from ..._layouts.state import INVARIANT, PENDING
 from ..._rules.registry import Call, Decision, composite
 from ..._tensor.tensor import DTensor
+from ..._torch_private import _foreach_norm
 from ..forms import form
 from ..grid import ReproducibleError, Splits, cut_of, fine_count
 from ..tree import wide
 
 
-@form(torch._foreach_norm)
+@form(_foreach_norm)
 def foreach_norm(call: Call, splits: Splits) -> Decision | None:
     if call.get(1, "ord", 2) != 2 or call.get(2, "dtype") is not None:
         return None

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from ..._dispatch.arguments import substitute
 from ..._rules.elements.pointwise import FUNCTIONS
 from ..._rules.registry import Call, both, is_inplace
+from ..._torch_private import _special
 
 WIDTH = 64  # two vectors of the widest instruction set, in elements of the narrowest type (AVX-512, bfloat16)
 
@@ -28,7 +29,7 @@ _NAMES = """acos acosh arccos arccosh arcsin arcsinh arctan arctanh asin asinh a
 _FUNCTIONAL = """gelu silu mish elu selu celu sigmoid logsigmoid hardswish hardsigmoid softplus softsign tanh
     tanhshrink""".split()
 _OPERATORS = [Tensor.__pow__, Tensor.__rpow__, Tensor.__rtruediv__]
-_SPECIAL = [getattr(torch._C._special, name) for name in dir(torch._C._special) if name.startswith("special_")]
+_SPECIAL = [getattr(_special, name) for name in dir(_special) if name.startswith("special_")]
 STEADY = dict.fromkeys(
     function
     for function in (*both(*_NAMES), *[getattr(F, name) for name in _FUNCTIONAL], *_OPERATORS, *_SPECIAL)

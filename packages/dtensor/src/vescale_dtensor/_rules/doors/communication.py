@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _is_torch_function_enabled
 from torch.distributed import distributed_c10d
 from torch.distributed.nn import functional as differentiable
 
@@ -27,6 +26,7 @@ from ..._conversions.convert import describe
 from ..._dispatch.arguments import collect
 from ..._errors import OperatorError
 from ..._tensor.tensor import DTensor, local_only
+from ..._torch_private import Backend, _check_tensor_list, _is_torch_function_enabled, replace_check_tensor_list
 from ..registry import handler
 
 _ALIKE = "all_reduce reduce broadcast all_reduce_coalesced".split()
@@ -133,24 +133,21 @@ def _refuse_any(name: str, given: Any) -> None:
         refuse(name, found)
 
 
-for _owner in (dist.ProcessGroup, torch._C._distributed_c10d.Backend):
+for _owner in (dist.ProcessGroup, Backend):
     for _name in _METHODS:
         if _name in vars(_owner):
             setattr(_owner, _name, _method(_owner, _name, getattr(_owner, _name)))
 
 
-_check_list = distributed_c10d._check_tensor_list
-
-
-def _check_tensor_list(tensors: Any, name: str) -> None:
+def _check_list(tensors: Any, name: str) -> None:
     """torch's own look at every list of tensors that a collective takes: `reduce_scatter` asks nothing else of them."""
-    _check_list(tensors, name)
+    _check_tensor_list(tensors, name)
     found = [tensor for tensor in tensors if type(tensor) is DTensor]
     if found:
         refuse(sys._getframe(1).f_code.co_name, found)
 
 
-distributed_c10d._check_tensor_list = _check_tensor_list
+replace_check_tensor_list(_check_list)
 
 
 def _refusing(function: Callable) -> Callable:

@@ -21,6 +21,8 @@ from ..._conversions.convert import describe
 from ..._errors import OperatorError
 from ..._layouts.strides import global_stride
 from ..._tensor.tensor import DTensor, is_global, local_only
+from ..._torch_private import _typed_storage as _plain_typed_storage
+from ..._torch_private import is_non_overlapping_and_dense_or_false
 from ..registry import handler
 
 _REMEDIES = [
@@ -133,7 +135,7 @@ def storage(function: Callable, args: tuple, kwargs: dict) -> Any:
 def _typed_storage(tensor: DTensor) -> Any:
     """torch's own is Python that puts a class around the untyped one."""
     with local_only():
-        local = Tensor._typed_storage(tensor)
+        local = _plain_typed_storage(tensor)
     whole = not is_global() or tensor._layout.base.is_replicated
     return local if whole else GlobalStorage(tensor, tensor.element_size())
 
@@ -182,7 +184,7 @@ def _origin(tensor: DTensor) -> Any:
         return _CUT_OUT
     if type(base) is not DTensor or base._layout.flat_axis is not None:
         return None
-    return None if torch._prims_common.is_non_overlapping_and_dense_or_false(tensor) else base
+    return None if is_non_overlapping_and_dense_or_false(tensor) else base
 
 
 def _with_gaps(

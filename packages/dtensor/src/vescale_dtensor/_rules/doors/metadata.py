@@ -8,6 +8,7 @@ from torch import Tensor
 from ..._tensor.gradient import accumulate_hook, backward, grad, register_hook
 from ..._tensor.nodes import node_of
 from ..._tensor.tensor import DTensor, local_only
+from ..._torch_private import _has_compatible_shallow_copy_type
 from ..registry import Call, Decision, handler, rule
 from ..traits import VIEWS, Trait
 
@@ -32,7 +33,7 @@ def _local_functions():
                 yield function
 
 
-@handler(list(_local_functions()), torch._has_compatible_shallow_copy_type)
+@handler(list(_local_functions()), _has_compatible_shallow_copy_type)
 def local(function, args, kwargs):
     """Answered by the shard."""
     with local_only():

@@ -19,7 +19,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils import _foreach_utils
 
 from ..._conversions.conversion import is_alias
 from ..._conversions.convert import convert, convert_plain
@@ -27,12 +26,20 @@ from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import Layout, layout_of
 from ..._layouts.state import INVARIANT, PENDING
 from ..._tensor.tensor import DTensor, local_only, stamp
+from ..._torch_private import (
+    _amp_foreach_non_finite_check_and_unscale_,
+    _foreach_max,
+    _foreach_mm,
+    _foreach_norm,
+    _foreach_powsum,
+    _foreach_supported_types,
+)
 from ..elements.pointwise import broadcast
 from ..registry import Call, Decision, Operand, composite, handler, rule
 from ..traits import Trait
 
-if DTensor not in _foreach_utils._foreach_supported_types:
-    _foreach_utils._foreach_supported_types.append(DTensor)
+if DTensor not in _foreach_supported_types:
+    _foreach_supported_types.append(DTensor)
 
 # Which tensors of an item may be pending together, per function; an entry that names a tensor not given is dropped.
 _LINEAR = {
@@ -134,12 +141,12 @@ def looped(function: Callable) -> Callable:
     return walk
 
 
-@rule(torch._foreach_max, getattr(torch, "_foreach_mm", None), traits=Trait.LISTS)
+@rule(_foreach_max, _foreach_mm, traits=Trait.LISTS)
 def foreach_single(call: Call) -> Decision:
     return composite(looped(call.function))
 
 
-@rule(getattr(torch, "_foreach_powsum", None), traits=Trait.LISTS)
+@rule(_foreach_powsum, traits=Trait.LISTS)
 def foreach_powsum(call: Call) -> Decision:
     def sums(tensors, ord=2, dtype=None):
         return [_power_sum(x, ord, dtype).to((x.abs() if x.is_complex() else x).dtype if dtype is None else dtype)
@@ -148,7 +155,7 @@ def foreach_powsum(call: Call) -> Decision:
     return composite(sums)
 
 
-@rule(torch._foreach_norm, traits=Trait.LISTS)
+@rule(_foreach_norm, traits=Trait.LISTS)
 def foreach_norm(call: Call) -> Decision:
     """Per item the sum of |x|^p, pending where x is sharded; one all-reduce for all items of the same states."""
     return composite(_norms)
@@ -298,7 +305,7 @@ def _lead(parameter: Tensor) -> Layout | None:
 # --- the gradient scaler --------------------------------------------------------------
 
 
-@handler(torch._amp_foreach_non_finite_check_and_unscale_)
+@handler(_amp_foreach_non_finite_check_and_unscale_)
 def check_and_unscale(function, args, kwargs):
     """Gradients are scaled where they lie; what any rank found is known to all (one all-reduce of one number).
 

@@ -10,13 +10,13 @@ import copy
 
 import torch
 from torch import Tensor
-from torch._C import _is_torch_function_enabled
 
 from ..._conversions.convert import alias, convert_plain
 from ..._conversions.memo import forget
 from ..._conversions.reading import convert_to_read
 from ..._errors import OperatorError
 from ..._tensor.tensor import DTensor, local_only, stamp
+from ..._torch_private import _is_torch_function_enabled, _TensorBase_int
 from ..registry import handler
 from ..traits import VIEWS, Trait
 from .communication import leave_nobody_waiting
@@ -32,7 +32,7 @@ def whole(tensor: DTensor, cause: object) -> Tensor:
 @handler(
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
     Tensor.__complex__, Tensor.__array__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__dlpack__,
-    Tensor.__dlpack_device__, torch._C.TensorBase.__int__, traits=Trait.READS,
+    Tensor.__dlpack_device__, _TensorBase_int, traits=Trait.READS,
 )  # fmt: skip
 def value(function, args, kwargs):
     """The global value: a collective on every rank unless the tensor is replicated."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..._dispatch.signature import Signature
 from ..._layouts.state import INVARIANT, PENDING
+from ..._torch_private import _special
 from ..registry import TABLE, Call, Decision, Operand, both, composite, rule
 from ..traits import ELEMENTWISE, Trait
 
@@ -41,8 +42,8 @@ _FUNCTIONAL = """relu relu_ relu6 elu elu_ selu selu_ celu celu_ gelu silu mish 
     threshold_""".split()
 # Everything in torch.special but these works element by element.
 _SPECIAL = [
-    getattr(torch._C._special, name)
-    for name in dir(torch._C._special)
+    getattr(_special, name)
+    for name in dir(_special)
     if name.startswith("special_") and name not in ("special_softmax", "special_log_softmax", "special_logsumexp")
 ]
 

@@ -26,6 +26,7 @@ from ..._dispatch.fallback import gathered
 from ..._layouts.state import INVARIANT, PENDING
 from ..._layouts.strides import global_stride
 from ..._tensor.tensor import DTensor, local_only
+from ..._torch_private import is_non_overlapping_and_dense_or_false
 from ..registry import Call, composite, declare, handler, rule
 from ..traits import Trait
 from .pointwise import elementwise
@@ -48,7 +49,7 @@ def _blank(tensor: DTensor) -> Tensor:
         if not layout.is_replicated:
             strides = global_stride(strides, tensor.shape, layout) or strides
         lies = torch.empty_strided(shape, strides, device="meta")
-        dense = lies.numel() == 0 or torch._prims_common.is_non_overlapping_and_dense_or_false(lies)
+        dense = lies.numel() == 0 or is_non_overlapping_and_dense_or_false(lies)
         strides = torch.empty_like(lies).stride()
         if dense:
             return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)

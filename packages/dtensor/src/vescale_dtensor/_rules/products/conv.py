@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..._dispatch.signature import Signature
 from ..._layouts.layout import Layout
+from ..._torch_private import _nn
 from ..empty import guarded
 from ..registry import Call, Operand, rule
 
@@ -134,7 +135,7 @@ def per_sample(call: Call, lead: int, linear: bool = False, dtypes: Sequence[tor
 
 
 def _functions(*names: str) -> list[Callable]:
-    owners = (F, torch, torch._C._nn)
+    owners = (F, torch, _nn)
     return [getattr(owner, name) for name in names for owner in owners if callable(getattr(owner, name, None))]
 
 
@@ -208,7 +209,7 @@ def local_response_norm(call: Call) -> Signature:
     return per_sample(call, 1)
 
 
-@rule(F.glu, torch._C._nn.glu)
+@rule(F.glu, _nn.glu)
 def glu(call: Call) -> Signature:
     """The two halves of `dim` meet: it is whole."""
     x = call.operands[0]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
-
 from ..._dispatch.signature import Signature
+from ..._torch_private import _grouped_mm
 from ..empty import guarded
 from ..registry import Call, rule
 
@@ -18,7 +17,7 @@ ALIGNED = 8
 """Elements in 16 bytes of the smallest dtype that the kernels take: they want rows of multiples of that."""
 
 
-@rule(torch._grouped_mm)
+@rule(_grouped_mm)
 def grouped_mm(call: Call) -> Signature | None:
     """rows [t, k], stack [e, k, n], offs [e] -> [t, n]."""
     if len(call.operands) != 3 or (call.operands[0].ndim, call.operands[1].ndim) != (2, 3):

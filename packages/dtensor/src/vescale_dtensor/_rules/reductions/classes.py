@@ -13,11 +13,11 @@ from math import prod
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn._reduction import legacy_get_string
 
 from ..._dispatch.signature import Signature, solve
 from ..._layouts.state import PENDING
 from ..._tensor.tensor import local_only
+from ..._torch_private import legacy_get_string
 from ..body import run_body
 from ..registry import Call, Decision, composite, rule
 from ..solvers.class_parts import OUT_OF_BOUNDS, at_index, class_parts, loss_of_parts, solved, wide

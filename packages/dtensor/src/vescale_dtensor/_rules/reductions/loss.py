@@ -16,10 +16,10 @@ import sys
 from math import prod
 
 import torch.nn.functional as F
-from torch.nn import _reduction
 
 from ..._dispatch.signature import Signature, solve
 from ..._errors import OperatorError
+from ..._torch_private import legacy_get_string
 from ..body import run_body
 from ..elements.pointwise import broadcast
 from ..registry import Call, Decision, composite, rule
@@ -30,7 +30,7 @@ def reduction_of(call: Call) -> str:
     """The reduction by name, legacy `size_average` and `reduce` included. The functions take it by keyword or last."""
     given = bound(call)
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        return _reduction.legacy_get_string(given.get("size_average"), given.get("reduce"), emit_warning=False)
+        return legacy_get_string(given.get("size_average"), given.get("reduce"), emit_warning=False)
     return given["reduction"]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._torch_private import _VF_meshgrid
 from ..registry import Call, Decision, composite, rule
 
 # Per `torch.name_copy`, the view that is copied.
@@ -122,7 +123,7 @@ COMPOSED: dict[Callable, Callable] = {
     torch.kron: kron,
     Tensor.kron: kron,
     torch.meshgrid: meshgrid,
-    torch._VF.meshgrid: meshgrid,  # where it was given a list
+    _VF_meshgrid: meshgrid,  # where it was given a list
     torch.cartesian_prod: cartesian_prod,
     torch.diagflat: diagflat,
     Tensor.diagflat: diagflat,

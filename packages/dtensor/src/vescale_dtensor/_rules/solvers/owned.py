@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..._layouts.layout import Layout
 from ..._layouts.region import Ranges
+from ..._torch_private import _assert_async
 
 
 def held_ranges(layout: Layout, dim: int) -> Ranges:
@@ -36,7 +37,7 @@ def check_range(valid: Tensor, message: str) -> None:
         if not bool(valid.all()):
             raise IndexError(message)
     else:
-        torch._assert_async(valid.all(), message)
+        _assert_async(valid.all(), message)
 
 
 def nothing(tensors, shape: tuple[int, ...]) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._layouts.layout import Layout
+from ..._torch_private import _assert_async
 from ..registry import Operand
 
 
@@ -57,7 +58,7 @@ def check_range(index: Tensor, low: int, high: int) -> None:
             wrong = int(index[~inside][0])
             raise IndexError(f"index {wrong} is out of bounds for dimension with size {high}")
     else:
-        torch._assert_async(inside.all())  # without waiting for the device
+        _assert_async(inside.all())  # without waiting for the device
 
 
 def nonempty(x: Tensor, dims: Sequence[int]) -> Tensor:

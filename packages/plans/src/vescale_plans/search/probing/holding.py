@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 
 from ..._apply.containers import map_tensors
 from ..._dry.meta_attention import fused
 from ..._dry.meter import Meter
+from ..._torch_private import tree_iter
 from ..held import Amount, Block, Holding, summed
 from .blocks import Chain, hand_on
 from .model import first_tensor, on_meta

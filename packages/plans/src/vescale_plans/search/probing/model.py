@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ..._apply.containers import map_first
+from ..._torch_private import _VF, decomposition_table
 from .operands import Operands
 
 
@@ -125,12 +126,10 @@ class OnOneDevice(TorchFunctionMode):
 @cache
 def _unrolled() -> dict[Callable, tuple[Callable, Callable]]:
     """Recurrent function -> what it does to a batch, and to a packed sequence: (data, batch_sizes, ...)."""
-    from torch._decomp import decomposition_table
-
-    found = {}
+    table, found = decomposition_table(), {}
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         operator = getattr(torch.ops.aten, name)
-        found[getattr(torch._VF, name)] = decomposition_table[operator.input], decomposition_table[operator.data]
+        found[getattr(_VF, name)] = table[operator.input], table[operator.data]
     return found
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..._torch_private import TorchDispatchMode
 from .calls import Call, Key, Reached, Test
 from .contractions import Form, read
 from .operands import Operands

@@ -1,0 +1,125 @@
+"""torch's private names that this package uses, each with what it is for and with what would replace it.
+
+No other module of the package names a private part of torch: `make check` holds that, and `tools/torch_private.py`
+says which of them an installed torch lacks. What costs much to import is imported where it is asked for.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed import distributed_c10d
+from torch.nn.modules import batchnorm, conv, module
+from torch.utils import _python_dispatch, _pytree, checkpoint
+
+# Whether a tensor was written to, without the call of a method. Instead: a public `Tensor.version`.
+version_of = Tensor._version.__get__
+
+# Reads of gradients and nodes that are not the forward's, which a recorder of functions must not see. Instead: the
+# public `torch.overrides` name of it.
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+# Whether a function runs under vmap or grad of torch.func. Instead: a public question.
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+
+# How many modes see each function. Instead: a public question in `torch.overrides`.
+_len_torch_function_stack = torch._C._len_torch_function_stack
+
+# Whether somebody packs what backward needs. Instead: a public question of `torch.autograd.graph`.
+_top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+# Which backward runs on this thread, -1 outside of one. Instead: a public question of `torch.autograd.graph`.
+_current_graph_task_id = torch._C._current_graph_task_id
+
+# Whether a compiler traces. Instead: `torch.compiler.is_compiling`, which is true in what it has compiled, too.
+TracingContext = torch._guards.TracingContext
+
+# Whether one tensor can take another's place by `.data =`. Instead: an attempt, and its error.
+_has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
+
+# Calls a function at the end of the backward that runs. Instead: a public one.
+queue_callback = Variable._execution_engine.queue_callback
+
+# Ends a group without waiting for what is pending in it. Instead: a public `dist.abort_process_group`.
+_abort_process_group = distributed_c10d._abort_process_group
+
+# What batch norms have in common, and what convolutions do. Instead: their public classes, listed.
+_NormBase = batchnorm._NormBase
+_ConvNd = conv._ConvNd
+
+# Sees each operator of a dry run. Instead: a public `torch.utils` name of it.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+
+# The tensors in an operator's arguments. Instead: a public pytree of torch in Python.
+tree_iter = _pytree.tree_iter
+tree_map_only = _pytree.tree_map_only
+
+# A checkpoint whose beginning and end are apart, around a module's hooks. Instead: `checkpoint`, of a function alone.
+_checkpoint_without_reentrant_generator = checkpoint._checkpoint_without_reentrant_generator
+_DEFAULT_DETERMINISM_MODE = checkpoint._DEFAULT_DETERMINISM_MODE
+
+# Recurrent functions, which a probe takes apart into steps. Instead: their modules' public functional forms.
+_VF = torch._VF
+
+
+def decomposition_table() -> dict[Any, Any]:
+    """Operator -> what it is made of. Instead: `torch.export`'s decompositions, which leave recurrent ones whole."""
+    return torch._decomp.decomposition_table
+
+
+def global_forward_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Hooks before, and after, the forward of every module, by id. Instead: none in public.
+
+    torch's names of them are bound anew where ranks are simulated: these functions look them up in each call.
+    """
+    return module._global_forward_pre_hooks, module._global_forward_hooks
+
+
+def global_forward_hook_kinds() -> tuple[dict[int, bool], dict[int, bool]]:
+    """Ids of those after forwards that take keyword arguments, and that are always called. Instead: none in public."""
+    return module._global_forward_hooks_with_kwargs, module._global_forward_hooks_always_called
+
+
+def has_global_backward_hooks() -> bool:
+    """Whether somebody watches the backward of every module. Instead: a public question."""
+    return bool(module._global_backward_hooks or module._global_backward_pre_hooks)
+
+
+def backend_of(device: torch.device) -> Any:
+    """The backend of the default group for a device. Instead: a public method of `dist.ProcessGroup`."""
+    return dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises where it gives up. Instead: public classes of them."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def functorch_config() -> Any:
+    """Holds the switch for writes into what was saved for backward. Instead: a public option of `torch.compile`."""
+    from torch._functorch import config
+
+    return config
+
+
+def fake_store() -> Any:
+    """The store of the backend "fake", which importing it registers. Instead: a public one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def composable_state_key() -> str:
+    """Where torch notes that it distributes a module; the import takes as long as all of vescale's own.
+
+    Instead: a public question of `torch.distributed.fsdp`.
+    """
+    from torch.distributed._composable.contract import STATE_KEY
+
+    return STATE_KEY
