@@ -25,7 +25,7 @@ from ._errors import PipelineError
 from ._runtime.loss import loss_in
 from ._torch_private import FakeTensorMode, TorchDispatchMode
 from ._trace.containers import map_tensors, tensors_in
-from ._trace.record import kept_as_it_was
+from ._trace.memory import kept_as_it_was
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 FLOPS_PER_BYTE = 150.0

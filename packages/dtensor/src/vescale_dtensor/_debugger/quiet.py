@@ -16,7 +16,7 @@ from typing import Any
 
 from .._communication.events import is_users
 
-_RUN_ALONE = {("vescale_pipeline._trace.record", "dry_run")}
+_RUN_ALONE = {("vescale_pipeline._trace.dry_run", "dry_run")}
 """(module, function) under whose frames nobody stops."""
 
 

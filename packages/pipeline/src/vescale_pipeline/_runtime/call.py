@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._trace.containers import map_tensors
-from .._trace.record import Record
+from .._trace.event import Record
 from .._trace.reduction import Tag
 from .._transport.p2p import Header
 from ..action import Action, Schedule

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._errors import PipelineError
 from .._trace.containers import fill, tensors_in
+from .._trace.event import Record
 from .._trace.placeholder import Placeholder
-from .._trace.record import Record
 from .._trace.reduction import LABELLED, Lost, Tag, refused
 from .loss import Weights
 from .skeleton import Run

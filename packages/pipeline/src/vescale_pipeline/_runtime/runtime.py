@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from .._errors import PipelineError
 from .._trace.containers import fill, tensors_in
+from .._trace.dry_run import dry_run
 from .._trace.memory import kept_as_it_was
+from .._trace.notes import Notes
 from .._trace.placeholder import current
-from .._trace.record import dry_run
-from .._trace.reduction import MEAN, Notes, reduction
+from .._trace.reduction import MEAN, reduction
 from .._transport.faults import Faults, failure
 from .._transport.messages import PARTS, Recorder, Tags
 from .._transport.p2p import Link, Part, part_of

@@ -1,6 +1,6 @@
 """One stage's run of the user's own forward, the other stages' modules replaced by placeholders.
 
-The forward is run whole and unchanged. A dry run (`_trace/record.py`) has told which events
+The forward is run whole and unchanged. A dry run (`_trace/dry_run.py`) has told which events
 it will meet; here they are met one by one:
 
     an event of an earlier stage   answers with its placeholders; nothing is computed
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._errors import PipelineError
 from .._trace.containers import copied, map_tensors, tensors_in
+from .._trace.event import Event, Record
 from .._trace.foreign import REENTRANT
 from .._trace.memory import Slot
 from .._trace.placeholder import (
@@ -43,7 +44,6 @@ from .._trace.placeholder import (
     name_of,
     placeholder,
 )
-from .._trace.record import Event, Record
 
 
 class Leave(Exception):

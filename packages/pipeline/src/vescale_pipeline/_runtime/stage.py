@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from .._errors import PipelineError
 from .._torch_private import DisableTorchFunctionSubclass as local_only
 from .._torch_private import _foreach_add, _foreach_add_
+from .._trace.event import Record
 from .._trace.memory import Memories
-from .._trace.record import Record
 from .._transport.p2p import Header, Part, part_of
 from ..action import Schedule
 from .backward import Gradients, Split, whole

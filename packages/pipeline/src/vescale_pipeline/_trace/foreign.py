@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from .._errors import PipelineError
-
-if TYPE_CHECKING:
-    from .record import Event
+from .event import Event
 
 REENTRANT = CheckpointFunction.__name__
 _APPLY = torch.autograd.Function.apply.__func__.__code__

@@ -17,18 +17,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._errors import PipelineError
 from .containers import map_tensors, tensors_in
+from .event import Event
 from .memory import Kept, Slot
 from .placeholder import Placeholder, local_only
-
-if TYPE_CHECKING:
-    from .record import Event, Recorder
+from .record import Recorder
 
 Location = tuple[int, str]
 

@@ -15,10 +15,9 @@ Anything else on such a value is lost.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .reduction import Note, Ref
+from .notes import Note, Ref
 
 SORTS = frozenset(("sort", "argsort", "msort"))
 _COUNTS = frozenset(("histc", "bincount"))

@@ -17,19 +17,17 @@ No list of functions can be whole; one that is not known here and takes the rows
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from .._errors import PipelineError
-from .._torch_private import _is_torch_function_enabled
-from .containers import map_tensors, tensors_in
+from .notes import Note, Notes, Ref
 from .orders import SORTS, Order, reordered, sorted_by
-from .placeholder import FACTORIES, Placeholder, name_of
+from .placeholder import FACTORIES
 
 LABELLED = frozenset((F.cross_entropy, F.nll_loss))
 """Functions whose mean is over the labels that are not ignored."""
@@ -43,69 +41,6 @@ class Lost:
 CONSTANT, ROWS = "constant", "rows"
 MEAN, SUM = frozenset(("mean",)), frozenset(("sum",))
 Tag = str | frozenset | Order | Lost
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A tensor among the arguments of a noted function. `strange`: made by no function that was noted."""
-
-    number: int
-    shape: tuple[int, ...]
-    strange: bool
-    integer: bool
-    placeholder: bool
-
-
-@dataclass(frozen=True)
-class Note:
-    function: Callable
-    name: str
-    args: tuple
-    kwargs: dict
-    outs: tuple[Ref, ...]
-
-
-class Notes(TorchFunctionMode):
-    """Every function that a dry run calls, at the top level."""
-
-    def __init__(self) -> None:
-        self.notes: list[Note] = []
-        self._known: dict[int, tuple[Tensor, Ref]] = {}  # the tensor is kept: its id is its name
-        self._count = 0
-        super().__init__()
-
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not _is_torch_function_enabled():  # what moves shards: how it does so is not the forward's
-            return function(*args, **(kwargs or {}))
-        name = name_of(function)
-        if name == "__set__" and isinstance(args[0], nn.Parameter):
-            return function(*args)  # a plan points parameters at gathered memory, or at what they rest in
-        out = function(*args, **(kwargs or {}))
-        made = [args[0]] if name in ("__setitem__", "__set__") else tensors_in(out)
-        if made or name in _READS:
-            given = map_tensors((args, kwargs or {}), self._ref)
-            outs = tuple(self._new(tensor, strange=False) for tensor in made)
-            self.notes.append(Note(function, name.strip("_"), *given, outs))
-        return out
-
-    def number_of(self, tensor: Tensor) -> int:
-        """-1 for a tensor that no function made."""
-        known = self._known.get(id(tensor))
-        return known[1].number if known is not None else -1
-
-    def _ref(self, tensor: Tensor) -> Ref:
-        known = self._known.get(id(tensor))
-        return known[1] if known is not None else self._new(tensor, strange=True)
-
-    def _new(self, tensor: Tensor, strange: bool) -> Ref:
-        self._count += 1
-        is_value = type(tensor) is Placeholder and not tensor.is_weight
-        weight = isinstance(tensor, nn.Parameter) or type(tensor) is Placeholder and tensor.is_weight
-        lost = strange and is_value and not weight
-        integer = not tensor.is_floating_point()
-        ref = Ref(self._count, tuple(tensor.shape), lost, integer, type(tensor) is Placeholder)
-        self._known[id(tensor)] = (tensor, ref)
-        return ref
 
 
 # --- tags ---------------------------------------------------------------------------
@@ -328,7 +263,6 @@ def refused(lost: Lost) -> PipelineError:
 
 # --- functions, by name without underscores -------------------------------------------
 
-_READS = frozenset(("item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"))
 _TIMES = frozenset(("mul", "rmul", "imul", "multiply"))
 _OVER = frozenset(("div", "truediv", "itruediv", "divide", "true_divide"))
 _ADD = frozenset(("add", "radd", "iadd", "sub", "isub", "rsub", "subtract"))

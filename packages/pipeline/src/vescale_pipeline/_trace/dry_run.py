@@ -1,0 +1,138 @@
+"""The dry run: one forward on placeholders, which tells what every stage will meet.
+
+It runs the user's forward once per signature of its inputs, on every rank alike and
+without data, and notes as *events*, in order, what stands above the stages' own
+modules: the calls of maximal modules that lie within one stage (units), and the
+functions between them. An event knows its stage, its outputs, and the random numbers
+it draws. From the uses of each value follows what crosses each cut: several tensors,
+skip connections, an encoder's output that every decoder block reads.
+
+A stage boundary is where a module named by a cut is called; what comes before the
+next such call belongs to the stage, glue between modules included. A module whose
+outputs depend on no parameter and no unit (a rotary table, a mask) is no unit: all
+stages run it for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from .._errors import PipelineError
+from .event import Record, keys_of
+from .foreign import check_caller
+from .left import Left, forget_values
+from .memory import Kept, kept_as_it_was, no_draws_of_python
+from .record import Recorder
+
+
+def dry_run(
+    model: nn.Module,
+    cuts: Sequence[str],
+    call: Callable[[], Any],
+    stations: dict[nn.Module, Any],
+    notes: AbstractContextManager | None = None,
+    buffers: Mapping[str, tuple[int, ...]] | None = None,
+) -> Record:
+    """Runs `call()`, which calls `model`, on placeholders; twice, where it leaves anything behind for its next call.
+
+    Arguments:
+        cuts: names of the modules that begin stages 1, 2, ...
+        stations: per module, what stands before its call and asks the reader (`_skeleton.Station`).
+        notes: a context for the run (`_reduction.Notes`).
+        buffers: the stages that keep each buffer.
+
+    The generators, the buffers and the attributes are as they were, afterwards. Raises PipelineError
+    for a forward that reads a value, for cuts that are called in another order, for a stage without a module, and for
+    what one microbatch leaves in a later stage for the next one's earlier stage.
+    """
+    with kept_as_it_was(model) as kept, stations_in_place(stations):
+        recorder = Recorder(model, cuts, kept)
+        with no_draws_of_python(), recorder, notes or nullcontext():
+            result = recorder.adopt(call(), "the model")
+        changed = kept.changed()
+        left = Left(changed, recorder, buffers or {})
+        if changed or any(access.kind == "w" for access in recorder.seen.accesses):
+            made = forget_values(changed)
+            between = Kept(model)
+            again = Recorder(model, cuts, between, made)
+            with again:
+                call()
+            left.compare(again, between)
+        return _record(recorder, result, left)
+
+
+@contextmanager
+def stations_in_place(stations: dict[nn.Module, Any]) -> Iterator[None]:
+    """Every module's call goes through its station, for the time of the block."""
+    kept = {module: module.__dict__.get("_call_impl") for module in stations}
+    for module, station in stations.items():
+        module.__dict__["_call_impl"] = station
+    try:
+        yield
+    finally:
+        for module, before in kept.items():
+            if before is None:
+                del module.__dict__["_call_impl"]
+            else:
+                module.__dict__["_call_impl"] = before
+
+
+def _record(recorder: Recorder, result: Any, left: Left) -> Record:
+    """What was found, once the forward has returned."""
+    cuts, draws = recorder.cuts, recorder.seen.draws
+    if recorder.stage < len(cuts):
+        raise PipelineError(
+            "pipeline",
+            f"the cut {cuts[recorder.stage]!r} was never reached: the model does not call this module",
+            [f"cuts  {', '.join(cuts)}"],
+            [("name a module whose forward runs", "a list of modules has none")],
+        )
+    events = recorder.events
+    for event in events:
+        check_caller(event)
+    events = left.decide(events, len(cuts))
+    starts = [event.span.began.draws for event in events[1:]] + [len(draws)]
+    events = tuple(
+        replace(event, after=tuple(draws[event.span.ended.draws : start])) for event, start in zip(events, starts)
+    )
+    stages = len(cuts) + 1
+    made = {key: event.stage for event in reversed(events) for key in keys_of(event)}
+    crossing = []
+    for cut in range(1, stages):
+        keys = [key for key, uses in recorder.used.items() if key in made and made[key] < cut and max(uses) >= cut]
+        crossing.append(tuple(sorted(keys)))
+    _check_views(recorder, crossing)
+    uses = {name: tuple(sorted(stages)) for name, stages in recorder.weight_uses.items()}
+    return Record(
+        events,
+        result,
+        tuple(crossing),
+        uses,
+        bool(draws),
+        left.slots,
+        left.synced,
+        left.is_whole,
+        frozenset(recorder.written),
+        recorder.checkpoints,
+    )
+
+
+def _check_views(recorder: Recorder, crossing: list[tuple[int, ...]]) -> None:
+    """Two views of one memory are two values once they have crossed a cut: a write to one would miss the other."""
+    for key, stage in recorder.written.items():
+        memory = recorder.memory_of.get(key)
+        for cut, keys in enumerate(crossing, 1):
+            others = [other for other in keys if other != key and recorder.memory_of.get(other) == memory]
+            if cut <= stage and key in keys and others:
+                raise PipelineError(
+                    "pipeline",
+                    f"stage {stage} writes in place to a value that crosses the cut before stage {cut}, and "
+                    "another view of the same memory crosses it, too: they are two values there",
+                    (),
+                    [("x = x + y", "in place of x += y"), ("x.clone()", "before one of the two is written")],
+                )

@@ -1,0 +1,82 @@
+"""What a dry run notes: events, in order, and what follows from all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .containers import tensors_in
+from .memory import Slot
+from .placeholder import Placeholder
+from .seen import Draw, Span
+
+
+@dataclass(frozen=True)
+class Event:
+    """A unit's call (`module`) or a function between units, with what comes out: placeholders in `template`.
+
+    Arguments:
+        after: what user code draws between this event and the next one: on every stage that comes there.
+        attributes: what a unit leaves in modules: (slot, template).
+        writes: buffers that other stages need, written here: (slot, key of the value).
+        fills: the key of the plain tensor that a function fills with values of the stage.
+        inside: the autograd Function that called it, by name; None for none.
+        again: whether backward computes it again, in a checkpoint of the model's own code.
+    """
+
+    stage: int
+    name: str
+    module: nn.Module | None
+    function: Callable | None
+    template: Any
+    keys: tuple[int, ...]
+    draws: tuple[Draw, ...]
+    after: tuple[Draw, ...] = ()
+    attributes: tuple[tuple[Slot, Any], ...] = ()
+    writes: tuple[tuple[Slot, int], ...] = ()
+    fills: int | None = None
+    inside: str | None = None
+    again: bool = False
+    span: Span | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a dry run found.
+
+    Arguments:
+        events: in order; their stages never decrease.
+        result: what the forward returned, placeholders in place of tensors.
+        crossing: per cut, the keys of the values that are computed before and used after it, ascending.
+        uses: parameter name -> the stages that use it.
+        draws_anything: whether anything draws random numbers.
+        slots: what a microbatch leaves for the next.
+        synced: buffers that several ranks keep: the last stage has them as one device does.
+        is_whole: whether every stage must run the user's code to its end, for what that leaves behind.
+        written: keys of values that are written in place.
+        checkpoints: whether user code computes again in backward.
+    """
+
+    events: tuple[Event, ...]
+    result: Any
+    crossing: tuple[tuple[int, ...], ...]
+    uses: dict[str, tuple[int, ...]]
+    draws_anything: bool = field(default=False)
+    slots: tuple[Slot, ...] = ()
+    synced: tuple[Slot, ...] = ()
+    is_whole: bool = False
+    written: frozenset[int] = frozenset()
+    checkpoints: bool = False
+
+
+def keys_of(event: Event) -> Iterator[int]:
+    """The keys of the values that come out of it, by whichever way."""
+    yield from event.keys
+    if event.fills is not None:
+        yield event.fills
+    for _, template in event.attributes:
+        yield from (tensor.key for tensor in tensors_in(template) if type(tensor) is Placeholder)
+    yield from (key for _, key in event.writes)
