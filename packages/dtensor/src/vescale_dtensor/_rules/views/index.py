@@ -15,11 +15,7 @@ short when it takes at most 1/n of a dim sharded n ways.
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Sequence
 from math import prod
-from numbers import Integral
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,128 +24,11 @@ from ..._context.mixing import note_read
 from ..._dispatch.copies import mark_copy
 from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import Layout, layout_of
-from ..._layouts.region import Ranges
-from ..._layouts.state import PENDING
-from ..._layouts.strides import memory_order
 from ..registry import Call, Decision, Operand, composite, rule
 from ..traits import VIEWS, Trait
+from .index_items import Item, align, as_index, enters_here, is_basic, owned, parse, pieces
+from .index_tensor import read_tensors, write_tensors
 from .shift import shift_of, shifted
-
-
-class Item(NamedTuple):
-    """What an index says of one dim: a range of it, one index of it (`drop`), or a new dim (dim None)."""
-
-    dim: int | None
-    taken: range = range(1)
-    drop: bool = False
-
-    def is_full(self, shape: Sequence[int]) -> bool:
-        return self.dim is not None and not self.drop and self.taken == range(shape[self.dim])
-
-
-class Piece(NamedTuple):
-    """A part of a slice that this rank holds: its place in the slice, its length, where it lies locally."""
-
-    position: int
-    length: int
-    local: slice
-
-
-def is_basic(index: object) -> bool:
-    """Whether an index is of integers, slices of integers, None and Ellipsis only."""
-    items = index if isinstance(index, tuple) else (index,)
-    return all(
-        item is None or item is Ellipsis or _is_integer(item)
-        or (isinstance(item, slice) and all(b is None or _is_integer(b) for b in (item.start, item.stop, item.step)))
-        for item in items
-    )  # fmt: skip
-
-
-def _is_integer(item: object) -> bool:
-    return isinstance(item, Integral) and not isinstance(item, bool)
-
-
-def parse(index: object, shape: Sequence[int]) -> list[Item] | None:
-    """A basic index, one item per dim of the tensor and per new dim. None where torch would raise."""
-    entries = list(index) if isinstance(index, tuple) else [index]
-    missing = len(shape) - sum(entry is not None and entry is not Ellipsis for entry in entries)
-    if missing < 0 or entries.count(Ellipsis) > 1:
-        return None
-    at = entries.index(Ellipsis) if Ellipsis in entries else len(entries)
-    entries[at : at + 1] = [slice(None)] * missing
-    items, dim = [], 0
-    for entry in entries:
-        if entry is None:
-            items.append(Item(None))
-            continue
-        item = _item(entry, dim, shape[dim])
-        if item is None:
-            return None
-        items.append(item)
-        dim += 1
-    return items
-
-
-def _item(entry: object, dim: int, size: int) -> Item | None:
-    if isinstance(entry, slice):
-        if entry.step is not None and operator.index(entry.step) <= 0:
-            return None
-        return Item(dim, range(*entry.indices(size)))
-    at = operator.index(entry)
-    if not -size <= at < size:
-        return None
-    at %= size
-    return Item(dim, range(at, at + 1), True)
-
-
-def is_alias(layout: Layout, index: object) -> bool:
-    """Whether a basic index of a tensor of `layout` gives a view of the shards."""
-    items = parse(index, layout.shape)
-    return items is not None and not any(
-        item.dim is not None and not item.is_full(layout.shape) and layout.axes_of(item.dim) for item in items
-    )
-
-
-def pieces(ranges: Ranges, taken: range) -> list[Piece]:
-    """What a rank that holds `ranges` of a dim holds of the indices `taken`, by position."""
-    found, offset = [], 0
-    for low, high in ranges:
-        first = max(0, -(-(low - taken.start) // taken.step))
-        last = min(len(taken), -(-(high - taken.start) // taken.step))
-        if first < last:
-            start = offset + taken[first] - low
-            found.append(
-                Piece(first, last - first, slice(start, start + (last - first - 1) * taken.step + 1, taken.step))
-            )
-        offset += high - low
-    return sorted(found)
-
-
-def owned(local: Tensor, dim: int, parts: list[Piece], length: int) -> Tensor:
-    """`length` indices of a dim: this rank's parts in their places, zeros elsewhere. Connected to `local` always."""
-    order = memory_order(local.stride(), local.shape)
-    if order is not None:
-        back = [order.index(d) for d in range(local.ndim)]
-        return owned(local.permute(order), order.index(dim), parts, length).permute(back)
-    lead = (slice(None),) * dim
-    joined = [] if parts else [local.narrow(dim, 0, 0)]
-    at = 0
-    for position, count, where in [*parts, Piece(length, 0, slice(0, 0))]:
-        if position > at:
-            joined.append(local.new_zeros((*local.shape[:dim], position - at, *local.shape[dim + 1 :])))
-        if count:
-            joined.append(local[(*lead, where)])
-        at = position + count
-    return joined[0] if len(joined) == 1 else torch.cat(joined, dim)
-
-
-def _as_index(item: Item) -> int | slice | None:
-    if item.dim is None:
-        return None
-    if item.drop:
-        return item.taken.start
-    return slice(item.taken.start, item.taken.stop, item.taken.step)
-
 
 # --- reading --------------------------------------------------------------------------
 
@@ -205,7 +84,7 @@ def _reader(source: Layout, items: list[Item], parted: list[Item]):
     index = tuple(
         (0 if item.drop else slice(None)) if item in parted
         else slice(None) if item.is_full(source.shape)
-        else _as_index(item)
+        else as_index(item)
         for item in items
     )  # fmt: skip
 
@@ -228,8 +107,6 @@ def getitem(call: Call):
     """See the table above; no communication but for a long slice of a sharded dim."""
     index = call.args[1]
     if not is_basic(index):
-        from .index_tensor import read_tensors
-
         return composite(read_tensors)
     items = parse(index, call.operands[0].shape)
     return None if items is None else read(call, items, keep=True)
@@ -296,8 +173,6 @@ def setitem(call: Call):
     """Never communicates for the tensor written to; the value is made to fit it."""
     x, index, value = call.args
     if not is_basic(index):
-        from .index_tensor import write_tensors
-
         return composite(write_tensors)
     items = parse(index, x.shape)
     return None if items is None else write(call, items, value)
@@ -329,28 +204,10 @@ def write(call: Call, items: list[Item], value: object) -> Decision | None:
     return decision
 
 
-def align(shape: Sequence[int], view: Sequence[tuple]) -> tuple | None:
-    """Labels of a value that is written to a view of (label, size) dims, under torch's rules for assignment."""
-    extra = max(0, len(shape) - len(view))
-    if any(size != 1 for size in shape[:extra]):
-        return None
-    named = [None] * extra
-    for size, (label, extent) in zip(shape[extra:], view[len(view) - len(shape) + extra :]):
-        if size != extent and size != 1:
-            return None
-        named.append(label if size == extent else None)
-    return tuple(named)
-
-
-def enters_here(layout: Layout) -> bool:
-    """Whether a constant enters a tensor of `layout` on this rank: on the first one of each pending axis."""
-    return not any(s is PENDING and at for s, at in zip(layout.states, layout.mesh.coordinate))
-
-
 def _writer(layout: Layout, items: list[Item], parted: list[Item], seen: list[Item], drop_value: bool):
     region = layout.region_at(layout.mesh.coordinate)
     choices = [pieces(region[item.dim], item.taken) for item in parted]
-    index = [slice(None) if item.is_full(layout.shape) else _as_index(item) for item in items]
+    index = [slice(None) if item.is_full(layout.shape) else as_index(item) for item in items]
     writes = []
     for chosen in itertools.product(*choices):
         where, narrowed = list(index), []

@@ -1,6 +1,6 @@
 """Indices with tensors: `x[i]`, `x[:, i, None, j]`, `x[mask]`, assignment to them, index_put, index_select.
 
-An index is taken apart as torch does: first the integers, slices and None (`index`),
+An index is taken apart as torch does: first the integers, slices and None (`index_items`),
 then all index tensors together, through `take_dims` or `put_dims`.
 
     dims without an index tensor    keep their sharding
@@ -32,7 +32,7 @@ from ..._tensor.tensor import DTensor, local_only, stamp
 from ..elements.pointwise import broadcast
 from ..registry import Call, Decision, Operand, composite, rule
 from ..solvers.rows import Rows, is_contiguous_cut, nonempty
-from .index import align, enters_here, is_alias
+from .index_items import align, enters_here, is_alias
 
 _MASKS = (torch.bool, torch.uint8)
 _INDICES = (torch.int64, torch.int32)
