@@ -211,7 +211,7 @@ def test_a_decision_is_told_in_the_terms_of_the_field():
         assert name in text
     pinned = str(made(hardware="h100", world_size=16, pin={"tp": 4, "dp": 4}).explain())
     assert "axis tp: 4 ranks 1 apart, inside a node" in pinned
-    assert "axis dp: 4 ranks 4 apart, crosses borders of nodes of 8" in pinned
+    assert "axis dp: 4 ranks 4 apart, crosses boundaries of nodes of 8" in pinned
     weights, meeting = 4 * (2 * 32**2 + 2 * 16 * 32 + 8 * 32**2) + 32 * 64, 4 * 2 * 64 * 32
     assert operations(explained.request) == 6 * 16 * 64 * (weights + meeting)
     assert [number(value) for value in (999.6, 24_700, 7.24e9, 12)] == ["1K", "24.7K", "7.24B", "12"]

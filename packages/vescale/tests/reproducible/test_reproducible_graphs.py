@@ -458,7 +458,7 @@ def gradients_within(mesh):
         model.block.seen.clear()
         loss.backward()
         if mesh is not None:
-            with pytest.raises(vescale.ReproducibleError, match="converted at a module's border"):
+            with pytest.raises(vescale.ReproducibleError, match="converted at a module's boundary"):
                 model.block.x.retain_grad()
         return [whole(asked), *model.block.seen]
 

@@ -200,7 +200,7 @@ def _check_written(function: Any, tensor: Tensor) -> None:
     if tensor._is_view() and tensor._base is not None and "_stands_for" in tensor._base.__dict__:
         raise ReproducibleError(
             events.function_name(function),
-            "a view of a tensor that a plan converted at a module's border is written to with gradients",
+            "a view of a tensor that a plan converted at a module's boundary is written to with gradients",
             [repr(getattr(tensor, "_layout", tensor.shape))],
             [("x = x.clone()", "before the view is taken"), ("x[...] = value", "writes without a view")],
         )
@@ -245,7 +245,7 @@ def _retained(entry: Entry) -> Callable:
         if converted:
             raise ReproducibleError(
                 "retain_grad",
-                "the tensor was converted at a module's border, and the gradient is that of the value before it",
+                "the tensor was converted at a module's boundary, and the gradient is that of the value before it",
                 [repr(args[0]._layout)],
                 [("x.register_hook(...)", "sees the value's gradient"), ("x = x.clone()", "a value of its own")],
             )

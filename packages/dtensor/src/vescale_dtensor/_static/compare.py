@@ -111,7 +111,7 @@ def _compare_ops(a: Op, b: Op, pairs: Pairs) -> str:
 
 def _compare_conversions(a: Conversion, b: Conversion, pairs: Pairs) -> str:
     same = a.by is b.by and pairs.same(a.refs[0], b.refs[0]) and pairs.made(a.refs[1], b.refs[1])
-    return "" if same else "a border has another input"
+    return "" if same else "a boundary has another input"
 
 
 def _compare_crossings(a: Crossing, b: Crossing, pairs: Pairs) -> str:

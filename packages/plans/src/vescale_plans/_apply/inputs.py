@@ -160,7 +160,7 @@ def _whole_number(tensor: Tensor) -> Tensor:
         return tensor
     layout = tensor.mesh_layout
     states = [INVARIANT if state is PENDING else state for state in layout.states]
-    return convert(tensor, layout.with_states(states), "loss (root border)")
+    return convert(tensor, layout.with_states(states), "loss (root boundary)")
 
 
 def shard_batch(plan: Plan, batch: Any) -> Any:

@@ -20,7 +20,7 @@ class PlanError(VescaleError):
 
 @dataclass(frozen=True)
 class Boundary:
-    """Layouts at a module's border, converted explicitly when the module is called.
+    """Layouts at a module's boundary, converted explicitly when the module is called.
 
     Arguments:
         input: of the first tensor among the positional, then the keyword arguments.

@@ -22,7 +22,7 @@ _VALUES = (int, float, bool, str, bytes, complex, type(None), enum.Enum, torch.d
 
 @dataclass(frozen=True)
 class Step:
-    """A conversion at a module's border: of the input or output tensor number `at`, or of a parameter (its name)."""
+    """A conversion at a module's boundary: of the input or output tensor number `at`, or of a parameter (its name)."""
 
     at: int | str
     route: Route

@@ -114,7 +114,7 @@ class Recording:
 def _outside(frame: Frame) -> Difference | None:
     """What hooks and borders say against a region."""
     if frame.site.has_odd_border():
-        return Difference("has a border of the plan that changes its parameters for the call", frame.site.line)
+        return Difference("has a boundary of the plan that changes its parameters for the call", frame.site.line)
     for child in frame.children:
         if child.site.has_foreign_hooks():
             return Difference(f"calls {child.site.name}, which has hooks of yours", child.site.line)

@@ -235,7 +235,7 @@ def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Regi
         one = waiting.pop()
         for converter, step in one.crossed.items():
             if borders.setdefault(converter, step) != step:
-                return None, Difference("meets a border of the plan with inputs in two layouts", frame.site.line)
+                return None, Difference("meets a boundary of the plan with inputs in two layouts", frame.site.line)
         for child in one.children:
             if child.reason is not None and not child.draws:
                 return None, Difference(f"calls {child.site.name}, which is eager", child.reason.line)

@@ -87,7 +87,7 @@ def places(request: Request, candidate: Candidate) -> Iterator[tuple[str, str]]:
         if size > 1:
             far = hardware.crosses(stride, size)
             link = hardware.across if far else hardware.inside
-            where = f"crosses borders of nodes of {hardware.node}" if far else "inside a node"
+            where = f"crosses boundaries of nodes of {hardware.node}" if far else "inside a node"
             yield f"axis {name}", f"{size} ranks {stride} apart, {where}: {link.bandwidth / 1e9:.3g} GB/s a rank"
         stride *= size
 
