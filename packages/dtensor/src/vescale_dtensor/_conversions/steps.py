@@ -28,6 +28,7 @@ from .._layouts.layout import Layout
 from .._layouts.region import Ranges, cut, flat_cut, intersect, local_offset
 from .._layouts.strides import cut_to_one, dense_strides, global_stride, local_stride, memory_order, row_major
 from .conversion import COLLECTIVES, Step, plan
+from .cutting import assemble, grown, is_outermost, length, my_ranges, take, take_local, with_size
 
 
 class Route:
@@ -143,8 +144,8 @@ def _slice(step: Step) -> Recipe:
     if step.after.flat_axis == step.axis:
         start, stop = step.after.flat_range_at(step.after.mesh.coordinate)
         return lambda local: local.reshape(-1)[start:stop]
-    ranges, dim = _my_ranges(step.after, step.axis)
-    return lambda local: _take(local, dim, ranges).contiguous()
+    ranges, dim = my_ranges(step.after, step.axis)
+    return lambda local: take(local, dim, ranges).contiguous()
 
 
 def _pad(step: Step) -> Recipe:
@@ -172,11 +173,11 @@ def _pad_alone(step: Step) -> Recipe:
             return full
 
         return pad_flat
-    ranges, dim = _my_ranges(step.before, step.axis)
+    ranges, dim = my_ranges(step.before, step.axis)
     whole = step.before.size_at(step.axis, dim)
 
     def pad(local: Tensor) -> Tensor:
-        full = local.new_zeros(_with_size(local.shape, dim, whole))
+        full = local.new_zeros(with_size(local.shape, dim, whole))
         at = 0
         for start, stop in ranges:
             full.narrow(dim, start, stop - start).copy_(local.narrow(dim, at, stop - start))
@@ -198,13 +199,13 @@ def _all_gather(step: Step) -> Recipe | None:
     if count == 1:
         return None
     cuts = cut(state, layout.size_at(axis, dim), count)
-    sizes = [_length(ranges) for ranges in cuts]
+    sizes = [length(ranges) for ranges in cuts]
     shape = layout.local_shape
     if min(sizes) == max(sizes) and 0 not in shape and not state.order:
-        gather, whole = gather_recipe(mesh, (axis,), shape, step.kind), _with_size(shape, dim, count * shape[dim])
+        gather, whole = gather_recipe(mesh, (axis,), shape, step.kind), with_size(shape, dim, count * shape[dim])
         if dim == 0 and groups == 1:
             return gather
-        if _is_outermost(shape, dim, groups):
+        if is_outermost(shape, dim, groups):
             return lambda local: gather(local).view(*whole)
         # [n, .., g, s, ..] -> [.., g, n, s, ..] -> [.., g * n * s, ..]
         grouped = (count, *shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
@@ -215,8 +216,8 @@ def _all_gather(step: Step) -> Recipe | None:
     longest, mine = max(sizes), sizes[mesh.coordinate[axis]]
 
     def gather_uneven(local: Tensor) -> Tensor:
-        parts = all_gather(local if mine == longest else _grown(local, dim, longest), mesh, (axis,), step.kind)
-        return _assemble([part.narrow(dim, 0, size) for part, size in zip(parts, sizes)], dim, cuts)
+        parts = all_gather(local if mine == longest else grown(local, dim, longest), mesh, (axis,), step.kind)
+        return assemble([part.narrow(dim, 0, size) for part, size in zip(parts, sizes)], dim, cuts)
 
     return gather_uneven
 
@@ -224,7 +225,7 @@ def _all_gather(step: Step) -> Recipe | None:
 def _gather_flat(step: Step) -> Recipe:
     layout, axis = step.before, step.axis
     mesh, shape = layout.mesh, step.after.local_shape
-    sizes = [_length(ranges) for ranges in flat_cut(layout.states[axis], prod(shape))]
+    sizes = [length(ranges) for ranges in flat_cut(layout.states[axis], prod(shape))]
     longest = max(sizes)
     if mesh.sizes[axis] == 1 or not longest:
         return lambda local: local.view(shape)
@@ -233,7 +234,7 @@ def _gather_flat(step: Step) -> Recipe:
         return lambda local: gather(local).view(shape)
 
     def gather_uneven(local: Tensor) -> Tensor:
-        rows = gather(local if local.numel() == longest else _grown(local, 0, longest)).view(-1, longest)
+        rows = gather(local if local.numel() == longest else grown(local, 0, longest)).view(-1, longest)
         return torch.cat([row[:size] for row, size in zip(rows, sizes)]).view(shape)
 
     return gather_uneven
@@ -242,7 +243,7 @@ def _gather_flat(step: Step) -> Recipe:
 def _reduce_scatter(step: Step) -> Recipe | None:
     layout, axis = step.after, step.axis
     if layout.flat_axis == axis:
-        mesh, sizes = layout.mesh, [_length(r) for r in flat_cut(layout.states[axis], prod(step.before.local_shape))]
+        mesh, sizes = layout.mesh, [length(r) for r in flat_cut(layout.states[axis], prod(step.before.local_shape))]
         if mesh.sizes[axis] == 1:
             return lambda local: local.reshape(-1)
         return lambda local: reduce_scatter(list(local.reshape(-1).split(sizes)), mesh, (axis,), step.kind)
@@ -251,11 +252,11 @@ def _reduce_scatter(step: Step) -> Recipe | None:
     if count == 1:
         return None
     cuts = cut(state, layout.size_at(axis, dim), count)
-    sizes = [_length(ranges) for ranges in cuts]
+    sizes = [length(ranges) for ranges in cuts]
     shape = layout.local_shape
     if min(sizes) == max(sizes) and 0 not in shape and not state.order:
         scatter, sent = scatter_recipe(mesh, (axis,), shape, step.kind), (count * shape[0], *shape[1:])
-        if _is_outermost(shape, dim, groups):
+        if is_outermost(shape, dim, groups):
             return lambda local: scatter(local.contiguous().view(*sent))
         # [.., g * n * s, ..] -> [.., g, n, s, ..] -> [n, .., g, s, ..] -> [n * .., g * s, ..], which is what travels
         size = shape[dim] // groups
@@ -265,7 +266,7 @@ def _reduce_scatter(step: Step) -> Recipe | None:
             pieces, at = (*shape[:dim], count, size, *shape[dim + 1 :]), dim
         order = (at, *range(at), *range(at + 1, len(pieces)))
         return lambda local: scatter(local.reshape(*pieces).permute(*order).reshape(*sent).contiguous())
-    return lambda local: reduce_scatter([_take(local, dim, ranges) for ranges in cuts], mesh, (axis,), step.kind)
+    return lambda local: reduce_scatter([take(local, dim, ranges) for ranges in cuts], mesh, (axis,), step.kind)
 
 
 def _all_reduce(step: Step) -> Recipe | None:
@@ -288,9 +289,9 @@ def _all_to_all(step: Step) -> Recipe | None:
         return _recut(step, old.dim, old_cuts, new_cuts)
 
     def swap(local: Tensor) -> Tensor:
-        pieces = [_take(local, new.dim, ranges) for ranges in new_cuts]
-        shapes = [_with_size(pieces[me].shape, old.dim, _length(ranges)) for ranges in old_cuts]
-        return _assemble(exchange(pieces, shapes, mesh, axis, step.kind), old.dim, old_cuts)
+        pieces = [take(local, new.dim, ranges) for ranges in new_cuts]
+        shapes = [with_size(pieces[me].shape, old.dim, length(ranges)) for ranges in old_cuts]
+        return assemble(exchange(pieces, shapes, mesh, axis, step.kind), old.dim, old_cuts)
 
     return swap
 
@@ -303,10 +304,10 @@ def _recut(step: Step, dim: int, old_cuts: tuple[Ranges, ...], new_cuts: tuple[R
     received = [intersect(ranges, wanted) for ranges in old_cuts]
 
     def recut(local: Tensor) -> Tensor:
-        pieces = [_take_local(local, dim, held, spans) for spans in sent]
-        shapes = [_with_size(local.shape, dim, _length(spans)) for spans in received]
+        pieces = [take_local(local, dim, held, spans) for spans in sent]
+        shapes = [with_size(local.shape, dim, length(spans)) for spans in received]
         parts = exchange(pieces, shapes, mesh, axis, step.kind)
-        out = local.new_empty(_with_size(local.shape, dim, _length(wanted)))
+        out = local.new_empty(with_size(local.shape, dim, length(wanted)))
         for part, spans in zip(parts, received):
             at = 0
             for start, stop in spans:
@@ -347,65 +348,3 @@ _COMPILE: dict[str, Callable[[Step], Recipe | None]] = {
     "all_reduce": _adding_nothing(_all_reduce),
     "all_to_all": _all_to_all,
 }
-
-
-# --- cutting and joining ----------------------------------------------------------
-
-
-def _my_ranges(layout: Layout, axis: int) -> tuple[Ranges, int]:
-    state, mesh = layout.states[axis], layout.mesh
-    return cut(state, layout.size_at(axis, state.dim), mesh.sizes[axis])[mesh.coordinate[axis]], state.dim
-
-
-def _length(ranges) -> int:
-    return sum(stop - start for start, stop in ranges)
-
-
-def _is_outermost(shape: tuple[int, ...], dim: int, groups: int) -> bool:
-    """Whether the shards of a dim lie in memory one after the other, so that the order of ranks is that of the dim."""
-    return groups == 1 and prod(shape[:dim]) == 1
-
-
-def _with_size(shape, dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _take(tensor: Tensor, dim: int, ranges) -> Tensor:
-    """The given ranges of a dim, joined; a view when there is one range."""
-    if len(ranges) == 1:
-        start, stop = ranges[0]
-        return tensor.narrow(dim, start, stop - start)
-    if not ranges:
-        return tensor.narrow(dim, 0, 0)
-    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
-
-
-def _take_local(local: Tensor, dim: int, held: Ranges, wanted) -> Tensor:
-    """The global ranges `wanted` out of a local tensor that holds `held`."""
-    spans = []
-    for start, stop in wanted:
-        at = local_offset(held, start)
-        spans.append((at, at + stop - start))
-    return _take(local, dim, tuple(spans))
-
-
-def _assemble(parts, dim: int, cuts: tuple[Ranges, ...]) -> Tensor:
-    """The whole dim from every rank's part."""
-    spans = []
-    for rank, ranges in enumerate(cuts):
-        at = 0
-        for start, stop in ranges:
-            if stop > start:
-                spans.append((start, rank, at, stop - start))
-            at += stop - start
-    spans.sort()
-    if not spans:
-        return parts[0].contiguous()
-    return torch.cat([parts[rank].narrow(dim, at, length) for _, rank, at, length in spans], dim)
-
-
-def _grown(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Zero-padded at the end of `dim`: what a backend that wants equal shapes is given."""
-    grown = tensor.new_zeros(_with_size(tensor.shape, dim, size))
-    grown.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
-    return grown

@@ -24,7 +24,7 @@ from torch import Tensor, is_grad_enabled
 from .._communication import events
 from .._conversions.conversion import is_alias
 from .._conversions.convert import alias, convert_operand, describe, read, refuse_foreign
-from .._errors import GradientError, InternalError, MeshError, OperatorError, PlainTensorError, VescaleError
+from .._errors import InternalError, MeshError, VescaleError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.state import INVARIANT
 from .._rules.doors.communication import refuse_operator
@@ -36,6 +36,7 @@ from .._torch_private import _disabled_torch_function_impl as _run_local
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from . import fallback, forms
 from .arguments import ATOMS, collect, key_of, keyed, substitute
+from .contracts import check_tracked, raise_lost_layout, raise_number
 from .copies import as_on_one_device, check_writable, mark_copy
 from .flat_rules import decide_flat
 from .functorch import check_not_wrapped
@@ -208,7 +209,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     if inplace:
         decision.mutated = decision.mutated or (0,)
         if isinstance(decision.out, Layout) and decision.out.is_number and not operands[0].layout.is_number:
-            _raise_number(function, tensors[0])
+            raise_number(function, tensors[0])
     decision.plain = any(type(t) is not DTensor for t in tensors)
     # A plain tensor without gradient holds the same values whether it is called I or R.
     decision.targets = tuple(
@@ -264,10 +265,10 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
     if decision.plain or decision.composite is not None:
         for tensor in tensors:
             if type(tensor) is not DTensor and tensor.grad_fn is not None:
-                _raise_lost_layout(function, tensor, tensors)
+                raise_lost_layout(function, tensor, tensors)
     if decision.untracked:
         for index in decision.untracked:
-            _check_tracked(function, tensors[index])
+            check_tracked(function, tensors[index])
         if is_grad_enabled() and Trait.METADATA not in entry.traits:
             given = [one if i == 0 and entry.inplace else read(one) for i, one in enumerate(tensors)]
             if any(one is not tensor for one, tensor in zip(given, tensors)):
@@ -368,53 +369,6 @@ def apart(out: Any) -> Any:
     if isinstance(out, (tuple, list)) and not hasattr(out, "_fields"):
         return type(out)([apart(one) for one in out])
     return out
-
-
-# --- contracts ------------------------------------------------------------------------
-
-
-def _raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> None:
-    raise PlainTensorError(
-        events.function_name(function),
-        f"a plain tensor computed with gradient (from {tensor.grad_fn.name()}) meets a DTensor: it lost its layout",
-        [
-            describe(f"operand {i}", t, t._layout) if type(t) is DTensor else f"operand {i}  plain {list(t.shape)}"
-            for i, t in enumerate(tensors)
-        ],
-        [
-            ("DTensor.from_local(tensor, mesh, placements)", "says what the plain tensor is; no communication"),
-            ("register_rule(function)", "for a function that hands back plain tensors"),
-        ],
-    )
-
-
-def _raise_number(function: Any, tensor: Tensor) -> None:
-    name = events.function_name(function)
-    raise OperatorError(
-        name,
-        "in place, it would make a tensor of one element of one with several, or none, which is another kind of object",
-        [describe("tensor", tensor, tensor._layout)],
-        [(f"tensor.{name.rstrip('_')}()", "the function that returns a new tensor")],
-    )
-
-
-def _check_tracked(function: Any, tensor: DTensor) -> None:
-    """A DTensor made under no_grad that has a grad_fn of somebody else's Function: its gradients would be wrong."""
-    with local_only():
-        node = tensor.grad_fn
-    forward = getattr(type(node), "_forward_cls", None)
-    if forward is None or forward.__module__.split(".")[0] in ("torch", "vescale_dtensor"):
-        return
-    raise GradientError(
-        events.function_name(function),
-        f"an operand comes from the autograd Function {forward.__qualname__}, whose forward ran on DTensors under "
-        "no_grad: conversions inside it left no trace for its backward",
-        [describe("operand", tensor, tensor._layout)],
-        [
-            (f"register_function({forward.__name__})", "runs it on whole plain tensors, inputs gathered"),
-            (f"register_rule({forward.__name__}.apply)(rule)", "says how it runs on shards"),
-        ],
-    )
 
 
 def _must_copy(entry: Entry, base: Operand, decision: Decision) -> bool:

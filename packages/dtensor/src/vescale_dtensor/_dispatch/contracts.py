@@ -1,0 +1,58 @@
+"""What dispatch refuses, for its result would be wrong without a word (design, section 3)."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from .._communication import events
+from .._conversions.convert import describe
+from .._errors import GradientError, OperatorError, PlainTensorError
+from .._tensor.tensor import DTensor, local_only
+
+
+def raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> NoReturn:
+    """For a plain tensor with a gradient's history, among the operands `tensors`."""
+    raise PlainTensorError(
+        events.function_name(function),
+        f"a plain tensor computed with gradient (from {tensor.grad_fn.name()}) meets a DTensor: it lost its layout",
+        [
+            describe(f"operand {i}", t, t._layout) if type(t) is DTensor else f"operand {i}  plain {list(t.shape)}"
+            for i, t in enumerate(tensors)
+        ],
+        [
+            ("DTensor.from_local(tensor, mesh, placements)", "says what the plain tensor is; no communication"),
+            ("register_rule(function)", "for a function that hands back plain tensors"),
+        ],
+    )
+
+
+def raise_number(function: Any, tensor: Tensor) -> NoReturn:
+    """For a function in place that would change which kind of object a tensor is."""
+    name = events.function_name(function)
+    raise OperatorError(
+        name,
+        "in place, it would make a tensor of one element of one with several, or none, which is another kind of object",
+        [describe("tensor", tensor, tensor._layout)],
+        [(f"tensor.{name.rstrip('_')}()", "the function that returns a new tensor")],
+    )
+
+
+def check_tracked(function: Any, tensor: DTensor) -> None:
+    """A DTensor made under no_grad that has a grad_fn of somebody else's Function: its gradients would be wrong."""
+    with local_only():
+        node = tensor.grad_fn
+    forward = getattr(type(node), "_forward_cls", None)
+    if forward is None or forward.__module__.split(".")[0] in ("torch", "vescale_dtensor"):
+        return
+    raise GradientError(
+        events.function_name(function),
+        f"an operand comes from the autograd Function {forward.__qualname__}, whose forward ran on DTensors under "
+        "no_grad: conversions inside it left no trace for its backward",
+        [describe("operand", tensor, tensor._layout)],
+        [
+            (f"register_function({forward.__name__})", "runs it on whole plain tensors, inputs gathered"),
+            (f"register_rule({forward.__name__}.apply)(rule)", "says how it runs on shards"),
+        ],
+    )
