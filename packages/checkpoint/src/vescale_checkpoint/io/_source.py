@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from .. import dcp, huggingface, manifest
+from .. import dcp, manifest
 from .._errors import CorruptError, MismatchError, StorageError
 from ..format._step import step_number, step_of
 from ..manifest import Manifest
 from ..sync._sync import Session
+from . import _huggingface
 from ._commit import Root, check_folder, leased
 from ._storage import LocalStorage, Storage, guarded, storage_of
 
@@ -64,10 +65,10 @@ def _foreign(storage: Storage, folder: str, state: Mapping[str, Any]) -> Source 
     with guarded("load", folder, "cannot read the directory"):
         if dcp.is_folder(storage, folder):
             return Source(storage, folder, dcp.read_folder(storage, folder))
-        folder = huggingface.snapshot_of(storage, folder)
-        if huggingface.is_folder(storage, folder):
+        folder = _huggingface.snapshot_of(storage, folder)
+        if _huggingface.is_folder(storage, folder):
             linked = LocalStorage(follows_links=True) if isinstance(storage, LocalStorage) else storage
-            return Source(linked, folder, huggingface.read_folder(linked, folder, huggingface.prefix_of(state)))
+            return Source(linked, folder, _huggingface.read_folder(linked, folder, _huggingface.prefix_of(state)))
     return None
 
 
