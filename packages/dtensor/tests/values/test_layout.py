@@ -200,6 +200,14 @@ def test_the_gradient_follows_from_the_state() -> None:
     assert it.is_pending and not it.is_replicated and it.invariant.is_replicated
 
 
+def test_what_is_pending_is_alike_on_all_ranks_once_it_is_reduced() -> None:
+    mesh = Mesh((2, 2, 2, 2))
+    it = layout_of(mesh, (sharded(0), PENDING, INVARIANT, VARYING), (4,))
+    assert it.reduced is layout_of(mesh, (sharded(0), INVARIANT, INVARIANT, VARYING), (4,))
+    assert it.reduced.reduced is it.reduced and it.untracked.reduced is it.reduced
+    assert it.gradient.reduced.states == (sharded(0), VARYING, INVARIANT, INVARIANT)
+
+
 def test_the_untracked_twin_says_the_same() -> None:
     it = layout((Shard(0), Replicate()), (4, 6))
     assert it.untracked.base is it and it.base is it

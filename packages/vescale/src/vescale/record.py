@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_dtensor import CommunicationError, DTensor, VescaleError
-from vescale_dtensor.engine import INVARIANT, PENDING, convert, requires_grad
+from vescale_dtensor.engine import convert, requires_grad
 
 from ._digest import Summary, flat_indices, measure, unpack
 from ._machine._torch_private import _current_graph_task_id
@@ -227,7 +227,7 @@ class Recorder:
             if type(tensor) is DTensor:
                 layout = tensor.mesh_layout
                 if layout.is_pending:
-                    layout = layout.with_states([INVARIANT if s is PENDING else s for s in layout.states])
+                    layout = layout.reduced
                     tensor = convert(tensor, layout, "record")
                 tensor, coordinate = tensor.to_local(), layout.mesh.coordinate
                 boxes = layout.boxes_at(coordinate)

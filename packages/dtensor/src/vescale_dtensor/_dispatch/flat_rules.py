@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 
 from .._conversions.convert import convert_operand
-from .._layouts.state import INVARIANT, PENDING
 from .._rules.registry import Call, Decision, Entry, Operand, composite
 from .._rules.traits import Trait
 from .._tensor.tensor import DTensor
@@ -73,7 +72,7 @@ def on_flat(call: Call, signature: Signature) -> Decision | None:
     if lead.is_pending and not linear:
         if call.inplace:
             return None
-        lead = lead.with_states(INVARIANT if state is PENDING else state for state in lead.states)
+        lead = lead.reduced
     targets = []
     for operand in call.operands:
         target = lead if operand in full else operand.layout.invariant

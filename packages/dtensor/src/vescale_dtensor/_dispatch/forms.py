@@ -17,7 +17,7 @@ from torch import Tensor, is_grad_enabled
 from .._conversions.convert import convert
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
-from .._layouts.state import INVARIANT, PENDING
+from .._layouts.state import INVARIANT
 from .._rules.registry import Call, Decision, Operand, composite
 from .._tensor.tensor import DTensor, local_only, stamp
 from .arguments import collect
@@ -79,7 +79,7 @@ def pending_in_place(call: Call, signature: Signature) -> Decision | None:
     own = call.operands[0]
     if not own.layout.is_pending or not (call.args and call.args[0] is own):
         return None
-    reduced = own.layout.with_states([INVARIANT if state is PENDING else state for state in own.states])
+    reduced = own.layout.reduced
     operands = [Operand(reduced, False, own.index), *call.operands[1:]]
     if solve(Call(call.function, call.args, call.kwargs, operands, call.mesh, True), signature) is None:
         return None

@@ -93,6 +93,11 @@ class Layout:
         return any(state is PENDING for state in self.states)
 
     @property
+    def reduced(self) -> Layout:
+        """The same with what is pending added up: whole and alike on the ranks of those axes (I)."""
+        return self.with_states([INVARIANT if state is PENDING else state for state in self.states])
+
+    @property
     def is_exact(self) -> bool:
         """Whether groups and units divide what they cut at every coordinate: a cut within a cut may not."""
         return all(

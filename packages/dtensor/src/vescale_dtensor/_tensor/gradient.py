@@ -18,7 +18,7 @@ from .._conversions.convert import alias, convert, convert_plain, describe
 from .._errors import GradientError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
-from .._layouts.state import INVARIANT, PENDING, VARYING
+from .._layouts.state import INVARIANT, VARYING
 from .._torch_private import _current_graph_task_id
 from .tensor import DTensor, local_only, plain_class, source_of, stamp
 
@@ -54,8 +54,7 @@ def is_settled(tensor: DTensor, value: Tensor) -> bool:
 
 def settled_layout(tensor: DTensor) -> Layout:
     """The layout of `tensor`'s gradient after its reduction over the pending axes."""
-    layout = tensor._layout.base.gradient
-    return layout.with_states([INVARIANT if state is PENDING else state for state in layout.states])
+    return tensor._layout.base.gradient.reduced
 
 
 def fold(pending: DTensor, settled: DTensor) -> DTensor:

@@ -23,7 +23,6 @@ from vescale_dtensor import (
 )
 from vescale_dtensor.engine import (
     INVARIANT,
-    PENDING,
     Mesh,
     canonical_states,
     convert,
@@ -158,9 +157,7 @@ def distributed(tensor: Tensor, mesh: Mesh, cuts: Cuts, lengths: Collection[int]
 def _whole_number(tensor: Tensor) -> Tensor:
     if type(tensor) is not DTensor or tensor.ndim or not tensor.mesh_layout.is_pending:
         return tensor
-    layout = tensor.mesh_layout
-    states = [INVARIANT if state is PENDING else state for state in layout.states]
-    return convert(tensor, layout.with_states(states), "loss (root boundary)")
+    return convert(tensor, tensor.mesh_layout.reduced, "loss (root boundary)")
 
 
 def shard_batch(plan: Plan, batch: Any) -> Any:

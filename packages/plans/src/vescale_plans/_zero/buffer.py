@@ -56,7 +56,7 @@ from .._plan.promise import fulfil
 from .._torch_private import _has_compatible_shallow_copy_type, version_of
 from .in_flight import SYNC, InFlight, Usage
 from .packing import pack
-from .slot import Sharing, Slot, block_of, holders, largest_shard, settled
+from .slot import Sharing, Slot, block_of, holders, largest_shard
 
 GATHER = Cause("parameter gather")
 # Parameters begin where a fresh tensor would: kernels may round by the alignment of their operands.
@@ -137,7 +137,7 @@ class Buffer:
         if self.shards:
             cut = flat(layout.ndim, self.packing.units(i, largest_shard(layout)))
             slot.master_layout = layout.with_states((*layout.states[:lead], cut, *layout.states[lead + 1 :]))
-        slot.reduced_layout, slot.gradient_layout = settled(layout), settled(slot.master_layout)
+        slot.reduced_layout, slot.gradient_layout = layout.gradient.reduced, slot.master_layout.gradient.reduced
         return slot
 
     def _take_dtype(self, dtype: torch.dtype) -> None:
@@ -459,7 +459,7 @@ class Buffer:
             if there:
                 self.settled.append(slot)
             if there and slot.parameter.grad is None:
-                layout = slot.gradient_layout if self.keep == "part" else settled(slot.full_layout)
+                layout = slot.gradient_layout if self.keep == "part" else slot.full_layout.gradient.reduced
                 settle(slot.parameter, stamp(slot.master.detach().new_empty(layout.local_shape), layout))
 
     def settle(self, summed: Tensor, missing: list[int], usage: Usage | None) -> None:

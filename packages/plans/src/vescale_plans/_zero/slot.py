@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor, Layout, PlacementError
-from vescale_dtensor.engine import INVARIANT, PENDING, Mesh, convert, convert_plain, forget, local_only, stamp
+from vescale_dtensor.engine import Mesh, convert, convert_plain, forget, local_only, stamp
 
 from .packing import whole_rows
 
@@ -219,12 +219,6 @@ class Slot:
         tensor._layout, tensor._owner, self.is_away = value._layout.base, self, False
         with local_only():
             return value.detach(), value._layout.base is not full
-
-
-def settled(layout: Layout) -> Layout:
-    """The layout of the gradient of a tensor of `layout`, reduced."""
-    gradient = layout.gradient
-    return gradient.with_states(INVARIANT if state is PENDING else state for state in gradient.states)
 
 
 def holders(layout: Layout) -> tuple[tuple[int, int], ...]:

@@ -33,7 +33,6 @@ from .._deferred.materialize import cut
 from .._select import current_stream
 from .._torch_private import _safe_softmax
 from .dropout import drawn_noise
-from .fills import settled
 
 _without_dropout = TABLE[F.scaled_dot_product_attention].rule
 _POSITION = 4  # of dropout_p
@@ -53,7 +52,7 @@ def scaled_dot_product_attention(call: Call):
         return None
     key = call.get(1, "key")
     shape = (*decision.out.shape[:-1], key.shape[-2])
-    weights = settled(layout_of(call.mesh, decision.out.states, shape))
+    weights = layout_of(call.mesh, decision.out.states, shape).reduced
     return replace(decision, run=_dropping(decision, weights, p))
 
 

@@ -40,7 +40,7 @@ from vescale_dtensor.rules import Call, composite
 
 from .._cpu.stream import Draw, fill
 from .._cuda.numbers import fused_dropout_
-from .fills import draws_for, fills_for, settled
+from .fills import draws_for, fills_for
 
 _PLAIN = {F.dropout, torch.dropout, torch.dropout_}
 _FEATURE = {torch.feature_dropout, torch.feature_dropout_}
@@ -108,7 +108,7 @@ def _fused(x: Tensor, layout: Layout, p: float) -> Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         kept = torch.empty_like(x.detach())
-        kept = fill(kept, settled(layout), Draw(fused_dropout_, (p,)), fresh=True, like=x.detach()).bool()
+        kept = fill(kept, layout.reduced, Draw(fused_dropout_, (p,)), fresh=True, like=x.detach()).bool()
         scale = torch.tensor(1 - p, dtype=wide).to(torch.float64).reciprocal().to(wide).item()
     return (x.to(wide) * kept).mul_(scale).to(x.dtype)
 
@@ -121,7 +121,7 @@ def scale_of(p: float, dtype: torch.dtype) -> float:
 
 def _noise(x: Tensor, layout: Layout, p: float, feature: bool) -> Tensor:
     """The shard's zeros and ones: as the input, or [N, C, 1, 1, ...]."""
-    layout = settled(layout)
+    layout = layout.reduced
     with torch.no_grad():
         if not feature:
             return drawn_noise(torch.empty_like(x.detach()), layout, p, x.detach())

@@ -21,10 +21,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from vescale_dtensor import DTensor, Layout
+from vescale_dtensor import DTensor
 from vescale_dtensor.engine import (
-    INVARIANT,
-    PENDING,
     TABLE,
     check_writable,
     gathered,
@@ -72,14 +70,9 @@ def draw_into(own: DTensor, draw: Draw, *, fresh: bool = False, like: DTensor | 
 
 def empty_as(own: DTensor, **options: Any) -> DTensor:
     """`empty_like(own, **options)`, laid out alike; whole where `own` is pending."""
-    layout = settled(own._layout.base)
+    layout = own._layout.reduced
     with torch.no_grad(), local_only():
         return stamp(torch.empty_like(own.detach(), **options), layout)
-
-
-def settled(layout: Layout) -> Layout:
-    """The layout with what is pending whole and alike on all ranks."""
-    return layout.with_states([INVARIANT if state is PENDING else state for state in layout.states])
 
 
 @handler(_FILLS)

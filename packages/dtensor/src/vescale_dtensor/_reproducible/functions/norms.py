@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..._conversions.convert import convert
 from ..._layouts.layout import Layout
-from ..._layouts.state import INVARIANT, PENDING
 from ..._rules.registry import Call, Decision, composite
 from ..._tensor.tensor import DTensor
 from ..._torch_private import _foreach_norm
@@ -52,7 +51,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 
 def _square_sum(x: Tensor) -> Tensor:
     if type(x) is DTensor and x._layout.is_pending:  # reduced once, not once per factor
-        x = convert(x, x._layout.base.with_states([INVARIANT if s is PENDING else s for s in x._layout.states]))
+        x = convert(x, x._layout.reduced)
     x = wide(x)
     if type(x) is DTensor and not _in_blocks(x._layout.base):
         x = convert(x, x._layout.base.invariant)

@@ -24,7 +24,7 @@ from ..._conversions.conversion import is_alias
 from ..._conversions.convert import convert, convert_plain
 from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import Layout, layout_of
-from ..._layouts.state import INVARIANT, PENDING
+from ..._layouts.state import PENDING
 from ..._tensor.tensor import DTensor, local_only, stamp
 from ..._torch_private import (
     _amp_foreach_non_finite_check_and_unscale_,
@@ -184,7 +184,7 @@ def _power_sum(x: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
     """
     x = x if dtype is None else x.to(dtype)
     if type(x) is DTensor and x._layout.is_pending:  # reduced once, not once per use
-        x = convert(x, x._layout.base.with_states([INVARIANT if s is PENDING else s for s in x._layout.states]))
+        x = convert(x, x._layout.reduced)
     squares = ord == 2 and x.is_floating_point() and not (torch.is_grad_enabled() and x.requires_grad)
     if not squares and (type(x) is not DTensor or x._layout.flat_axis is None):
         return _powers(x, ord).sum()
@@ -296,10 +296,7 @@ def _aligned(function: Callable) -> Callable:
 
 
 def _lead(parameter: Tensor) -> Layout | None:
-    if type(parameter) is not DTensor:
-        return None
-    layout = parameter._layout.base
-    return layout.with_states([INVARIANT if state is PENDING else state for state in layout.states])
+    return parameter._layout.reduced if type(parameter) is DTensor else None
 
 
 # --- the gradient scaler --------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._dispatch.signature import Signature
-from ..._layouts.state import INVARIANT, PENDING
 from ..._torch_private import _special
 from ..registry import TABLE, Call, Decision, Operand, both, composite, rule
 from ..traits import ELEMENTWISE, Trait
@@ -201,8 +200,7 @@ def filled_like(call: Call):
     """Like the input's layout; values do not count, so a pending input gives a whole result, and nothing moves."""
     if len(call.operands) > 1:
         return elementwise(call)
-    layout = call.operands[0].layout
-    return Decision(out=layout.with_states([INVARIANT if state is PENDING else state for state in layout.states]))
+    return Decision(out=call.operands[0].layout.reduced)
 
 
 @rule(Tensor.zero_, torch.zero_, traits=ELEMENTWISE | Trait.LINEAR)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..._conversions.convert import convert_plain
 from ..._dispatch.fallback import gathered
-from ..._layouts.state import INVARIANT, PENDING
 from ..._layouts.strides import global_stride
 from ..._tensor.tensor import DTensor, local_only
 from ..._torch_private import is_non_overlapping_and_dense_or_false
@@ -96,8 +95,7 @@ def like(function: Callable, args: tuple, kwargs: dict) -> Any:
     """In the input's layout; where that is pending the result is whole."""
     kwargs = dict(kwargs)
     own, *rest = args if args else (kwargs.pop("input"),)
-    base = own._layout.base
-    layout = base.with_states([INVARIANT if state is PENDING else state for state in base.states])
+    layout = own._layout.reduced
     requires_grad = kwargs.pop("requires_grad", False)
     with torch.no_grad():
         whole = function(_blank(own), *rest, **kwargs)
@@ -134,10 +132,9 @@ def dropout(call: Call):
 def _drop(function: Callable, p: float, inplace: bool) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
-        base = x._layout.base
+        layout = x._layout.reduced
         with torch.no_grad():
             mask = function(_blank(x).fill_(1), p, True)
-            layout = base.with_states([INVARIANT if state is PENDING else state for state in base.states])
             mask = convert_plain(mask, layout.mesh, layout, function)
         return x.mul_(mask) if inplace else x * mask
 

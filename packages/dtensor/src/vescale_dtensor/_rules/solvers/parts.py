@@ -18,7 +18,7 @@ from torch import Tensor, is_grad_enabled
 from ..._conversions.convert import alias, convert_operand
 from ..._dispatch.signature import Signature
 from ..._layouts.layout import Layout, layout_of
-from ..._layouts.state import INVARIANT, PENDING, State, sharded
+from ..._layouts.state import INVARIANT, State, sharded
 from ..._tensor.tensor import DTensor, stamp
 from ..registry import Call
 
@@ -86,10 +86,7 @@ def only_split(call: Call, dims: Sequence[int]) -> bool:
 def settled(x: DTensor, function: object) -> DTensor:
     """`x` with its pending axes summed (I): an all-reduce per pending axis, none otherwise."""
     layout = x._layout.base
-    if not layout.is_pending:
-        return x
-    target = layout.with_states([INVARIANT if s is PENDING else s for s in layout.states])
-    return convert_operand(x, layout, target, function)
+    return convert_operand(x, layout, layout.reduced, function) if layout.is_pending else x
 
 
 def plain(x: DTensor) -> Tensor:
