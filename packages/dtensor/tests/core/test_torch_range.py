@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vescale_dtensor import _torch_range
-from vescale_dtensor._torch_range import NEWEST, OLDEST, is_tested, tested
+from vescale_dtensor._torch_range import NEWEST, OLDEST, is_tested
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ def test_range(version, inside):
 
 def test_the_torch_of_the_suite_is_in_the_range():
     assert is_tested(torch.__version__)
-    assert tested() == f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    assert _torch_range.tested() == f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
 def test_outside_the_range_the_warning_names_both(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
-    with pytest.warns(UserWarning, match=re.escape(f"tested with torch {tested()}, and this is 2.99.0+cpu")):
+    with pytest.warns(UserWarning, match=re.escape(f"tested with torch {_torch_range.tested()}, and this is 2.99.0+cpu")):
         _torch_range.warn_if_untested()
 
 
