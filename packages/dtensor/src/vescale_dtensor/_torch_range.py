@@ -4,31 +4,32 @@ import warnings
 
 import torch
 
-OLDEST, NEWEST = (2, 11), (2, 15)
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 """The first and the last release, (major, minor), that the suites are run on."""
 
 
-def release(version: str) -> tuple[int, int]:
+def torch_release(version: str) -> tuple[int, int]:
     """(major, minor) of "2.13.0+cpu" or "2.16.0a0+git1234567"."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
-def is_tested(version: str) -> bool:
-    return OLDEST <= release(version) <= NEWEST
+def is_tested_torch(version: str) -> bool:
+    return OLDEST_TORCH <= torch_release(version) <= NEWEST_TORCH
 
 
-def tested() -> str:
+def tested_torch() -> str:
     """The range in words: "2.11 to 2.15"."""
-    return " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+    return " to ".join(f"{major}.{minor}" for major, minor in (OLDEST_TORCH, NEWEST_TORCH))
 
 
 def warn_if_untested() -> None:
     """A UserWarning for a torch outside the range; called where the package is imported, which is once per process."""
-    if not is_tested(torch.__version__):
+    if not is_tested_torch(torch.__version__):
         warnings.warn(
-            f"veScale is tested with torch {tested()}, and this is {torch.__version__}: it uses private parts of torch "
-            "that other releases may change. `vescale doctor` says more; tools/torch_private.py says which are gone",
+            f"veScale is tested with torch {tested_torch()}, and this is {torch.__version__}: it uses private parts of "
+            f'torch, which other releases may change. pip install "torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]},'
+            f'<{NEWEST_TORCH[0]}.{NEWEST_TORCH[1] + 1}" installs a tested one',
             UserWarning,
             stacklevel=3,
         )

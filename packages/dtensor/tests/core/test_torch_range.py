@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vescale_dtensor import _torch_range
-from vescale_dtensor._torch_range import NEWEST, OLDEST, is_tested
+from vescale_dtensor._torch_range import NEWEST_TORCH, OLDEST_TORCH, is_tested_torch
 
 
 @pytest.mark.parametrize(
@@ -19,17 +19,18 @@ from vescale_dtensor._torch_range import NEWEST, OLDEST, is_tested
     ],
 )  # fmt: skip
 def test_range(version, inside):
-    assert is_tested(version) is inside
+    assert is_tested_torch(version) is inside
 
 
 def test_the_torch_of_the_suite_is_in_the_range():
-    assert is_tested(torch.__version__)
-    assert _torch_range.tested() == f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    assert is_tested_torch(torch.__version__)
+    assert _torch_range.tested_torch() == f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"
 
 
 def test_outside_the_range_the_warning_names_both(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
-    with pytest.warns(UserWarning, match=re.escape(f"tested with torch {_torch_range.tested()}, and this is 2.99.0+cpu")):
+    text = f"tested with torch {_torch_range.tested_torch()}, and this is 2.99.0+cpu"
+    with pytest.warns(UserWarning, match=re.escape(text)):
         _torch_range.warn_if_untested()
 
 

@@ -25,8 +25,9 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # Whether a function runs under vmap or grad of torch.func. Instead: a public question.
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 
-# How many modes see each function. Instead: a public question in `torch.overrides`.
+# How many modes see each function, and each operator. Instead: public questions in `torch.overrides` and `torch.utils`.
 _len_torch_function_stack = torch._C._len_torch_function_stack
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 # Whether somebody packs what backward needs. Instead: a public question of `torch.autograd.graph`.
 _top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from vescale_dtensor.engine import torch_range
+from vescale_dtensor.engine import OLDEST_TORCH, is_tested_torch, tested_torch, torch_release
 
 from ._machine import device_check
 
@@ -99,10 +99,10 @@ def python_and_torch() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     state = GOOD if sys.version_info >= (3, 11) else BAD
     yield Finding("python", state, version, "" if state == GOOD else "Python 3.11 or newer")
-    if torch_range.release(torch.__version__) < torch_range.OLDEST:
+    if torch_release(torch.__version__) < OLDEST_TORCH:
         yield Finding("torch", BAD, f"{torch.__version__} is too old", 'pip install "torch>=2.11"')
-    elif not torch_range.is_tested(torch.__version__):
-        yield Finding("torch", NOTE, f"{torch.__version__}, outside of the tested {torch_range.tested()}")
+    elif not is_tested_torch(torch.__version__):
+        yield Finding("torch", NOTE, f"{torch.__version__}, outside of the tested {tested_torch()}")
     else:
         yield Finding("torch", GOOD, torch.__version__)
 

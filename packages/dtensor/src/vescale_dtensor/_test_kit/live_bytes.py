@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._tensor.tensor import local_only
+from .._torch_private import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):

@@ -6,11 +6,11 @@ import os
 import sys
 from typing import Literal, cast, get_args
 
-from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from vescale_dtensor.engine import is_reproducible
 
+from .._torch_private import _len_torch_dispatch_stack
 from ..plan import PlanError
 
 Mode = Literal["eager", "auto", "static", "compile"]
