@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from torch import is_grad_enabled
-from torch._C import _are_functorch_transforms_active
 
 from .._communication import events
 from .._communication.reads import compare_reads, over, reading_mesh
 from .._tensor.tensor import DTensor, local_only, stamp
+from .._torch_private import _are_functorch_transforms_active
 from .convert import convert, read
 from .memo import recall, remember
 from .steps import route_of
