@@ -307,7 +307,9 @@ def _failure(error: RuntimeError, kind: str, mesh: Mesh, axes: tuple[int, ...]) 
 def connection_lost(operation: str, rule: str, error: RuntimeError) -> CommunicationError:
     """The error for ranks that survive another, or wait for it in vain; names what ended that one, if it is known."""
     said, ending, hang = str(error).splitlines()[0], ending_behind_lost_connection(), verdict()
-    told = [f"first cause: {ending}"] * (ending is not None) + [f"hang: {hang}"] * (hang is not None)
+    told = [f"first cause: {ending}"] if ending is not None else []
+    if hang is not None and hang not in (ending or ""):
+        told.append(f"hang: {hang}")
     if told:
         return CommunicationError(operation, rule, [*told, said], [("mend the first cause and start again", "")])
     remedy = "look for the rank that failed first: the others see only a broken connection"

@@ -31,7 +31,10 @@ def found(store: Store) -> str | None:
     ended = [f"rank {rank} (process {pid})" for rank, pid, began in sorted(entries) if _began(pid) != began]
     if not ended:
         return None
-    return f"{', '.join(ended)} on {socket.gethostname()} ended without a word: by SIGKILL (out of memory?) or a crash"
+    return (
+        f"{', '.join(ended)} on {socket.gethostname()} ended without a word: by SIGKILL (out of memory?), a crash, or "
+        "gloo's abort, which it prints, where ranks meet in different collectives"
+    )
 
 
 def _key(machine: str) -> str:

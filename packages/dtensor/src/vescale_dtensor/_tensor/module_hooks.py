@@ -16,12 +16,12 @@ from torch import Tensor
 
 from .._conversions.convert import alias, convert
 from .._layouts.layout import Layout
-from .._torch_private import BackwardHookFunction
+from .._torch_private import BackwardHookFunction as TorchsFunction
 from .gradient import converted_gradient
 from .tensor import DTensor, stamp
 
 Gradients = Sequence[Tensor | None]
-_plain_apply = BackwardHookFunction.apply
+_plain_apply = TorchsFunction.apply
 
 
 # torch looks for the node by its name, which is the Function's.
@@ -89,4 +89,4 @@ def _apply(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def see_globally() -> None:
     """From now on torch's modules use it; once for the process."""
-    BackwardHookFunction.apply = staticmethod(_apply)
+    TorchsFunction.apply = staticmethod(_apply)

@@ -41,6 +41,7 @@ LOOK_S, LOOKS_PER_S = 2.0, 200
 """A rank looks so often, and all of them together so often at most: a look is one request to the store."""
 _SEEN, _REPORT = "vescale/hang", "vescale/hang/report"
 _MOST_STACK = 30
+_READ = ". A value of all ranks is read on all of them: value = loss.item() before `if rank == 0:`"
 
 
 def watch_for_hangs() -> None:
@@ -64,7 +65,7 @@ def bound_seconds() -> float:
     given = os.environ.get("VESCALE_HANG_SECONDS")
     if given is not None:
         return float(given)
-    return min(480.0, *[0.8 * seconds for seconds in backend_timeouts()])
+    return min([480.0, *[0.8 * seconds for seconds in backend_timeouts()]])
 
 
 class Watch:
@@ -108,7 +109,7 @@ class Watch:
 
     def _end(self, line: flight.Line) -> None:
         """Ends the wait of this rank in a deadlock, and with its connections that of the ranks which wait for it."""
-        tell_first(f"rank {self._rank} found a deadlock: {self.verdict}")
+        tell_first(f"rank {self._rank} found a deadlock: {self.verdict}{_READ if ' at read ' in self.verdict else ''}")
         if (group := line.group()) is not None:
             close(group)
 
