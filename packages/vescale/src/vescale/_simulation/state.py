@@ -83,7 +83,7 @@ SHARED = {
     "vescale_dtensor._reproducible.functions.product": ("_memory",),
     "vescale_dtensor._rules.registry": ("TABLE",),
     "vescale_dtensor._tensor.constructors": ("Tensor.data", "Tensor.grad"),
-    "vescale_dtensor._tensor.module_hooks": ("BackwardHookFunction.apply",),
+    "vescale_dtensor._tensor.module_hooks": ("TorchsFunction.apply",),
     "vescale_dtensor._torch_private": ("distributed_c10d._check_tensor_list",),
     "vescale_dtensor._layouts.state": ("_flat", "_sharded"),
     "vescale_dtensor._tensor.tensor": ("is_global",),
