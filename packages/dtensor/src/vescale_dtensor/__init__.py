@@ -37,7 +37,7 @@ from ._tensor.recomputation import keep_layouts as _keep_layouts
 from ._rules import families as _families
 from ._rules.doors.communication import GlobalValueWarning as GlobalValueWarning
 from ._tensor.tensor import DTensor as DTensor
-from ._torch_range import warn_if_untested as _warn_if_untested
+from ._torch_range import warn_if_unsupported as _warn_if_unsupported
 from ._version import __version__ as __version__
 from .debug import Event as Event
 from .debug import Trace as Trace
@@ -57,7 +57,7 @@ from .placement import Replicate as Replicate
 from .placement import Shard as Shard
 from .placement import zigzag as zigzag
 
-_warn_if_untested()
+_warn_if_unsupported()
 _keep_layouts()
 _see_globally()
 del _families, _keep_layouts, _see_globally

@@ -112,7 +112,7 @@ from ._tensor.tensor import settle as settle
 from ._tensor.tensor import stamp as stamp
 from ._tensor.tensor import take_pending_grad as take_pending_grad
 from ._torch_range import OLDEST_TORCH as OLDEST_TORCH
-from ._torch_range import is_tested_torch as is_tested_torch
-from ._torch_range import tested_torch as tested_torch
+from ._torch_range import is_supported_torch as is_supported_torch
+from ._torch_range import supported_torch as supported_torch
 from ._torch_range import torch_release as torch_release
 from .debug import hook_breakpoints as hook_breakpoints

@@ -1,4 +1,4 @@
-"""A torch outside the tested range is warned about, once, where the package is imported; one inside never."""
+"""A torch outside the supported range is warned about, once, where the package is imported; one inside never."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vescale_dtensor import _torch_range
-from vescale_dtensor._torch_range import NEWEST_TORCH, OLDEST_TORCH, is_tested_torch
+from vescale_dtensor._torch_range import NEWEST_TORCH, OLDEST_TORCH, is_supported_torch
 
 
 @pytest.mark.parametrize(
@@ -19,19 +19,19 @@ from vescale_dtensor._torch_range import NEWEST_TORCH, OLDEST_TORCH, is_tested_t
     ],
 )  # fmt: skip
 def test_range(version, inside):
-    assert is_tested_torch(version) is inside
+    assert is_supported_torch(version) is inside
 
 
 def test_the_torch_of_the_suite_is_in_the_range():
-    assert is_tested_torch(torch.__version__)
-    assert _torch_range.tested_torch() == f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"
+    assert is_supported_torch(torch.__version__)
+    assert _torch_range.supported_torch() == f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"
 
 
 def test_outside_the_range_the_warning_names_both(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
-    text = f"tested with torch {_torch_range.tested_torch()}, and this is 2.99.0+cpu"
+    text = f"supports torch {_torch_range.supported_torch()}, and this is 2.99.0+cpu"
     with pytest.warns(UserWarning, match=re.escape(text)):
-        _torch_range.warn_if_untested()
+        _torch_range.warn_if_unsupported()
 
 
 @pytest.mark.parametrize("version, count", [("2.99.0", 1), (None, 0)])
@@ -43,7 +43,7 @@ def test_importing_warns_once(version, count):
         "    warnings.simplefilter('always')\n"
         "    import vescale_dtensor, vescale_dtensor.extend, vescale_dtensor.testing\n"
         "    import vescale_dtensor\n"
-        "print(sum('veScale is tested with torch' in str(one.message) for one in told))\n"
+        "print(sum('veScale supports torch' in str(one.message) for one in told))\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(ran.stdout) == count

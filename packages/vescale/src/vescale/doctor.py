@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from vescale_dtensor.engine import OLDEST_TORCH, is_tested_torch, tested_torch, torch_release
+from vescale_dtensor.engine import OLDEST_TORCH, is_supported_torch, supported_torch, torch_release
 
 from ._machine import device_check
 
@@ -101,8 +101,8 @@ def python_and_torch() -> Iterator[Finding]:
     yield Finding("python", state, version, "" if state == GOOD else "Python 3.11 or newer")
     if torch_release(torch.__version__) < OLDEST_TORCH:
         yield Finding("torch", BAD, f"{torch.__version__} is too old", 'pip install "torch>=2.11"')
-    elif not is_tested_torch(torch.__version__):
-        yield Finding("torch", NOTE, f"{torch.__version__}, outside of the tested {tested_torch()}")
+    elif not is_supported_torch(torch.__version__):
+        yield Finding("torch", NOTE, f"{torch.__version__}, outside of the supported {supported_torch()}")
     else:
         yield Finding("torch", GOOD, torch.__version__)
 

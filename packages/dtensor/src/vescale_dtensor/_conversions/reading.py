@@ -21,8 +21,8 @@ def convert_to_read(tensor: DTensor, cause: object) -> DTensor:
     """
     source = tensor._layout.base
     target, apart = source.invariant, reading_mesh(source.mesh)
-    known_of = events.watch is not None or _are_functorch_transforms_active()
-    if apart is None or known_of or (is_grad_enabled() and tensor.requires_grad):
+    is_followed = events.watch is not None or _are_functorch_transforms_active()
+    if apart is None or is_followed or (is_grad_enabled() and tensor.requires_grad):
         return convert(tensor, target, cause)
     if tensor._layout is not source:
         tensor = read(tensor)

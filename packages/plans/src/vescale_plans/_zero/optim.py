@@ -155,7 +155,9 @@ class Sharded:
 
     def _own_step(self) -> Any:
         """The step of the user's class, without hooks."""
-        return MethodType(without_hooks(super().step.__func__), self)
+        step = super().step
+        function = getattr(step, "__func__", None)  # a step need not be a function
+        return step if function is None else MethodType(without_hooks(function), self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise OperatorError(
