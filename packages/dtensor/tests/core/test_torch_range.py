@@ -24,7 +24,8 @@ def test_range(version, inside):
 
 def test_the_torch_of_the_suite_is_in_the_range():
     assert is_supported_torch(torch.__version__)
-    assert _torch_range.supported_torch() == f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"
+    (major, oldest), (last, newest) = OLDEST_TORCH, NEWEST_TORCH
+    assert _torch_range.supported_torch() == f"{major}.{oldest} to {last}.{newest}"
 
 
 def test_outside_the_range_the_warning_names_both(monkeypatch):
