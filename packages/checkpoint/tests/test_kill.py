@@ -10,7 +10,7 @@ import torch
 from vescale_checkpoint import load, save
 from vescale_checkpoint.testing import intercepted, killed_at
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, slice_of
+from vescale_dtensor.testing import in_turns, mesh_of, slice_of
 
 RANKS, CALLS = 2, 18  # the second save makes about so many calls that change the disk
 
@@ -79,7 +79,7 @@ def test_one_rank_dies(tmp_path, start_world, point):
     check_swept(tmp_path)
 
 
-@pytest.mark.parametrize("point", slice_of(list(enumerate(POINTS)), 5), ids=str)
+@pytest.mark.parametrize("point", slice_of(list(enumerate(POINTS)), 10), ids=str)
 def test_all_ranks_die(tmp_path, start_world, point):
     number, call = point
     rng = random.Random(number)
@@ -90,6 +90,7 @@ def test_all_ranks_die(tmp_path, start_world, point):
     check_swept(tmp_path)
 
 
+@in_turns(3)
 def test_with_the_usual_patience_a_dead_rank_is_told_by_its_silence(tmp_path, start_world):
     answers = start_world(RANKS, patiently, tmp_path).answers()
     assert answers[1][0] == "died"

@@ -22,7 +22,7 @@ from vescale_checkpoint.sync._presence import Beat, Presence
 from vescale_checkpoint.sync._sync import Session
 from vescale_checkpoint.testing import failing, intercepted
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, raises_on_all, run_ranks
 
 
 def value_of(step):
@@ -75,6 +75,7 @@ vescale_checkpoint.save(sys.argv[1], {"x": torch.arange(1 << 20), "step": 1}, as
 """
 
 
+@in_turns(3)
 def test_a_script_that_ends_right_after_an_asynchronous_save(tmp_path):
     run = subprocess.run([sys.executable, "-c", AT_EXIT, tmp_path], capture_output=True, text=True, timeout=150)
     assert run.returncode == 0 and "vescale" not in run.stderr, run.stderr

@@ -14,7 +14,7 @@ from vescale_checkpoint.sync import _presence, _sync
 from vescale_checkpoint.sync._presence import Presence
 from vescale_checkpoint.sync._sync import Session, _packed, _unpacked, forget_finished
 from vescale_dtensor import Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 RANKS = 4096
 
@@ -207,6 +207,7 @@ def alone(rank, path, who, how):
     return None
 
 
+@in_turns(3)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("how", ["first", "second", "load"])
 def test_save_on_one_rank_alone_says_who_is_where(tmp_path, start_world, who, how):
@@ -231,6 +232,7 @@ def slow_but_moving(rank, path):
     return save(path, state_of(2)).path
 
 
+@in_turns(3)
 def test_a_rank_that_moves_is_waited_for(tmp_path, start_world):
     answers = start_world(2, slow_but_moving, tmp_path).answers()
     assert [answer[0] for answer in answers] == ["returned"] * 2, answers
@@ -247,6 +249,7 @@ def dies_between(rank, path, victim, how):
     return timed(lambda: save(path, state_of(2)))
 
 
+@in_turns(3)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("how", ["killed", "ended"])
 def test_a_rank_that_dies_between_two_saves_is_named_within_seconds(tmp_path, start_world, victim, how):
@@ -290,6 +293,7 @@ def dead_while_first_writes(rank, path):
     return timed(lambda: save(path, state_of(2)))
 
 
+@in_turns(3)
 def test_who_waits_for_a_busy_rank_hears_of_a_dead_one(tmp_path, start_world):
     answers = start_world(3, dead_while_first_writes, tmp_path).answers()
     (text, seconds), (first, _) = answers[2][1], answers[0][1]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import vescale_rng
 from vescale_dtensor import FallbackWarning, Partial, RaggedShard, Replicate, Shard, distribute_tensor, from_local
 from vescale_dtensor._test_kit.oracle import STRIDED_VIEWS, compare
-from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks, slice_of
 
 R, P, S = Replicate(), Partial(), Shard
 
@@ -82,6 +82,7 @@ def test_values_gradients_and_generator(name):
     run(layouts)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", STRIDED_VIEWS)
 def test_masks_after_strided_views(name):
     """Of the view as it lies, of what is computed with it, of a copy; and numbers drawn like it."""

@@ -29,7 +29,7 @@ from vescale_dtensor import (
     empty,
 )
 from vescale_dtensor._test_kit.oracle import shard_of
-from vescale_dtensor.testing import fake_world, mesh_of, raises_on_all, run_ranks, slice_of
+from vescale_dtensor.testing import fake_world, in_turns, mesh_of, raises_on_all, run_ranks, slice_of
 from vescale_rng._cpu import stream
 
 R, P, S = Replicate(), Partial(), Shard
@@ -183,6 +183,7 @@ def cases_of(name):
     return [(one, dtype, shape) for shape in shapes for one in layouts(shape) for dtype in EVERY[name][1]]
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_fill(name):
     counts = run(on_ranks, name, slice_of(cases_of(name), 12), timeout=300)

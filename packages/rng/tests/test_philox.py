@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import vescale_rng
 from vescale_dtensor import InterleavedShard, Partial, PlacementError, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor._test_kit.oracle import shard_of
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 from vescale_rng import RandomStreamError
 from vescale_rng._cpu import stream
 from vescale_rng._philox import fill as _philox_fill
@@ -161,6 +161,7 @@ def agree(fill, dtypes, name, shape):
             assert torch.equal(found.to_local(), shard_of(wanted, layout, layout.mesh.coordinate)), case
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", FILLS)
 def test_the_same_on_every_mesh(name):
     for shape, panel in (((6, 10), 4), ((7, 129), 16), ((96, 1000), None), ((6, 4, 10), 4), ((530, 300), None)):

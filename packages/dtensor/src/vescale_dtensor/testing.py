@@ -34,11 +34,9 @@ Needs cloudpickle.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -48,6 +46,7 @@ from ._communication.agreement import assert_ranks_agree
 from ._test_kit import worker
 from ._test_kit.allocations import Allocations, allocations
 from ._test_kit.live_bytes import LiveBytes
+from ._test_kit.slices import in_turns, slice_of
 from ._test_kit.worker import Answer, dumps, loads
 from ._test_kit.worker_pool import WorldStartError, pool
 from ._torch_private import fake_store
@@ -62,6 +61,7 @@ __all__ = [
     "assert_ranks_agree",
     "dumps",
     "fake_world",
+    "in_turns",
     "loads",
     "mesh_of",
     "raises_on_all",
@@ -212,23 +212,6 @@ def raises_on_all(
             f"{_name_of(function)}: the message does not match\n  pattern  {match}\n  message  {messages[0]}"
         )
     return messages[0]
-
-
-def slice_of(cases: Iterable[Any], fraction: int, *, day: int | None = None) -> list[Any]:
-    """Every ``fraction``-th case, another part each day; all of them when VESCALE_GRID is "full".
-
-    For grids too large for every run of the suite: within ``fraction`` days each
-    case has run. Neighbours in ``cases`` fall on different days.
-
-    Arguments:
-        fraction: a slice holds one case in so many.
-        day: stands in for the day of the year.
-    """
-    cases = list(cases)
-    if os.environ.get("VESCALE_GRID") == "full":
-        return cases
-    day = datetime.date.today().timetuple().tm_yday if day is None else day
-    return cases[day % fraction :: fraction]
 
 
 def warm_up(*modules: str) -> None:

@@ -10,11 +10,12 @@ from torch.testing._internal.common_methods_invocations import SampleInput
 from vescale_dtensor import _errors
 from vescale_dtensor._test_kit import operator_sweep, worker_pool
 from vescale_dtensor._test_kit.operator_sweep import RAISES, Outcome, check_entry, database, summary
-from vescale_dtensor.testing import run_ranks, slice_of
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of
 
 SLICES = 16
 
 
+@in_turns(3)
 def test_every_entry_equals_one_device():
     outcomes = {name: check_entry(name) for name in slice_of(database(), SLICES)}
     wrong = [f"{name}: {one.text}" for name, one in outcomes.items() if one.kind == "wrong"]

@@ -16,7 +16,7 @@ from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
 from vescale_dtensor._errors import CommunicationError, VescaleError
 from vescale_dtensor._test_kit.oracle import compare
 from vescale_dtensor._test_kit.programs import Program, random_program, smaller
-from vescale_dtensor.testing import RankError, mesh_of, run_ranks, slice_of
+from vescale_dtensor.testing import RankError, in_turns, mesh_of, run_ranks, slice_of
 
 PROGRAMS, SLICES, BATCH = 2400, 16, 100
 
@@ -77,6 +77,7 @@ def smallest(program: Program, rounds: int = 40) -> tuple[Program, str]:
     return program, text
 
 
+@in_turns(3)
 @pytest.mark.filterwarnings("ignore")  # of a variance of one number
 def test_random_programs_equal_one_device(capsys):
     seeds = slice_of(range(PROGRAMS), SLICES)

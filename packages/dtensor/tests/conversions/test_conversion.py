@@ -32,8 +32,8 @@ from vescale_dtensor._layouts.mesh import Mesh, mesh_of
 from vescale_dtensor._layouts.region import divides
 from vescale_dtensor._layouts.state import INVARIANT, PENDING, VARYING, State, sharded
 from vescale_dtensor._tensor.tensor import stamp
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of
 from vescale_dtensor.testing import mesh_of as device_mesh_of
-from vescale_dtensor.testing import run_ranks, slice_of
 
 I, R, P, S0, S1 = INVARIANT, VARYING, PENDING, sharded(0), sharded(1)
 GROUPED = sharded(0, groups=2)
@@ -330,6 +330,7 @@ ON_GRID = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("shape", ON_GRID, ids=str)
 def test_every_pair_on_two_axes(shape) -> None:
     """2401 pairs a shape, of which a slice runs each day and all with VESCALE_GRID=full."""

@@ -12,7 +12,7 @@ import torch
 
 from vescale_dtensor import DTensor, FallbackWarning, Replicate, Shard, comm_trace, distribute_tensor
 from vescale_dtensor._conversions.memo import close_scope, open_scope
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 R = Replicate()
 
@@ -132,6 +132,7 @@ def live() -> tuple[int, int]:
     return len(tensors), sum(type(t) is DTensor for t in tensors)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("collect", [True, False], ids=["counted", "without the cycle collector"])
 def test_a_hundred_steps_at_constant_memory(collect) -> None:
     """A memo on a leaf that outlives its scope is a cycle through autograd's graph, which Python cannot see."""

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from vescale_dtensor import Replicate, Shard, distribute_tensor
 from vescale_dtensor._errors import VescaleError
 from vescale_dtensor._tensor.tensor import DTensor
-from vescale_dtensor.testing import RankError, mesh_of, run_ranks, slice_of
+from vescale_dtensor.testing import RankError, in_turns, mesh_of, run_ranks, slice_of
 
 SLICES, SAMPLES = 8, 8
 
@@ -150,6 +150,7 @@ def worst(name: str, training: bool, most: int) -> tuple[str, list[str]]:
     return "none", [f"{name}: one device runs no sample"]
 
 
+@in_turns(3)
 def test_every_module_equals_one_device(capsys):
     full = os.environ.get("VESCALE_GRID") == "full"
     asked = slice_of(entries(), SLICES)

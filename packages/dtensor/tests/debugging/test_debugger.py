@@ -14,7 +14,7 @@ import vescale_dtensor
 from vescale_dtensor import CommunicationError, MeshError, Replicate, Shard, distribute_tensor
 from vescale_dtensor._debugger import prompt, session
 from vescale_dtensor.engine import hook_breakpoints, unstopped
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 
 @contextlib.contextmanager
@@ -130,6 +130,7 @@ def test_a_rank_that_is_elsewhere_is_named_and_its_collectives_are_its_own() -> 
     assert "local=tensor([0., 1.])" in text and "tensor([0., 1.])\n" in text
 
 
+@in_turns(3)
 def test_a_rank_that_comes_late_executes_what_it_missed() -> None:
     def run():
         session.ARRIVAL_SECONDS = 0.5
@@ -160,6 +161,7 @@ def test_who_drives_but_does_not_come_is_not_waited_for() -> None:
     assert run_ranks(2, run) == ["", said]
 
 
+@in_turns(3)
 def test_thinking_longer_than_a_collective_may_take_breaks_nothing() -> None:
     def run():
         from datetime import timedelta

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from vescale_dtensor import ImplicitCommunicationError, Partial, Replicate, Shard, distribute_tensor, strict
-from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks, slice_of
 
 R, P = Replicate(), Partial()
 
@@ -130,6 +130,7 @@ def several(names):
 GROUPS = [[*FUNCTIONS][i::3] for i in range(3)] + [[*PAIRS][i::2] for i in range(2)]
 
 
+@in_turns(3)
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
 def test_every_fix_works(names):
     counts = run_ranks(4, several, names, timeout=300)[0]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_dtensor._second import _queue, _work, host_waits
-from vescale_dtensor.testing import RankError, WorldStartError, mesh_of, raises_on_all, run_ranks
+from vescale_dtensor.testing import RankError, WorldStartError, in_turns, mesh_of, raises_on_all, run_ranks
 
 DEVICE = "second"
 
@@ -30,6 +30,7 @@ def refused(match, function, *, world=2, error=Exception):
 # --- the device
 
 
+@in_turns(3)
 def test_computes_what_the_cpu_does():
     def differences():
         torch.manual_seed(1)

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -27,6 +28,7 @@ from vescale_dtensor.testing import (
     RankTimeout,
     assert_ranks_agree,
     fake_world,
+    in_turns,
     mesh_of,
     pool,
     raises_on_all,
@@ -457,6 +459,7 @@ def start_script(body: str) -> subprocess.Popen[str]:
 PRINT_PIDS = "print(*run_ranks(2, os.getpid), pool.server()._process.pid, flush=True)\n"
 
 
+@in_turns(3)
 @pytest.mark.parametrize("busy", [False, True])
 def test_no_process_survives_a_killed_parent(busy: bool) -> None:
     script = PRINT_PIDS + ("run_ranks(2, time.sleep, 60)" if busy else "time.sleep(60)")
@@ -469,6 +472,7 @@ def test_no_process_survives_a_killed_parent(busy: bool) -> None:
         assert wait_until_gone(workers) == []
 
 
+@in_turns(3)
 def test_no_rank_survives_a_killed_fork_server() -> None:
     with start_script(PRINT_PIDS + PRINT_PIDS) as parent:
         first = [int(pid) for pid in parent.stdout.readline().split()]
@@ -568,6 +572,36 @@ def test_slices_of_successive_days_are_the_whole(monkeypatch) -> None:
     assert slice_of(range(8), 2) in ([0, 2, 4, 6], [1, 3, 5, 7])
     monkeypatch.setenv("VESCALE_GRID", "full")
     assert slice_of(range(8), 2, day=1) == list(range(8))
+
+
+def _cases_by_day(decorate: Callable[[Callable[..., None]], Callable[..., None]]) -> list[object]:
+    """What ``in_turns(3)`` leaves of a decorated test on three successive days, sorted; None: it is skipped."""
+
+    def on(day: int) -> object:
+        def test_grid(*values: object) -> None:
+            """Stands for a slow test."""
+
+        marks = vescale_dtensor.testing.in_turns(3, day=day)(decorate(test_grid)).pytestmark
+        if any(mark.name == "skip" for mark in marks):
+            return None
+        return [(*mark.args[1], mark.kwargs.get("ids")) for mark in marks if mark.name == "parametrize"]
+
+    return sorted((on(day) for day in range(364, 367)), key=str)
+
+
+def test_slow_tests_have_their_turns(monkeypatch) -> None:
+    monkeypatch.delenv("VESCALE_GRID", raising=False)
+    single = pytest.mark.usefixtures("monkeypatch")
+    few = pytest.mark.parametrize("a", [1, 2])
+    assert _cases_by_day(single) == [None, None, []]
+    assert _cases_by_day(few) == [None, [(1, None)], [(2, None)]]
+    grid = _cases_by_day(pytest.mark.parametrize("a", [1, 2, 3, 4], ids=["i", "ii", "iii", "iv"]))
+    assert grid == [[(1, 4, ["i", "iv"])], [(2, ["ii"])], [(3, ["iii"])]]
+    of_two = _cases_by_day(lambda test: few(pytest.mark.parametrize("b", "xyz")(test)))
+    assert of_two == [[(b, None), (1, 2, None)] for b in "xyz"]
+    monkeypatch.setenv("VESCALE_GRID", "full")
+    assert _cases_by_day(single) == [[]] * 3
+    assert _cases_by_day(few) == [[(1, 2, None)]] * 3
 
 
 # --------------------------------------------------------- assert_ranks_agree

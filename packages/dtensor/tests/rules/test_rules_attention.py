@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard
 from vescale_dtensor._test_kit.oracle import compare, placements_for
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 SDPA = F.scaled_dot_product_attention
 
@@ -63,6 +63,7 @@ def test_q_sharded_on_its_sequence_by_both_axes():
     run_ranks(4, check)
 
 
+@in_turns(3)
 def test_grouped_queries():
     def check():
         for heads, kv_heads in ((8, 4), (8, 2), (6, 3), (4, 1), (6, 2)):
@@ -86,6 +87,7 @@ def test_grouped_queries():
     run_ranks(4, check)
 
 
+@in_turns(3)
 def test_masks_broadcast():
     def check():
         q, kv = (2, 4, 5, 4), (2, 4, 7, 4)

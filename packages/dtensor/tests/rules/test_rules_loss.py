@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor._test_kit.oracle import compare, placements_for
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 R = Replicate()
 
@@ -317,6 +317,7 @@ _LOSSES = {
 }  # fmt: skip
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", _LOSSES)
 def test_losses(name):
     function, inputs = _LOSSES[name]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard
 from vescale_dtensor._test_kit.oracle import compare, placements_for
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 R, P, S = Replicate(), Partial(), Shard
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -98,6 +98,7 @@ CALLS = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_spellings(name):
     function, left, right = CALLS[name]
@@ -126,6 +127,7 @@ ADDED = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", ADDED)
 def test_sums_of_products(name):
     function, *shapes = ADDED[name]

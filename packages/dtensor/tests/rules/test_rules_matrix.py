@@ -13,7 +13,7 @@ from vescale_dtensor import FallbackWarning, Partial, Replicate, Shard
 from vescale_dtensor._rules.products.matrix import CORES, TRANSFORMED, function_named
 from vescale_dtensor._rules.solvers.composed import COPIES
 from vescale_dtensor._test_kit.oracle import compare
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 R, P, S = Replicate(), Partial(), Shard
 WAYS = [(R, R), (S(0), R), (S(0), S(1)), (S(1), S(0)), (S(0), S(0)), (S(2), S(0)), (S(2), S(3)), (P, S(0)), (P, P)]
@@ -46,6 +46,7 @@ def problem(name, core, batch):
     return (matrix + 6 * torch.eye(3)).requires_grad_()
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", CORES)
 def test_linear_algebra(name):
     """Batch dims move nothing; cut core dims are right."""
@@ -69,6 +70,7 @@ def test_linear_algebra(name):
     strictly(check)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_fourier(name):
     """Linear, and free in every dim that is not transformed; uneven and empty shards."""

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, comm_trace, distribute_tensor
 from vescale_dtensor._test_kit.oracle import compare, spread
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 SHAPES = {"w1": (6, 5), "b1": (5,), "w2": (5, 3), "scale": (), "w3": (3, 3)}
@@ -88,6 +88,7 @@ def _both(make, mesh, placements=PLACEMENTS, after_backward=None, rtol=1e-5):
     return many, optimizer
 
 
+@in_turns(3)
 def test_every_optimizer_equals_one_device():
     def on_ranks():
         mesh = mesh_of(2, 2)
@@ -218,6 +219,7 @@ def test_gradient_scaler(options):
     run_ranks(4, on_ranks)
 
 
+@in_turns(3)
 def test_foreach_functions_on_mixed_layouts():
     def on_ranks():
         mesh = mesh_of(2, 2)

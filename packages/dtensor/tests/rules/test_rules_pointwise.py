@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from vescale_dtensor import DTensor, FallbackWarning, InterleavedShard, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._rules.elements import pointwise
 from vescale_dtensor._test_kit.oracle import compare, placements_for, spread
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 R, P, S = Replicate(), Partial(), Shard
 LAYOUTS = [(R, R), (S(0), R), (S(0), S(1)), (S(1), S(1)), (P, S(0)), (R, P)]
@@ -67,6 +67,7 @@ def _registered(rule):
     return [function for function, entry in TABLE.items() if entry.rule is rule]
 
 
+@in_turns(3)
 def test_every_nonlinear_function():
     functions = len(_registered(pointwise.nonlinear))
     assert functions > 350

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 SUMS = {
     "sum": lambda x: x.sum(),
@@ -80,6 +80,7 @@ def check(functions, shapes, sizes, values=None):
                     raise
 
 
+@in_turns(3)
 @pytest.mark.parametrize("functions", [SUMS, SPREADS, EXTREMA], ids=["sums", "spreads", "extrema"])
 @pytest.mark.parametrize("sizes", [(2, 2), (4,)])
 def test_every_layout(functions, sizes):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._errors import ViewError
 from vescale_dtensor._test_kit.oracle import compare, placements_for
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 R, P = Replicate(), Partial()
 S0, S1, S2 = Shard(0), Shard(1), Shard(2)
@@ -221,6 +221,7 @@ def cases(draw):
     return shape, tuple(index), (draw(placement), draw(placement))
 
 
+@in_turns(3)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(cases(), min_size=15, max_size=30))
 def test_random_indices(many):

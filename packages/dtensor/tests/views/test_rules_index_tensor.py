@@ -9,7 +9,7 @@ import torch
 
 from vescale_dtensor import FallbackWarning, Partial, Replicate, Shard, distribute_tensor
 from vescale_dtensor._test_kit.oracle import compare, placements_for
-from vescale_dtensor.testing import mesh_of, run_ranks
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 R, P = Replicate(), Partial()
 S0, S1, S2 = Shard(0), Shard(1), Shard(2)
@@ -112,6 +112,7 @@ WRITE = {name: READ[name] for name in READ if name not in ("two broadcast", "lis
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", WRITE)
 def test_assignment(name):
     index, tensors = WRITE[name]

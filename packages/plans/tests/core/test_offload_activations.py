@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import GradientError, Replicate, Shard
-from vescale_dtensor.testing import LiveBytes, raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import LiveBytes, in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, dry_run, parallelize
 
 warm_up("torch._dynamo", "vescale_plans", "vescale_dtensor._second")
@@ -90,6 +90,7 @@ WAYS = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("dropout", "zero"), [(0.0, 0), (0.3, 3)])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_the_same_to_the_bit(way, dropout, zero):
@@ -134,6 +135,7 @@ def test_of_many_blocks_two_are_on_the_device():
         assert eight > 1.8 * four and abs(same - less) < 0.05 * less and 3 * same < eight
 
 
+@in_turns(3)
 def test_a_dry_run_counts_the_devices_memory():
     def activations(layers, **fields):
         global LAYERS

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, Precision, dry_run, no_sync, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -87,6 +87,7 @@ ELEMENTWISE = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_every_elementwise_optimizer(zero):
     def run():

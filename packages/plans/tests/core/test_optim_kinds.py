@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import FallbackWarning, comm_trace
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, parallelize, register_elementwise
 from vescale_plans._zero.optim_kinds import elementwise_methods
 
@@ -230,6 +230,7 @@ def assert_as_alone(kind, zero, found):
         assert torch.norm(mine - wanted) <= 1e-4 * torch.norm(wanted)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
 def test_elementwise_ones_step_on_flat_parts_and_send_what_adamw_does(kind, zero):

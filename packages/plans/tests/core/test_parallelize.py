@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import DTensor, MeshError, PlainTensorError, Replicate, ShapeError, Shard, comm_trace
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, PlanError, no_sync, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -412,6 +412,7 @@ def run_script(tmp_path, *launcher):
     )  # fmt: skip
 
 
+@in_turns(3)
 def test_the_same_script_runs_without_torchrun_and_under_it(tmp_path):
     alone = run_script(tmp_path)
     assert alone.returncode == 0, alone.stderr
@@ -435,6 +436,7 @@ assert x[0] == dist.get_world_size()
 """
 
 
+@in_turns(3)
 def test_whoever_joined_leaves_in_order(tmp_path):
     """Design section 3, contract 10: a gloo script that ends without destroying its groups aborts most of the time."""
     script = tmp_path / "leave.py"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import GradientError, Replicate, Shard, comm_trace
-from vescale_dtensor.testing import LiveBytes, raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import LiveBytes, in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -102,6 +102,7 @@ WAYS = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("dropout", "zero"), [(0.0, 0), (0.3, 3)])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_the_same_to_the_bit(way, dropout, zero):

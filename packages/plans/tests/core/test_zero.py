@@ -130,7 +130,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("mesh", "way"), slice_of(list(itertools.product(MESHES, WAYS)), 4))
+@pytest.mark.parametrize(("mesh", "way"), slice_of(list(itertools.product(MESHES, WAYS)), 8))
 def test_stages_equal_one_device_and_each_other(mesh, way):
     def run():
         wanted, parameters = train(None, ADAMW, **WAYS[way])

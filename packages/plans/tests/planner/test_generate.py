@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard
+from vescale_dtensor.testing import in_turns
 from vescale_plans import PlanError, Precision
 from vescale_plans.search import (
     Candidate,
@@ -106,6 +107,7 @@ class Recurrent(nn.Module):
         return self.head(nn.utils.rnn.pad_packed_sequence(self.layers(rows)[0], batch_first=True)[0])
 
 
+@in_turns(3)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_probed_step_by_step(kind, packed):

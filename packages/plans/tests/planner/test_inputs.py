@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.testing import run_ranks
+from vescale_dtensor.testing import in_turns, run_ranks
 from vescale_plans import PlanError, parallelize
 from vescale_plans.search.generate import generate_plan
 
@@ -121,6 +121,7 @@ def apart(kind, batch, plan):
     return max(((found[n] - p).norm() / p.norm()).item() for n, p in models[0].named_parameters()), cut
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", CASES)
 def test_inputs_that_are_not_batch_first_are_planned_and_train_as_on_one_device(case):
     kind, inputs, rows, part = CASES[case]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from vescale_dtensor.testing import in_turns
 from vescale_plans import Plan, PlanError
 from vescale_plans.search import Experts, InfeasibleError, Request, generate_plan, rank, sample_of, structure_of
 from vescale_plans.search.pricing.profiles import hardware_of
@@ -106,6 +107,7 @@ def asked(name, request):
     return model, generate_plan(model, {"hardware": "h100", "sample": sample, **request})
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", VALID)
 def test_an_odd_request_gets_a_plan(case):
     name, request = VALID[case]
@@ -125,6 +127,7 @@ def test_an_odd_request_gets_a_plan(case):
         assert placed[0] == placed[1]
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", INFEASIBLE)
 def test_an_infeasible_request_names_what_binds_and_what_would_do(case):
     name, request, said = INFEASIBLE[case]

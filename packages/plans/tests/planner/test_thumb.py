@@ -38,7 +38,7 @@ def asked(name, ranks, rows, hardware, **more):
     return Request(structure(name), ranks, ranks * rows, 4096, device, limit, dtype=torch.bfloat16, **more)
 
 
-@pytest.mark.parametrize(("name", "ranks", "rows", "hardware"), slice_of(PROBLEMS, 3))
+@pytest.mark.parametrize(("name", "ranks", "rows", "hardware"), slice_of(PROBLEMS, 6))
 def test_rules_of_thumb(name, ranks, rows, hardware):
     request = asked(name, ranks, rows, hardware)
     try:

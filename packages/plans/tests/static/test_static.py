@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import DTensor, Replicate, Shard, comm_trace, distribute_tensor, strict
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, PlanError, StaticWarning, explain_static, no_sync, parallelize, static
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -250,6 +250,7 @@ CASES = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", list(CASES))
 def test_an_awkward_module_gives_what_eager_gives(case):
     make, is_static, why = CASES[case]

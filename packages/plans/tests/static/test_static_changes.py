@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, StaticWarning, explain_static, parallelize, static
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -380,6 +380,7 @@ CHANGES = {
 }
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", list(CHANGES))
 def test_a_change_between_calls_shows_at_once(case):
     def run():
@@ -473,6 +474,7 @@ def test_autocast_and_inference_take_turns(where):
     assert run_ranks(4, run) == [True] * 4
 
 
+@in_turns(3)
 @pytest.mark.parametrize("frozen", ["norm", "up", "down", "last"])
 def test_what_was_frozen_when_it_was_recorded_trains_when_it_is_not(frozen):
     """A norm before columns had lost the other ranks' part of its gradient."""

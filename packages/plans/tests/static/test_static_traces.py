@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vescale_dtensor import Replicate, Shard
-from vescale_dtensor.testing import fake_world, slice_of
+from vescale_dtensor.testing import fake_world, in_turns, slice_of
 from vescale_plans import Boundary, Plan, explain_static, parallelize
 
 WIDTH = 4
@@ -363,6 +363,7 @@ CASES = [(body, "static") for body in BODIES]
 CASES += slice_of([(body, "auto") for body in BODIES], 8)
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("body", "mode"), CASES)
 def test_nothing_runs_twice(body, mode, monkeypatch):
     with fake_world(2), warnings.catch_warnings():

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import swa_utils
 
 from vescale_dtensor import OperatorError, Replicate, Shard
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Plan, Precision, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -320,7 +320,7 @@ def run(plan, uses, mode):
         assert at == len(wanted)
 
 
-@pytest.mark.parametrize(("kind", "mode"), slice_of(itertools.product(PLANS, ("eager", "static", "auto")), 9))
+@pytest.mark.parametrize(("kind", "mode"), slice_of(itertools.product(PLANS, ("eager", "static", "auto")), 18))
 def test_copies_give_one_device_results(kind, mode):
     plan = PLANS[kind]
     run_ranks(plan.world_size, run, plan, list(USES), mode)
@@ -445,6 +445,7 @@ def test_a_parallelized_model_does_not_travel():
     run_ranks(2, work)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("kind", PLANS)
 def test_an_optimizer_that_is_none_of_ours(kind):
     """Made after `parallelize`. Under ZeRO-3 a block that was gathered ahead, and not used, stayed as it was before

@@ -141,7 +141,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(
-    ("plan", "mode", "phases"), slice_of(itertools.product(PLANS, ("eager", "static", "auto"), PHASES), 21)
+    ("plan", "mode", "phases"), slice_of(itertools.product(PLANS, ("eager", "static", "auto"), PHASES), 42)
 )
 def test_what_is_frozen_and_thawed_trains_as_on_one_device(plan, mode, phases):
     cases = [(phases, *case) for case in slice_of(WRITTEN, 9)]

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, loader, parallelize
 
 warm_up("vescale_plans")
@@ -115,6 +115,7 @@ def epochs(world, case, wraps):
     return found, (len(made) if "stream" not in case else None)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", MADE)
 def test_batches_are_those_of_one_device(case):
     wanted = epochs(1, case, False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor.testing import allocations, mesh_of, run_ranks
+from vescale_dtensor.testing import allocations, in_turns, mesh_of, run_ranks
 from vescale_plans import Plan, Precision, dry_run, parallelize
 from vescale_plans.search import Candidate, plan_of, sample_of, structure_of
 
@@ -66,6 +66,7 @@ def measured(text, experts):
     return log.total("step", least), dict(log.peak("step", least))
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", CASES if os.environ.get("VESCALE_GRID") == "full" else ALONE)
 def test_a_dry_run_counts_what_the_allocator_gives(case):
     degrees, more = CASES[case]

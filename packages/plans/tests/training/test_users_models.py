@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import OperatorError, PlacementError, Replicate, Shard
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, PlanError, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -128,6 +128,7 @@ def equals_one_device(kind: str, ranks: int, build, during=None, prepare=None) -
 # --- checkpoints in checkpoints ------------------------------------------------------------
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in PLANS), ("zero3", 4), ("tp2 x zero3", 4)])
 def test_nested_checkpoints(kind, ranks):
     """An outer one that is not reentrant handed plain local shards to the recomputed code; reentrant ones under
@@ -279,6 +280,7 @@ CHANGES = (
 )  # fmt: skip
 
 
+@in_turns(3)
 @pytest.mark.parametrize("kind", PLANS)
 def test_memory_of_parameters_replaced(kind):
     """The flat buffer takes the write; it was ignored, and nothing trained any more."""

@@ -7,7 +7,7 @@ import torch
 
 import vescale
 from vescale_dtensor import DTensor
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale")
@@ -119,6 +119,7 @@ def saved(tmp_path_factory):
     return path, run_ranks(4, save_and_go_on, path, *SAVED, 0.0, timeout=120)[0]
 
 
+@in_turns(3)
 @pytest.mark.parametrize("world, mesh, fields", RESUMED)
 def test_resumes_under_another_plan(saved, world, mesh, fields):
     path, (wanted, losses, _) = saved
@@ -161,6 +162,7 @@ def reshard_and_go_on(mesh, fields):
     return different, set(values) ^ set(wanted), train(new, MORE), train(old, MORE)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("mesh, fields", [({"tp": 4}, {}), ({"dp": 4}, {"zero": 3}), ({"dp": 2, "tp": 2}, {"zero": 2})])
 def test_online_reshard_goes_on_as_from_disk(mesh, fields):
     for different, other, found, losses in run_ranks(4, reshard_and_go_on, mesh, fields, timeout=120):
@@ -189,6 +191,7 @@ def test_another_degree_goes_on_with_the_next_unseen_sample(tmp_path):
     assert stream == whole
 
 
+@in_turns(3)
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("fields", [{"zero": 0}, {"zero": 2}], ids=str)
 def test_states_that_are_whole_on_one_rank(tmp_path, fields):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -37,6 +37,7 @@ def one_step(source, out, tied):
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
+@in_turns(3)
 @pytest.mark.parametrize("tied", [False, True])
 def test_there_and_back(tmp_path, tied):
     from transformers import LlamaForCausalLM

@@ -10,7 +10,7 @@ import torch
 
 import vescale
 from vescale_dtensor import VescaleError
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
 
 warm_up("vescale", "transformers", "safetensors.torch")
@@ -93,6 +93,7 @@ def _written(plan, tied, folder):
     return [what for what in refusals if what != "save_pretrained"], "save_pretrained" in refusals
 
 
+@in_turns(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
 def test_full_tensors_or_an_error_that_says_how(plan, tied, tmp_path):

@@ -14,7 +14,7 @@ from vescale._digest import Summary, measure, unpack
 from vescale.cli import app
 from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor.engine import local_only
-from vescale_dtensor.testing import mesh_of, run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks, slice_of, warm_up
 from vescale_plans import Pipeline, library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -264,6 +264,7 @@ def plan_of(name, mesh, sequence_parallel=False, **options):
     return plan.override(**options) if options else plan
 
 
+@in_turns(3)
 @pytest.mark.parametrize("mesh", list(PLANS))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_one_device_and_meshes_do_not_differ(name, mesh, one_device, tmp_path):
@@ -276,6 +277,7 @@ def test_one_device_and_meshes_do_not_differ(name, mesh, one_device, tmp_path):
     assert comparison.places > 400
 
 
+@in_turns(3)
 @pytest.mark.parametrize("bug", list(BUGS), ids=lambda bug: bug.__name__)
 def test_a_bug_of_one_rank_is_found(bug, one_device, tmp_path):
     run_ranks(4, train, tmp_path / "run", "gpt", plan_of("gpt", MESH), bug, timeout=120)
@@ -286,7 +288,7 @@ def test_a_bug_of_one_rank_is_found(bug, one_device, tmp_path):
     assert (first.step, first.module, first.direction, first.tensor) == (2, *BUGS[bug]), str(comparison)
 
 
-@pytest.mark.parametrize("mesh", slice_of(PLANS, 2))
+@pytest.mark.parametrize("mesh", slice_of(PLANS, 4))
 def test_in_the_reproducible_mode_meshes_are_equal_to_the_bit(mesh, one_device, tmp_path):
     sizes, options = PLANS[mesh]
     plan = plan_of("gpt", sizes, **options)
@@ -305,6 +307,7 @@ def test_in_the_reproducible_mode_a_bug_is_one_differing_bit(bug, one_device, tm
     assert (first.step, first.module, first.direction, first.tensor) == (2, *EXACT_BUGS[bug])
 
 
+@in_turns(3)
 def test_the_same_run_twice_is_equal_to_the_bit_and_one_bit_is_found(tmp_path):
     keep = "2/forward/transformer.h.0.mlp.gelu/0/output"
     for folder, bug in (("a", None), ("b", None), ("c", one_bit)):

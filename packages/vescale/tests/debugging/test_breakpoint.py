@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of
 
 EXPRESSIONS = """
 x.shape; hidden.shape; hidden.size(-1); hidden.ndim; hidden.dtype; hidden.device.type; len(hidden); hidden.numel()
@@ -92,6 +92,7 @@ def answered(text: str) -> list[str]:
     return [re.sub(r"0x[0-9a-f]+", "0x", part).strip() for part in parts]
 
 
+@in_turns(3)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2-tp2"])
 def test_every_expression_has_one_devices_answer_on_every_rank(mesh) -> None:
     assert len(LINES) >= 60

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from vescale_dtensor.testing import in_turns
+
 RANKS = 2
 SCRIPT = """
 import os, signal, sys
@@ -98,6 +100,7 @@ CASES = [
 ]
 
 
+@in_turns(3)
 @pytest.mark.parametrize("kind, case, error, cause", CASES)
 def test_what_ended_a_rank_between_calls_is_the_others_first_cause(tmp_path, kind, case, error, cause):
     status, said, _ = ended(tmp_path, kind, case)
@@ -105,6 +108,7 @@ def test_what_ended_a_rank_between_calls_is_the_others_first_cause(tmp_path, kin
     assert re.search(cause, said[said.rindex(error) :]), said
 
 
+@in_turns(3)
 def test_a_stage_that_is_stopped_is_found_and_named(tmp_path):
     status, said, seconds = ended(tmp_path, "pipeline", "stopped")
     assert status == 1, said

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vescale_dtensor._communication.hangs.hang import compared
+from vescale_dtensor.testing import in_turns
 
 SCRIPT = """
 import os, sys, time, datetime
@@ -56,6 +57,7 @@ def hang(tmp_path, odd):
     return script, files, said
 
 
+@in_turns(3)
 def test_a_rank_that_stays_away_is_named_with_its_line(tmp_path):
     script, files, said = hang(tmp_path, "rank == 1 and time.sleep(14)")
     source = script.read_text().splitlines()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from vescale_dtensor import Partial, Replicate, Shard, from_local
 from vescale_dtensor._test_kit.worker_pool import pool
-from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, mesh_of, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
 BEFORE = 60  # collectives that go well: more than are kept
@@ -119,6 +119,7 @@ def hung(planted, names, sizes, device="cpu", ends=False):
     return verdicts, errors, reports
 
 
+@in_turns(3)
 def test_a_collective_that_a_rank_skips_is_named_with_what_it_did_instead():
     verdicts, _, _ = hung(skips_one, ("dp",), (2,))
     assert verdicts[0] == verdicts[1]
@@ -127,6 +128,7 @@ def test_a_collective_that_a_rank_skips_is_named_with_what_it_did_instead():
     assert re.search(r"rank 0 in all_reduce.* and rank 1 in all_gather", first), first
 
 
+@in_turns(3)
 def test_a_collective_that_a_rank_skips_is_an_error_at_once_on_the_second_device():
     _, errors, reports = hung(skips_one, ("dp",), (2,), "second")
     for said in errors:
@@ -151,6 +153,7 @@ def test_axes_in_another_order_are_named_with_their_lines():
         assert any(f"{__file__}:{line} in in_another_order" in place for place in one["lines"]), one["lines"]
 
 
+@in_turns(3)
 @pytest.mark.parametrize("planted", [reads_alone, computes_alone])
 @pytest.mark.parametrize("sizes", [(2,), (3,)])
 def test_what_one_rank_asks_for_alone_ends_on_all_ranks_in_seconds(planted, sizes):

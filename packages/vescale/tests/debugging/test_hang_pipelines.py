@@ -16,7 +16,7 @@ from torch import nn
 import vescale
 from vescale_dtensor._communication.hangs.disagreements import compared
 from vescale_dtensor._test_kit.worker_pool import pool
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_pipeline import PipelineError
 
 warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
@@ -133,6 +133,7 @@ def posts_in_another_order(runtime, model):
     known.__class__ = type("Call", (type(known),), {"actions": swapped})
 
 
+@in_turns(3)
 def test_a_send_that_is_left_out_is_named_on_all_ranks():
     verdicts, errors, reports = hangs(skips_a_send, "cpu")
     assert verdicts[0] == verdicts[1]
@@ -152,6 +153,7 @@ def test_a_send_that_is_left_out_is_named_where_messages_have_no_tags():
     assert "gradient of microbatch 0 for stage 0" in told and "activation of microbatch 1 for stage 1" in told, told
 
 
+@in_turns(3)
 @pytest.mark.parametrize("device", ["cpu", "second"])
 def test_a_rank_that_stops_is_named_with_its_line(device):
     verdicts, _, _ = hangs(stops, device)
@@ -162,6 +164,7 @@ def test_a_rank_that_stops_is_named_with_its_line(device):
     assert "rank 1" in told and "over axis 'pp'" in told and "in call 3" in told, told
 
 
+@in_turns(3)
 def test_stages_that_disagree_about_the_order_are_named():
     verdicts, errors, _ = hangs(posts_in_another_order, "cpu")
     assert verdicts[0] == verdicts[1] and all("a hang: " in error for error in errors)
@@ -176,6 +179,7 @@ def test_stages_that_disagree_about_the_order_are_named_where_messages_have_no_t
     assert "is not the same on all ranks: " in told and "from rank 1 to rank 0 in call 3" in told, told
 
 
+@in_turns(3)
 def test_the_first_cause_comes_first_in_a_chain():
     verdicts, _, _ = hangs(skips_a_send, "cpu", ranks=3)
     assert len(set(verdicts)) == 1

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from vescale_dtensor.testing import in_turns
+
 pytest.importorskip("debugpy")
 
 SCRIPT = """
@@ -103,6 +105,7 @@ def losses_of(text: str) -> list[str]:
     return re.findall(r"^loss (\S+)$", text, re.M)
 
 
+@in_turns(3)
 def test_one_rank_in_an_ide(tmp_path: Path) -> None:
     """It stops at a line, shows what is there, refuses what would communicate, steps, and trains on undisturbed."""
     script = tmp_path / "train.py"

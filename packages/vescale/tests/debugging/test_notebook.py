@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from vescale import MeshError, notebook
-from vescale_dtensor.testing import slice_of
+from vescale_dtensor.testing import in_turns, slice_of
 
 NOTEBOOK = Path(__file__).absolute().parents[4] / "examples/notebook/four_ranks.ipynb"
 SECONDS = 240
@@ -68,6 +68,7 @@ def test_a_cell_that_raises_ends_its_world(shell: Shell) -> None:
         run("many", "x")
 
 
+@in_turns(3)
 def test_the_notebook_of_the_examples_has_the_outputs_that_it_shows() -> None:
     """To write them anew: jupyter execute --inplace examples/notebook/four_ranks.ipynb"""
     client = pytest.importorskip("nbclient")

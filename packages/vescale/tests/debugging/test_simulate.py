@@ -21,7 +21,7 @@ from vescale._simulation.state import OURS, SHARED, TORCHS, owner
 from vescale.simulate import World
 from vescale_dtensor import CommunicationError, MeshError
 from vescale_dtensor.engine import is_reproducible
-from vescale_dtensor.testing import assert_ranks_agree, run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import assert_ranks_agree, in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -33,6 +33,7 @@ def train_example(name: str) -> list[float]:
     return importlib.import_module(f"{name}.train_parallel").train(3)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name, ranks", [("nanogpt", 4), ("llama", 8), ("mixtral", 4)])
 def test_simulated_training_is_that_of_processes_to_the_bit(name: str, ranks: int) -> None:
     found = vescale.simulate(train_example, name, ranks=ranks)

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 from readme_blocks import readme_program
+from vescale_dtensor.testing import in_turns
 
 PAGE = Path(__file__).absolute().parents[4] / "docs/find-the-bug.md"
 TYPED = re.compile(r"^(\(rank 0 of 8\) )(.*)\n", re.MULTILINE)
 
 
+@in_turns(3)
 def test_the_bug_is_found_as_the_page_tells(tmp_path: Path) -> None:
     shown = "".join(re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
     program = tmp_path / "find_the_bug.py"

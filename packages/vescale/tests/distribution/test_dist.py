@@ -8,6 +8,7 @@ import pytest
 import newcomer
 from make_dist import DistError, check_wheel, make_dist
 from package_tree import read_packages
+from vescale_dtensor.testing import in_turns
 
 TOP = Path(__file__).absolute().parents[4]
 
@@ -42,6 +43,7 @@ def test_from_the_source_archives_come_whole_wheels(packages, tmp_path):
     assert len(list(tmp_path.glob("*.tar.gz"))) == len(chosen)
 
 
+@in_turns(3)
 def test_a_newcomer_gets_from_wheels_to_generated_text(tmp_path):
     pytest.importorskip("accelerate", reason="the Trainer needs it")
     assert newcomer.walk(tmp_path)["wheels"] == len(read_packages(TOP))

@@ -17,7 +17,7 @@ from vescale import doctor
 from vescale._machine import device_check
 from vescale.cli import app
 from vescale.doctor import BAD, GOOD, NOTE, examine
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
 warm_up("vescale")
 
@@ -178,6 +178,7 @@ def test_groups_that_are_tried_are_the_axes_of_meshes():
     }
 
 
+@in_turns(3)
 def test_accelerators_are_tried_by_their_own_backend():
     def run():
         return [(one.check, one.state, one.found) for one in doctor.between_ranks() if one.check == "second"]

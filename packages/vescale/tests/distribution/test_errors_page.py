@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import vescale
+from vescale_dtensor.testing import in_turns
 
 PAGE = Path(__file__).absolute().parents[4] / "docs" / "errors.md"
 HEADING = re.compile(r"^## (\w+)$", re.MULTILINE)
@@ -37,6 +38,7 @@ _, ABOVE = sections()
 EXAMPLES = [(name, at) for name, text in ABOVE.items() for at in range(len(BLOCK.findall(text)))]
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("name", "at"), EXAMPLES)
 def test_an_example_raises_what_is_quoted(name, at, tmp_path):
     """Each in a process of its own, as its reader runs it."""

@@ -7,6 +7,7 @@ import pytest
 
 from fresh_install import InstallError, fresh_install, siblings
 from package_tree import read_packages
+from vescale_dtensor.testing import in_turns
 
 TOP = Path(__file__).absolute().parents[4]
 NAMES = [package.name for package in read_packages(TOP)]
@@ -21,12 +22,14 @@ def packages(tmp_path_factory):
     return read_packages(top)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_installs_and_works(packages, name, tmp_path):
     (package,) = (found for found in packages if found.name == name)
     fresh_install(package, packages, folder=tmp_path, offline=True)
 
 
+@in_turns(3)
 def test_an_import_that_is_not_required_is_caught(packages, tmp_path):
     """The check itself is checked: a package that uses a sibling it does not name does not pass."""
     sources = tmp_path / "source" / "packages"
@@ -48,6 +51,7 @@ def changed_version(packages, name, version, folder):
     return read_packages(folder)
 
 
+@in_turns(3)
 def test_a_sibling_of_another_release_within_the_range_works(packages, tmp_path):
     changed = changed_version(packages, "dtensor", "0.1.7", tmp_path / "source")
     (plans,) = (found for found in changed if found.name == "plans")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from readme_blocks import readme_program
+from vescale_dtensor.testing import in_turns
 
 TOP = Path(__file__).absolute().parents[4]
 PAGES = ("cluster", "coming-from", "debugging", "ecosystem")
@@ -18,6 +19,7 @@ READMES = [TOP / "README.md", *sorted(TOP.glob("packages/*/README.md")), *GUIDES
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
+@in_turns(3)
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.relative_to(TOP).as_posix())
 def test_its_blocks_run(readme, tmp_path):
     program = tmp_path / "readme.py"

@@ -11,7 +11,7 @@ import torch
 import vescale
 from vescale_dtensor import Replicate, Shard, comm_trace
 from vescale_dtensor.engine import DescribedMask
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Pipeline, Plan, library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -328,7 +328,7 @@ CASES += [("llama", "cp 2 x tp 2, generated", "ring")]
 CASES += [("llama", f"cp 2, zero {zero}", "ring") for zero in (1, 2, 3)] + [("mistral", "cp 2, zero 3", "gather")]
 
 
-@pytest.mark.parametrize(("name", "plan", "way"), slice_of(CASES, 13))
+@pytest.mark.parametrize(("name", "plan", "way"), slice_of(CASES, 26))
 def test_models(name, plan, way):
     """All of them with VESCALE_GRID=full."""
     ranks = PLANS[plan](name).world_size
@@ -370,6 +370,7 @@ def test_static_mode(way):
     run_ranks(2, check, "mistral", "cp 2", way, 4, mode="static")
 
 
+@in_turns(3)
 def test_on_a_device_with_nccls_manners():
     """No tags, both directions at once, messages in the order of posting, results only after their wait."""
     run_ranks(2, check, "llama, padding", "cp 2", "ring", 4, device="second")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 BENCHMARKS = str(Path(__file__).absolute().parents[4] / "benchmarks")
@@ -20,6 +20,7 @@ def peak(*given):
     return peak(*given)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_rank_of_four_holds_a_quarter(layout):
     (one,) = run_ranks(1, peak, 1, POSITIONS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale")
@@ -44,6 +44,7 @@ def compared(mesh, sequence_parallel):
     return [abs(a - b) / abs(b) for a, b in zip(losses, wanted)], in_step
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     "mesh, sequence_parallel", [({"dp": 2, "tp": 2}, True), ({"dp": 2, "tp": 2}, False), ({"tp": 4}, True)]
 )

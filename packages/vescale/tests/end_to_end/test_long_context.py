@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 STEPS, LENGTH, LOSS = 4, 512, 1e-5
 
 
+@in_turns(3)
 @pytest.mark.parametrize("context", ["ring", "all-to-all"])
 def test_the_losses_are_one_devices(context):
     from long_context.train import train

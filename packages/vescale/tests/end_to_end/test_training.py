@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -101,6 +101,7 @@ def _drop_key_biases(*states):
             state[name] = torch.cat([query, value])
 
 
+@in_turns(3)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("name", list(MODELS))

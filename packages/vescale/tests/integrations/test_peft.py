@@ -119,7 +119,7 @@ def compared(plan, adapter, folder):
 CASES = [(plan, adapter) for plan in PLANS for adapter in ADAPTERS if adapter != "without dropout"]
 
 
-@pytest.mark.parametrize(("plan", "adapter"), slice_of(CASES, 4))
+@pytest.mark.parametrize(("plan", "adapter"), slice_of(CASES, 8))
 def test_trains_saves_loads_and_merges_as_one_device(plan, adapter, tmp_path):
     for loss, parameter, same, merged in run_ranks(RANKS[plan], compared, plan, adapter, str(tmp_path), timeout=200):
         assert loss <= 1e-5 and parameter <= 1e-4 and same and merged <= 1e-6

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
 pytest.importorskip("accelerate", reason="the scripts are of transformers' Trainer and accelerate")
 warm_up("vescale", "transformers")
@@ -49,6 +49,7 @@ def losses(name, folder, is_parallel):
                 os.environ[one] = value
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_losses_are_those_of_one_device(name, tmp_path):
     pytest.importorskip(SCRIPTS[name], reason=f"{name}.py needs it")

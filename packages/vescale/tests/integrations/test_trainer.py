@@ -152,7 +152,7 @@ OPTIONS = {
 CASES = [(plan, option) for plan in PLANS for option in OPTIONS if plan != "one" or option == "plain"]
 
 
-@pytest.mark.parametrize(("plan", "option"), slice_of(CASES, 6))
+@pytest.mark.parametrize(("plan", "option"), slice_of(CASES, 12))
 def test_trains_as_one_device(plan, option, tmp_path):
     for found in run_ranks(RANKS[plan], compared, str(tmp_path), plan, **OPTIONS[option], timeout=240):
         assert {n: e for n, e in found.items() if not e <= (PARAMETER if n == "parameter" else LOSS)} == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 
@@ -72,7 +72,7 @@ def one_device(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(("family", "flags"), slice_of(LAYOUTS, 3))
+@pytest.mark.parametrize(("family", "flags"), slice_of(LAYOUTS, 6))
 def test_every_parallelism_by_flag(family, flags, one_device, tmp_path):
     one, wanted = one_device(family)
     found = _losses(family, f"{flags} --steps {STEPS} --against {one}", tmp_path)
@@ -81,6 +81,7 @@ def test_every_parallelism_by_flag(family, flags, one_device, tmp_path):
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+@in_turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_goes_on_under_another_mesh(family, one_device, tmp_path):
     wanted = one_device(family)[1]

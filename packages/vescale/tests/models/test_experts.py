@@ -8,7 +8,7 @@ import torch
 import vescale
 from vescale_dtensor import InterleavedShard, Replicate, Shard
 from vescale_dtensor.engine import watched
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, expert_load
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -105,6 +105,7 @@ def check(found):
         assert {key: error for key, error in errors.items() if error > PARAMETER} == {}
 
 
+@in_turns(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_one_device(name, plan):

@@ -7,7 +7,7 @@ import torch
 
 import vescale
 from vescale_dtensor import InterleavedShard, Replicate, Shard
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -265,6 +265,7 @@ CASES = [
 ]
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_loss_and_gradients_equal_one_device(name, plan):
     for loss, by_scale, by_norm in run_ranks(2 if plan.endswith(", tp 2") else 4, compared, name, plan, timeout=180):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 
@@ -54,6 +54,7 @@ def losses(family, left_out):
     return found, importlib.import_module(f"{family}.train").train(STEPS)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_losses_are_those_of_one_device(family):
     ranks, left_out = FAMILIES[family]

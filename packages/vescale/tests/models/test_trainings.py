@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import vescale
 from vescale import Boundary, Plan, Replicate, Shard
 from vescale_dtensor import CommunicationError, InternalError
-from vescale_dtensor.testing import RankError, run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import RankError, in_turns, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale")
 
@@ -647,6 +647,7 @@ def _told(seeds, texts, ranks):
     return told | (_told(seeds[done:], texts, ranks) if seeds[done:] else {})
 
 
+@in_turns(3)
 def test_random_trainings():
     seeds = slice_of(range(COUNT), fraction=PART)
     good, wrong = verdicts(seeds)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, raises_on_all, run_ranks, warm_up
 from vescale_pipeline import PipelineError
 
 warm_up("vescale")
@@ -258,6 +258,7 @@ def test_losses_are_those_of_the_whole_batch():
         assert dict(zip(RIGHT, found)) == {name: pytest.approx(0, abs=1e-5) for name in RIGHT}
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_right_is_refused(case):
     loss_of, options, named = REFUSED[case]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -97,7 +97,7 @@ def compared(name, *case):
     return [abs(a - b) / abs(b) for a, b in zip(losses, wanted_losses)], errors
 
 
-@pytest.mark.parametrize("name, case", slice_of([(n, case) for case in CASES for n in MODELS], fraction=6))
+@pytest.mark.parametrize("name, case", slice_of([(n, case) for case in CASES for n in MODELS], fraction=12))
 def test_training_equals_one_device(name, case):
     ranks = 1
     for size in case[0].values():
@@ -146,6 +146,7 @@ def gathered(model):
     return sum(buffer.full.untyped_storage().nbytes() for buffer in buffers)
 
 
+@in_turns(3)
 @pytest.mark.parametrize(("kind", "virtual", "name"), [("1f1b", 1, "gpt"), ("zbv", 2, "llama")])
 def test_zero_3_is_zero_0(kind, virtual, name):
     for far, different, held in run_ranks(4, trained_twice, kind, virtual, name, timeout=300):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 
@@ -123,6 +123,7 @@ def compared(name, count):
     return ((loss - wanted_loss) / wanted_loss).abs().item(), errors, sorted(wanted)
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_loss_and_gradients_in_one_microbatch_are_those_of_one_device(name):
     outcomes = run_ranks(2, compared, name, 1, timeout=120)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vescale
-from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, raises_on_all, run_ranks, warm_up
 from vescale_pipeline import PipelineError
 from vescale_plans import PlanError
 
@@ -117,6 +117,7 @@ def apart(kinds, pin):
     return ((found - wanted) / wanted).abs().max().item(), errors, plan.pipeline.owners
 
 
+@in_turns(3)
 @pytest.mark.parametrize("case", MODELS)
 def test_the_planner_cuts_models_whose_modules_are_in_no_order(case):
     ranks = run_ranks(2, apart, MODELS[case], {}, timeout=120)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import Plan, PlanError, dry_run, library
 from vescale_plans._dry.meter import Meter
 
@@ -106,6 +106,7 @@ def dryly(name):
     return dry_run(plan(), build(), batch(), backend="gloo")
 
 
+@in_turns(3)
 @pytest.mark.parametrize("name", EVEN)
 def test_counts_what_a_real_run_issues(name):
     found = dryly(name)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from vescale import Plan, PlanError
 from vescale.cli import app, main
+from vescale_dtensor.testing import in_turns
 
 RUN = CliRunner()
 FACTORY = """
@@ -51,6 +52,7 @@ def run(*arguments):
     return result.output
 
 
+@in_turns(3)
 def test_a_folder_with_a_config(tmp_path):
     from transformers import LlamaConfig
 

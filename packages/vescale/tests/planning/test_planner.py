@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, slice_of, warm_up
 from vescale_plans.search import generate_plan, sample_of, split_parameters, structure_of
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -325,12 +325,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "world", "pin"), slice_of(CASES, 12), ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "world", "pin"), slice_of(CASES, 24), ids=lambda value: str(value))
 def test_three_steps_equal_one_device(name, world, pin):
     held_to_one_device(run_ranks(world, compared, name, world, pin, timeout=300))
 
 
-@pytest.mark.parametrize("name", slice_of(SPREAD, 1))
+@pytest.mark.parametrize("name", slice_of(SPREAD, 2))
 def test_experts_are_spread_under_a_pipeline(name):
     """Rows sorted by expert do not show what the batch's loss is, so the plan is told."""
     found = run_ranks(4, compared, name, 4, {"pp": 2, "dp": 2, "ep": 2}, "mean", timeout=300)
@@ -409,6 +409,7 @@ def against_huggingface(kind):
     return entries, missed, extras
 
 
+@in_turns(3)
 def test_huggingface_plans_are_found_without_names():
     entries, missed, extras = 0, {}, {}
     for kind in slice_of(TYPES, 16):
@@ -473,7 +474,7 @@ def renamed(model, seed=0):
     return model
 
 
-@pytest.mark.parametrize("kind", slice_of(TYPES, 36))
+@pytest.mark.parametrize("kind", slice_of(TYPES, 72))
 def test_names_and_nesting_change_nothing(kind):
     model = build(kind)
     plain = structure_of(model, sample_of(model))

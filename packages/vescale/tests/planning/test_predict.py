@@ -12,7 +12,7 @@ import vescale
 from vescale import Plan, PlanError
 from vescale.calibrate import calibrate, fitted
 from vescale.cli import app
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import dry_run, library
 from vescale_plans.search import (
     Candidate,
@@ -204,6 +204,7 @@ def test_a_pipeline_is_priced_by_its_simulator():
 # --- calibration --------------------------------------------------------------------------
 
 
+@in_turns(3)
 def test_calibrate_on_one_rank(tmp_path, monkeypatch):
     from vescale._machine import probes
 
@@ -219,6 +220,7 @@ def test_calibrate_on_one_rank(tmp_path, monkeypatch):
     assert json.loads(path.read_text())["vescale hardware"] == 1
 
 
+@in_turns(3)
 def test_calibrate_measures_collectives_of_two_ranks():
     profile = calibrate(2, rounds=1)
     assert {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"} <= set(profile.collectives)

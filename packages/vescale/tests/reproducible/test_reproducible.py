@@ -187,7 +187,7 @@ def on_one_device(name, dtype, **given):
 
 
 @pytest.mark.filterwarnings("ignore:.*has no canonical form")  # choosing experts, and torch's grouped product
-@pytest.mark.parametrize("name, dtype, mesh", [*slice_of(CASES, 18), *slice_of(EXPERT_CASES, 32)])
+@pytest.mark.parametrize("name, dtype, mesh", [*slice_of(CASES, 36), *slice_of(EXPERT_CASES, 64)])
 def test_equal_to_the_bit(name, dtype, mesh):
     """The loss of every step and every parameter after the last; under a pipeline one device accumulates."""
     changes = {"zero": ZERO[mesh]} if mesh in ZERO else {}

@@ -115,7 +115,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan"), slice_of(CASES, 6))
+@pytest.mark.parametrize(("name", "plan"), slice_of(CASES, 12))
 def test_the_same_bits(name, plan):
     expected = one_device(name)
     for losses, parameters in run_ranks(plan_of(plan).world_size, train, name, plan, timeout=240):

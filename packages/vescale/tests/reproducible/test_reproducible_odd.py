@@ -77,7 +77,7 @@ def of_sizes(chosen, dtype, ranks):
 GRID = [(ranks, dtype, part) for ranks in (2, 4) for dtype in (torch.float32, torch.bfloat16) for part in range(5)]
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "part"), slice_of(GRID, 4))
+@pytest.mark.parametrize(("ranks", "dtype", "part"), slice_of(GRID, 8))
 def test_products_of_odd_sizes_are_equal_to_the_bit(ranks, dtype, part):
     for rank in run_ranks(ranks, of_sizes, SIZES[part::5], dtype, ranks, timeout=300):
         assert {sizes: found for sizes, (found, _) in rank.items() if found} == {}

@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+from vescale_dtensor.testing import in_turns
+
 SCRIPT = """
 import os, sys, time
 from datetime import timedelta
@@ -71,11 +73,13 @@ def ended(tmp_path, case):
 ABORTED = "at the end something is pending that no rank answers: it is aborted"
 
 
+@in_turns(3)
 def test_who_exits_with_something_pending_is_held_no_longer_than_a_collective(tmp_path):
     status, said = ended(tmp_path, "exits")
     assert status == [3, 0] and ABORTED in said[0] and ABORTED not in said[1], said
 
 
+@in_turns(3)
 def test_who_raises_aborts_and_so_do_those_whom_it_leaves_waiting(tmp_path):
     status, said = ended(tmp_path, "raises")
     assert status == [0, 1] and ABORTED in said[0] and "ValueError: of the user" in said[1], said

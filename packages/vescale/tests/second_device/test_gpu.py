@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gpu.__main__ import PARTS
-from vescale_dtensor.testing import slice_of
+from vescale_dtensor.testing import in_turns, slice_of
 
 
 def rehearsed(folder, *given):
@@ -36,6 +36,7 @@ def test_a_part_answers_on_the_second_device(tmp_path, name):
         assert "failed" not in answer and answer.get("holds", True) is True, (key, answer)
 
 
+@in_turns(3)
 def test_a_run_that_was_cut_off_goes_on_and_says_what_is_missing(tmp_path):
     status, said, first = rehearsed(tmp_path, "premise", "--most", "1")
     assert status == 1 and list(first["premise"]) == ["premise", "not reached"], said

@@ -9,7 +9,7 @@ from mutants import hunt
 from mutants.grammar import HELPER, KINDS, changed, places_of
 from training_cases import CASES
 from training_verdict import wanted_of
-from vescale_dtensor.testing import warm_up
+from vescale_dtensor.testing import in_turns, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
 
@@ -49,6 +49,7 @@ def test_one_place_is_changed_and_nothing_else():
     assert ast.unparse(changed(SOURCE, only=-1)) == ast.unparse(ast.parse(SOURCE))
 
 
+@in_turns(3)
 def test_a_handful_of_mutants_is_caught():
     day = datetime.date.today().timetuple().tm_yday
     case = CASES[TRAININGS[day % len(TRAININGS)]]

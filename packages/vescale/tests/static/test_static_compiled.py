@@ -115,7 +115,7 @@ MESHES = {  # mesh, more of the plan
 GRID = [(name, dropout, mesh) for mesh in MESHES for name in MODELS for dropout in (0.0, 0.1)]
 
 
-@pytest.mark.parametrize("name, dropout, mesh", slice_of(GRID, fraction=9))
+@pytest.mark.parametrize("name, dropout, mesh", slice_of(GRID, fraction=18))
 def test_static_modules_compile_whole_and_train_as_in_eager_mode(name, dropout, mesh):
     sizes, more = MESHES[mesh]
     found = run_ranks(math.prod(sizes.values()), compared, name, dropout, sizes, more, timeout=300)
