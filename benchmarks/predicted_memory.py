@@ -2,8 +2,8 @@
 whether the collectives that the dry run counts are those that the run issues, one by one.
 
 Measured is what the CPU's allocator gave out and took back (`vescale_dtensor.testing.allocations`), not what the dry
-run's meter would say of a real run. Of STEPS warm steps the lowest peak counts, of ranks the highest: gloo lets go of
-a buffer when its thread comes to it, which is sooner or later.
+run's meter would say of a real run. Of STEPS warm steps the lowest peak counts, of ranks the highest: gloo lets go of a
+buffer when its thread comes to it, which is sooner or later.
 """
 
 from __future__ import annotations

@@ -2,16 +2,20 @@
 
 Nothing of ours is in between: a storage of no bytes, a kernel's scratch, what autograd and a communication library
 keep, all of it is asked of the allocator. Not seen: what a kernel's own library allocates for itself (MKL, oneDNN),
-and what threads without a profiler allocate; of what they take back, the total knows.
+and what threads without a profiler allocate; of what they take back, the total knows. Gloo lets go of a buffer when its
+thread comes to it, which on a loaded machine may be many operators later: so whoever waits for a collective gives that
+thread its turn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections import Counter
 from collections.abc import Iterator
 
+from torch.distributed import Work
 from torch.profiler import ProfilerActivity, profile, record_function
 
 
@@ -69,6 +73,8 @@ class Allocations:
 
 
 _PHASE, _NONE = "phase: ", (0, "")
+_TURN_S = 0.004
+"""What other threads are given after a collective."""
 
 
 def _sums(live: dict[int, tuple[str, int]]) -> Counter[str]:
@@ -76,6 +82,22 @@ def _sums(live: dict[int, tuple[str, int]]) -> Counter[str]:
     for phase, size in live.values():
         counted[phase] += size
     return counted
+
+
+@contextlib.contextmanager
+def _patient() -> Iterator[None]:
+    wait = Work.wait
+
+    def waited(*args) -> bool:
+        done = wait(*args)
+        time.sleep(_TURN_S)
+        return done
+
+    Work.wait = waited
+    try:
+        yield
+    finally:
+        Work.wait = wait
 
 
 @contextlib.contextmanager
@@ -92,6 +114,6 @@ def allocations() -> Iterator[Allocations]:
     """
     gc.collect()
     log = Allocations()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with _patient(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         yield log
     log._take(recorded)

@@ -3,7 +3,8 @@
 Real tensors may meet meta ones, and the result is meta: so integers can stay real (indices, masks, what is made of
 them), and a model that reads them runs, while nothing of size is computed.
 
-Every tensor that an operator makes is noted with the storage behind it, and the storage's end with a finalizer, so
+Every tensor that an operator makes is noted with the storage behind it, and the storage's end with a finalizer, its
+change of size where it is made (`UntypedStorage.resize_` is no operator, and is watched while a meter is entered), so
 that what is counted is what is alive, views counted once: nothing is modelled, but for what gloo takes to gather (as
 much again as it gathers). Work inside a kernel (cuBLAS workspaces) is not seen, nor is an allocator's rounding.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -72,6 +74,22 @@ class Meter(TorchDispatchMode):
                 self.listener(self.kind, function, args, kwargs, out)
         return out
 
+    def __enter__(self):
+        self._resize = torch.UntypedStorage.resize_
+
+        @wraps(self._resize)
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resized = self._resize(storage, size)
+            self._resized(storage)
+            return resized
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self._resize
+        return super().__exit__(*error)
+
     def _note(self, tensor: Tensor, kind: str, relabel: bool = False) -> None:
         with DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
@@ -83,6 +101,14 @@ class Meter(TorchDispatchMode):
         elif relabel and known[0] != kind:
             self._forget(key)
             self._add(key, kind, known[1])
+        elif storage.nbytes() != known[1]:
+            self._resized(storage)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage that is known has another size: memory that ZeRO-3 lets go, and takes again."""
+        if (known := self._known.get(storage._cdata)) is not None:
+            self._forget(storage._cdata)
+            self._add(storage._cdata, known[0], storage.nbytes())
 
     def _add(self, key: int, kind: str, size: int) -> None:
         self._known[key] = (kind, size)

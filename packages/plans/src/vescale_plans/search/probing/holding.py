@@ -119,6 +119,9 @@ class _Log(Meter):
         self.items.append(_Item(size, self.now, self._mark))
         self.now += 1
 
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Parameters stand here with no size."""
+
     def _forget(self, key: int) -> None:
         self._known.pop(key)
         self.items[self.at.pop(key)].died = self.now
