@@ -40,6 +40,7 @@ PYTHON_FOLDERS = ("packages", "tools", "examples", "benchmarks")
 # The modules that communicate, per package; all else is pure, and testable without processes.
 COMMUNICATES = {
     "dtensor": {
+        "allocations",  # waits after others' waits; sends nothing
         "checkpoints",  # tells torch's checkpoints which boxes a rank holds; sends nothing
         "_torch_private",  # names parts of it; sends nothing
         "collectives",  # executes conversions
