@@ -337,7 +337,7 @@ def outside(one: Row, legal: list, candidate) -> list[str]:
 def compared(one: Row) -> dict:
     """One row's figures."""
     from vescale_plans.search import InfeasibleError, rank
-    from vescale_plans.search.ranking import Pricer
+    from vescale_plans.search.pricer import Pricer
 
     request = request_of(one)
     pricer, legal = Pricer(request), request.candidates()

@@ -29,7 +29,8 @@ import torch
 
 from published import FROZEN, LLAMA, frozen, profile, structure
 from vescale_plans.search import Candidate, Request
-from vescale_plans.search.ranking import MARGIN, Estimate, Pricer
+from vescale_plans.search.pricer import Estimate, Pricer
+from vescale_plans.search.ranking import MARGIN
 
 GOALS = {"median error": 0.10, "worst error": 0.25}
 MODELS = {

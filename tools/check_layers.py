@@ -6,7 +6,7 @@
 - Every third-party import is declared, as a requirement or in an extra.
 - Only the modules of COMMUNICATES import torch.distributed; values that it defines (VALUES) are for all.
 - Only `_torch_private.py`, one per package, names private parts of torch, each with what would replace it.
-- Modules that import each other, lazily and for types too, are those of CYCLES: no more, and none that is larger.
+- No modules import each other, be it lazily or for types alone.
 - A module has one noun: at most 700 lines, and a warning from 400 on; none is called utils, common or helpers.
 - A folder of sources holds at most 15 loose modules.
 - Every test file is in exactly one Bazel target, and every package is in the table of the top README.md.
@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -98,9 +97,6 @@ COMMUNICATES = {
         "simulate",  # makes a world of it
     },
 }
-# The import cycles that are left, per package: how many modules are in each, the largest first. A cycle that was opened
-# leaves this table, so that it stays open.
-CYCLES = {"dtensor": [7, 5], "pipeline": [2], "plans": [27, 3, 2, 2], "vescale": [2]}
 # Modules that are not called as what is installed, by "_".
 NAMED_OTHERWISE = {"pynvml": "nvidia_ml_py"}
 # What torch.distributed defines that is a value: naming it neither communicates nor needs a process group.
@@ -245,10 +241,8 @@ def imported_private(package: Package) -> Iterator[tuple[Path, str, int]]:
 def check_cycles(repository: Repository) -> Iterator[str]:
     """Which modules need each other."""
     for package in repository.packages:
-        known = CYCLES.get(package.name, [])
-        for cycle, most in zip_longest(import_cycles.cycles(package), known, fillvalue=0):
-            if cycle and len(cycle) > most:
-                yield f"packages/{package.name}: an import cycle beyond those of CYCLES, of {cycle}"
+        for cycle in import_cycles.cycles(package):
+            yield f"packages/{package.name}: an import cycle, of {cycle}"
 
 
 def check_modules(repository: Repository) -> Iterator[str]:

@@ -25,7 +25,8 @@ KINDS = ("wait", "write", "skip", "order", "tag", "item", "host", "clone")
 WAITS = {"wait", "_wait", "flush", "advance", "finish", "end", "close"}
 STARTS = {
     *("_start", "_started", "_run", "call", "send", "recv", "post", "swap", "fetch", "updated", "start", "exchange"),
-    *("PendingGather", "PendingReduction", "PendingRows", "Usage", "_send", "_post", "_post_announced", "transfer"),
+    *("PendingGather", "PendingReduction", "PendingRows", "InFlight", "Usage", "_send", "_post", "_post_announced"),
+    "transfer",
 }
 COMMUNICATES = (
     STARTS
@@ -48,11 +49,11 @@ COMMUNICATES = (
             "receive_object",
             "updated",
             "take_in",
-            "_greet",
-            "_sum_tied",
-            "_share_loss",
+            "greet",
+            "sum_tied",
+            "share_loss",
         ),
-        *("_share_buffers", "digest", "assert_ranks_agree", "step", "all_to_all", "let_go", "allreduce", "_open"),
+        *("share_buffers", "digest", "assert_ranks_agree", "step", "all_to_all", "let_go", "allreduce", "_open"),
     }
 )
 SENDS = {"send", "_send", "send_object"}

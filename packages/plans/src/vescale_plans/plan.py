@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from math import prod
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
-from vescale_dtensor import Placement, Replicate, Shard
-
 from . import import_hf
-from ._plan import json, table
+from ._apply import inputs
+from ._plan import json, picture, table, validate
+from ._plan.fields import PlanFields
 from ._plan.match import covers, nearest
 from ._plan.parts import Boundary as Boundary
 from ._plan.parts import Pipeline as Pipeline
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(PlanFields):
     """The whole sharding of one model.
 
     Globs: "*" also matches dots. In every mapping from globs the first that matches a
@@ -90,27 +89,6 @@ class Plan:
     not of the kind above; nothing is known of a model yet.
     """
 
-    mesh: Mapping[str, int]
-    parameters: Mapping[str, Placements]
-    boundaries: Mapping[str, Boundary] = field(default_factory=dict)
-    data_axis: str | tuple[str, ...] | None = "dp"
-    zero: int = 0
-    pipeline: Pipeline | None = None
-    checkpointing: Mapping[str, bool] = field(default_factory=dict)
-    regather: Mapping[str, bool] = field(default_factory=dict)
-    precision: Precision | None = None
-    offload: bool = False
-    blocks: Mapping[str, int] = field(default_factory=dict)
-    expert_axis: str | None = None
-    capacity_factor: float | None = None
-    accumulation: int = 1
-    prefetch: int = 1
-    ahead_bytes: int | None = None
-    context_axis: str | None = None
-    context: str = "auto"
-    context_layout: str = "auto"
-    offload_activations: Mapping[str, bool] = field(default_factory=dict)
-
     def __post_init__(self) -> None:
         for name in ("mesh", *table.GLOBS):  # a caller's own mapping may change later
             if isinstance(getattr(self, name), Mapping):
@@ -127,34 +105,6 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash(self.to_json())
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that the plan needs."""
-        return prod(self.mesh.values())
-
-    @property
-    def data_axes(self) -> tuple[str, ...]:
-        """The axes over which the batch is sharded, outermost first; ZeRO shards over the last."""
-        if self.data_axis is None:
-            return ()
-        return (self.data_axis,) if isinstance(self.data_axis, str) else self.data_axis
-
-    @property
-    def zero_axis(self) -> str | None:
-        """The axis over which ZeRO shards: the innermost data axis; without any the context axis, whose ranks have the
-        same parameters too."""
-        return self.data_axes[-1] if self.data_axes else self.context_axis
-
-    def placements(self, named: Placements) -> tuple[Placement, ...]:
-        """One placement per mesh axis; Replicate where none is named."""
-        return tuple(named.get(axis, Replicate()) for axis in self.mesh)
-
-    @property
-    def batch_placements(self) -> tuple[Placement, ...]:
-        """Of the tensors that enter the model: dim 0 is sharded over the data axes (for their sequences see
-        `context_axis`)."""
-        return self.placements({axis: Shard(0) for axis in self.data_axes})
 
     def __str__(self) -> str:
         """An aligned table: a line per glob, a column per mesh axis."""
@@ -247,9 +197,7 @@ class Plan:
         dims and attention heads that do not divide by their axes: such shards are right,
         and cost more communication. `parallelize` validates without `even`.
         """
-        from ._plan.validate import fit
-
-        fit(self, model, even=even)
+        validate.fit(self, model, even=even)
 
     def draw(self, model: nn.Module) -> Picture:
         """A picture of which rank holds what of the model's parameters, for notebooks, and to `save(path)` as SVG.
@@ -259,9 +207,7 @@ class Plan:
 
         Raises PlanError where the plan does not fit the model.
         """
-        from ._plan.picture import draw
-
-        return draw(self, model)
+        return picture.draw(self, model)
 
     def complete(self, model: nn.Module, sample: Any = None) -> Plan:
         """The plan with boundaries where cut parameters alone leave open when a sum of parts is made whole.
@@ -277,7 +223,7 @@ class Plan:
             >>> plan = Plan(mesh={"tp": 2}, parameters={"*.up.weight": column, "*.down.weight": row, "*": {}})
             >>> model, optimizer = parallelize(plan.complete(model, batch), model, make_optimizer)
         """
-        from .search.complete import completed
+        from .search.complete import completed  # its folder's facade makes plans
 
         return completed(self, model, sample)
 
@@ -290,9 +236,7 @@ class Plan:
 
         Arguments: tensors, in any nesting of tuples, lists and dicts.
         """
-        from ._apply.inputs import shard_batch
-
-        return shard_batch(self, global_batch)
+        return inputs.shard_batch(self, global_batch)
 
     def parts(self, batch: Any, model: nn.Module | None = None) -> Iterator[Any]:
         """The batch cut along dim 0 into `accumulation` parts, one for each backward before an optimizer step. With the
@@ -306,9 +250,7 @@ class Plan:
         Arguments: tensors with the same number of rows, in any nesting of tuples, lists and dicts. The parts are
         views. Raises PlanError where rows do not divide: parts of unequal size would weigh unequally in a mean.
         """
-        from ._apply.inputs import parts
-
-        return parts(self, batch, model)
+        return inputs.parts(self, batch, model)
 
     def local_batch(self, batch: Any, *, whole_sequences: bool = True) -> Any:
         """This rank's part of the batch as DTensors sharded over the data axes (dim 0), and their sequences over the
@@ -323,9 +265,7 @@ class Plan:
         The ranks exchange shapes (a small all-gather); parts may differ in size as
         torch.chunk's do. Raises ShapeError, on all ranks alike, when they do not fit.
         """
-        from ._apply.inputs import local_batch
-
-        return local_batch(self, batch, whole_sequences)
+        return inputs.local_batch(self, batch, whole_sequences)
 
     def local_sequence(self, length: int) -> range:
         """The places of a sequence of `length` that this rank holds, for a loader that reads no others.
@@ -334,6 +274,4 @@ class Plan:
             >>> part = plan.local_sequence(len(tokens))
             >>> batch = plan.local_batch({"input_ids": tokens[None, part.start : part.stop]}, whole_sequences=False)
         """
-        from ._apply.inputs import local_sequence
-
-        return local_sequence(self, length)
+        return inputs.local_sequence(self, length)

@@ -427,13 +427,13 @@ def test_offloaded_states_give_the_same():
 
 def on_the_host_beside(monkeypatched):
     """Takes the CPU for a device that has the host's memory beside its own."""
-    from vescale_plans._zero import buffer as _buffer
+    from vescale_plans._zero import parameters
 
-    before, _buffer._is_beside_host = _buffer._is_beside_host, lambda device: True
+    before, parameters._is_beside_host = parameters._is_beside_host, lambda device: True
     try:
         return monkeypatched()
     finally:
-        _buffer._is_beside_host = before
+        parameters._is_beside_host = before
 
 
 def test_masters_on_the_host_give_the_same():

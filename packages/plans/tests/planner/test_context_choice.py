@@ -21,10 +21,11 @@ from vescale_plans.search import (
     sizes_of,
     structure_of,
 )
+from vescale_plans.search.candidates import LEAST_POSITIONS
 from vescale_plans.search.decision import against, places
-from vescale_plans.search.pricing.context import LEAST
+from vescale_plans.search.pricer import Pricer
 from vescale_plans.search.pricing.memory import Held
-from vescale_plans.search.ranking import MARGIN, Pricer
+from vescale_plans.search.ranking import MARGIN
 
 LLAMA = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -58,12 +59,12 @@ def test_one_long_sequence_is_cut():
     assert "axis cp" in dict(places(request, best.candidate))
 
 
-@pytest.mark.parametrize(("batch", "seq"), [(64, 131072), (8, 2 * LEAST - 1), (1, 4096)])
+@pytest.mark.parametrize(("batch", "seq"), [(64, 131072), (8, 2 * LEAST_POSITIONS - 1), (1, 4096)])
 def test_where_rows_do_as_well_there_is_no_candidate(batch, seq):
     """Rows cost nothing to part; no candidate has a context axis that a data axis could take the place of."""
     found = asked(8, batch, seq).candidates()
     assert all(one.cp == 1 or one.microbatches * one.replicas > batch for one in found)
-    assert any(one.cp > 1 for one in found) == (seq >= 2 * LEAST)
+    assert any(one.cp > 1 for one in found) == (seq >= 2 * LEAST_POSITIONS)
 
 
 @pytest.mark.parametrize("seq", [65536, 131072])

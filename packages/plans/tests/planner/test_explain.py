@@ -219,7 +219,7 @@ def test_a_decision_is_told_in_the_terms_of_the_field():
 
 def test_bars_do_not_vanish_against_a_limit_that_is_far():
     explained = made(hardware="h100").explain()
-    text = page(explained)
+    text = page(explained, str(explained))
     memory = ElementTree.fromstring(re.findall(r"<svg.*?</svg>", text, re.DOTALL)[1])
     assert max(float(box.get("width")) for box in memory.iter("rect")) > 100
     assert "and not drawn" in text

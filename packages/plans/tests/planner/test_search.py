@@ -22,8 +22,8 @@ from vescale_plans.search import (
     sample_of,
     structure_of,
 )
+from vescale_plans.search.pricer import Pricer
 from vescale_plans.search.progress import Bar
-from vescale_plans.search.ranking import Pricer
 from vescale_plans.search.stages import bound_of
 
 

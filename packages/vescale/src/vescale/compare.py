@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ from torch import Tensor
 
 from vescale_dtensor import VescaleError
 
-from ._digest import Summary, first_index, hexadecimal
 from ._pages.comparison_page import comparison_page
+from ._recorded.difference import Difference as Difference
+from ._recorded.difference import why_apart
+from ._recorded.digest import first_index, hexadecimal
 from .record import FORMAT, Place, place_name
 
 _PHASES = ("forward", "backward", "update")
@@ -54,50 +55,11 @@ def compare(run_a: str | Path, run_b: str | Path, *, rtol: float = 0.0) -> Compa
         alone += [place_name(step, place) for place in (*ours, *theirs) if not (place in ours and place in theirs)]
         for place in sorted((place for place in ours if place in theirs), key=_phase_and_call):
             places += 1
-            why = _difference(ours[place], theirs[place], rtol)
+            why = why_apart(ours[place], theirs[place], rtol)
             if why:
                 found.append(Difference(step, place, why, ours[place], theirs[place]))
     first = _first_value(folders, found[0], rtol) if found else ""
     return Comparison(str(run_a), str(run_b), rtol, steps, places, tuple(found), first, tuple(alone))
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A place at which two runs differ: `module` is a path, "" the root; `direction` forward, backward or update."""
-
-    step: int
-    place: Place
-    why: str
-    a: Mapping[str, Any]
-    b: Mapping[str, Any]
-
-    @property
-    def direction(self) -> str:
-        return self.place[0]
-
-    @property
-    def module(self) -> str:
-        return self.place[1]
-
-    @property
-    def call(self) -> int:
-        """Which call of the module within the step: the microbatch."""
-        return self.place[2]
-
-    @property
-    def tensor(self) -> str:
-        return self.place[3]
-
-    @property
-    def distance(self) -> float:
-        """How far apart the two are, estimated, relative to the larger norm; inf for other shapes or dtypes."""
-        if any(self.a[what] != self.b[what] for what in ("dtype", "shape")):
-            return inf
-        return _summary(self.a).distance(_summary(self.b))
-
-    def __str__(self) -> str:
-        call = f", call {self.call}" if self.call else ""
-        return f"step {self.step}, {self.direction}, {self.module or '(root)'}: {self.tensor}{call}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +105,7 @@ class Comparison:
         """A page with the report, a chart of how far apart the runs are by step, and a table of the first `most`
         differences: the first of each direction in the first step, and folded what follows from them."""
         written = Path(path)
-        written.write_text(comparison_page(self, most))
+        written.write_text(comparison_page(str(self), self.differences, most))
         return written
 
 
@@ -173,25 +135,6 @@ def _steps(folder: Path) -> Iterator[tuple[int, dict[Place, dict[str, Any]]]]:
                 yield step["step"], {tuple(entry["place"]): entry for entry in step["entries"]}
     except (OSError, ValueError) as error:
         raise VescaleError("compare", f"{file} cannot be read: {error}", (), remedies) from error
-
-
-def _difference(a: Mapping[str, Any], b: Mapping[str, Any], rtol: float) -> str:
-    """Why the entries of one place differ, or nothing."""
-    for what in ("dtype", "shape"):
-        if a[what] != b[what]:
-            return f"{what} {a[what]} and {b[what]}"
-    distance = _summary(a).distance(_summary(b))
-    if a["digest"] != b["digest"] and (not rtol or not distance <= rtol):
-        return f"apart by {distance:.2g} of the norm" if distance else "other bits"
-    for name, entry in (("a", a), ("b", b)):
-        odd = {rank: apart for rank, apart in entry.get("odd", {}).items() if not rtol or not apart <= rtol}
-        if odd:
-            return f"replicas differ in {name}: rank {', '.join(odd)}, by up to {max(odd.values()):.2g} of the norm"
-    return ""
-
-
-def _summary(entry: Mapping[str, Any]) -> Summary:
-    return Summary(int(entry["digest"], 16), entry["norm"], entry["largest"], tuple(entry["sketch"]))
 
 
 def _first_value(folders: tuple[Path, Path], difference: Difference, rtol: float) -> str:

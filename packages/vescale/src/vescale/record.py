@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from vescale_dtensor import CommunicationError, DTensor, VescaleError
 from vescale_dtensor.engine import convert, requires_grad
 
-from ._digest import Summary, flat_indices, measure, unpack
 from ._machine._torch_private import _current_graph_task_id
+from ._recorded.digest import Summary, flat_indices, measure, unpack
 
 FORMAT = 1
 Place = tuple[str, str, int, str]

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import vescale
-from vescale._digest import Summary, measure, unpack
+from vescale._recorded.digest import Summary, measure, unpack
 from vescale.cli import app
 from vescale_dtensor import InterleavedShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor.engine import local_only

@@ -2,7 +2,9 @@
 
     device.cpp, backend.cpp   the device `second` (torch's PrivateUse1) and the shell of its process group
     _build                    compiles them, once per machine
+    _extension                loads what was compiled
     _device                   registers the device; which calls made the host wait for it
+    _sites                    who asked, as host waits and errors name it
     _wire                     messages between the processes of a machine
     _queue                    what a communicator runs, one after the other, on its own stream
     _group                    the process group: NCCL's manners, at their worst

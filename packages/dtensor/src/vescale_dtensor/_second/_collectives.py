@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from . import _device, _work
+from . import _work
 from ._communicator import Communicator, asked_by
+from ._extension import extension
 from ._memory import Flight, read, write
 from ._numbers import bytes_of_splits, check, check_pair, numbers_of, on_host, reduced, told
 from ._queue import DeviceError, Operation, Part
@@ -134,7 +135,7 @@ class Collectives(Communicator):
         return self._collective("scatter", f"{told(own)} from {root}", outgoing, sources, [own], finish, later)
 
     def barrier(self, later: bool) -> Work:
-        _device.register().note("barrier")
+        extension().note("barrier")
         return self._collective("barrier", "", [b""] * self.size, [], [], lambda others: None, later)
 
     def _collective(
@@ -173,7 +174,7 @@ class Collectives(Communicator):
                 write(view, one)
 
         operation = Operation(label, parts, ended)
-        work = Work(self, operation, Flight([on_host(tensor) for tensor in inputs], views), deliver)
+        work = self._started(operation, Flight([on_host(tensor) for tensor in inputs], views), deliver)
         self._main.put(operation)
         if not later:  # it runs on the stream of the caller: what comes next there comes after it
             work.end(_work.HANG_SECONDS)

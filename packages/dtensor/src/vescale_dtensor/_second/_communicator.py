@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from . import _work
-from ._device import _asker
+from ._memory import Flight
 from ._queue import DeviceError, Operation, Queue, changed, wait_until, wire
+from ._sites import asker
 from ._work import Work
 
 
@@ -75,6 +77,9 @@ class Communicator:
         self.calls += 1
         return number
 
+    def _started(self, operation: Operation, flight: Flight, deliver: Callable[[], None]) -> Work:
+        return Work(self.calls, self.undelivered, self.what_hangs, operation, flight, deliver)
+
     def _check_open(self, kind: str) -> None:
         if self._closed:
             raise DeviceError(f"second: {kind} on a group that was {self._closed}, asked for by {asked_by()}")
@@ -82,7 +87,7 @@ class Communicator:
 
 def asked_by() -> str:
     """Who asks, as snapshots and errors name it."""
-    return _asker(sys._getframe(1))
+    return asker(sys._getframe(1))
 
 
 groups: list[Communicator] = []

@@ -6,18 +6,18 @@ Once registered, a process keeps it: torch takes it for its accelerator. So it i
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 
 import torch
 
 from .._torch_private import _register_device_module
-from ._build import MODULE, library
+from ._extension import extension
+from ._group import register as register_group
+from ._sites import asker
 
 NAME = "second"
 
@@ -28,25 +28,21 @@ def register() -> ModuleType:
 
     Raises BuildError where it cannot be built.
     """
-    spec = importlib.util.spec_from_file_location(MODULE, library())
-    extension = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(extension)
+    loaded = extension()
     torch.utils.rename_privateuse1_backend(NAME)
-    _register_device_module(NAME, _module(extension))
+    _register_device_module(NAME, _module(loaded))
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=False)
-    from ._group import register as register_group
-
-    register_group(extension)
-    return extension
+    register_group()
+    return loaded
 
 
-def _module(extension: ModuleType) -> ModuleType:
+def _module(loaded: ModuleType) -> ModuleType:
     """`torch.second`: what torch asks of the module of an accelerator."""
-    generator = extension.default_generator()
+    generator = loaded.default_generator()
     module = ModuleType(f"torch.{NAME}")
 
     def synchronize(device: object = None) -> None:
-        extension.note("synchronize the device")
+        loaded.note("synchronize the device")
 
     def set_rng_state(state: torch.Tensor, device: object = NAME) -> None:
         generator.set_state(state)
@@ -102,41 +98,13 @@ def host_waits() -> Iterator[HostWaits]:
     A site reads `what  file:function < file:function`: the function of ours that was the innermost, and its caller in
     another file; line numbers would change with every edit.
     """
-    extension, found = register(), HostWaits()
+    loaded, found = register(), HostWaits()
 
     def heard(what: str) -> None:
-        found.sites[f"{what}  {_asker(sys._getframe().f_back)}"] += 1
+        found.sites[f"{what}  {asker(sys._getframe().f_back)}"] += 1
 
-    extension.listen(heard)
+    loaded.listen(heard)
     try:
         yield found
     finally:
-        extension.listen(None)
-
-
-def _asker(frame: FrameType | None) -> str:
-    """The innermost function that is neither this kit's nor torch's, and the next one out of another file."""
-    found: list[tuple[str, str]] = []
-    while frame is not None and len(found) < 2:
-        place = _place(frame.f_code.co_filename)
-        if place and (not found or found[-1][0] != place):
-            found.append((place, frame.f_code.co_name))
-        frame = frame.f_back
-    # A kernel of a backward that is all C++ has no caller in Python on autograd's thread.
-    return " < ".join(f"{file}:{function}" for file, function in found) or "autograd"
-
-
-@lru_cache(maxsize=4096)
-def _place(filename: str) -> str:
-    """A file as sites name it: by its package; empty for what only passes calls on."""
-    path = Path(filename)
-    parts = path.parts
-    for package in ("torch", "_second"):
-        if package in parts[:-1]:
-            return ""
-    if path.name.startswith("<") or path.name in ("constructors.py", "worker.py", "contextlib.py", "threading.py"):
-        return ""
-    for i, part in enumerate(parts[:-1]):
-        if part.startswith("vescale") and parts[i - 1] in ("src", "site-packages"):
-            return "/".join([part.removeprefix("vescale_"), *parts[i + 1 :]])
-    return path.name
+        loaded.listen(None)

@@ -16,18 +16,17 @@ Sums are made as a ring makes them: of the n chunks, chunk c begins with rank c 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
-from . import _device
 from ._collectives import Collectives
 from ._communicator import groups
+from ._extension import extension
 from ._transfers import Transfers
 
 
-def register(extension: ModuleType) -> None:
+def register() -> None:
     """Makes `second` a backend of torch.distributed, and the device's default."""
     if "second" not in dist.Backend.backend_list:
         dist.Backend.register_backend("second", _create, devices=["second"])
@@ -36,7 +35,7 @@ def register(extension: ModuleType) -> None:
 def _create(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
     group = Group(store, rank, size)
     groups.append(group)
-    return _device.register().backend(rank, size, group)
+    return extension().backend(rank, size, group)
 
 
 class Group(Collectives, Transfers):

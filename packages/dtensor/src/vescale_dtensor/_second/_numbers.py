@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import _device
+from ._extension import extension
 
 DTYPES = {
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -44,7 +44,7 @@ def check_pair(kind: str, output: Tensor, input: Tensor, outputs: int, inputs: i
 
 def on_host(tensor: Tensor) -> Tensor:
     """The same memory as a tensor of the CPU."""
-    return _device.register().on_cpu(tensor)
+    return extension().on_cpu(tensor)
 
 
 def told(tensor: Tensor) -> str:

@@ -43,7 +43,7 @@ class Transfers(Communicator):
         operation = Operation(
             label, parts, lambda messages: found.extend(end(message) for end, message in zip(ends, messages))
         )
-        work = Work(self, operation, Flight(*flights), lambda: [one() for one in found])
+        work = self._started(operation, Flight(*flights), lambda: [one() for one in found])
         self._main.put(operation)
         return work
 
@@ -62,7 +62,7 @@ class Transfers(Communicator):
         found: list[Callable[[], None]] = []
         operation = Operation(part.value[3], [part], lambda messages: found.append(end(messages[0])))
         flight = Flight([on_host(tensor)], []) if kind == "send" else Flight([], [on_host(tensor)])
-        work = Work(self, operation, flight, lambda: found.pop()())
+        work = self._started(operation, flight, lambda: found.pop()())
         queue.put(operation)
         return work
 

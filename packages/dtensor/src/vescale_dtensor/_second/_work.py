@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from . import _device
+from ._extension import extension
 from ._memory import Flight, InFlightError
 from ._queue import DeviceError, Operation, wait_until
-
-if TYPE_CHECKING:
-    from ._communicator import Communicator
 
 HANG_SECONDS = float(os.environ.get("VESCALE_SECOND_HANG_SECONDS", "20"))
 
 
 class Work:
-    """A call in flight; `number` counts the calls of its group."""
+    """A call in flight.
 
-    def __init__(self, group: Communicator, operation: Operation, flight: Flight, deliver: Callable[[], None]) -> None:
-        self.number = group.calls
-        self._group, self._operation, self._flight, self._deliver = group, operation, flight, deliver
+    Arguments:
+        number: counts the calls of its group.
+        undelivered: those of the group that nobody has waited for; it enters itself.
+        what_hangs: the group's text for an operation that did not end within so many seconds.
+        deliver: writes what arrived to the call's outputs.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        undelivered: dict[int, Work],
+        what_hangs: Callable[[Operation, float], str],
+        operation: Operation,
+        flight: Flight,
+        deliver: Callable[[], None],
+    ) -> None:
+        self.number, self._undelivered, self._what_hangs = number, undelivered, what_hangs
+        self._operation, self._flight, self._deliver = operation, flight, deliver
         self._polls = 2
-        group.undelivered[id(self)] = self
+        undelivered[id(self)] = self
 
     @property
     def label(self) -> str:
@@ -39,15 +50,15 @@ class Work:
     def wait(self, timeout: float | None = None) -> None:
         """Raises DeviceError where it does not end, InFlightError where its memory was written meanwhile."""
         if timeout is not None:
-            _device.register().note("wait(timeout)")
+            extension().note("wait(timeout)")
         self.end(HANG_SECONDS if timeout is None else min(timeout, HANG_SECONDS))
 
     def end(self, seconds: float) -> None:
-        if id(self) not in self._group.undelivered:
+        if id(self) not in self._undelivered:
             return
         if not wait_until(lambda: self._operation.done, seconds):
-            raise DeviceError(self._group.what_hangs(self._operation, seconds))
-        del self._group.undelivered[id(self)]
+            raise DeviceError(self._what_hangs(self._operation, seconds))
+        del self._undelivered[id(self)]
         flight, deliver, self._deliver = self._flight, self._deliver, None
         if self._operation.error is not None:
             raise self._operation.error

@@ -20,7 +20,42 @@ from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT, VARYING
 from .._torch_private import _current_graph_task_id
-from .tensor import DTensor, local_only, plain_class, source_of, stamp
+from .tensor import DTensor, local_only, plain_class, plain_grad, set_plain_grad, settle, source_of, stamp
+
+
+def grad_of(tensor: DTensor) -> DTensor | None:
+    """`tensor.grad`: a DTensor, pending on the axes where this is a replicated parameter, until it was reduced."""
+    with local_only():
+        pending = plain_grad(tensor)
+    settled = tensor.__dict__.get("_settled_grad")
+    if pending is None:
+        return settled
+    if type(pending) is not DTensor:
+        pending = _stamped_grad(tensor, pending)
+    if settled is None:
+        return pending
+    del tensor.__dict__["_settled_grad"]
+    return fold(pending, settled)
+
+
+def _stamped_grad(tensor: DTensor, pending: Tensor) -> DTensor:
+    stamped = stamp(pending, tensor._layout.base.gradient)
+    if stamped is not pending:
+        with local_only():
+            set_plain_grad(tensor, stamped)
+    return stamped
+
+
+def set_grad(tensor: DTensor, value: Tensor | None) -> None:
+    """`tensor.grad = value`: converted to the gradient's layout, as pending or as reduced as it comes."""
+    settled = None
+    if value is not None:
+        owner = tensor.__dict__.get("_owner")
+        settled = value if is_settled(tensor, value) else None if owner is None else owner.reduced(value)
+        value = as_gradient_of(tensor, value, "grad") if settled is None else None
+    settle(tensor, settled)
+    with local_only():
+        set_plain_grad(tensor, value)
 
 
 def as_gradient_of(tensor: DTensor, value: Tensor, operation: str) -> DTensor:

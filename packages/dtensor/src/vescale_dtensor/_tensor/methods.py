@@ -1,4 +1,4 @@
-"""Methods of DTensor that skip the way through torch's C++ to `__torch_function__`.
+"""Methods of DTensor: those that need the engine, and those that skip torch's C++ on the way to `__torch_function__`.
 
 `x.transpose(1, 2)` on a subclass parses its arguments in C++, collects the types that
 override, looks up the Python function and calls `__torch_function__`: about 1 us
@@ -9,14 +9,17 @@ TorchFunctionMode is active, they are torch's own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from torch import Tensor
 
+from .._communication.objects import gather_objects
+from .._conversions.convert import convert, to_plain
 from .._dispatch.dispatch import dispatch
 from .._torch_private import _is_torch_function_enabled, _len_torch_function_stack
-from .construct import redistribute
-from .gradient import start_backward
+from .construct import from_local, redistribute
+from .gradient import grad_of, set_grad, start_backward
 from .tensor import DTensor
 
 # Not `__getitem__`: a class that defines it is a sequence to C, and `torch.tensor([x.max(), x.min()])` would ask a
@@ -64,6 +67,33 @@ def _install(names: list[str], make: Callable) -> None:
 
 _install(_NAMES, _direct)
 _install(_BINARY, _direct_binary)
-# Defined beside what they need, which imports DTensor.
+
+
+def to_local(tensor: DTensor) -> Tensor:
+    """This rank's shard as a plain tensor; no copy, no communication, differentiable.
+
+    The gradient that arrives must be the shard of this tensor's gradient:
+    whole for a Partial tensor, this rank's contribution for a replicated one.
+    """
+    return to_plain(tensor)
+
+
+def full_tensor(tensor: DTensor) -> Tensor:
+    """The whole tensor, plain, the same on every rank. Differentiable. Cost: an all-gather or all-reduce."""
+    return to_plain(convert(tensor, tensor._layout.base.invariant, "full_tensor", own=True))
+
+
+def shards(tensor: DTensor) -> dict[tuple[int, ...], Tensor]:
+    """What every rank of the mesh holds, by its coordinate: plain tensors, to look at. Cost: an all-gather of
+    everything, pickled; call it on all ranks."""
+    found = gather_objects(to_plain(tensor).detach(), tensor._layout.mesh)
+    return dict(zip(itertools.product(*map(range, tensor._layout.mesh.sizes)), found))
+
+
+DTensor.from_local = staticmethod(from_local)
 DTensor.redistribute = redistribute
+DTensor.to_local = to_local
+DTensor.full_tensor = full_tensor
+DTensor.shards = property(shards)
 DTensor.backward = start_backward
+DTensor.grad = property(grad_of, set_grad, lambda tensor: set_grad(tensor, None))

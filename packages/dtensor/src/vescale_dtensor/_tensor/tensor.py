@@ -11,7 +11,6 @@ so that torch's own Python functions run on it unchanged.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 
 is_global = _is_torch_function_enabled
 _shape = Tensor.shape.__get__
-_grad = Tensor.grad.__get__
-_set_grad = Tensor.grad.__set__
+plain_grad = Tensor.grad.__get__
+set_plain_grad = Tensor.grad.__set__
 _plain_size = Tensor.size
 _plain_dim = Tensor.dim
 _plain_numel = Tensor.numel
@@ -50,8 +49,8 @@ _plain_numel = Tensor.numel
 class DTensor(Tensor, metaclass=TensorType):
     """A tensor sharded over a device mesh; used and debugged as if it were on one device.
 
-    Methods that need the engine (`redistribute`, `backward`, operators) are put on the
-    class by `methods.py`.
+    Methods that need the engine (`redistribute`, `full_tensor`, `grad`, `backward`, operators) are put on the class by
+    `methods.py`.
 
     Made by `distribute_tensor`, `DTensor.from_local`, the factories, or
     `vescale.parallelize`; never by its constructor. `shape`, `size()` and all other
@@ -125,90 +124,26 @@ class DTensor(Tensor, metaclass=TensorType):
             raise TypeError("len() of a 0-d tensor")
         return shape[0]
 
-    # --- gradient -------------------------------------------------------------------
+    # --- what `methods.py` puts on the class, from modules that need it ---------------
 
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient, a DTensor: pending on the axes where this is a replicated parameter, until it was reduced."""
-        with local_only():
-            pending = _grad(self)
-        settled = self.__dict__.get("_settled_grad")
-        if pending is None:
-            return settled
-        if type(pending) is not DTensor:
-            pending = self._stamped_grad(pending)
-        if settled is None:
-            return pending
-        from .gradient import fold
+    if TYPE_CHECKING:
 
-        del self.__dict__["_settled_grad"]
-        return fold(pending, settled)
+        @staticmethod
+        def from_local(
+            local: Tensor,
+            device_mesh: DeviceMesh,
+            placements: Sequence[Placement],
+            *,
+            shape: Sequence[int] | None = None,
+            stride: Sequence[int] | None = None,
+        ) -> DTensor: ...
+        def redistribute(self, placements: Sequence[Placement]) -> DTensor: ...
+        def to_local(self) -> Tensor: ...
+        def full_tensor(self) -> Tensor: ...
+        @property
+        def shards(self) -> dict[tuple[int, ...], Tensor]: ...
 
-    def _stamped_grad(self, pending: Tensor) -> DTensor:
-        stamped = stamp(pending, self._layout.base.gradient)
-        if stamped is not pending:
-            with local_only():
-                _set_grad(self, stamped)
-        return stamped
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        settled = None
-        if value is not None:
-            from .gradient import as_gradient_of, is_settled
-
-            owner = self.__dict__.get("_owner")
-            settled = value if is_settled(self, value) else None if owner is None else owner.reduced(value)
-            value = as_gradient_of(self, value, "grad") if settled is None else None
-        settle(self, settled)
-        with local_only():
-            _set_grad(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    # --- moving ---------------------------------------------------------------------
-
-    @staticmethod
-    def from_local(
-        local: Tensor,
-        device_mesh: DeviceMesh,
-        placements: Sequence[Placement],
-        *,
-        shape: Sequence[int] | None = None,
-        stride: Sequence[int] | None = None,
-    ) -> DTensor:
-        """See `vescale_dtensor.from_local`."""
-        from .construct import from_local
-
-        return from_local(local, device_mesh, placements, shape=shape, stride=stride)
-
-    def to_local(self) -> Tensor:
-        """This rank's shard as a plain tensor; no copy, no communication, differentiable.
-
-        The gradient that arrives must be the shard of this tensor's gradient:
-        whole for a Partial tensor, this rank's contribution for a replicated one.
-        """
-        from .._conversions.convert import to_plain
-
-        return to_plain(self)
-
-    def full_tensor(self) -> Tensor:
-        """The whole tensor, plain, the same on every rank. Differentiable. Cost: an all-gather or all-reduce."""
-        from .._conversions.convert import convert, to_plain
-
-        return to_plain(convert(self, self._layout.base.invariant, "full_tensor", own=True))
-
-    @property
-    def shards(self) -> dict[tuple[int, ...], Tensor]:
-        """What every rank of the mesh holds, by its coordinate: plain tensors, to look at. Cost: an all-gather of
-        everything, pickled; call it on all ranks."""
-        from .._communication.objects import gather_objects
-        from .._conversions.convert import to_plain
-
-        found = gather_objects(to_plain(self).detach(), self._layout.mesh)
-        return dict(zip(itertools.product(*map(range, self._layout.mesh.sizes)), found))
+    # --- to look at -------------------------------------------------------------------
 
     def draw(self) -> Picture:
         """A picture of which rank holds which part, hatched where parts are summands: an SVG, which notebooks show and
@@ -319,9 +254,9 @@ def plain_class(tensor: DTensor) -> type[Tensor]:
 def take_pending_grad(tensor: DTensor) -> Tensor | None:
     """Removes and returns the local gradient that autograd has accumulated and nobody has reduced yet."""
     with local_only():
-        pending = _grad(tensor)
+        pending = plain_grad(tensor)
         if pending is not None:
-            _set_grad(tensor, None)
+            set_plain_grad(tensor, None)
     return pending
 
 
@@ -330,7 +265,7 @@ def drop_gradients(tensors: Iterable[Tensor]) -> None:
     with local_only():
         for tensor in tensors:
             tensor.__dict__.pop("_settled_grad", None)
-            _set_grad(tensor, None)
+            set_plain_grad(tensor, None)
 
 
 def settle(tensor: DTensor, gradient: DTensor | None) -> None:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_private import DisableTorchFunctionSubclass, _foreach_norm, make_subclass
+from .._transport.p2p import Part
+from .member import Member
 
 
 class Placed(NamedTuple):
@@ -138,3 +140,40 @@ def combined(norms: Sequence[Tensor], order: float, device: torch.device) -> Ten
 def norms_of_gradients(gradients: Sequence[Tensor], order: float, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """As torch computes them, one by one; of distributed gradients, those of the whole. Cost: what the norms cost."""
     return [whole(norm) for norm in _foreach_norm(gradients, order)] if gradients else []
+
+
+def norms_elsewhere(member: Member, order: float) -> Placed:
+    """The norms of the gradients that this rank does not hold. Call it on all ranks of the pipeline.
+
+    Cost: to and from each rank one message of 8 bytes per gradient, told by the first that holds it, and a word of
+    which there are.
+    """
+    placement, tag, peers = member.schedule.placement, member.tags("norm"), member.others
+    places = {name: place for place, name in enumerate(member.owned.stages)}
+    first = {name: placement[stages[0]] for name, stages in member.owned.stages.items()}
+    held = {name: member.parameters[name].grad for name in places if name in member.parameters}
+    here = {name: gradient for name, gradient in held.items() if gradient is not None}
+    mine = [name for name in here if first[name] == member.rank]
+    norms = norms_of_gradients([here[name] for name in mine], order, member.codec.whole)
+    word = [(places[name], norm.dtype) for name, norm in zip(mine, norms)]
+    told = torch.stack(norms).double() if norms else torch.empty(0, dtype=torch.float64, device=member.link.device)
+    for peer in peers:
+        member.link.send_object(peer, tag, word)
+    known, at_hand = {places[name] for name in held}, {places[name] for name in here}
+    words = [member.link.receive_object(peer, tag) for peer in peers]
+    arrivals = [
+        member.link.swap(peer, tag + 2, [told], (Part((len(theirs),), (1,), torch.float64, False),))
+        for peer, theirs in zip(peers, words)
+    ]
+    norms_here = dict(zip([place for place, _ in word], told.unbind()))
+    elsewhere, dtypes = {}, []
+    for theirs, arrival in zip(words, arrivals):
+        for (place, dtype), norm in zip(theirs, arrival.wait()[0].unbind()):
+            if place not in known:
+                elsewhere[place] = norm
+                dtypes.append(dtype)
+            elif place in at_hand:
+                norms_here[place] = norm
+    member.link.flush()
+    dtype = reduce(torch.promote_types, dtypes) if dtypes else None
+    return Placed(elsewhere, dtype, norms_here)

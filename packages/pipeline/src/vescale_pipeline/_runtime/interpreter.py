@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,26 +22,33 @@ from ..simulate import Event
 from .call import Call
 from .generators import set_states, states
 from .loss import Weight, Weights, loss_in
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
+from .member import Member
 
 
 class Interpreter:
     """The state of one call: what was posted, what waits, what was made.
 
     Arguments:
+        forward: the model's own, of a microbatch.
+        parts: the microbatches.
         weights: what each microbatch's loss counts for.
         scale: what the user's backward is expected to scale the loss by.
         trains: whether gradients are computed.
     """
 
     def __init__(
-        self, runtime: Runtime, call: Call, parts: list[Any], weights: Weights, scale: Weight, trains: bool
+        self,
+        member: Member,
+        forward: Callable[[Any], Any],
+        call: Call,
+        parts: list[Any],
+        weights: Weights,
+        scale: Weight,
+        trains: bool,
     ) -> None:
-        self._forward, self._codec = runtime.forward, runtime.codec
-        self._link, self._tags, self._stages = runtime.link, runtime.tags, runtime.stages
-        self._rank, self._last = runtime.rank, runtime.schedule.stages - 1
+        self._forward, self._codec = forward, member.codec
+        self._link, self._tags, self._stages = member.link, member.tags, member.stages
+        self._rank, self._last = member.rank, member.schedule.stages - 1
         self._call, self._parts = call, parts
         self._weights, self._scale, self._trains = weights, scale, trains
         self._posted: dict[tuple[str, int, int], Arrival] = {}
@@ -50,8 +57,8 @@ class Interpreter:
         self._seeds: dict[Weight, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
-        self._memories = Memories(call.record.slots, runtime.stages, runtime.codec.whole)
-        self._random = _Random(runtime.link.device) if call.record.draws_anything else None
+        self._memories = Memories(call.record.slots, member.stages, member.codec.whole)
+        self._random = _Random(member.link.device) if call.record.draws_anything else None
         self._table = {
             "F": self._do_forward,
             "B": self._do_backward,

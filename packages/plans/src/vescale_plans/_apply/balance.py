@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from vescale_dtensor import InterleavedShard, Placement, Shard, zigzag
 from vescale_dtensor.engine import Mesh, cut_ranges, is_reproducible
 
+from .._plan.fields import PlanFields
 from .._torch_private import _ConvNd
-from ..plan import Plan
 
 CLOSE = 0.04
 """The difference between the ranks with most and with least work, relative to the mean."""
@@ -63,7 +63,7 @@ class Balance:
         return Shard(dim) if order is None else InterleavedShard(dim, 1, order)
 
 
-def balance_of(plan: Plan, mesh: Mesh, model: nn.Module) -> Balance | None:
+def balance_of(plan: PlanFields, mesh: Mesh, model: nn.Module) -> Balance | None:
     """None where sequences are cut in one piece for each rank. The mesh may be smaller than the plan's: one rank."""
     if plan.context_axis is None or plan.context_layout == "contiguous":
         return None

@@ -19,8 +19,8 @@ from vescale_dtensor.engine import (
     open_scope,
 )
 
+from .._plan.parts import Boundary, Placements
 from .._static import passes
-from ..plan import Boundary, Placements
 from .containers import map_first, map_tensors
 
 

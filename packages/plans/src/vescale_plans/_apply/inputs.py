@@ -36,9 +36,10 @@ from vescale_dtensor.engine import (
     stamp,
 )
 
+from .._plan.fields import PlanFields
+from .._plan.parts import PlanError
 from .._torch_private import DisableTorchFunction, is_traceable_wrapper_subclass
 from ..installed._replicas import check_replicas
-from ..plan import Plan, PlanError
 from .balance import Balance
 from .containers import map_tensors, tensors_in
 from .join import join, tensor_mesh
@@ -81,7 +82,7 @@ class Cuts(NamedTuple):
 _SEQUENCE = {2: 1, 3: 1, 4: 2}
 
 
-def cuts_of(plan: Plan, balance: Balance | None = None) -> Cuts:
+def cuts_of(plan: PlanFields, balance: Balance | None = None) -> Cuts:
     return Cuts(plan.data_axes, plan.context_axis, balance)
 
 
@@ -160,7 +161,7 @@ def _whole_number(tensor: Tensor) -> Tensor:
     return convert(tensor, tensor.mesh_layout.reduced, "loss (root boundary)")
 
 
-def shard_batch(plan: Plan, batch: Any) -> Any:
+def shard_batch(plan: PlanFields, batch: Any) -> Any:
     """See `Plan.shard_batch`."""
     join()
     mesh = mesh_of(tensor_mesh(plan))
@@ -178,7 +179,7 @@ _PART_REMEDIES = [
 ]
 
 
-def local_batch(plan: Plan, batch: Any, whole_sequences: bool = True) -> Any:
+def local_batch(plan: PlanFields, batch: Any, whole_sequences: bool = True) -> Any:
     """See `Plan.local_batch`."""
     join()
     device_mesh = tensor_mesh(plan)
@@ -200,7 +201,7 @@ def local_batch(plan: Plan, batch: Any, whole_sequences: bool = True) -> Any:
     return map_tensors(batch, part)
 
 
-def local_sequence(plan: Plan, length: int) -> range:
+def local_sequence(plan: PlanFields, length: int) -> range:
     """See `Plan.local_sequence`."""
     join()
     mesh = mesh_of(tensor_mesh(plan))
@@ -211,7 +212,7 @@ def local_sequence(plan: Plan, length: int) -> range:
     return range(start, stop)
 
 
-def parts(plan: Plan, batch: Any, model: nn.Module | None) -> Iterator[Any]:
+def parts(plan: PlanFields, batch: Any, model: nn.Module | None) -> Iterator[Any]:
     """See `Plan.parts`."""
     count = plan.accumulation
     parallel = getattr(model, "_vescale", None)

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vescale_dtensor import MeshError
 from vescale_dtensor.engine import hook_breakpoints, raised_anywhere, raised_here, tell_endings, watch_for_hangs
 
+from .._plan.fields import PlanFields
+from .._plan.parts import PlanError
 from .._torch_private import _abort_process_group, backend_of
-from ..plan import Plan, PlanError
 
 # Bounds every collective: a rank that waits longer raises, naming what it waited for.
 TIMEOUT = timedelta(minutes=10)
@@ -164,7 +165,7 @@ def _served_by(device: str) -> str | None:
 _settled: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by world
 
 
-def make_mesh(plan: Plan) -> DeviceMesh:
+def make_mesh(plan: PlanFields) -> DeviceMesh:
     """The plan's mesh over the joined world; the same object for the same axes.
 
     Outside torchrun, in a world of one, every axis has size 1, so that the same
@@ -203,7 +204,7 @@ def forget_meshes() -> None:
 _meshes: list[tuple[tuple, DeviceMesh]] = []
 
 
-def tensor_mesh(plan: Plan) -> DeviceMesh:
+def tensor_mesh(plan: PlanFields) -> DeviceMesh:
     """Where the tensors of this rank lie: the plan's mesh, or, under a pipeline, that of its stage.
 
     Raises PlanError under a pipeline before `parallelize` has made the stages.
@@ -219,7 +220,7 @@ def tensor_mesh(plan: Plan) -> DeviceMesh:
     return mesh
 
 
-def keep_stage_mesh(plan: Plan, mesh: DeviceMesh) -> None:
+def keep_stage_mesh(plan: PlanFields, mesh: DeviceMesh) -> None:
     """Says which part of the plan's mesh is this rank's stage."""
     _stages[id(make_mesh(plan)), plan.pipeline.axis] = mesh
 

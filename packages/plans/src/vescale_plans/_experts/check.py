@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from vescale_dtensor.engine import INVARIANT, State, fold_objects
 from .._apply.containers import tensors_in
 from .._apply.generators import random_states, same_states, set_random_states
 from .._plan.parts import PlanError
-
-if TYPE_CHECKING:
-    from .lists import Call
+from .call import Call
 
 FEW = 0.01
 """Rows that may differ: a router's near tie may fall either way when a product has other sizes."""
@@ -27,8 +24,8 @@ def check_token_wise(call: Call) -> None:
 
     Cost: an all-gather of the block's input, and three forwards without experts.
     """
-    border, kept = call.border, random_states()
-    whole = border.rows(tuple(_whole(state) for state in call.rows.states), call.was.shape)
+    members, kept = call.members, random_states()
+    whole = members.rows(tuple(_whole(state) for state in call.rows.states), call.was.shape)
     with torch.no_grad():
         here, everywhere = call.local(call.rows), call.local(whole)  # communicates: outside of what may raise
         try:
@@ -37,15 +34,15 @@ def check_token_wise(call: Call) -> None:
         except Exception as error:
             problem = error.rule if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
     set_random_states(kept)
-    problem = fold_objects(problem, lambda said: next((one for one in said if one is not None), None), border.mesh)
+    problem = fold_objects(problem, lambda said: next((one for one in said if one is not None), None), members.mesh)
     if problem is not None:
         raise PlanError(
-            border.name,
+            members.name,
             f"the experts of this list cannot be spread over ranks: {problem}",
             [f"input  {call.was}"],
             [
                 ("experts as stacked weights [experts, ...]", "one module that takes tokens, indices and weights"),
-                (f'"{border.spread.name}.*": {{"{border.mesh.names[border.spread.axis]}": Replicate()}}', "whole"),
+                (f'"{members.spread.name}.*": {{"{members.mesh.names[members.spread.axis]}": Replicate()}}', "whole"),
             ],
         )
 
@@ -57,7 +54,7 @@ def _tried(call: Call, trials, kept: list) -> str | None:
     for rows, arguments, factor in trials:
         set_random_states(kept)
         asked.append([])
-        output = call.forward(rows, arguments, partial(_stand_in, asked[-1], factor, call.border.spread.experts))
+        output = call.forward(rows, arguments, partial(_stand_in, asked[-1], factor, call.members.spread.experts))
         found.append(tensors_in(output))
         ends.append(random_states())
     problem = _difference(call, found[0], found[1])
@@ -93,10 +90,10 @@ def _unfit(call: Call, tokens: Tensor) -> str | None:
     """Why one expert of this rank's, tried on a row of zeros, is none whose rows can travel."""
     before = random_states()
     row = tokens.new_zeros(1, call.rows.shape[-1])
-    given = call.compute(call.border.spread.first, row)
+    given = call.compute(call.members.spread.first, row)
     if not same_states(before, random_states()):
         return "its experts draw random numbers"
-    call.border.gives = given.dtype
+    call.members.gives = given.dtype
     return None if given.shape == row.shape else f"its experts make {list(given.shape)} of {list(row.shape)}"
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from vescale_dtensor import Placement, RaggedShard, Replicate, Shard
 
+from .._plan.fields import PlanFields
 from .._plan.parts import PlanError
-from ..plan import Plan
 
 Placed = dict[str, dict[str, Placement]]
 
@@ -64,7 +64,7 @@ def _alike(members: nn.ModuleList) -> bool:
     return len(needs) == 1
 
 
-def find_experts(plan: Plan, model: nn.Module) -> Experts:
+def find_experts(plan: PlanFields, model: nn.Module) -> Experts:
     """Every experts module and list of experts, when the plan has an expert axis. Raises PlanError for none."""
     if plan.expert_axis is None:
         return Experts()
@@ -94,7 +94,7 @@ def find_experts(plan: Plan, model: nn.Module) -> Experts:
     return Experts(stacked, listed)
 
 
-def place_experts(plan: Plan, model: nn.Module, experts: Experts, placed: Placed) -> Placed:
+def place_experts(plan: PlanFields, model: nn.Module, experts: Experts, placed: Placed) -> Placed:
     """`placed` with the parameters of experts on the expert axis: stacks sharded, members of lists whole on one rank.
 
     What the plan itself says of that axis stands: experts that it keeps whole there compute the rows that are there.
@@ -122,7 +122,7 @@ def place_experts(plan: Plan, model: nn.Module, experts: Experts, placed: Placed
     return {**placed, **added}
 
 
-def _placed(plan: Plan, module: str, count: int, own: Mapping[str, Placement], placed: Placed) -> Placed:
+def _placed(plan: PlanFields, module: str, count: int, own: Mapping[str, Placement], placed: Placed) -> Placed:
     """Of one experts module: `own` where the plan says nothing of the expert axis."""
     axis = plan.expert_axis
     found = {name: {axis: placement, **placed[name]} for name, placement in own.items()}
@@ -139,7 +139,7 @@ def _placed(plan: Plan, module: str, count: int, own: Mapping[str, Placement], p
     return found
 
 
-def _check_enough(plan: Plan, name: str, count: int) -> None:
+def _check_enough(plan: PlanFields, name: str, count: int) -> None:
     """Every rank must hold an expert: a forward over none is nothing that a model is written for."""
     ranks = plan.mesh[plan.expert_axis]
     used = _ranks_used(count, ranks)

@@ -12,17 +12,15 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from vescale_dtensor import InterleavedShard, Partial, Placement, RaggedShard, Replicate, Shard
 
+from .fields import PlanFields
 from .match import nearest
 from .parts import Boundary, Pipeline, Placements, PlanError, Precision
-
-if TYPE_CHECKING:
-    from ..plan import Plan
 
 VERSION = 1
 
@@ -61,7 +59,7 @@ def parse_placement(text: Any) -> Placement:
         raise PlanError("Plan.from_json", f"{text!r} is not a placement", (), remedies) from None
 
 
-def to_json(plan: Plan) -> str:
+def to_json(plan: PlanFields) -> str:
     """See `Plan.to_json`."""
     written = {name: codec.write(getattr(plan, name)) for name, codec in _FIELDS.items()}
     return _pretty({"version": VERSION, **written})

@@ -9,12 +9,12 @@ from torch import nn
 
 from vescale_dtensor import InterleavedShard, Shard
 
-from ..plan import Plan
+from .fields import PlanFields
 from .match import first_match
 
 
 def least_collectives(
-    plan: Plan, model: nn.Module, calls: Mapping[str, int] | None = None, *, backward: bool = True
+    plan: PlanFields, model: nn.Module, calls: Mapping[str, int] | None = None, *, backward: bool = True
 ) -> int:
     """A count from the weights that `plan` cuts along axes that share no batch; a yardstick, not a bound.
 
@@ -33,7 +33,7 @@ def least_collectives(
     return sum(takes[kind] * times.get(path, 0) for axis in _axes(plan) for path, kind in _cut(axis, plan, model))
 
 
-def open_sums(plan: Plan, model: nn.Module) -> dict[str, tuple[str, ...]]:
+def open_sums(plan: PlanFields, model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Module -> axes over which it gives a sum of parts that no boundary, of it or of one around it, makes whole."""
     found: dict[str, tuple[str, ...]] = {}
     for axis in _axes(plan):
@@ -45,12 +45,12 @@ def open_sums(plan: Plan, model: nn.Module) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _axes(plan: Plan) -> list[str]:
+def _axes(plan: PlanFields) -> list[str]:
     apart = {*plan.data_axes, plan.context_axis, plan.expert_axis, plan.pipeline.axis if plan.pipeline else None}
     return [axis for axis, size in plan.mesh.items() if size > 1 and axis not in apart]
 
 
-def _cut(axis: str, plan: Plan, model: nn.Module) -> Iterator[tuple[str, str]]:
+def _cut(axis: str, plan: PlanFields, model: nn.Module) -> Iterator[tuple[str, str]]:
     """Modules that need communication for how their weights are cut: path, and "sum", "table", "head" or "stack"."""
     seen: set[tuple[int, type]] = set()
     heads = _heads(model)

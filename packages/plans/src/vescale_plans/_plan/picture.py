@@ -6,26 +6,24 @@ import itertools
 import re
 from html import escape
 from math import prod
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from vescale_dtensor import Layout, Placement
 from vescale_dtensor.engine import Mesh, Picture, canonical_states, drawing, layout_of
 
+from .fields import PlanFields
 from .json import placement_text
 from .match import match
-
-if TYPE_CHECKING:
-    from ..plan import Plan
+from .validate import fit
 
 WIDTH, LEFT, TOP, THUMB, ROW, LINE = 900, 16, 60, (200, 52), 76, 18
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def draw(plan: Plan, model: nn.Module) -> Picture:
+def draw(plan: PlanFields, model: nn.Module) -> Picture:
     """See `Plan.draw`."""
-    plan.validate(model)
+    fit(plan, model)
     parameters = dict(model.named_parameters())
     placed = match(plan.parameters, parameters, "parameter", complete=True)
     axes = [name for name in plan.mesh if plan.pipeline is None or name != plan.pipeline.axis]
@@ -56,7 +54,7 @@ def draw(plan: Plan, model: nn.Module) -> Picture:
     return Picture("\n".join(text), "; ".join([title, *captions]))
 
 
-def _row(plan: Plan, layout: Layout, name: str, count: int, y: int) -> list[str]:
+def _row(plan: PlanFields, layout: Layout, name: str, count: int, y: int) -> list[str]:
     shown = drawing.shown_dims(layout)
     held = {places: _ranks(plan, ranks) for places, ranks in drawing.parts(layout, shown).items()}
     drawn = drawing.rectangles(layout, held, shown, (LEFT, y, *THUMB))
@@ -77,7 +75,7 @@ def _row(plan: Plan, layout: Layout, name: str, count: int, y: int) -> list[str]
     return [*drawn, *(f'<text x="{x}" y="{y + 14 + LINE * i}">{line}</text>' for i, line in enumerate(lines))]
 
 
-def _ranks(plan: Plan, places: list[int]) -> list[int]:
+def _ranks(plan: PlanFields, places: list[int]) -> list[int]:
     """Of places in the mesh without the pipeline's axis: the ranks of the first stage there."""
     if plan.pipeline is None:
         return places
@@ -86,7 +84,7 @@ def _ranks(plan: Plan, places: list[int]) -> list[int]:
     return [place // inner * inner * plan.mesh[axis] + place % inner for place in places]
 
 
-def _captions(plan: Plan, mesh: Mesh) -> list[str]:
+def _captions(plan: PlanFields, mesh: Mesh) -> list[str]:
     """What to see, and what the picture does not show."""
     said = ["a colour is one part of the parameter, written on it the ranks that hold it; 'of n': n layers have one"]
     if plan.zero == 3:

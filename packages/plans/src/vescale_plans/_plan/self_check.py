@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vescale_dtensor import Placement
 from vescale_dtensor.engine import WAYS
 
+from .fields import PlanFields
 from .parts import Boundary, Pipeline, PlanError, Precision, check_count
 
-if TYPE_CHECKING:
-    from ..plan import Plan
 
-
-def check_itself(plan: Plan) -> None:
+def check_itself(plan: PlanFields) -> None:
     """Raises PlanError for the first value that does not fit the plan's mesh, or the others."""
     for check in CHECKS:
         check(plan)
 
 
-def _mesh(plan: Plan) -> None:
+def _mesh(plan: PlanFields) -> None:
     for name, size in plan.mesh.items():
         if not isinstance(name, str) or not name:
             raise PlanError("Plan", f"a mesh axis is named {name!r}, not by a word", (), [('mesh={"dp": 2}', "")])
@@ -31,7 +29,7 @@ def _mesh(plan: Plan) -> None:
             )
 
 
-def _data_axes(plan: Plan) -> None:
+def _data_axes(plan: PlanFields) -> None:
     axes, names = plan.data_axes, list(plan.mesh)
     written = tuple(axes) if len(axes) > 1 else plan.data_axis
     for axis in axes:
@@ -56,7 +54,7 @@ def _data_axes(plan: Plan) -> None:
         raise PlanError("Plan", f"data_axis {written!r} names an axis twice", (), [("name it once", "")])
 
 
-def _places(plan: Plan) -> None:
+def _places(plan: PlanFields) -> None:
     for where, placements in _placements_of(plan):
         if not isinstance(placements, Mapping):
             raise PlanError(
@@ -76,7 +74,7 @@ def _places(plan: Plan) -> None:
                 )
 
 
-def _placements_of(plan: Plan) -> Iterator[tuple[str, Any]]:
+def _placements_of(plan: PlanFields) -> Iterator[tuple[str, Any]]:
     for pattern, placements in plan.parameters.items():
         yield f"parameters[{pattern!r}]", placements
     for pattern, boundary in plan.boundaries.items():
@@ -89,7 +87,7 @@ def _placements_of(plan: Plan) -> Iterator[tuple[str, Any]]:
             yield f"boundaries[{pattern!r}].arguments[{name!r}]", placements
 
 
-def _known_axis(plan: Plan, where: str, axis: Any) -> None:
+def _known_axis(plan: PlanFields, where: str, axis: Any) -> None:
     if axis not in plan.mesh:
         raise PlanError(
             "Plan",
@@ -99,7 +97,7 @@ def _known_axis(plan: Plan, where: str, axis: Any) -> None:
         )
 
 
-def _zero(plan: Plan) -> None:
+def _zero(plan: PlanFields) -> None:
     if type(plan.zero) is not int or not 0 <= plan.zero <= 3:
         raise PlanError(
             "Plan",
@@ -120,7 +118,7 @@ def _zero(plan: Plan) -> None:
         )
 
 
-def _pipeline(plan: Plan) -> None:
+def _pipeline(plan: PlanFields) -> None:
     pipeline = plan.pipeline
     if pipeline is None:
         return
@@ -163,7 +161,7 @@ def _pipeline(plan: Plan) -> None:
                 )
 
 
-def _globs(plan: Plan) -> None:
+def _globs(plan: PlanFields) -> None:
     for name in ("checkpointing", "regather", "offload_activations"):
         for pattern, value in _mapping(plan, name).items():
             if not isinstance(value, bool):
@@ -173,33 +171,33 @@ def _globs(plan: Plan) -> None:
         check_count("Plan", f"blocks[{pattern!r}]", rows)
 
 
-def _mapping(plan: Plan, name: str) -> Mapping:
+def _mapping(plan: PlanFields, name: str) -> Mapping:
     value = getattr(plan, name)
     if not isinstance(value, Mapping):
         raise PlanError("Plan", f"{name} is {value!r}, not a mapping from globs", (), [(f'{name}={{"*": ...}}', "")])
     return value
 
 
-def _precision(plan: Plan) -> None:
+def _precision(plan: PlanFields) -> None:
     if plan.precision is not None and not isinstance(plan.precision, Precision):
         remedies = [("precision=Precision(compute=torch.bfloat16, reduce=torch.float32)", "")]
         raise PlanError("Plan", f"precision is {plan.precision!r}, not a Precision", (), remedies)
 
 
-def _offload(plan: Plan) -> None:
+def _offload(plan: PlanFields) -> None:
     if not isinstance(plan.offload, bool):
         remedies = [("offload=True", "optimizer states live in host memory")]
         raise PlanError("Plan", f"offload is {plan.offload!r}, neither True nor False", (), remedies)
 
 
-def _accumulation(plan: Plan) -> None:
+def _accumulation(plan: PlanFields) -> None:
     check_count("Plan", "accumulation", plan.accumulation)
     if plan.accumulation > 1 and plan.pipeline is not None:
         remedies = [("Pipeline(microbatches=...)", "a call of the model adds up their gradients")]
         raise PlanError("Plan", "a plan with a pipeline accumulates over its microbatches", (), remedies)
 
 
-def _ahead(plan: Plan) -> None:
+def _ahead(plan: PlanFields) -> None:
     if type(plan.prefetch) is not int or plan.prefetch < 0:
         remedies = [("prefetch=1", "the next block is gathered ahead"), ("prefetch=0", "none is")]
         raise PlanError("Plan", f"prefetch is {plan.prefetch!r}, not a number of blocks", (), remedies)
@@ -210,7 +208,7 @@ def _ahead(plan: Plan) -> None:
         check_count("Plan", "ahead_bytes", plan.ahead_bytes)
 
 
-def _expert_axis(plan: Plan) -> None:
+def _expert_axis(plan: PlanFields) -> None:
     if plan.expert_axis is not None:
         _known_axis(plan, "expert_axis", plan.expert_axis)
     factor = plan.capacity_factor
@@ -227,7 +225,7 @@ def _expert_axis(plan: Plan) -> None:
 LAYOUTS = ("auto", "contiguous", "zigzag")
 
 
-def _context(plan: Plan) -> None:
+def _context(plan: PlanFields) -> None:
     if plan.context not in WAYS:
         remedies = [(f"context={way!r}", "") for way in WAYS]
         raise PlanError("Plan", f"context is {plan.context!r}, which is no way of attention", (), remedies)
@@ -252,7 +250,7 @@ def _context(plan: Plan) -> None:
             raise PlanError("Plan", f"axis {axis!r} is both context_axis and {field}", [f"mesh  {plan.mesh}"], remedies)
 
 
-CHECKS: tuple[Callable[[Plan], None], ...] = (
+CHECKS: tuple[Callable[[PlanFields], None], ...] = (
     _mesh,
     _data_axes,
     _places,

@@ -6,19 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import SequenceMatcher
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .fields import PlanFields
 from .json import placement_text
 from .parts import Boundary, Pipeline, Placements, Precision
-
-if TYPE_CHECKING:
-    from ..plan import Plan
 
 GLOBS = ("parameters", "boundaries", "checkpointing", "regather", "offload_activations", "blocks")
 """The fields that map globs, in which order counts."""
 
 
-def table(plan: Plan) -> str:
+def table(plan: PlanFields) -> str:
     """`str(plan)`: what is decided for the whole, then one line per glob and one column per mesh axis."""
     axes = list(plan.mesh)
     sizes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
@@ -35,7 +33,7 @@ def table(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
+def _settings(plan: PlanFields) -> Iterator[tuple[str, str]]:
     yield "batch", f"sharded over {', '.join(plan.data_axes)}" if plan.data_axes else "the same on all ranks"
     how = "".join(f", {said}" for said in (plan.context, plan.context_layout) if said != "auto")
     yield "sequences", f"cut over {plan.context_axis}{how}" if plan.context_axis else ""
@@ -55,7 +53,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
         yield name, ", ".join(f"{glob} {_text(value)}" for glob, value in getattr(plan, name).items())
 
 
-def _ahead(plan: Plan) -> str:
+def _ahead(plan: PlanFields) -> str:
     within = "" if plan.ahead_bytes is None else f", within {plan.ahead_bytes} bytes"
     return f"{plan.prefetch} block{'' if plan.prefetch == 1 else 's'}{within}"
 
@@ -128,12 +126,12 @@ class PlanDiff(tuple):
         return "\n".join(line.rstrip() for line in _aligned([c.cells() for c in self])) or "no difference"
 
 
-def diff(before: Plan, after: Plan) -> PlanDiff:
+def diff(before: PlanFields, after: PlanFields) -> PlanDiff:
     """See `Plan.diff`."""
     return PlanDiff(_changes(before, after))
 
 
-def _changes(before: Plan, after: Plan) -> Iterator[Change]:
+def _changes(before: PlanFields, after: PlanFields) -> Iterator[Change]:
     for field in fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if not isinstance(old, Mapping):

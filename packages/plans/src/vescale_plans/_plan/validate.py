@@ -12,7 +12,7 @@ from torch import nn
 from vescale_dtensor import InterleavedShard, Partial, PlacementError, Shard
 from vescale_dtensor.engine import Mesh, canonical_states
 
-from ..plan import Plan
+from .fields import PlanFields
 from .match import first_match, match, match_inside, nearest
 from .parts import Boundary, Placements, PlanError
 
@@ -36,7 +36,7 @@ class Fit:
     blocks: Mapping[str, int]
 
 
-def fit(plan: Plan, model: nn.Module, *, even: bool = False) -> Fit:
+def fit(plan: PlanFields, model: nn.Module, *, even: bool = False) -> Fit:
     """See `Plan.validate`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = {name: module for name, module in model.named_modules() if name}
@@ -65,7 +65,7 @@ def fit(plan: Plan, model: nn.Module, *, even: bool = False) -> Fit:
     )
 
 
-def _bounded(plan: Plan, model: nn.Module) -> dict[str, Boundary]:
+def _bounded(plan: PlanFields, model: nn.Module) -> dict[str, Boundary]:
     """The boundary of each module, by its first name; any of its names may decide it."""
     every = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     called = [name for name, module in every.items() if not isinstance(module, CONTAINERS)]
@@ -83,7 +83,7 @@ def _bounded(plan: Plan, model: nn.Module) -> dict[str, Boundary]:
     return found
 
 
-def _check_parameter(plan: Plan, name: str, parameter: nn.Parameter, placed: Placements, even: bool) -> None:
+def _check_parameter(plan: PlanFields, name: str, parameter: nn.Parameter, placed: Placements, even: bool) -> None:
     """The dims that are named exist, and divide where they must."""
     pattern = first_match(plan.parameters, name)
     where = f"parameters[{pattern!r}] places {name!r}"
@@ -116,7 +116,7 @@ def _check_parameter(plan: Plan, name: str, parameter: nn.Parameter, placed: Pla
             sizes[placement.dim] //= plan.mesh[axis]
 
 
-def _check_tied(plan: Plan, parameters: Mapping[str, nn.Parameter], placed: Mapping[str, Placements]) -> None:
+def _check_tied(plan: PlanFields, parameters: Mapping[str, nn.Parameter], placed: Mapping[str, Placements]) -> None:
     first: dict[int, str] = {}
     for name, parameter in parameters.items():
         other = first.setdefault(id(parameter), name)
@@ -134,7 +134,7 @@ HEAD_COUNTS = ("n_head", "num_heads", "num_attention_heads")
 WIDTHS = ("n_embd", "embed_dim", "hidden_size")
 
 
-def _check_heads(plan: Plan, modules: Mapping[str, nn.Module], placed: Mapping[str, Placements]) -> None:
+def _check_heads(plan: PlanFields, modules: Mapping[str, nn.Module], placed: Mapping[str, Placements]) -> None:
     """Projections of an attention whose outputs are cut: every rank gets whole heads."""
     for name, module in modules.items():
         owner = modules.get(name.rpartition(".")[0])
@@ -195,7 +195,7 @@ def _check_arguments(name: str, module: nn.Module, boundary: Boundary) -> None:
             )
 
 
-def _check_cuts(plan: Plan, modules: Mapping[str, nn.Module], checkpointed: tuple[str, ...]) -> None:
+def _check_cuts(plan: PlanFields, modules: Mapping[str, nn.Module], checkpointed: tuple[str, ...]) -> None:
     for cut in plan.pipeline.cuts if plan.pipeline is not None else ():
         module = modules.get(cut)
         if module is None:

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vescale_dtensor import DTensor, GradientError, Layout
 from vescale_dtensor.engine import local_only, stamp
 
-from .._zero.buffer import on_host
+from .._zero.parameters import on_host
 
 LEAST = 4096
 """Bytes of a storage that is worth its way."""

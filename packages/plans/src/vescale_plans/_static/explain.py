@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..plan import PlanError
+from .._plan.parts import PlanError
 from .site import EAGER, UNSEEN, Site
 
 

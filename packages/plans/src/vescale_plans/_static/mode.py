@@ -10,8 +10,8 @@ from torch.compiler import is_compiling
 
 from vescale_dtensor.engine import is_reproducible
 
+from .._plan.parts import PlanError
 from .._torch_private import _len_torch_dispatch_stack
-from ..plan import PlanError
 
 Mode = Literal["eager", "auto", "static", "compile"]
 MODES: tuple[Mode, ...] = get_args(Mode)

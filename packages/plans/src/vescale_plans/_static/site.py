@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -12,17 +13,27 @@ from . import passes
 from .key import is_ours, knows_plain
 from .region import Eager, Region
 
-if TYPE_CHECKING:
-    from .static import Static
-
 _STATE = "__getstate__"  # Python asks the object for it, not its class, when it is copied
 STATIC, DRAWN, EAGER, UNSEEN = "static", "static, draws its region", "eager", "not called"
+
+
+class Sites(Protocol):
+    """What a site belongs to: static mode of one model (`Static`)."""
+
+    placed: int
+    """How often sites have been put before forwards, or taken away."""
+
+    def call(self, site: Site, args: tuple, kwargs: dict) -> Any:
+        """The module's call, where no pass is running."""
+
+    def sites_of(self, modules: Sequence[nn.Module]) -> list[Site]:
+        """Of modules of the model."""
 
 
 class Site:
     """Stands before the forward of one module; `forward` is the module's own."""
 
-    def __init__(self, static: Static, module: nn.Module, name: str) -> None:
+    def __init__(self, static: Sites, module: nn.Module, name: str) -> None:
         self.static, self.module, self.name = static, module, name
         self.forward, self.own = module.forward, None
         self.front = module.__dict__.get("forward")

@@ -21,8 +21,8 @@ from torch import nn
 
 from vescale_dtensor.engine import Difference, check_order, grad_state, is_strict, restore
 
+from .._plan.parts import PlanError
 from .._torch_private import _are_functorch_transforms_active, _len_torch_function_stack
-from ..plan import PlanError
 from .frame import Frame
 from .key import foreign_global_hooks, take_key
 from .mode import is_watched

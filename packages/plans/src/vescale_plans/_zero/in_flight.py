@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vescale_dtensor.debug import Cause
-from vescale_dtensor.engine import Mesh, PendingGather, PendingReduction, set_cause
+from vescale_dtensor.engine import Mesh, PendingGather, set_cause
 
-if TYPE_CHECKING:
-    from .buffer import Buffer
-    from .slot import Slot
+from .buffer import SYNC, Buffer
+from .slot import Slot
 
-SYNC = Cause("gradient sync", direction="backward")
 MOST = 2
 """Sums under way before the oldest is waited for: bounds the memory of gradients under ZeRO-2 and 3."""
 
 
 class InFlight:
-    """The reduction of one buffer's gradients on its way; `pending` is None where other ranks hold the buffer."""
+    """The reduction of one buffer's gradients, started and on its way."""
 
-    def __init__(self, buffer: Buffer, pending: PendingReduction | None, missing: list[int]) -> None:
-        self.buffer, self.pending, self.missing = buffer, pending, missing
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.pending, self.missing = buffer.start()
         self.usage: Usage | None = None  # its own, where it is finished before the others
 
     @property
@@ -39,7 +36,8 @@ class InFlight:
 
     def finish(self, usage: Usage | None = None) -> None:
         summed = self.buffer.master[:0] if self.pending is None else self.pending.finish()
-        self.buffer.settle(summed, self.missing, self.usage or usage)
+        usage = self.usage or usage
+        self.buffer.settle(summed, self.missing, None if usage is None else usage.anywhere)
         if self.usage is not None:
             self.usage.close()
 

@@ -18,7 +18,6 @@ import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from math import prod
 from operator import is_
 from types import MethodType
 from typing import Any, NoReturn
@@ -26,12 +25,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor, Layout, OperatorError
-from vescale_dtensor.engine import convert, convert_plain, drop_gradients, local_only, route_between, stamp
+from vescale_dtensor import DTensor, OperatorError
+from vescale_dtensor.engine import convert, drop_gradients, local_only, route_between
 
 from .._plan.parts import PlanError
 from .matrix import Owners
 from .optim_kinds import MATRIX, elementwise_methods, without_hooks
+from .optim_states import ShardedStates, take_in_early
 from .slot import Slot
 from .zero import DataParallel
 
@@ -71,13 +71,13 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
         lead = sharing.lead if sharing.lead is not None and sharing.mesh.sizes[sharing.lead] > 1 else None
         optimizer._owners = Owners([slot for slot in slots if slot is not None], sharing.mesh, lead)
     elif methods is not None:
-        _state_made_early(optimizer)
+        take_in_early(optimizer)
     return optimizer
 
 
 def _cannot_step(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:
     """Of an optimizer whose code does not take the DTensors themselves."""
-    kind = type(optimizer).__mro__[2]
+    kind = type(optimizer).__bases__[1]
     why = str(error).strip().partition("\n")[0]
     return PlanError(
         "optimizer.step",
@@ -117,13 +117,8 @@ def _scheduled_step(optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
-class Sharded:
+class Sharded(ShardedStates):
     """What `parallelize` adds to an optimizer. A mixin: the user's class follows in the order of resolution."""
-
-    _parallel: DataParallel
-    _parameter_names: dict[int, str]
-    _whole: bool  # on the DTensors themselves
-    _owners: Owners | None  # of matrices
 
     @torch.optim.Optimizer.profile_hook_step  # hooks run around all of it, where parameters and gradients are global
     def step(self, closure: Any = None, **options: Any) -> Any:
@@ -169,50 +164,6 @@ class Sharded:
                 ("vescale.adopt(copied_model, torch.optim.AdamW(...))", "an optimizer of its own for a copied model"),
             ],
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own, but a state of a parameter's shape is a DTensor of its global shape, over the real
-        memory: whoever writes it as a plain tensor gathers it first, or raises. No communication."""
-        found = super().state_dict()
-        held = self._held()
-        found["state"] = {
-            key: {name: self._as_dtensor(name, one, self._parallel.slot_of(held[key])) for name, one in values.items()}
-            if isinstance(key, int)
-            else values
-            for key, values in found["state"].items()
-        }
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own, of what `state_dict` gives on one device or under any plan: of whole plain tensors,
-        and of DTensors in any layout, this rank's part is taken. Cost: nothing for those that lie as here."""
-        super().load_state_dict(state_dict)
-        given = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, parameter in zip(given, self._held()):
-            slot = self._parallel.slot_of(parameter)
-            if slot is not None and slot.optimized is not None and not self._whole and parameter in self.state:
-                own = self.state[parameter]
-                for name, value in state_dict["state"].get(key, {}).items():
-                    if isinstance(value, Tensor) and name in own and name not in _COUNTS:
-                        own[name] = self._own_part(own[name], value, slot)
-
-    def _own_part(self, loaded: Tensor, given: Tensor, slot: Slot) -> Tensor:
-        """Of a state as it was given, this rank's part, plain, in the shape in which it steps; of one that is not of
-        the parameter's shape what torch made of it."""
-        plain, layout = self._plain_of(slot)
-        if tuple(given.shape) != layout.shape:
-            return loaded
-        if type(given) is DTensor:
-            part = convert(given.detach(), layout, "load_state_dict")
-        else:
-            part = convert_plain(given.detach(), layout.mesh, layout, "load_state_dict")
-        with local_only():
-            kind = plain.dtype if given.is_floating_point() else given.dtype
-            part = part.as_subclass(Tensor).to(device=plain.device, dtype=kind, copy=True)
-            return part.view(self._owners.local_shape(slot) if self._owners is not None else plain.shape)
-
-    def _held(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own."""
@@ -276,12 +227,6 @@ class Sharded:
             with torch.no_grad():
                 slot.master.copy_(slot.optimized, non_blocking=True)  # written again after the next step's wait
 
-    def _plain_of(self, slot: Slot) -> tuple[nn.Parameter, Layout]:
-        """The parameter whose shape a state has, and the layout of such a state."""
-        if self._owners is not None:
-            return self._owners.plain(slot), self._owners.layout(slot)
-        return slot.optimized, slot.gradient_layout
-
     def _rename(self, before: list[Tensor], after: list[Tensor]) -> None:
         """The state of each parameter of `before` becomes that of its other in `after`, in the order it had."""
         state = self.state
@@ -289,111 +234,6 @@ class Sharded:
             other = dict(zip(before, after))
             after = [other.get(key, key) for key in state]
         self.state = defaultdict(dict, zip(after, state.values()))
-
-    # --- state, sharded -------------------------------------------------------------------
-
-    def sharded_state_dict(self, *, materialize: bool = False) -> dict[str, Any]:
-        """State by parameter name, tensors as DTensors over the real memory: writing a shard changes the optimizer.
-
-        Returns: {"state": {name: {key: DTensor | Tensor | number}}, "param_groups": [...]};
-        groups hold the names in place of the parameters. A tensor state of a
-        parameter's own shape is a DTensor of its global shape; others (a step count)
-        are as they are.
-
-        With materialize, states that the first step would make are made, as they are
-        before it: zeros, and a step count of 0. Nothing else changes. No communication.
-        """
-        if materialize and not self._whole:
-            self._materialize()
-        state = {}
-        for parameter, values in self.state.items():
-            slot = self._parallel.slot_of(parameter)
-            state[self._parameter_names[id(parameter)]] = {
-                key: self._as_dtensor(key, value, slot) for key, value in values.items()
-            }
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            | {"params": [self._parameter_names[id(parameter)] for parameter in group["params"]]}
-            for group in self.param_groups
-        ]
-        return {"state": state, "param_groups": groups}
-
-    def load_sharded_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `sharded_state_dict` gave: options of the groups, numbers, and tensors.
-
-        Groups are matched by the names they hold. A tensor of the state is copied into
-        this optimizer's own, which must lie alike (a reshard is `vescale.load`'s work);
-        one that is this optimizer's own memory stays.
-        """
-        by_name = {name: group for group in state["param_groups"] for name in group["params"]}
-        for group in self.param_groups:
-            saved = next((by_name.get(self._parameter_names[id(p)]) for p in group["params"]), None)
-            if saved is not None:
-                group.update({key: value for key, value in saved.items() if key != "params"})
-        parameters = {self._parameter_names[id(p)]: p for group in self.param_groups for p in group["params"]}
-        for name, values in state["state"].items():
-            own = self.state[parameters[name]]
-            for key, value in values.items():
-                mine = own.get(key)
-                if isinstance(value, Tensor) and isinstance(mine, Tensor):
-                    with torch.no_grad(), local_only():
-                        if mine.numel() + value.numel() and mine.data_ptr() != value.data_ptr():
-                            mine.copy_(value)
-                elif type(value) is DTensor and not self._whole:
-                    with torch.no_grad(), local_only():
-                        own[key] = value.detach().clone().as_subclass(Tensor)
-                else:
-                    own[key] = value.clone() if isinstance(value, Tensor) else value
-
-    def _as_dtensor(self, key: str, value: Any, slot: Slot | None) -> Any:
-        if slot is None or self._whole or type(value) is not Tensor or key in _COUNTS:
-            return value
-        plain, layout = self._plain_of(slot)
-        if plain is None:  # frozen since before `parallelize`: its state is as the optimizer made it
-            return value
-        if value.numel() != prod(layout.local_shape) or value.ndim != plain.ndim:
-            return value
-        return stamp(value.detach().view(layout.local_shape), layout)
-
-    def _materialize(self) -> None:
-        """Steps over throw-away zeros with zero gradients: what that makes is the state before the first step."""
-        waiting = [
-            (group, parameter, slot)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter not in self.state and (slot := self._parallel.slot_of(parameter)) is not None
-            and slot.optimized is not None
-        ]  # fmt: skip
-        if not waiting:
-            return
-        kept_groups, kept_state, own_step = self.param_groups, self.state, self._own_step()
-        for group, parameter, slot in waiting:
-            shape = self._owners.local_shape(slot) if self._owners is not None else slot.optimized.shape
-            blank = nn.Parameter(torch.zeros(shape, dtype=slot.optimized.dtype, device=slot.optimized.device))
-            blank.grad = torch.zeros_like(blank)
-            self.param_groups, self.state = [{**group, "params": [blank]}], defaultdict(dict)
-            try:
-                own_step()
-                made = dict(self.state[blank])
-                numbers = {key: _number(value) for key, value in made.items()}
-                counters = [key for key, number in numbers.items() if number == 1]
-                if counters:
-                    blank.grad = torch.zeros_like(blank)
-                    made = {key: value.clone() if isinstance(value, Tensor) else value for key, value in made.items()}
-                    own_step()
-                    counters = [key for key in counters if _number(self.state[blank].get(key)) == 2]
-            finally:
-                self.param_groups, self.state = kept_groups, kept_state
-            for key in counters:
-                made[key] = torch.zeros_like(made[key]) if isinstance(made[key], Tensor) else 0
-            kept_state[parameter] = made
-
-
-def _number(value: Any) -> float | None:
-    """What a state that is one number counts."""
-    if isinstance(value, Tensor):
-        return value.item() if not value.ndim else None
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def _on_parts(name: str) -> Any:
@@ -410,10 +250,6 @@ def _on_parts(name: str) -> Any:
     return method
 
 
-_COUNTS = frozenset({"step", "eta", "mu", "mu_product"})
-"""States of torch.optim that are one number per parameter, whatever its shape."""
-
-
 def _local_gradient(slot: Slot) -> Tensor | None:
     """This rank's part of a parameter's reduced gradient, a view where it lies so already."""
     gradient = slot.parameter.grad
@@ -427,19 +263,6 @@ def _local_gradient(slot: Slot) -> Tensor | None:
         local = gradient.detach()
         local = local if local.dtype is slot.optimized.dtype else local.to(slot.optimized.dtype)
         return local.view(size=slot.optimized.shape)
-
-
-def _state_made_early(optimizer: torch.optim.Optimizer) -> None:
-    """State that the constructor made for DTensors (Adagrad's sums): their local parts, cut like the masters."""
-    for parameter, values in optimizer.state.items():
-        slot = optimizer._parallel.slot_of(parameter)
-        for key, value in values.items():
-            if type(value) is DTensor and slot is not None:
-                local = convert(value, slot.gradient_layout, "step")
-                with local_only():
-                    like = slot.master if slot.optimized is None else slot.optimized
-                    own = torch.empty(like.shape, dtype=local.dtype, device=like.device)
-                    values[key] = own.copy_(local.reshape(own.shape))
 
 
 def _reducing(closure: Any, data_parallel: DataParallel) -> Any:

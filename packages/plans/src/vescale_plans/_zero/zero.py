@@ -11,12 +11,7 @@ Of units (`units.py`) of buffers (`buffer.py`):
 A pipeline runs a call in many small forwards and backwards (`in_parts`): every block is
 gathered once per call then, by the first part that runs it.
 
-Sums start in one fixed order, that of the units reversed, so that all ranks start the
-same collectives whatever each of them used. A gradient that comes again after its sum
-has started (a reentrant checkpoint, a block that runs twice) is summed in a second
-round. Each contribution is thereby reduced exactly once and then ADDED to what earlier
-backwards left: several backwards before a step come out as on one device (design
-section 3, contract 9).
+In which order sums start and end is `sums.py`'s.
 """
 
 from __future__ import annotations
@@ -35,8 +30,8 @@ from vescale_dtensor.engine import after_backward, forget_all, in_backward, keep
 from .._apply.containers import map_tensors
 from .._torch_private import DisableTorchFunction, _current_graph_task_id, queue_callback
 from .buffer import Buffer
-from .in_flight import Apart, InFlight, Usage, newest
 from .slot import Sharing, Slot
+from .sums import Sums
 from .units import Pass, Unit, units_of
 
 
@@ -58,9 +53,8 @@ class DataParallel:
             for buffer in unit.buffers:
                 self._slots.update((slot.parameter, slot) for slot in buffer.slots)
                 self._listen(unit, buffer, range(len(buffer.slots)))
+        self._sums = Sums(sharing)
         self._look_at_buffers()
-        self._next_start = 0
-        self._running: list[InFlight] = []
         self._touched = False
         # Whether the backward that runs makes a graph, and whether one from before may run again: a graph that a
         # backward made computes with parameters.
@@ -130,9 +124,8 @@ class DataParallel:
         every = [(unit, buffer) for unit in self.units for buffer in unit.buffers]
         self._frozen = [(unit, buffer) for unit, buffer in every if not buffer.differentiable]
         apart = [buffer for _, buffer in every if buffer.differentiable and buffer.holders]
-        self._apart = Apart(apart, self.sharing.mesh)
-        self._order = [unit for unit in reversed(self.units) if unit.reduced]
-        self._needs_end = bool(apart) or bool(self._order)
+        self._sums.look_at(self.units, apart)
+        self._needs_end = bool(apart) or bool(self._sums.order)
 
     def _listen(self, unit: Unit, buffer: Buffer, which: Iterable[int]) -> None:
         """Hears when autograd has added to the gradients of these of the buffer's parameters."""
@@ -200,14 +193,18 @@ class DataParallel:
 
     def _install(self, unit: Unit, module: nn.Module) -> None:
         root = unit is self.units[-1]
+
+        def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            self._enter(unit, None if root else (args, kwargs))
+
+        def leave(_: nn.Module, args: tuple, output: Any) -> None:
+            self._leave(unit, output, root)
+
         if unit.fetched:
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs: self._enter(unit, None if root else (args, kwargs)),
-                with_kwargs=True, prepend=True,
-            )  # fmt: skip
+            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         # That a gradient has reached the model is known from its output, so that all ranks take part in the sums.
         if unit.fetched or (root and module is unit.modules[0]):
-            module.register_forward_hook(lambda _, args, output: self._leave(unit, output, root))
+            module.register_forward_hook(leave)
 
     def _begin(self, root: nn.Module, args: tuple) -> None:
         if _current_graph_task_id() == -1:
@@ -327,8 +324,7 @@ class DataParallel:
         if unit.passes:
             return
         if self.enabled and not unit.started and any(buffer.filled for buffer in unit.reduced):
-            unit.started = True
-            self._start_in_order()
+            self._sums.start(unit)
         if not self._keeps_open:
             unit.close()
 
@@ -347,8 +343,7 @@ class DataParallel:
             unit.touched = True
             buffer.arrived(i)
             if self.enabled and not unit.started and unit.is_full:
-                unit.started = True
-                self._start_in_order()
+                self._sums.start(unit)
 
         return arrived
 
@@ -359,25 +354,6 @@ class DataParallel:
                 # The loss was a plain tensor: this backward was not started by us, so we ask to be called at its end.
                 _at_the_end(self.finish)
 
-    def _start_in_order(self) -> None:
-        while self._next_start < len(self._order) and self._order[self._next_start].started:
-            self._start(self._order[self._next_start])
-            self._next_start += 1
-
-    def _start(self, unit: Unit) -> None:
-        with torch.no_grad():
-            for buffer in unit.reduced:
-                self._running.append(flight := buffer.start())
-                if buffer.is_hooked and self.sharing.zero >= 2:
-                    flight.usage = Usage([flight], self.sharing.mesh)
-            under_way = newest(self._running, self.sharing.ahead_bytes)
-            for flight in self._running[: len(self._running) - under_way]:
-                flight.advance()
-            while len(self._running) > under_way and self._running[0].buffer.is_hooked:  # its gradients may go then
-                flight = self._running.pop(0)
-                flight.finish()
-                flight.buffer.tell()
-
     def finish(self) -> None:
         """Starts what is left, waits for all, and hands out the reduced gradients."""
         if not self._touched:
@@ -385,32 +361,12 @@ class DataParallel:
         self._touched = False
         with torch.no_grad():
             if self.enabled:
-                for unit in self._order:
-                    unit.started = True
-                self._start_in_order()
-                for unit in self._order:  # what came again after its sum had started
-                    for buffer in unit.reduced:
-                        if buffer.flat is not None:
-                            self._running.append(buffer.start())
-                running, self._running = self._running, []
-                usage = Usage(running, self.sharing.mesh) if self.sharing.zero >= 2 else None
-                for flight in running:
-                    flight.advance()
-                for flight in running:
-                    flight.finish(usage)
-                if usage is not None:
-                    usage.close()
-                self._apart.tell()
-                for flight in running:
-                    flight.buffer.tell()
+                self._sums.finish()
             else:
-                for unit in self._order:
-                    for buffer in unit.reduced:
-                        buffer.leave_pending()
-        self._next_start = 0
+                self._sums.leave_pending()
         self._last[True] = None
         for unit in self.units:
-            unit.started = unit.touched = False
+            unit.touched = False
             unit.entered.clear()
             unit.passes.clear()
         self._made_graph = self._makes_graph or (self._made_graph and keeps_graph())

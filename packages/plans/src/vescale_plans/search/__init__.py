@@ -31,8 +31,8 @@ from .pricing.memory import Memory as Memory
 from .pricing.memory import memory_of as memory_of
 from .pricing.predict import Prediction as Prediction
 from .pricing.predict import predict as predict
-from .ranking import Estimate as Estimate
-from .ranking import Request as Request
+from .pricer import Estimate as Estimate
+from .pricer import Request as Request
 from .ranking import rank as rank
 from .ranking import ranked as ranked
 from .refusals import InfeasibleError as InfeasibleError

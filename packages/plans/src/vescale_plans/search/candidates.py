@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from ..plan import PlanError
-from .pricing.context import degrees
+from .._plan.parts import PlanError
 from .structure import Structure
 
 AXES = ("dp", "cp", "tp", "pp", "ep")
 PINNABLE = (*AXES, "zero", "sp", "microbatches", "checkpointing")
+LEAST_POSITIONS = 8192
+"""Positions that a rank keeps at least, unless a degree is pinned: of fewer, other axes take more."""
 
 
 @dataclass(frozen=True, order=True)
@@ -114,7 +115,7 @@ def _all(
     for tp in divisors(world_size):
         if tp > 1 and tp not in split:
             continue
-        spreads = product(divisors(world_size // tp), degrees(structure, world_size // tp, seq, pin.get("cp")))
+        spreads = product(divisors(world_size // tp), _context_degrees(structure, world_size // tp, seq, pin.get("cp")))
         for pp, cp in spreads:
             dp = world_size // tp // pp // cp
             if pp * dp * cp * tp != world_size or pp > stages or dp > batch or (dp > 1 and structure.coupled):
@@ -128,6 +129,20 @@ def _all(
                 parts = [m for m in parts if dp * cp > batch or m not in _microbatches(pp, batch // dp // cp, batch)]
             for microbatches, ep, sp, zero, checkpointing in product(parts, spread, sequence, stage, again):
                 yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing, cp=cp)
+
+
+def meets_in_attention(structure: Structure) -> bool:
+    """Whether positions, dim 1 of what enters, meet there and nowhere else."""
+    meets = any(group.positions_meet for group in structure.groups)
+    return structure.position_dim == 1 and meets and not structure.mixers
+
+
+def _context_degrees(structure: Structure, ranks: int, seq: int | None, pinned: int | None) -> list[int]:
+    """Of the context axis, among so many ranks: 1 alone where positions meet elsewhere than in attention."""
+    cuts = meets_in_attention(structure)
+    most = (seq or 1) if pinned else (seq or 1) // LEAST_POSITIONS
+    found = [1, *(d for d in range(2, min(ranks, most) + 1) if ranks % d == 0 and (seq or 1) % d == 0 and cuts)]
+    return found if pinned is None else [d for d in found if d == pinned]
 
 
 def _microbatches(pp: int, local_batch: int, batch: int) -> list[int]:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from vescale_dtensor import InterleavedShard, Placement, Replicate, Shard
 from vescale_dtensor.engine import unstopped
 
+from .._plan.fields import PlanFields
 from .._plan.match import first_match
 from .._plan.parts import Boundary
-from ..plan import Plan
 from .probing.sample import sample_of
 from .probing.structure import structure_of
 from .structure import Structure
 from .tensor_plan import patterns
 
+_Plan = TypeVar("_Plan", bound=PlanFields)
 
-def completed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
+
+def completed(plan: _Plan, model: nn.Module, sample: Any) -> _Plan:
     """See `Plan.complete`."""
     with unstopped("Plan.complete runs the model on tensors without values"):
         structure = structure_of(model, sample_of(model, sample))
@@ -39,7 +41,7 @@ def completed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
     return replace(plan, boundaries={glob: said for glob, said in merged.items() if glob in deciding})
 
 
-def _split(plan: Plan, structure: Structure, axis: str) -> dict[str, int]:
+def _split(plan: PlanFields, structure: Structure, axis: str) -> dict[str, int]:
     """Parameter -> the dim that the plan cuts along the axis."""
     split = {}
     for name in structure.shapes:
@@ -58,7 +60,7 @@ def _whole(structure: Structure, split: Mapping[str, int]) -> list[str]:
     return [name for name in dict.fromkeys(sums + (tables and [*structure.stream_entries, *tables])) if name]
 
 
-def _beside(plan: Plan, name: str, output: Mapping[str, Placement]) -> Boundary | None:
+def _beside(plan: PlanFields, name: str, output: Mapping[str, Placement]) -> Boundary | None:
     """What the plan says of the module, and `output` for the axes of which it says nothing; None adds nothing."""
     glob = first_match(plan.boundaries, name)
     said = plan.boundaries[glob] if glob is not None else Boundary()

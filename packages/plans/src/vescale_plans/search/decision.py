@@ -11,8 +11,9 @@ from math import inf
 from typing import Any
 
 from .candidates import Candidate
+from .pricer import Estimate, Pricer, Request
 from .pricing.hardware import GIB
-from .ranking import Estimate, Pricer, Request, rank
+from .ranking import rank
 from .refusals import InfeasibleError, nothing_legal
 
 BAND = (0.09, 0.21)

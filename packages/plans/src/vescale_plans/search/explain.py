@@ -9,29 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .candidates import Candidate
-from .decision import Against, against, facts, number
+from .decision import Against, against
+from .explain_html import page
 from .pricing.hardware import GIB
-from .ranking import Estimate, Pricer, Request
 from .structure import Group as Split
+from .weighed import Weighed
 
 if TYPE_CHECKING:  # rich is imported where something is shown: `import vescale` is to be quick
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-FULL = 0.9
-"""Of the memory limit, from which on memory is said to bind."""
 WIDTH = 120
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A candidate in closed form, with blocks dealt out evenly: a point of time against memory."""
-
-    candidate: Candidate
-    seconds: float
-    bytes: int
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -52,65 +40,8 @@ class BlockReason:
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """What `generate_plan` weighed. Prints as tables, in a rich console too.
-
-    Arguments:
-        request: what was asked.
-        ranked: the choice, and the next best.
-        demoted: what was faster by formula, and took so many bytes in a dry run.
-        peak: bytes of the choice in a dry run, where one was asked for.
-    """
-
-    request: Request
-    ranked: Sequence[Estimate]
-    demoted: Sequence[tuple[Candidate, int]] = ()
-    peak: int | None = None
-
-    @property
-    def chosen(self) -> Estimate:
-        return self.ranked[0]
-
-    @cached_property
-    def priced(self) -> tuple[Priced, ...]:
-        """Every candidate that the request allows, in closed form."""
-        pricer = Pricer(self.request)
-        points = []
-        for one in self.request.candidates():
-            rough = pricer.evenly(one)
-            size = rough.memory.total
-            points.append(Priced(one, rough.cost.total, size, size <= self.request.limit))
-        return tuple(points)
-
-    @property
-    def front(self) -> tuple[Priced, ...]:
-        """Of these, those that no other beats in both time and memory; fastest first."""
-        front: list[Priced] = []
-        for point in sorted(self.priced, key=lambda one: (one.seconds, one.bytes, one.candidate)):
-            if not front or point.bytes < front[-1].bytes:
-                front.append(point)
-        return tuple(front)
-
-    def binds(self, estimate: Estimate) -> str:
-        """What keeps an estimate from being faster: memory, and what it spends time on besides computing."""
-        parts = []
-        if self.request.limit and estimate.memory.total > FULL * self.request.limit:
-            parts.append(f"memory {estimate.memory.total / self.request.limit:.0%} full")
-        terms = {name: value for name, value in asdict(estimate.cost).items() if name != "compute"}
-        name = max(terms, key=lambda one: terms[one])
-        parts.append(f"{name} {terms[name] / estimate.cost.total:.0%} of the step")
-        return ", ".join(parts)
-
-    def loses(self, estimate: Estimate) -> str:
-        """Where an estimate is worse than the choice."""
-        if estimate is self.chosen:
-            return ""
-        if self.request.objective == "memory":
-            return f"{(estimate.memory.total - self.chosen.memory.total) / GIB:+.2f} GiB"
-        own, best = asdict(estimate.cost), asdict(self.chosen.cost)
-        name = max(own, key=lambda one: own[one] - best[one])
-        more = estimate.cost.total - self.chosen.cost.total
-        return f"{more:+.3g} s, {name} {own[name] - best[name]:+.3g} s" if more else "a tie, broken by memory and order"
+class Explanation(Weighed):
+    """What `generate_plan` weighed. Prints as tables, in a rich console too."""
 
     @cached_property
     def blocks(self) -> tuple[BlockReason, ...]:
@@ -145,27 +76,6 @@ class Explanation:
         return f"{kind}: whole, {group.atoms} atoms do not divide by {tp}"
 
     # -------------------------------------------------------------------- text
-
-    def headline(self) -> list[str]:
-        """The request and the choice, in a few lines."""
-        asked, best = self.request, self.chosen
-        fit = sum(one.fits for one in self.priced)
-        dry = [] if self.peak is None else [self._headroom(self.peak, "in a dry run")]
-        dry += [f"demoted: {one}, {size / GIB:.3g} GiB in a dry run" for one, size in self.demoted]
-        return [
-            f"{number(asked.structure.parameters)} parameters on {asked.world_size} x {asked.hardware.name}, "
-            f"{asked.batch} rows of {asked.seq} positions in {str(asked.dtype).removeprefix('torch.')}, "
-            f"for the least {asked.objective}",
-            f"chosen: {best.candidate}",
-            *(f"{name}: {value}" for name, value in facts(asked, best)),
-            f"binds: {self.binds(best)}",
-            f"{len(self.priced)} candidates, {fit} of which fit with blocks dealt out evenly",
-            *dry,
-        ]
-
-    def _headroom(self, peak: int, where: str) -> str:
-        free = (self.request.limit - peak) / GIB
-        return f"{where} {peak / GIB:.2f} GiB at the peak, {free:.2f} GiB below the limit"
 
     def against(self, pin: Mapping[str, Any]) -> Against:
         """What {"tp": 8}, or any other settings as in `pin`, would have cost, and where it loses; prints as lines.
@@ -219,10 +129,8 @@ class Explanation:
 
     def write_html(self, path: str | Path) -> Path:
         """A page that needs no other file: memory and time as bars, the front of time against memory, the mesh."""
-        from .explain_html import page
-
         written = Path(path)
-        written.write_text(page(self))
+        written.write_text(page(self, str(self)))
         return written
 
 

@@ -6,12 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from math import floor, log10
-from typing import TYPE_CHECKING
 
 from .pricing.hardware import GIB
-
-if TYPE_CHECKING:
-    from .explain import Explanation
+from .weighed import Weighed
 
 TIME = {
     "compute": "#1f4e79", "elementwise": "#4f81bd", "tensor": "#9dc3e6", "experts": "#2e8b8b", "data": "#7fc8c8",
@@ -30,18 +27,18 @@ WIDE, ROW, LEFT = 960, 26, 390
 SHOWN = {"stages": 8, "replicas": 4, "ranks": 8}
 
 
-def page(explained: Explanation) -> str:
-    """The whole page."""
-    best = explained.ranked
+def page(weighed: Weighed, tables: str) -> str:
+    """The whole page, with the tables that a console shows."""
+    best = weighed.ranked
     labels = [f"{at + 1}  {one.candidate}" for at, one in enumerate(best)]
     memory = [{name: size / GIB for name, size in asdict(one.memory).items()} for one in best]
     seconds = [asdict(one.cost) for one in best]
-    head = "\n".join(escape(line) for line in explained.headline())
+    head = "\n".join(escape(line) for line in weighed.headline())
     parts = [
-        ("The mesh", mesh(explained), "A column computes other layers, a row other samples; a row's cells share both."),
+        ("The mesh", mesh(weighed), "A column computes other layers, a row other samples; a row's cells share both."),
         (
             "Memory of the fullest rank",
-            bars(labels, memory, MEMORY, "GiB", limit=explained.request.limit / GIB),
+            bars(labels, memory, MEMORY, "GiB", limit=weighed.request.limit / GIB),
             f"The choice first, then the next best. Most of the choice's memory is {_most(memory[0])}.",
         ),
         (
@@ -51,11 +48,11 @@ def page(explained: Explanation) -> str:
         ),
         (
             "Time against memory: every candidate, and the front that no other beats",
-            front(explained),
-            f"{sum(one.fits for one in explained.priced):,} of {len(explained.priced):,} candidates fit. Down is less "
+            front(weighed),
+            f"{sum(one.fits for one in weighed.priced):,} of {len(weighed.priced):,} candidates fit. Down is less "
             "memory, left is less time: what lies above and right of the front is beaten in both.",
         ),
-        ("Tables", f"<pre>{escape(str(explained))}</pre>", ""),
+        ("Tables", f"<pre>{escape(tables)}</pre>", ""),
     ]
     body = "\n".join(
         f"<h2>{title}</h2>\n<figure>{content}<figcaption>{escape(said)}</figcaption></figure>"
@@ -118,12 +115,12 @@ def _round(most: float) -> list[float]:
     return [at * step for at in range(int(most / step) + 1)]
 
 
-def front(explained: Explanation) -> str:
+def front(weighed: Weighed) -> str:
     """A point per candidate, time against memory, both logarithmic; the front as a line, the choice as a ring."""
-    points = [one for one in explained.priced if one.seconds > 0 and one.bytes > 0]
+    points = [one for one in weighed.priced if one.seconds > 0 and one.bytes > 0]
     if not points:
         return ""
-    high, chosen = 380, explained.chosen
+    high, chosen = 380, weighed.chosen
     xs = [log10(one.seconds) for one in points] + [log10(max(1e-12, chosen.cost.total))]
     ys = [log10(one.bytes / GIB) for one in points] + [log10(max(1e-12, chosen.memory.total / GIB))]
     across, up = _scale(xs, 70, WIDE - 30), _scale(ys, high - 40, 20)
@@ -141,9 +138,9 @@ def front(explained: Explanation) -> str:
         tip = f"{one.candidate}: {one.seconds:.4g} s, {one.bytes / GIB:.3g} GiB"
         colour = FITS if one.fits else BEYOND
         made.append(_dot(across(log10(one.seconds)), up(log10(one.bytes / GIB)), 3, colour, tip))
-    line = " ".join(f"{across(log10(p.seconds)):.1f},{up(log10(p.bytes / GIB)):.1f}" for p in explained.front)
+    line = " ".join(f"{across(log10(p.seconds)):.1f},{up(log10(p.bytes / GIB)):.1f}" for p in weighed.front)
     made.append(f'<polyline points="{line}" fill="none" stroke="{FRONT}" stroke-width="1.5"/>')
-    limit = log10(explained.request.limit / GIB) if explained.request.limit > 0 else None
+    limit = log10(weighed.request.limit / GIB) if weighed.request.limit > 0 else None
     if limit is not None and min(ys) <= limit <= max(ys):
         made.append(
             f'<line x1="70" x2="{WIDE - 30}" y1="{up(limit):.1f}" y2="{up(limit):.1f}" stroke="#000" '
@@ -157,11 +154,11 @@ def front(explained: Explanation) -> str:
     return _svg(high, made) + _legend({"fits": FITS, "does not fit": BEYOND, "front": FRONT, "chosen": CHOSEN})
 
 
-def mesh(explained: Explanation) -> str:
+def mesh(weighed: Weighed) -> str:
     """Stages from left to right, replicas below each other, ranks of the tensor axis as cells."""
-    one = explained.chosen.candidate
-    names = explained.request.structure.block_names
-    starts = [names.index(cut) for cut in explained.chosen.cuts]
+    one = weighed.chosen.candidate
+    names = weighed.request.structure.block_names
+    starts = [names.index(cut) for cut in weighed.chosen.cuts]
     borders = [0, *starts, len(names)]
     stages, replicas, ranks = (
         min(number, SHOWN[name]) for number, name in ((one.pp, "stages"), (one.replicas, "replicas"), (one.tp, "ranks"))

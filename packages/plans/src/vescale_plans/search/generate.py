@@ -16,11 +16,12 @@ from vescale_dtensor.engine import unstopped
 from ..plan import Pipeline, Placements, Plan, PlanError, Precision
 from .candidates import Candidate
 from .explain import Explanation
+from .pricer import Estimate, Request
 from .pricing.profiles import hardware_of
 from .probing.sample import POSITIONS, Sample, sample_of
 from .probing.structure import structure_of
 from .progress import Bar
-from .ranking import MARGIN, Estimate, Request, rank
+from .ranking import MARGIN, rank
 from .refusals import InfeasibleError, beyond
 from .structure import Structure
 from .tensor_plan import tensor_parallel_plan

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import Any
 
-import torch
-
-from ..plan import PlanError
-from .candidates import Candidate, candidates
-from .pricing.cost import BUSY, Cost, Pass, cost_of, pass_of, positions_of
+from .candidates import Candidate
+from .pricer import Estimate, Pricer, Request
 from .pricing.hardware import Hardware
-from .pricing.memory import STATES, Held, Memory, memory_of
-from .pricing.sizes import Sizes, parts_of, sizes_of
 from .progress import Bar
 from .refusals import nothing_legal, too_large
-from .stages import Cutter, Part, Stages, bound_of
 from .structure import Structure
 
 MARGIN = 0.94
@@ -26,206 +19,7 @@ MARGIN = 0.94
 KEPT = 6
 """Estimates that are made exactly: the choice, and the next five."""
 
-ROUNDING = 1e-9
-"""Of a bound, so that sums in another order do not lie above what they bound."""
-
 RANKING = "pricing candidates"
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A candidate with what it costs.
-
-    Arguments:
-        cost: seconds of one step.
-        memory: bytes of the fullest rank.
-        cuts: modules that begin the pipeline's stages 1, 2, ...
-        again: blocks that are computed again in backward.
-    """
-
-    candidate: Candidate
-    cost: Cost
-    memory: Memory
-    cuts: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a plan is wanted for, see `generate_plan`; `limit` is in bytes of one rank, `dtype` what it computes in."""
-
-    structure: Structure
-    world_size: int
-    batch: int
-    seq: int
-    hardware: Hardware
-    limit: float
-    objective: str = "time"
-    pin: Mapping[str, Any] | None = None
-    forbid: Sequence[str | Mapping[str, Any]] = ()
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        if self.objective not in ("time", "memory"):
-            remedies = [('objective="time"', 'or "memory"')]
-            raise PlanError("generate_plan", f"objective is {self.objective!r}", (), remedies)
-
-    def candidates(self, world_size: int | None = None, batch: int | None = None) -> list[Candidate]:
-        """All that the request allows."""
-        world, rows = world_size or self.world_size, batch or self.batch
-        return list(candidates(self.structure, world, rows, seq=self.seq, pin=self.pin, forbid=self.forbid))
-
-    def any(self, world_size: int) -> bool:
-        """Whether there is one for that many ranks."""
-        found = candidates(self.structure, world_size, self.batch, seq=self.seq, pin=self.pin, forbid=self.forbid)
-        return next(found, None) is not None
-
-    def free(self) -> Request:
-        """Without pins, and with nothing forbidden."""
-        return replace(self, pin=None, forbid=())
-
-
-class Pricer:
-    """Prices the candidates of one request; what a structure is at one degree is counted once."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self._sizes: dict[int, Sizes] = {}
-        self._parts: dict[int, tuple[list[Sizes], list[int], Counter[int]]] = {}
-        self._passes: dict[tuple, tuple[Pass, list[Pass]]] = {}
-        points = set(request.structure.cut_points)
-        self._names = request.structure.block_names or ("",)  # of the block in each part
-        self._cuttable = [at == 0 or name in points for at, name in enumerate(self._names)]
-
-    def evenly(self, candidate: Candidate, batch: int | None = None) -> Estimate:
-        """In closed form, with blocks dealt out evenly; all of them computed again where the candidate may."""
-        asked, sizes = self.request, self._whole(candidate.tp)
-        shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
-        cost = cost_of(sizes, *shape, self._pass(candidate, batch)[0])
-        return Estimate(candidate, cost, memory_of(sizes, *shape))
-
-    def least(self, candidate: Candidate, batch: int | None = None) -> Memory | None:
-        """Of the fullest rank with blocks dealt out evenly, all computed again that may be; None where that is no
-        cut."""
-        found = self.cutter(candidate, inf, whole=True, batch=batch).even()
-        return None if found is None else self._memory(candidate, found, batch)
-
-    def cutter(self, candidate: Candidate, limit: float, *, whole: bool = False, batch: int | None = None) -> Cutter:
-        """For the parts of the model under a candidate; `whole` computes every block again, if any."""
-        again: bool | str = "all" if whole and candidate.checkpointing else candidate.checkpointing
-        return Cutter(self._priced(candidate, batch), candidate.pp, candidate.microbatches, limit, again)
-
-    def exactly(self, candidate: Candidate, *, whole: bool, below: float = inf) -> Estimate | None:
-        """With the best cut, and the fewest blocks computed again; None where nothing fits in `below` seconds."""
-        rough = self.evenly(candidate)
-        cutter = self.cutter(candidate, self.request.limit - self._working(candidate), whole=whole)
-        if self.request.objective == "time":
-            found = cutter.best(below - _apart(rough.cost, candidate))
-        else:
-            found = cutter.even() or cutter.best()
-        return None if found is None else self._estimate(candidate, rough, found)
-
-    def bound(self, candidate: Candidate, *, whole: bool) -> float:
-        """Seconds that no cut of the candidate is below, but for rounding."""
-        asked = self.request
-        one, parts = self._pass(candidate)
-        rough = cost_of(
-            self._whole(candidate.tp), candidate, asked.hardware.joining(candidate.ranks), asked.batch, asked.seq, one
-        )
-        each = [part.busy(whole and candidate.checkpointing) for part in parts]
-        counts = self._kinds(candidate.tp)[2]
-        total = sum(seconds * counts[kind] for kind, seconds in enumerate(each))
-        longest = max(part.busy(False) for part in parts)
-        bound = bound_of(total, longest, candidate.pp, candidate.microbatches) + _apart(rough, candidate)
-        return bound * (1 - ROUNDING)
-
-    def _pass(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
-        """Of the whole model, and of each kind of part."""
-        asked = self.request
-        rows = batch or asked.batch
-        axes = (candidate.tp, candidate.cp, candidate.ep, candidate.sp, candidate.ranks)
-        key = (*axes, positions_of(candidate, rows, asked.seq))
-        if key not in self._passes:
-            shape = (candidate, asked.hardware.joining(candidate.ranks), rows, asked.seq)
-            kinds = [pass_of(one, *shape) for one in self._kinds(candidate.tp)[0]]
-            self._passes[key] = (pass_of(self._whole(candidate.tp), *shape), kinds)
-        return self._passes[key]
-
-    def _kinds(self, tp: int) -> tuple[list[Sizes], list[int], Counter[int]]:
-        """The parts that differ, which of them each part is, and how many are alike."""
-        if tp not in self._parts:
-            kinds: list[Sizes] = []
-            of = []
-            for one in parts_of(self.request.structure, tp):
-                if one not in kinds:
-                    kinds.append(one)
-                of.append(kinds.index(one))
-            self._parts[tp] = (kinds, of, Counter(of))
-        return self._parts[tp]
-
-    def _whole(self, tp: int) -> Sizes:
-        if tp not in self._sizes:
-            self._sizes[tp] = sizes_of(self.request.structure, tp)
-        return self._sizes[tp]
-
-    def _priced(self, candidate: Candidate, batch: int | None) -> list[Part]:
-        kinds, of, _ = self._kinds(candidate.tp)
-        times = self._pass(candidate, batch)[1]
-        priced = [self._part(one, time, candidate, batch or self.request.batch) for one, time in zip(kinds, times)]
-        return [
-            part if cuttable else replace(part, cuttable=False)
-            for part, cuttable in zip((priced[kind] for kind in of), self._cuttable)
-        ]
-
-    def _part(self, sizes: Sizes, time: Pass, candidate: Candidate, batch: int) -> Part:
-        shape = (self.request.hardware.joining(candidate.ranks), batch, self.request.seq)
-        held = Held(sizes, replace(candidate, checkpointing=False), *shape, part=True)
-        kept = int(held.kept() + held.loss())
-        if not candidate.checkpointing:
-            return Part(time.busy(False), held.static(), kept)
-        longer = time.busy(True) - time.busy(False)
-        less = kept - int(Held(sizes, candidate, *shape, part=True).kept() + held.loss())
-        again = (float(f"{longer:.9g}"), less)  # equal blocks, equal numbers
-        return Part(time.busy(False), held.static(), kept, again)
-
-    def _working(self, candidate: Candidate, batch: int | None = None) -> int:
-        """Bytes at the worst moment beyond what parts hold whatever runs, and keep for backward."""
-        asked = self.request
-        shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
-        if candidate.pp > 1:
-            return memory_of(self._whole(candidate.tp), *shape).gathered
-        held = Held(self._whole(candidate.tp), *shape)
-        return held.alone().total - held.static() - int(held.kept() + held.loss())
-
-    def _estimate(self, candidate: Candidate, rough: Estimate, found: Stages) -> Estimate:
-        scale = found.longest * candidate.microbatches / rough.cost.busy if rough.cost.busy else 1.0
-        cost = replace(
-            rough.cost,
-            **{name: getattr(rough.cost, name) * scale for name in BUSY},
-            pipeline=rough.cost.pipeline - _bubble(rough.cost, candidate) + found.total - found.longest,
-        )
-        memory = self._memory(candidate, found)
-        again = tuple(name for at, name in enumerate(self._names) if at in found.again)
-        if not again and candidate.checkpointing:  # it may compute blocks again, and need not
-            candidate = replace(candidate, checkpointing=False)
-            memory = self._memory(candidate, found)
-        return Estimate(candidate, cost, memory, tuple(self._names[at] for at in found.starts[1:]), again)
-
-    def _memory(self, candidate: Candidate, found: Stages, batch: int | None = None) -> Memory:
-        """Of the fullest stage of a cut, by kind."""
-        borders = [*found.starts, len(self._cuttable)]
-        kinds, of, _ = self._kinds(candidate.tp)
-        hardware = self.request.hardware.joining(candidate.ranks)
-        shape = (candidate, hardware, batch or self.request.batch, self.request.seq)
-        stage = range(*borders[found.fullest : found.fullest + 2])
-        held = [Held(kinds[of[at]], *shape, part=True) for at in stage]
-        parameters, states, gradients = (
-            sum(sizes) for sizes in zip(*((one.part(3, 4), one.part(1, STATES), one.summed()) for one in held))
-        )
-        kept = found.memory - parameters - states - gradients
-        if candidate.pp == 1 and len(found.again) in (0, len(held)):
-            return self.evenly(candidate, batch).memory  # at its worst moment
-        return Memory(parameters, gradients, states, kept, self._working(candidate, batch))
 
 
 def ranked(
@@ -283,12 +77,3 @@ def _fastest(pricer: Pricer, legal: list[Candidate], whole: bool, bar: Bar) -> l
             made = (one.cost.total, one.memory.total, one.candidate, one)
             best = sorted([*best, made], key=lambda each: each[:3])[:KEPT]
     return [one for *_, one in best]
-
-
-def _apart(cost: Cost, candidate: Candidate) -> float:
-    """What of a step's seconds no cut changes: data parallelism, the optimizer, transfers between stages."""
-    return cost.total - cost.busy - _bubble(cost, candidate)
-
-
-def _bubble(cost: Cost, candidate: Candidate) -> float:
-    return cost.busy / candidate.microbatches * (candidate.pp - 1)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..plan import PlanError
-from .candidates import Candidate
-from .pricing.context import meets_in_attention
+from .._plan.parts import PlanError
+from .candidates import Candidate, meets_in_attention
+from .pricer import Pricer, Request
 from .pricing.hardware import GIB
-
-if TYPE_CHECKING:
-    from .ranking import Pricer, Request
 
 MOST = 1 << 14
 """Ranks up to which a world that would do is looked for."""

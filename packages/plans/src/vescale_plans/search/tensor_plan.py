@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from vescale_dtensor import Placement, Replicate, Shard
 
-from ..plan import Boundary, Placements, PlanError
+from .._plan.parts import Boundary, Placements, PlanError
 from .structure import Structure
 
 T = TypeVar("T")

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from math import floor, isfinite, log10
-from typing import TYPE_CHECKING
 
+from .._recorded.difference import Difference
 from .style import COLOURS, LEGEND, legend
-
-if TYPE_CHECKING:
-    from ..compare import Comparison, Difference
 
 _COLOURS = {"forward": COLOURS["forward"], "backward": COLOURS["backward"], "update": COLOURS["optimizer"]}
 _COLUMNS = ("step", "direction", "module", "tensor", "call", "why", "norm a", "norm b", "digest a", "digest b")
@@ -19,14 +16,12 @@ _FINEST = 1e-9
 """What is nearer (other bits of equal sketches) is drawn here."""
 
 
-def comparison_page(compared: Comparison, most: int) -> str:
-    """The page, with the first `most` differences."""
-    shown = compared.differences[:most]
-    more = len(compared.differences) - len(shown)
+def comparison_page(report: str, differences: Sequence[Difference], most: int) -> str:
+    """The page, with the report and the first `most` differences."""
+    shown = differences[:most]
+    more = len(differences) - len(shown)
     left_out = f"<p>{more} differences more are not shown.</p>" if more else ""
-    return _PAGE.format(
-        report=escape(str(compared)), chart=_chart(compared.differences), table=_table(shown) + left_out, style=LEGEND
-    )
+    return _PAGE.format(report=escape(report), chart=_chart(differences), table=_table(shown) + left_out, style=LEGEND)
 
 
 def _chart(differences: Sequence[Difference]) -> str:

@@ -1,4 +1,4 @@
-"""Context parallelism in closed form: which degrees are tried, what attention over a cut sequence sends and holds.
+"""Context parallelism in closed form: what attention over a cut sequence sends and holds.
 
 A ring's block is attended while the next is under way: what is sent shows where products are shorter, and the first of
 n - 1 always does a little. Sequences are dealt out so that causal work is the same on all ranks (`_apply/balance.py`);
@@ -8,39 +8,18 @@ position meets every other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vescale_dtensor.engine import RING, attention_way
 
+from ..candidates import Candidate
 from .hardware import Hardware
 from .sizes import Branch, Sizes
 
-if TYPE_CHECKING:
-    from ..candidates import Candidate
-    from ..structure import Structure
-
-LEAST = 8192
-"""Positions that a rank keeps at least, unless a degree is pinned: of fewer, other axes take more."""
 BACK = 1.5
 """Mean of both directions over forward, in a ring: backward sends the blocks again, and their gradients home."""
 BLOCKS = 4
 """Blocks of keys and values that a ring's backward holds beside its own: two foreign ones, and their gradients."""
 SHOWN = 0.05
 """Share of a ring's transfers that no product hides."""
-
-
-def meets_in_attention(structure: Structure) -> bool:
-    """Whether positions, dim 1 of what enters, meet there and nowhere else."""
-    meets = any(group.positions_meet for group in structure.groups)
-    return structure.position_dim == 1 and meets and not structure.mixers
-
-
-def degrees(structure: Structure, ranks: int, seq: int | None, pinned: int | None) -> list[int]:
-    """Of the context axis, among so many ranks: 1 alone where positions meet elsewhere than in attention."""
-    cuts = meets_in_attention(structure)
-    most = (seq or 1) if pinned else (seq or 1) // LEAST
-    found = [1, *(d for d in range(2, min(ranks, most) + 1) if ranks % d == 0 and (seq or 1) % d == 0 and cuts)]
-    return found if pinned is None else [d for d in found if d == pinned]
 
 
 def meeting_seconds(

@@ -14,7 +14,7 @@ from functools import cache
 from math import log, prod
 from typing import Any
 
-from ...plan import PlanError
+from ..._plan.parts import PlanError
 
 GIB = 2**30
 VERSION = 1

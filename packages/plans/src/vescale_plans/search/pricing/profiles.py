@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from ...plan import PlanError
+from ..._plan.parts import PlanError
 from .hardware import GIB, Hardware, Link
 
 NVLINK_LATENCY, NETWORK_LATENCY = 8e-6, 2e-5

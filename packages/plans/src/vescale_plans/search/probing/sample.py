@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._apply.containers import map_tensors, tensors_in
-from ...plan import PlanError
+from ..._plan.parts import PlanError
 
 POSITIONS = 5
 """Of the sample that is made where the user gives none: few, and no size that models have."""

@@ -11,7 +11,7 @@ from torch import nn
 from ..._apply.balance import MIXERS
 from ..._apply.containers import tensors_in
 from ..._experts.structure import stacked_experts
-from ...plan import PlanError
+from ..._plan.parts import PlanError
 from ..progress import Bar
 from ..structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
 from ..tensor_plan import split_parameters

@@ -1,0 +1,163 @@
+"""What the ranks of a pipeline tell each other before the actions of a call, and after them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import PipelineError
+from .._trace.containers import fill, tensors_in
+from .._transport.messages import PARTS
+from .._transport.p2p import Part, part_of
+from .call import Call
+from .generators import digest
+from .interpreter import Interpreter
+from .loss import Weights, loss_in, weighted
+from .member import Member
+
+
+def greet(member: Member, number: int, call: Call, trains: bool) -> None:
+    """Neighbours compare what they are about to run, as their `number`th call. Cost: one message of 32 bytes each way.
+
+    Raises PipelineError where they differ.
+    """
+    peers = [peer for peer in (member.rank - 1, member.rank + 1) if 0 <= peer < member.schedule.ranks]
+    mine = [number, int(trains), call.digest(member.schedule), _digest_of_generator(member, call)]
+    for peer, theirs in zip(peers, member.link.exchange(peers, member.tags("greet"), mine)):
+        if theirs != mine:
+            first = next(i for i, (a, b) in enumerate(zip(theirs, mine)) if a != b)
+            kinds = ("call", "mode (train or no_grad)", "batch, model or schedule", "state of torch's generator")
+            what = kinds[first]
+            low, high = sorted((peer, member.rank))
+            raise PipelineError(
+                "pipeline",
+                f"ranks {low} and {high} are about to run different things (another {what}): every rank of a "
+                "pipeline calls the model with the same batches",
+                (),
+                [
+                    ("seed the loader alike on all ranks", "the same batch, in shapes and order"),
+                    ("torch.manual_seed(...) alike on all ranks", "each draws what the other stages draw, too"),
+                ],
+            )
+
+
+def _digest_of_generator(member: Member, call: Call) -> int:
+    """Of torch's generators, where a call draws anything."""
+    return digest(member.link.device) if call.record.draws_anything else 0
+
+
+def sum_tied(member: Member, tied: Sequence[str], in_order: bool) -> dict[str, Tensor | None]:
+    """Each weight's gradient; of weights tied over stages, the sum over their uses, stage by stage, and where
+    microbatches were kept apart (`in_order`), then over these.
+
+    Cost: of each weight in `tied` the gradients of a rank's uses, to each other rank that uses it.
+    """
+    per_stage = {index: stage.sums() for index, stage in member.stages.items()}
+    sums = {name: gradient for of_stage in per_stage.values() for name, gradient in of_stage.items()}
+    placement = member.schedule.placement
+    for number, name in enumerate(tied):
+        users = member.owned.stages[name]
+        ranks = sorted({placement[stage] for stage in users})
+        if member.rank not in ranks:
+            continue
+        mine = {stage: per_stage[stage].get(name) for stage in users if placement[stage] == member.rank}
+        others = [rank for rank in ranks if rank != member.rank]
+        tag = member.tags("tied") + number * PARTS * member.schedule.stages
+        uses = dict(mine)
+        headers = {stage: None if g is None else part_of(g) for stage, g in mine.items()}
+        for rank in others:
+            member.link.send_object(rank, tag, headers)
+        for rank in others:
+            theirs = member.link.receive_object(rank, tag)
+            arrival = member.link.swap(rank, tag + 2, list(mine.values()), tuple(theirs.values()))
+            uses.update(zip(theirs, arrival.wait()))
+        total = None
+        for stage in users:
+            gradient = uses[stage]
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        if total is not None and in_order:
+            parts, total = total.unbind(0), None
+            for gradient in parts:
+                total = gradient if total is None else total + gradient
+        sums[name] = total
+    return sums
+
+
+def share_buffers(member: Member, call: Call) -> None:
+    """Buffers that several ranks keep, and stages write: as the last stage has them. Cost: these buffers, to each
+    rank."""
+    last, tag = member.last, member.tags("memory")
+    for i in range(0, len(call.record.synced), PARTS):
+        buffers = [member.codec.encode(slot.get())[0] for slot in call.record.synced[i : i + PARTS]]
+        if member.rank == last:
+            for peer in member.others:
+                member.link.send(peer, tag, buffers)
+            member.link.flush()
+        else:
+            arrived = member.link.post(last, tag, tuple(map(part_of, buffers))).wait()
+            with torch.no_grad():
+                for buffer, value in zip(buffers, arrived):
+                    buffer.copy_(value)
+
+
+def share_loss(member: Member, call: Call, state: Interpreter, weights: Weights) -> Tensor:
+    """The batch's loss, from the rank of the last stage. Cost: a number to each rank.
+
+    Raises PipelineError where ranks have drawn other random numbers.
+    """
+    last, tag = member.last, member.tags("loss")
+    # On a device the host would wait for the number: there the next call's greeting compares.
+    compares = call.record.draws_anything and member.link.has_tags
+    if member.rank == last:
+        total = weighted([state.losses[microbatch] for microbatch in range(len(weights))], weights)
+        drawn = [torch.tensor(_digest_of_generator(member, call))] if compares else []
+        for peer in member.others:
+            member.link.send(peer, tag, [total, *drawn])
+        return total
+    loss = loss_in(call.record.result)
+    header = (Part((), (), loss.dtype, False), Part((), (), torch.int64, False))
+    total, *drawn = member.link.post(last, tag, header if compares else header[:1]).wait()
+    if compares and drawn[0].item() != _digest_of_generator(member, call):
+        raise PipelineError(
+            "pipeline",
+            f"ranks {member.link.ranks[member.rank]} and {member.link.ranks[last]} have drawn other random numbers in "
+            "this call: something in the forward draws by itself, on one stage only",
+            (),
+            [("draw with torch's functions, in modules or in their forward", "these are known on all stages")],
+        )
+    return total.clone()
+
+
+def share_outputs(member: Member, call: Call, state: Interpreter, weights: Weights) -> Any:
+    """Whole outputs, on every rank: rows of the microbatches one after another, a loss as their weighted sum.
+
+    Cost: the outputs, to each rank.
+    """
+    last, tag = member.last, member.tags("loss")
+    result = call.record.result
+    own = loss_in(result)
+    tensors = tensors_in(result)
+    if member.rank == last:
+        columns = list(zip(*(tensors_in(state.outputs[i]) for i in range(member.schedule.microbatches))))
+        whole = [_joined(member, template is own, column, weights) for template, column in zip(tensors, columns)]
+        header = tuple(map(part_of, whole))
+        for peer in member.others:
+            member.link.send_object(peer, tag, header)
+            member.link.send(peer, tag + 2, whole)
+    else:
+        header = member.link.receive_object(last, tag)
+        whole = member.link.post(last, tag + 2, header).wait()
+    member.link.flush()
+    return fill(result, whole)
+
+
+def _joined(member: Member, is_loss: bool, column: tuple[Tensor, ...], weights: Weights) -> Tensor:
+    """One output of all microbatches."""
+    values = [member.codec.whole(value) for value in column]
+    if is_loss:
+        return weighted(values, weights)
+    return torch.cat(values) if values[0].ndim else values[-1]

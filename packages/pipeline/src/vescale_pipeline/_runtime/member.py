@@ -1,0 +1,45 @@
+"""One rank of a pipeline: what it holds of model and schedule, and its connections to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from .._transport.messages import Tags
+from .._transport.p2p import Link
+from ..action import Schedule
+from .ownership import Ownership
+from .stage import Codec, Stage
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """See the module. Ranks are the pipeline's own, from 0; `link.ranks` has the world's.
+
+    Arguments:
+        parameters: of the model, by name, those that other stages own among them.
+        stages: this rank's, by their numbers.
+    """
+
+    schedule: Schedule
+    owned: Ownership
+    parameters: Mapping[str, nn.Parameter]
+    codec: Codec
+    link: Link
+    tags: Tags
+    stages: Mapping[int, Stage]
+
+    @property
+    def rank(self) -> int:
+        return self.link.rank
+
+    @property
+    def last(self) -> int:
+        """The rank that has the last stage, and with it the outputs."""
+        return self.schedule.placement[-1]
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.schedule.ranks) if rank != self.rank]

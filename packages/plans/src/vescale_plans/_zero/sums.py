@@ -1,0 +1,96 @@
+"""The sums of a backward over ranks: when the gradients of each unit's buffers start on their way, and their end.
+
+They start in one fixed order, that of the units reversed, so that all ranks start the
+same collectives whatever each of them used. A gradient that comes again after its sum
+has started (a reentrant checkpoint, a block that runs twice) is summed in a second
+round. Each contribution is thereby reduced exactly once and then ADDED to what earlier
+backwards left: several backwards before a step come out as on one device (design
+section 3, contract 9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .buffer import Buffer
+from .in_flight import Apart, InFlight, Usage, newest
+from .slot import Sharing
+from .units import Unit
+
+
+class Sums:
+    """See the module."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        self.order: list[Unit] = []
+        self._sharing = sharing
+        self._next = 0
+        self._running: list[InFlight] = []
+
+    def look_at(self, units: Sequence[Unit], apart: Sequence[Buffer]) -> None:
+        """From here on these are summed.
+
+        Arguments:
+            units: of a model, the root last.
+            apart: the trained buffers that some ranks hold alone.
+        """
+        self.order = [unit for unit in reversed(units) if unit.reduced]
+        self._apart = Apart(apart, self._sharing.mesh)
+
+    def start(self, unit: Unit) -> None:
+        """The unit's gradients are complete: they are summed as soon as those before them in the order are."""
+        unit.started = True
+        self._start_in_order()
+
+    def _start_in_order(self) -> None:
+        while self._next < len(self.order) and self.order[self._next].started:
+            self._start(self.order[self._next])
+            self._next += 1
+
+    def _start(self, unit: Unit) -> None:
+        with torch.no_grad():
+            for buffer in unit.reduced:
+                self._running.append(flight := InFlight(buffer))
+                if buffer.is_hooked and self._sharing.zero >= 2:
+                    flight.usage = Usage([flight], self._sharing.mesh)
+            under_way = newest(self._running, self._sharing.ahead_bytes)
+            for flight in self._running[: len(self._running) - under_way]:
+                flight.advance()
+            while len(self._running) > under_way and self._running[0].buffer.is_hooked:  # its gradients may go then
+                flight = self._running.pop(0)
+                flight.finish()
+                flight.buffer.tell()
+
+    def finish(self) -> None:
+        """The backward is through: starts what is left, waits for all, and hands out the reduced gradients."""
+        for unit in self.order:
+            unit.started = True
+        self._start_in_order()
+        for unit in self.order:  # what came again after its sum had started
+            self._running += [InFlight(buffer) for buffer in unit.reduced if buffer.flat is not None]
+        running, self._running = self._running, []
+        usage = Usage(running, self._sharing.mesh) if self._sharing.zero >= 2 else None
+        for flight in running:
+            flight.advance()
+        for flight in running:
+            flight.finish(usage)
+        if usage is not None:
+            usage.close()
+        self._apart.tell()
+        for flight in running:
+            flight.buffer.tell()
+        self._begin_anew()
+
+    def leave_pending(self) -> None:
+        """The backward is through, and its gradients stay pending."""
+        for unit in self.order:
+            for buffer in unit.reduced:
+                buffer.leave_pending()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._next = 0
+        for unit in self.order:
+            unit.started = False

@@ -1,0 +1,1 @@
+"""What `vescale.record` writes of tensors, and at which places two such records differ."""
