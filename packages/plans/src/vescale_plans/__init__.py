@@ -13,6 +13,8 @@ from ._static.explain import explain_static as explain_static
 from ._static.static import StaticWarning as StaticWarning
 from ._static.static import static as static
 from ._version import __version__ as __version__
+from .calls import Calls as Calls
+from .calls import explain_calls as explain_calls
 from .data import Loader as Loader
 from .data import loader as loader
 from .dry_run import DryRun as DryRun

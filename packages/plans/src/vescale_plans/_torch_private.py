@@ -85,6 +85,11 @@ def global_forward_hook_kinds() -> tuple[dict[int, bool], dict[int, bool]]:
     return module._global_forward_hooks_with_kwargs, module._global_forward_hooks_always_called
 
 
+def global_backward_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Hooks before, and after, the backward of every module, by id. Instead: none in public."""
+    return module._global_backward_pre_hooks, module._global_backward_hooks
+
+
 def has_global_backward_hooks() -> bool:
     """Whether somebody watches the backward of every module. Instead: a public question."""
     return bool(module._global_backward_hooks or module._global_backward_pre_hooks)

@@ -63,6 +63,7 @@ from vescale_plans import adopt as adopt
 from vescale_plans import dry_run as dry_run
 from vescale_plans import expert_drops as expert_drops
 from vescale_plans import expert_load as expert_load
+from vescale_plans import explain_calls as explain_calls
 from vescale_plans import explain_static as explain_static
 from vescale_plans import generate_plan as generate_plan
 from vescale_plans import loader as loader

@@ -76,6 +76,7 @@ PUBLIC = {
         "expert_drops",
         "expert_load",
         "explain",
+        "explain_calls",
         "explain_static",
         "explaining",
         "export_huggingface",
@@ -202,6 +203,7 @@ PUBLIC = {
     },
     "vescale_plans": {
         "Boundary",
+        "Calls",
         "DryRun",
         "GlobalBatchSampler",
         "InfeasibleError",
@@ -217,6 +219,7 @@ PUBLIC = {
         "dry_run",
         "expert_drops",
         "expert_load",
+        "explain_calls",
         "explain_static",
         "generate_plan",
         "loader",
