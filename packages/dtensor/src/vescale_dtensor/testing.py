@@ -45,6 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ._communication.agreement import assert_ranks_agree
 from ._test_kit import worker
 from ._test_kit.allocations import Allocations, allocations
+from ._test_kit.fitting import fitting
 from ._test_kit.live_bytes import LiveBytes
 from ._test_kit.slices import in_turns, slice_of
 from ._test_kit.worker import Answer, dumps, loads
@@ -61,6 +62,7 @@ __all__ = [
     "assert_ranks_agree",
     "dumps",
     "fake_world",
+    "fitting",
     "in_turns",
     "loads",
     "mesh_of",

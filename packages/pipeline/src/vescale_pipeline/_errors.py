@@ -1,4 +1,8 @@
-"""The errors that pipelines raise, in the shape of vescale_dtensor's: this package imports torch only.
+"""The errors that pipelines raise, in the shape of vescale_dtensor's.
+
+This package imports torch only, so that schedules can be made, proved and drawn without
+the rest; a test of the facade's (`distribution/test_error_bases.py`) holds the two bases
+together.
 
 A `PipelineError` is the user's: it names the operation, the rule that was broken
 with its numbers, the operands, and remedies with what each costs. Texts are the

@@ -2,8 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
-import fnmatch
 import io
 import random
 import warnings
@@ -16,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import DTensor, Replicate, Shard, comm_trace, local_map
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import fitting, run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Plan, no_sync, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -634,17 +632,6 @@ PROGRAMS = [
 
 
 # --- both modes ------------------------------------------------------------------------------
-
-
-def fitting(plan, model):
-    """The plan without the patterns that match nothing of this model, which it would refuse."""
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    return dataclasses.replace(
-        plan,
-        parameters={glob: one for glob, one in plan.parameters.items() if fnmatch.filter(parameters, glob)},
-        boundaries={glob: one for glob, one in plan.boundaries.items() if fnmatch.filter(modules, glob)},
-    )
 
 
 def bits(value):

@@ -8,8 +8,6 @@ once on one device and once on the mesh, under float64 mostly, where what is wro
 import collections
 import contextlib
 import copy
-import dataclasses
-import fnmatch
 import random
 import sys
 import traceback
@@ -23,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import vescale
 from vescale import Boundary, Plan, Replicate, Shard
 from vescale_dtensor import CommunicationError, InternalError
-from vescale_dtensor.testing import RankError, in_turns, run_ranks, slice_of, warm_up
+from vescale_dtensor.testing import RankError, fitting, in_turns, run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale")
 
@@ -506,18 +504,6 @@ def whole(tensor):
 def seeded(seed, kind):
     torch.manual_seed(seed)
     return kind()
-
-
-def fitting(plan, model):
-    """The plan without the patterns that match nothing of this model, which it would refuse."""
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    return dataclasses.replace(
-        plan,
-        parameters={glob: one for glob, one in plan.parameters.items() if fnmatch.filter(parameters, glob)},
-        boundaries={glob: one for glob, one in plan.boundaries.items() if fnmatch.filter(modules, glob)},
-        checkpointing={glob: one for glob, one in plan.checkpointing.items() if fnmatch.filter(modules, glob)},
-    )
 
 
 NAMES = {one.__name__: one for one in (

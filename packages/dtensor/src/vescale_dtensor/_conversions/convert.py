@@ -65,7 +65,7 @@ def convert_tracked(local: Tensor, route: Route, own: bool) -> Tensor:
 
 
 class Alias(Function):
-    """The same local values in another tensor object: the border between plain tensors and DTensors."""
+    """The same local values in another tensor object: the boundary between plain tensors and DTensors."""
 
     @staticmethod
     def forward(ctx, local: Tensor) -> Tensor:

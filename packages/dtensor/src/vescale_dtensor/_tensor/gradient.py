@@ -1,4 +1,4 @@
-"""Gradients at the border: what a user assigns, passes to backward, or sees in a hook.
+"""Gradients at the boundary: what a user assigns, passes to backward, or sees in a hook.
 
 The gradient of a DTensor of layout L has the layout `L.gradient` (design section 3,
 contract 2). Whatever comes in is converted to it; whatever goes out is stamped with it.

@@ -1,4 +1,4 @@
-"""Module borders: forward hooks that convert, and the scopes in which conversions are remembered."""
+"""Boundaries of modules: forward hooks that convert, and the scopes in which conversions are remembered."""
 
 from __future__ import annotations
 

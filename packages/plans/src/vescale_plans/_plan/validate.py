@@ -17,7 +17,7 @@ from .match import first_match, match, match_inside, nearest
 from .parts import Boundary, Placements, PlanError
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that are never called: nothing can happen at their borders."""
+"""Modules that are never called: nothing can happen at their boundaries."""
 
 
 @dataclass(frozen=True)

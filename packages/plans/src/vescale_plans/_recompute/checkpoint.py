@@ -5,7 +5,7 @@ own (of all modules, from before `parallelize`, or with `prepend=True`) lie outs
 arguments is what is kept. Those between the checkpoint's two hooks lie inside, as the forward does, and run again with
 it, on what they were given the first time. The hooks are those of the first pass, on the module and on those inside:
 one that is taken off before backward, or put on, changes nothing; neither does `eval()`. Buffers are read as the first
-pass found them, and written once. What this library has on the module (gathers, scopes, borders) runs both times.
+pass found them, and written once. What this library has on the module (gathers, scopes, boundaries) runs both times.
 """
 
 from __future__ import annotations

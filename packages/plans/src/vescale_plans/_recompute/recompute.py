@@ -51,7 +51,7 @@ CAUSE = Cause("regather", direction="backward")
 def install_recompute(
     model: nn.Module, checkpointed: tuple[str, ...], regathered: Mapping[str, bool], offloaded: Mapping[str, bool]
 ) -> Host | None:
-    """Install before boundaries: what a border converts on the way in lies inside. Arguments: see `Fit`. Gives where
+    """Install before boundaries: what a boundary converts on the way in lies inside. Arguments: see `Fit`. Gives where
     activations are, if any are offloaded."""
     host = Host() if any(offloaded.values()) else None
     regions = {
