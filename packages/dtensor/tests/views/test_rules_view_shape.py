@@ -8,7 +8,16 @@ from math import prod
 import pytest
 import torch
 
-from vescale_dtensor import FallbackWarning, InterleavedShard, Partial, Replicate, Shard, ViewError, distribute_tensor
+from vescale_dtensor import (
+    FallbackWarning,
+    InterleavedShard,
+    Partial,
+    Replicate,
+    Shard,
+    ViewError,
+    comm_trace,
+    distribute_tensor,
+)
 from vescale_dtensor._test_kit.oracle import compare, placements_for
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
@@ -168,5 +177,29 @@ def test_new_tensors_have_global_sizes():
         for function in functions:
             for placements in placements_for((4, 6), 2):
                 compare(function, [values(4, 6).detach()], [placements], mesh)
+
+    run_ranks(4, work)
+
+
+def joined(x):
+    """Two parts written beside each other into memory that was asked of the first, as DeepSeek makes its keys."""
+    room = x.new_empty(*x.shape[:-1], x.shape[-1] + 2)
+    room[..., :-2].copy_(x)
+    room[..., -2:].copy_(x[..., :2])
+    return room * 2
+
+
+def test_memory_that_is_filled_with_parts_of_a_tensor_is_cut_as_it_and_nothing_is_gathered():
+    def work():
+        mesh = mesh_of(2, 2)
+        for placements in placements_for((4, 6), 2):
+            compare(joined, [values(4, 6)], [placements], mesh)
+        whole = distribute_tensor(values(5, 3, 4).detach(), mesh, [S(0), S(1)]).requires_grad_()
+        with comm_trace() as trace:
+            out = joined(whole)
+            out.sum().backward()
+        assert out.placements == (S(0), S(1)) and not trace.count(direction="forward"), trace
+        assert whole.new_empty(5, 7).placements == (S(0), R)  # as large along the first dim alone
+        assert whole.new_empty((7, 3, 4)).placements == (R, R)
 
     run_ranks(4, work)

@@ -1,4 +1,8 @@
-"""new_zeros and its kin: tensors of given GLOBAL sizes, with the type and device of another. Whole and alike (I)."""
+"""new_zeros and its kin: tensors of given GLOBAL sizes, with the type and device of another.
+
+    new_zeros, new_ones, new_full, new_tensor    whole and alike (I): constants, which are cut for free where they meet
+    new_empty                                    cut as the other along the leading dims that are as large, else I
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._layouts.layout import layout_of
-from ..._layouts.state import INVARIANT
+from ..._layouts.state import INVARIANT, State
 from ..registry import Call, Decision, rule
 from ..traits import Trait
 
@@ -15,9 +19,29 @@ def _whole(call: Call, shape) -> Decision:
     return Decision(targets=(None,), out=layout_of(call.mesh, (INVARIANT,) * call.mesh.ndim, tuple(shape)))
 
 
-@rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_empty_strided, traits=Trait.METADATA)
+@rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty_strided, traits=Trait.METADATA)
 def sized(call: Call):
     return _whole(call, call.rest(1, "size"))
+
+
+@rule(Tensor.new_empty, traits=Trait.METADATA)
+def unwritten(call: Call):
+    """What nobody has written is to be filled, most often with parts of the tensor that it was asked of: whole, it
+    would make each of them be gathered."""
+    size = call.rest(1, "size")
+    if any(type(one) is not int for one in size):
+        return _whole(call, size)
+    like = call.operands[0]
+
+    def cut(state: State) -> bool:
+        return state.kind == "S" and size[: state.dim + 1] == tuple(like.shape[: state.dim + 1])
+
+    out = layout_of(call.mesh, tuple(state if cut(state) else INVARIANT for state in like.states), size)
+
+    def run(tensor: Tensor, *_, size=None, **kwargs) -> Tensor:
+        return tensor.new_empty(out.local_shape, **kwargs)
+
+    return Decision(targets=(None,), out=out, run=run)
 
 
 @rule(Tensor.new_full, traits=Trait.METADATA)
