@@ -59,6 +59,29 @@ class UNet(nn.Module):
         return F.mse_loss(self.last(torch.cat([up, first], 1)), target)
 
 
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.product, self.shift = nn.Linear(8, 8, bias=False), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.product(x), self.shift
+
+
+class Lender(nn.Module):
+    """Its parts return a weight of theirs, for their caller to add."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+
+    def forward(self, image, target):
+        for part in self.parts:
+            image, shift = part(image)
+            image = F.relu(image + shift)
+        return F.mse_loss(image, target)
+
+
 def tokens(generator):
     return torch.randint(1, VOCABULARY, (ROWS, POSITIONS), generator=generator)
 
@@ -88,6 +111,7 @@ MODELS = {
     "t5, cut in the decoder": (t5, translation, "decoder.block.1"),
     "t5, cut by cost": (t5, translation, None),
     "gpt2, cut by cost": (gpt2, language, None),
+    "lender": (Lender, images, "parts.1"),
     "unet": (UNet, images, "middle"),
     "unet, cut later": (UNet, images, "up"),
 }
@@ -133,7 +157,7 @@ def test_loss_and_gradients_in_one_microbatch_are_those_of_one_device(name):
     assert {n for _, errors, _ in outcomes for n in errors} == set(outcomes[0][2])
 
 
-@pytest.mark.parametrize("name", ["gemma", "qwen3", "unet"])
+@pytest.mark.parametrize("name", ["gemma", "qwen3", "lender", "unet"])
 def test_loss_and_gradients_of_a_whole_batch_in_microbatches(name):
     for loss, errors, _ in run_ranks(2, compared, name, 2, timeout=120):
         assert loss <= 1e-6

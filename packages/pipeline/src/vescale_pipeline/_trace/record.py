@@ -186,7 +186,8 @@ class Recorder:
         def adopted(tensor: Tensor) -> Tensor:
             if type(tensor) is Placeholder and not tensor.is_weight:
                 return tensor
-            return self._new(_meta(tensor), origin, tensor.device, False)
+            lent = type(tensor) is Placeholder  # it stands in the module for a weight, and is to go on doing so
+            return self._new(_meta(tensor, fresh=lent), origin, tensor.device, False)
 
         return map_tensors(value, adopted)
 
