@@ -75,7 +75,6 @@ COMMUNICATES = {
         "dry_run",  # makes a world without processes
         "join",  # joins torchrun's process group
         "recompute",  # torch's checkpoint by hooks lives there
-        "together",  # lets all ranks know how one fared
         "wrappers",  # names what torch distributes models by
     },
     "vescale": {

@@ -29,6 +29,7 @@ from ._communication.objects import fold_objects as fold_objects
 from ._communication.objects import gather_objects as gather_objects
 from ._communication.objects import line_objects as line_objects
 from ._communication.objects import place_of as place_of
+from ._communication.objects import world_objects as world_objects
 from ._communication.pending import PendingGather as PendingGather
 from ._communication.pending import PendingReduction as PendingReduction
 from ._communication.pending import PendingRows as PendingRows

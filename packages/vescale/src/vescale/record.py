@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_dtensor import CommunicationError, DTensor, VescaleError
-from vescale_dtensor.engine import convert, requires_grad
+from vescale_dtensor.engine import convert, requires_grad, world_objects
 
 from ._machine._torch_private import _current_graph_task_id
 from ._recorded.digest import Summary, flat_indices, measure, unpack
@@ -139,7 +139,7 @@ class Recorder:
 
     def finish(self) -> None:
         """What was computed after the last step."""
-        if any(self._everywhere(bool(self._noted))):
+        if any(self._everywhere(bool(self._noted), "the record was finished")):
             self._write()
 
     def close(self) -> None:
@@ -263,16 +263,15 @@ class Recorder:
 
     def _together(self, work: Callable[[], None]) -> None:
         """Rank 0 does it; what fails there fails on all ranks."""
-        problem: list[str | None] = [None]
+        problem: str | None = None
         if self._rank == 0:
             try:
                 work()
             except OSError as error:
-                problem = [str(error)]
-        if self._is_shared:
-            dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            rule = f"the record cannot be written: {problem[0]}"
+                problem = str(error)
+        problem = self._everywhere(problem, "the record was written")[0]
+        if problem is not None:
+            rule = f"the record cannot be written: {problem}"
             raise VescaleError("record", rule, (), [("vescale.record(model, another_folder, ...)", "a new one")])
 
     def _to_first(self, rows: dict[Place, Row]) -> list[dict[Place, Row]]:
@@ -286,12 +285,9 @@ class Recorder:
             raise CommunicationError("record", rule) from error
         return everyones or []
 
-    def _everywhere(self, value: Any) -> list[Any]:
-        if not self._is_shared:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+    def _everywhere(self, value: Any, what: str) -> list[Any]:
+        """`value` of every rank that records."""
+        return world_objects(value, "record", what) if self._is_shared else [value]
 
 
 def _append(path: Path, step: int, everyones: Sequence[Mapping[Place, Row]]) -> None:

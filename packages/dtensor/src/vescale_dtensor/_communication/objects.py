@@ -9,7 +9,7 @@ import torch
 
 from .._layouts.mesh import Mesh
 from . import flight
-from .collectives import _failure
+from .collectives import _failure, connection_lost
 from .flight import DONE, FAILED, WAITING
 
 T = TypeVar("T")
@@ -46,6 +46,24 @@ def fold_objects(value: T, fold: Callable[[list[T]], T], mesh: Mesh) -> T:
 def gather_objects(value: object, mesh: Mesh) -> list:
     """`value` of every rank of the mesh, in the mesh's order; for a verdict of all see `fold_objects`."""
     return fold_objects([value], lambda parts: [one for part in parts for one in part], mesh)
+
+
+def world_objects(value: object, operation: str, what: str) -> list:
+    """`value` of every rank of the world, in rank order, where there may be no mesh yet.
+
+    Raises CommunicationError of `operation` where a rank is gone; `what` continues "a rank went away while ...".
+    Cost: a small all-gather, pickled.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_backend() == "fake":
+        return [value]
+    everyone: list = [value] * torch.distributed.get_world_size()
+    if len(everyone) > 1:
+        try:
+            torch.distributed.all_gather_object(everyone, value)
+        except RuntimeError as error:
+            rule = f"a rank went away, or did not answer in time, while {what}"
+            raise connection_lost(operation, rule, error) from error
+    return everyone
 
 
 class Apart(NamedTuple):

@@ -7,10 +7,8 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
-
 from vescale_dtensor import VescaleError
-from vescale_dtensor.engine import connection_lost
+from vescale_dtensor.engine import world_objects
 
 from .._plan.parts import PlanError
 
@@ -61,12 +59,4 @@ def _packed(failure: Exception | None) -> tuple[str, str, bytes | None] | None:
 
 def gather(value: Any, what: str) -> list:
     """`value` of every rank of the world, in rank order. Raises CommunicationError when a rank is gone."""
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        return [value]
-    everyone: list = [None] * dist.get_world_size()
-    try:
-        dist.all_gather_object(everyone, value)
-    except RuntimeError as error:
-        rule = f"a rank went away, or did not answer in time, while {what}"
-        raise connection_lost("parallelize", rule, error) from error
-    return everyone
+    return world_objects(value, "parallelize", what)
