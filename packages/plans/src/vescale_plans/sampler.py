@@ -14,8 +14,6 @@ data-parallel degree, which goes on with the next unseen sample.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch.utils.data import Dataset, Sampler
 
 from vescale_dtensor.engine import Mesh, canonical_states, layout_of, mesh_of
 
+from ._apply.generators import seeded_for
 from ._apply.join import join, make_mesh
 from ._plan.parts import PlanError, check_count
 from .plan import Plan
@@ -224,21 +223,8 @@ class SeededSamples(Dataset):
         return len(self._dataset)  # type: ignore[arg-type]  # torch says Sized nowhere
 
     def __getitem__(self, index: int) -> Any:
-        seed = self._seed * 1_000_003 + getattr(index, "place", int(index))
-        numpy = sys.modules.get("numpy")  # whoever draws from it has imported it
-        kept, kept_random = torch.get_rng_state(), random.getstate()
-        kept_numpy = numpy.random.get_state() if numpy else None
-        try:
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy:
-                numpy.random.seed(seed % 2**32)
+        with seeded_for(self._seed, getattr(index, "place", int(index))):
             return self._dataset[int(index)]
-        finally:
-            torch.set_rng_state(kept)
-            random.setstate(kept_random)
-            if numpy:
-                numpy.random.set_state(kept_numpy)
 
 
 def _mesh_at(plan: Plan, coordinate: Sequence[int] | None) -> Mesh:

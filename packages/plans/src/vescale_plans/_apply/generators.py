@@ -1,7 +1,12 @@
-"""The states of the generators that a forward may draw from: torch's own, of the host and of this rank's device."""
+"""Generators: the states of torch's own, of the host and of this rank's device, that a forward may draw from; and seeds
+for all that a sample of a data set may draw from."""
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -33,3 +38,24 @@ def _device_module() -> ModuleType | None:
 def same_states(one: list[Tensor], other: list[Tensor]) -> bool:
     """Whether nothing was drawn between the two."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@contextmanager
+def seeded_for(seed: int, place: int) -> Iterator[None]:
+    """Within the block torch's CPU generator, Python's `random` and numpy's, where it is loaded, are those of one place
+    of a stream; after it they are as they were."""
+    seed = seed * 1_000_003 + place
+    numpy = sys.modules.get("numpy")  # whoever draws from it has imported it
+    kept, kept_random = torch.get_rng_state(), random.getstate()
+    kept_numpy = numpy.random.get_state() if numpy else None
+    try:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed % 2**32)
+        yield
+    finally:
+        torch.set_rng_state(kept)
+        random.setstate(kept_random)
+        if numpy:
+            numpy.random.set_state(kept_numpy)

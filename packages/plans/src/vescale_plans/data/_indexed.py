@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
+from .._apply.generators import seeded_for
 from .._plan.parts import PlanError
 from ._cut import Cut
 
@@ -100,21 +99,8 @@ class PlacedSamples(Dataset):
         self.dataset = dataset
 
     def __getitem__(self, placed: Placed) -> Any:
-        seed = placed.seed * 1_000_003 + placed.place
-        numpy = sys.modules.get("numpy")
-        kept, kept_random = torch.get_rng_state(), random.getstate()
-        kept_numpy = numpy.random.get_state() if numpy else None
-        try:
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            if numpy:
-                numpy.random.seed(seed % 2**32)
+        with seeded_for(placed.seed, placed.place):
             return self.dataset[placed.index]
-        finally:
-            torch.set_rng_state(kept)
-            random.setstate(kept_random)
-            if numpy:
-                numpy.random.set_state(kept_numpy)
 
 
 def _rest(batches: Any, skip: int) -> Iterator[list]:
