@@ -45,13 +45,16 @@ class Trained(NamedTuple):
     trace: Any
 
 
-def trained(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-    """Some passes. The gradients of the first two accumulate; an update follows each pass but the first."""
+def trained(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, parts: int = 1) -> Trained:
+    """Some passes. The gradients of the first two accumulate; an update follows each pass but the first.
+
+    A batch is called whole, or in `parts` of its rows whose mean is the loss."""
     losses, gradients = [], {}
     for step in range(STEPS):
         torch.manual_seed(step)  # of what draws although nothing is dropped: hashes, for one
         with vescale.comm_trace(model) as trace:
-            loss = loss_of(model, inputs_of(name, step + 1))
+            batch = inputs_of(name, step + 1)
+            loss = loss_of(model, batch) if parts == 1 else _mean([loss_of(model, one) for one in _cut(batch, parts)])
             loss.backward()
             if step:
                 optimizer.step()
@@ -65,6 +68,22 @@ def trained(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tr
     return Trained(losses, gradients, last, parameters, trace)
 
 
+def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(losses).mean()
+
+
+def _cut(inputs: dict[str, Any], parts: int) -> Iterator[dict[str, Any]]:
+    for at in range(parts):
+        yield {n: one.chunk(parts)[at] if isinstance(one, torch.Tensor) else one for n, one in inputs.items()}
+
+
+def _parts(plan: vescale.Plan, model: nn.Module) -> int:
+    """In how many parts one device takes a batch. Batch normalization in a pipeline takes each microbatch's statistics,
+    as where one device accumulates (design, section 9); all else is held against the batch as a whole."""
+    normalized = any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in model.modules())
+    return plan.pipeline.microbatches if normalized and plan.pipeline is not None else 1
+
+
 def _gradients(model: nn.Module) -> Tensors:
     return {n: _whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -74,7 +93,7 @@ def judged(name: str, plan: vescale.Plan) -> dict[str, Any]:
     with quiet():
         alone = build(name)
         before = {n: p.detach().clone() for n, p in alone.named_parameters()}
-        wanted = trained(name, alone, torch.optim.SGD(alone.parameters(), RATE))
+        wanted = trained(name, alone, torch.optim.SGD(alone.parameters(), RATE), _parts(plan, alone))
         found = trained(name, *_parallel(name, plan))
     moved = {n: p - before[n] for n, p in wanted.parameters.items()}
     losses = zip(wanted.losses, found.losses, strict=True)

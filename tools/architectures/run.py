@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import logging
@@ -84,7 +85,7 @@ def run(names: Iterable[str], into: str | None, cases: Iterable[str] = CASES) ->
         for case in cases:
             if (name, case) in done or (case == "generate" and name.startswith("other: ")):
                 continue
-            line = json.dumps(tried(name, case))
+            line = json.dumps(tried(name, case) | {"day": datetime.date.today().isoformat()})
             print(line, flush=True)
             if file:
                 with file.open("a") as stream:
