@@ -86,10 +86,7 @@ def test_a_llama_with_a_plan_zero_and_recompute():
         for _, owner, said in found:
             assert owner != "vescale" or any(said in table.values() for table in STEPS.values()), said
     assert "model.layers.0\n" in text and "early" in text
-    assert copied.keys() == steps.keys()
-    for name, found in steps.items():  # in a copy, hooks of users of after `parallelize` come before ours
-        ours, theirs = ([row for row in rows[name] if row[1] in ("vescale", "model")] for rows in (steps, copied))
-        assert ours == theirs and sorted(found) == sorted(copied[name]), name
+    assert copied == steps  # a copy's hooks run in the same order, users' among them
 
 
 def test_static_mode_stands_before_the_forward():

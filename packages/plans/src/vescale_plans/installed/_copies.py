@@ -85,6 +85,9 @@ def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Modu
         copied = copy.deepcopy(module, memo)
     if recipe is not None:
         install(copied, recipe.among(copied))
+        for each in modules:
+            if id(each) in memo:
+                _put_behind(each, memo[id(each)])
         may_be_copied(copied)
         if held.static is not None:
             run_static(copied, held.static.verify_every, held.static.backend, held.static.is_auto)
@@ -99,6 +102,16 @@ def _promised(slot: Slot) -> nn.Parameter:
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def _put_behind(module: nn.Module, copied: nn.Module) -> None:
+    """In the copy, too, hooks that users registered after `parallelize` run after this library's."""
+    for name in _HOOKS:
+        hooks = getattr(module, name)
+        mine = [id_ for id_, hook in hooks.items() if is_ours(hook)]
+        behind = list(hooks)[list(hooks).index(mine[-1]) + 1 :] if mine else []
+        for id_ in behind:
+            getattr(copied, name).move_to_end(id_)
 
 
 @contextlib.contextmanager
