@@ -3,10 +3,16 @@
 Nothing here is a promise to anybody else.
 """
 
+from ._runtime.microbatches import split as split
 from ._runtime.ownership import Ownership as Ownership
 from ._runtime.ownership import let_go as let_go
 from ._runtime.ownership import ownership as ownership
+from ._runtime.runtime import READING as READING
 from ._runtime.runtime import Runtime as Runtime
 from ._runtime.stage import Codec as Codec
+from ._transport.alone import Alone as Alone
+from ._transport.alone import Crossing as Crossing
+from ._transport.alone import Learning as Learning
 from ._transport.messages import Message as Message
 from ._transport.messages import Recorder as Recorder
+from ._transport.p2p import Link as Link

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from vescale_dtensor.debug import Event, comm_trace
 from vescale_dtensor.engine import faking, unstopped
 from vescale_rng import is_deferred
 
-from ._apply.apply import OptimizerFn, parallelize
+from ._apply.apply import OptimizerFn, Stages, parallelize
 from ._apply.containers import map_tensors
 from ._apply.join import forget_meshes
 from ._dry.meta_attention import fused_attention
@@ -47,6 +48,8 @@ class DryRun:
             is what forward made, "gradients" what backward and the gradient buffers hold.
         resting: bytes by kind between steps.
         timeline: what the step's operators and collectives take on a hardware profile: `timeline.seconds(hardware)`.
+        stages: of a plan with a pipeline, the run of each of its ranks, in order; all else is of the fullest one. What
+            a stage waits for the others is in none of them.
     """
 
     plan: Plan
@@ -55,6 +58,7 @@ class DryRun:
     memory: dict[str, int]
     resting: dict[str, int]
     timeline: Timeline = field(repr=False, compare=False)
+    stages: tuple[DryRun, ...] = field(default=(), repr=False)
 
     @property
     def peak(self) -> int:
@@ -83,9 +87,14 @@ class DryRun:
                 f"one step of one rank of {self.plan.world_size}: {self.flops / 1e12:.3g} TFLOP, "
                 f"{_bytes(self.received)} received, {_bytes(self.peak)} at the peak",
                 f"at the peak: {kinds}",
+                *self._peaks(),
                 *table,
             ]
         )
+
+    def _peaks(self) -> list[str]:
+        peaks = ", ".join(_bytes(one.peak) for one in self.stages)
+        return [f"peaks of the pipeline's ranks: {peaks}"] if peaks else []
 
 
 def dry_run(
@@ -98,6 +107,7 @@ def dry_run(
     step: Callable[[nn.Module, Any], Tensor] | None = None,
     backend: str = "nccl",
     rank: int = 0,
+    stages: Callable[[Callable[[str], None]], Stages] | None = None,
 ) -> DryRun:
     """Runs two training steps of `plan` without processes, memory or time, and says what the second takes: all its
     backwards, where the plan accumulates.
@@ -116,6 +126,8 @@ def dry_run(
             memory of the size of the parameters.
         rank: whose step is run. Ranks differ where sequences are cut: of contiguous parts under a causal mask the last
             rank computes and receives most.
+        stages: given a function that is told of what kind the memory is that is made from now on, see `Stages`;
+            `vescale.dry_run` brings it.
 
     A forward that reads a floating point value (`item()`, `if x.any()`) cannot run without one, and raises as torch
     says it. Integers are real.
@@ -138,7 +150,8 @@ def dry_run(
         model = _without_values(model)
         batch = map_tensors(batch, _blank)
         with torch.enable_grad(), comm_trace(model) as trace, meter:
-            model, optimizer = parallelize(plan, model, optimizer_fn, loss_fn=loss_fn, mode="eager")
+            pipelined = None if stages is None else stages(partial(setattr, meter, "kind"))
+            model, optimizer = parallelize(plan, model, optimizer_fn, loss_fn=loss_fn, mode="eager", stages=pipelined)
             meter.label(_state(model), "parameters")
             parallelized = vars(model)["_vescale"]
             meter.label(parallelized.sync.on_host(), HOST)

@@ -60,12 +60,10 @@ from vescale_plans import SeededSamples as SeededSamples
 from vescale_plans import StaticWarning as StaticWarning
 from vescale_plans import DryRun as DryRun
 from vescale_plans import adopt as adopt
-from vescale_plans import dry_run as dry_run
 from vescale_plans import expert_drops as expert_drops
 from vescale_plans import expert_load as expert_load
 from vescale_plans import explain_calls as explain_calls
 from vescale_plans import explain_static as explain_static
-from vescale_plans import generate_plan as generate_plan
 from vescale_plans import loader as loader
 from vescale_plans import no_sync as no_sync
 from vescale_plans import register_elementwise as register_elementwise
@@ -83,7 +81,9 @@ from vescale_rng import randperm as randperm
 from vescale_rng import state as _state
 from vescale_rng import use_stream as _use_stream
 
-from ._predict import predict as predict
+from ._planning.dry_run import dry_run as dry_run
+from ._planning.dry_run import generate_plan as generate_plan
+from ._planning.predict import predict as predict
 from ._stages import parallelize as parallelize
 from ._version import __version__ as __version__
 from .compare import compare as compare

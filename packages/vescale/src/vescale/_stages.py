@@ -44,12 +44,15 @@ else:
 
     @functools.wraps(vescale_plans.parallelize)
     def parallelize(plan: Plan, *args: Any, **kwargs: Any) -> Any:
-        stages = _stages if isinstance(plan, Plan) and plan.pipeline is not None else None
+        stages = pipelined if isinstance(plan, Plan) and plan.pipeline is not None else None
         return vescale_plans.parallelize(plan, *args, stages=stages, **kwargs)
 
 
-def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan, DeviceMesh, Callable[[], None]]:
-    """What `vescale_plans.parallelize` calls for a plan with a pipeline, once the ranks agree on plan and model."""
+def pipelined(
+    plan: Plan, model: nn.Module, device_mesh: DeviceMesh, **more: Any
+) -> tuple[Plan, DeviceMesh, Callable[[], None]]:
+    """What `vescale_plans.parallelize` calls for a plan with a pipeline, once the ranks agree on plan and model; `more`
+    is for the runtime."""
     axis = plan.pipeline.axis
     schedule = schedule_of(plan, device_mesh.device_type)
     owned = ownership(model, plan.pipeline.cuts, plan.pipeline.owners)
@@ -79,6 +82,7 @@ def _stages(plan: Plan, model: nn.Module, device_mesh: DeviceMesh) -> tuple[Plan
             during=model._vescale.sync.in_parts,
             ended=_ended,
             recorder=Transfers(axis),
+            **more,
         )
 
     return stage_plan, stage_mesh, finish

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import vescale
+from vescale import Pipeline, Precision, dry_run
 from vescale_dtensor.testing import allocations, run_ranks, warm_up
-from vescale_plans import Precision, dry_run, library
+from vescale_plans import library
 
 warm_up("torch._dynamo", "vescale", "transformers")
 
-LAYERS, BATCH, POSITIONS, VOCABULARY = 6, 4, 32, 128
+LAYERS, BATCH, POSITIONS, VOCABULARY = 6, 8, 32, 128
 STEPS = 6
 BLOCKS = {"model.layers.*": True}
 
@@ -35,11 +36,21 @@ PLANS = {
     "dp2, zero 3, checkpointing": replace(library.llama({"dp": 2}), zero=3, checkpointing=BLOCKS),
     "dp2, bfloat16": replace(library.llama({"dp": 2}), precision=Precision(torch.bfloat16)),
 }
+TWO = Pipeline(cuts=("model.layers.3",), microbatches=4)
+FOUR = Pipeline(cuts=tuple(f"model.layers.{at}" for at in (2, 3, 5)), microbatches=4, virtual=2, schedule="interleaved")
+STAGES = {
+    "pp2": replace(library.llama({"pp": 2}), pipeline=TWO),
+    "pp2 tp2 sp": replace(library.llama({"pp": 2, "tp": 2}), pipeline=TWO),
+    "pp2, interleaved": replace(library.llama({"pp": 2}), pipeline=FOUR),
+    "pp2, zero bubbles": replace(library.llama({"pp": 2}), pipeline=replace(FOUR, schedule="zbv")),
+    "pp2, checkpointing": replace(library.llama({"pp": 2}), pipeline=TWO, checkpointing=BLOCKS),
+    "pp2 dp2, zero 2": replace(library.llama({"pp": 2, "dp": 2}), pipeline=TWO, zero=2),
+}
 
 
 def least_peak(name):
     """Bytes at the worst moment of a warm step: of STEPS, the least."""
-    plan = PLANS[name]
+    plan = {**PLANS, **STAGES}[name]
     with allocations() as log:
         model, optimizer = vescale.parallelize(plan, llama(), torch.optim.AdamW)
         for _ in range(STEPS):
@@ -67,3 +78,27 @@ def test_what_zero_3_lets_go_is_not_held():
     whole = sum(parameter.nbytes for parameter in llama().parameters())
     assert found.memory["other"] < whole * 0.75
     assert found.resting.get("other", 0) < whole * 0.05
+
+
+@pytest.mark.parametrize("name", list(STAGES))
+def test_every_stage_of_a_pipeline(name):
+    plan = STAGES[name]
+    found = dry_run(plan, llama(), batch(), torch.optim.AdamW, backend="gloo")
+    measured = run_ranks(plan.world_size, least_peak, name)
+    apart = plan.world_size // plan.mesh["pp"]
+    stages = [max(measured[at : at + apart]) for at in range(0, plan.world_size, apart)]
+    assert [one.peak for one in found.stages] == pytest.approx(stages, rel=0.03)
+    assert found.peak == max(one.peak for one in found.stages)
+
+
+def test_a_pipeline_is_chosen_by_its_fullest_stage():
+    """A few microbatches suffice, and the peak is the one of a dry run with all of them."""
+    asked = {"world_size": 2, "batch": 32, "hardware": "cpu", "pin": {"pp": 2, "microbatches": 16}}
+    model, ids = llama(), torch.zeros(32, POSITIONS, dtype=torch.int64)
+    whole = {"input_ids": ids, "labels": ids}
+    plan = vescale.generate_plan(model, verify=whole, sample={name: one[:2] for name, one in whole.items()}, **asked)
+    found = dry_run(plan, model, whole, backend="gloo")
+    assert plan.explain().peak == pytest.approx(found.peak, rel=0.002)
+    assert len(found.stages) == 2
+    with pytest.raises(vescale.InfeasibleError):
+        vescale.generate_plan(model, verify=whole, memory=found.peak // 2, **asked)

@@ -133,3 +133,18 @@ def test_what_is_wrong_is_said_without_a_traceback(arguments, said, factory, cap
 def test_the_plan_says_why_only_where_it_was_chosen():
     with pytest.raises(PlanError, match="was not made by generate_plan"):
         Plan(mesh={"dp": 2}, parameters={"*": {}}).explain()
+
+
+@pytest.mark.parametrize("stages", [True, False])
+def test_stages_are_verified_where_it_is_asked_for(stages, tmp_path):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, vocab_size=64,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    asked = (tmp_path, "--world-size", 2, "--batch", 8, "--hardware", "cpu", "--seq", 16, "--pin", "pp=2")
+    shown = " ".join(run(*asked, *["--verify-stages"] * stages).split())
+    assert ("in a dry run" in shown) is stages
+    assert "does not run dry" not in shown

@@ -67,12 +67,12 @@ def sum_tied(member: Member, tied: Sequence[str], in_order: bool) -> dict[str, T
         others = [rank for rank in ranks if rank != member.rank]
         tag = member.tags("tied") + number * PARTS * member.schedule.stages
         uses = dict(mine)
-        headers = {stage: None if g is None else part_of(g) for stage, g in mine.items()}
+        header = tuple(None if gradient is None else part_of(gradient) for gradient in mine.values())
         for rank in others:
-            member.link.send_object(rank, tag, headers)
+            member.link.send_object(rank, tag, header)
         for rank in others:
-            theirs = member.link.receive_object(rank, tag)
-            arrival = member.link.swap(rank, tag + 2, list(mine.values()), tuple(theirs.values()))
+            theirs = [stage for stage in users if placement[stage] == rank]
+            arrival = member.link.swap(rank, tag + 2, list(mine.values()), member.link.receive_object(rank, tag))
             uses.update(zip(theirs, arrival.wait()))
         total = None
         for stage in users:

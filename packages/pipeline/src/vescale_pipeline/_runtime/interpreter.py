@@ -160,7 +160,9 @@ class Interpreter:
         """What arrived for a stage: from another rank, or from a neighbouring stage on this one."""
         key = (kind, stage, microbatch)
         if key in self._made:
-            return self._made.pop(key)
+            made = self._made.pop(key)
+            self._link.handed_over(kind, stage, *made)
+            return made
         if key in self._unannounced:
             self._posted[key] = self._post_announced(*key, self._unannounced.pop(key))
         arrival = self._posted.pop(key)

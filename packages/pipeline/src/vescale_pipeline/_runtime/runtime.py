@@ -45,6 +45,8 @@ from .skeleton import Run, Station
 from .stage import Codec, Stage, check_schedule, check_uses
 
 TIMEOUT = timedelta(minutes=10)
+READING = "what the stages will meet"
+"""Computed on placeholders, which stand for no memory."""
 
 
 class Runtime:
@@ -64,6 +66,8 @@ class Runtime:
             once, when the user's backward releases them.
         ended: what is known of why a rank of the world ended, if anything is: the first cause of a lost connection.
         recorder: is told of every transfer.
+        link: makes the messages to the other ranks.
+        beginning: is told of every action before it is done, and of READING before a call looks at what it will meet.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Runtime:
         timeout: timedelta = TIMEOUT,
         device: torch.device | None = None,
         recorder: Recorder | None = None,
+        link: Callable[..., Link] = Link,
+        beginning: Callable[[Action | str], None] | None = None,
     ) -> None:
         self._during, self._in_order = during, in_order
         self._loss = frozenset((loss,)) if loss is not None else None
@@ -89,7 +95,8 @@ class Runtime:
         self.ranks, self.faults = ranks, Faults(name, ended)
         device, is_known = device or torch.device("cpu"), lambda: self.faults.is_known
         codec, tags = codec or Codec(), Tags(schedule.stages, schedule.microbatches)
-        link = Link(ranks, device, timeout, group, name, tags, is_known, recorder)
+        self._beginning = beginning
+        link = link(ranks, device, timeout, group, name, tags, is_known, recorder)
         mine = schedule.stages_of(link.rank)
         let_go(model, {name for stage in mine for name in owned.names_of(stage)})
         disown_buffers(model, owned, mine)
@@ -128,9 +135,11 @@ class Runtime:
             return self._root(*args, **kwargs)
         self._check()
         parts = split((args, kwargs), self.schedule.microbatches, self._member.codec.parts)
-        doing = _Doing()
+        doing = _Doing() if self._beginning is None else _Told(self._beginning)
         self._in_call = True
         try:
+            if self._beginning is not None:
+                self._beginning(READING)
             return self._run(self._call_of(parts, (args, kwargs)), parts, doing)
         except BaseException as error:
             if isinstance(error, PipelineError) and doing.action is None:
@@ -259,6 +268,19 @@ class _Doing:
             return action or "a call"
         of = "" if action.kind == "REDUCE" else f" of microbatch {action.microbatch}"
         return f"stage {action.stage}, {action.kind}{of}"
+
+
+class _Told(_Doing):
+    """The same, and somebody is told of it."""
+
+    def __init__(self, beginning: Callable[[Action | str], None]) -> None:
+        super().__init__()
+        self._beginning = beginning
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "action" and value is not None:
+            self._beginning(value)
 
 
 _numbers: dict[tuple[int, ...], int] = {}

@@ -23,15 +23,15 @@ class Tags:
     """
 
     def __init__(self, stages: int, microbatches: int) -> None:
-        self._stages, self._microbatches = stages, microbatches
+        self._stages, self.microbatches = stages, microbatches
 
     def __call__(self, kind: str, stage: int = 0, microbatch: int = 0) -> int:
-        return ((_KINDS.index(kind) * self._stages + stage) * self._microbatches + microbatch) * PARTS
+        return ((_KINDS.index(kind) * self._stages + stage) * self.microbatches + microbatch) * PARTS
 
     def told(self, tag: int) -> str:
         """What travels under a tag."""
         rest, part = divmod(tag, PARTS)
-        rest, microbatch = divmod(rest, self._microbatches)
+        rest, microbatch = divmod(rest, self.microbatches)
         number, stage = divmod(rest, self._stages)
         kind = _KINDS[min(number, len(_KINDS) - 1)]  # of tied weights there may be more than there are numbers
         if kind not in ("F", "B"):

@@ -144,6 +144,9 @@ class Link:
         """Whether messages are found by their tags, and not by the order in which a pair of ranks posts them."""
         return self._words is None
 
+    def handed_over(self, kind: str, stage: int, tensors: list[Tensor | None], header: Header) -> None:
+        """Is told what a stage takes from its neighbour on this rank, without a message."""
+
     def swap(self, peer: int, tag: int, tensors: list[Tensor | None], header: Header) -> Arrival:
         """A message each way. The lower rank sends first: the two post in one order, whatever the transport buffers."""
         if self.rank < peer:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 
 from vescale_dtensor.engine import unstopped
 
+from .._apply.containers import map_tensors
+from .._torch_private import tree_iter
 from ..plan import Pipeline, Placements, Plan, PlanError, Precision
 from .candidates import Candidate
 from .explain import Explanation
@@ -36,7 +39,13 @@ ROUNDS = 3
 """Rankings, each with a limit lowered by as much as the formula was short of the last one's dry runs."""
 
 
-def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None, **asked: Any) -> Plan:
+Runner = Callable[..., Any]
+"""`dry_run`, of plans with a pipeline too: that of `vescale`."""
+
+
+def generate_plan(
+    model: nn.Module, constraints: Mapping[str, Any] | None = None, *, runner: Runner | None = None, **asked: Any
+) -> Plan:
     """The plan that a cost model finds fastest among all that fit; the model is not changed, nor is its code read.
 
     What is asked comes as keywords, or in one mapping `constraints`, or in both.
@@ -59,8 +68,10 @@ def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None
             shared by all rows, and as holding as many entries of each row one after the other.
         verify: a global batch that the model (with `loss_fn`, if given) makes a loss of; shapes count, values do not.
             The choice is run dry on it, with AdamW or `optimizer_fn`, and the next best is taken where its peak is
-            beyond the memory: what is returned fits. A pipeline has no dry run, and is taken by formula.
+            beyond the memory: what is returned fits. Of a pipeline every stage is run, with as many microbatches as are
+            in flight at most, from which the rest is told.
         loss_fn, optimizer_fn: for `verify`, as for `parallelize`.
+        runner: of `verify` for pipelines; `vescale.generate_plan` brings it, without which they are taken by formula.
 
     Deterministic; no process group, no GPU, and no weight is needed. `explain()` of the plan says why.
 
@@ -77,10 +88,10 @@ def generate_plan(model: nn.Module, constraints: Mapping[str, Any] | None = None
             )
     sample = sample_of(model, request.get("sample"))
     with Bar() as bar, unstopped("generate_plan ran the model on samples"):
-        return _generated(model, sample, request, bar)
+        return _generated(model, sample, request, bar, runner)
 
 
-def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar: Bar) -> Plan:
+def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar: Bar, runner: Runner | None) -> Plan:
     structure = structure_of(model, sample, bar)
     seq = request.get("seq") or sample.positions or POSITIONS
     precision = request.get("precision")
@@ -117,7 +128,7 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
             plan = plan_of(structure, one, overrides=request.get("overrides")).override(precision=precision)
             if request.get("overrides"):
                 plan.validate(model)
-            peak = None if request.get("verify") is None else _peak(plan, model, request)
+            peak = None if request.get("verify") is None else _peak(plan, model, request, runner)
             if peak is None or peak <= wanted.limit:
                 chosen = [one, *(other for other in best if other is not one)]
                 explained = Explanation(wanted, tuple(chosen), tuple(demoted.items()), peak)
@@ -138,15 +149,35 @@ def _dtype(model: nn.Module) -> torch.dtype:
     return max(counts, key=lambda dtype: (counts[dtype], dtype.itemsize), default=torch.float32)
 
 
-def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any]) -> int | None:
-    """Bytes of a rank at the worst moment of a dry run; None for a pipeline."""
+def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any], runner: Runner | None) -> int | None:
+    """Bytes of a rank at the worst moment of a dry run; None for a pipeline without a `runner`."""
     from ..dry_run import dry_run
 
-    if plan.pipeline is not None:
-        return None
-    optimizer = request.get("optimizer_fn") or torch.optim.AdamW
     backend = hardware_of(request.get("hardware", "auto")).backend
-    return dry_run(plan, model, request["verify"], optimizer, loss_fn=request.get("loss_fn"), backend=backend).peak
+    run = partial(runner or dry_run, loss_fn=request.get("loss_fn"), backend=backend)
+    optimizer, batch = request.get("optimizer_fn") or torch.optim.AdamW, request["verify"]
+    if plan.pipeline is None:
+        return run(plan, model, batch, optimizer).peak
+    if runner is None:
+        return None
+    asked, enough = plan.pipeline.microbatches, len(plan.pipeline.cuts) + 3
+    if asked <= enough:
+        return run(plan, model, batch, optimizer).peak
+    less, peak = (run(*_shortened(plan, model, batch, count), optimizer).peak for count in (enough - 1, enough))
+    return peak + (asked - enough) * max(0, peak - less)
+
+
+def _shortened(plan: Plan, model: nn.Module, batch: Any, count: int) -> tuple[Plan, nn.Module, Any]:
+    """With fewer microbatches of as many rows. With one more than there are stages 1F1B has as many in flight as ever;
+    each further one adds what is alike of all: what was sent is held to the end of the call."""
+    rows = next((one.shape[0] for one in tree_iter(batch) if isinstance(one, torch.Tensor) and one.ndim), 0)
+    kept = rows // plan.pipeline.microbatches * count
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:kept] if tensor.ndim and tensor.shape[0] == rows else tensor
+
+    pipeline = replace(plan.pipeline, microbatches=count)
+    return plan.override(pipeline=pipeline), model, map_tensors(batch, cut)
 
 
 def plan_of(

@@ -18,6 +18,8 @@ from torch import nn
 from vescale_dtensor import VescaleError
 from vescale_plans import Plan, PlanError, Precision, generate_plan
 
+from .._planning.dry_run import dry_run
+
 GIB = 2**30
 
 
@@ -33,6 +35,9 @@ def plan(
         str | None, typer.Option(help="Computes in this dtype, such as bfloat16; by default the configuration's.")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Run the choice dry, and take the next best if it does not fit.")] = True,
+    verify_stages: Annotated[
+        bool, typer.Option(help="Every stage of a pipeline, too: of large models it takes minutes.")
+    ] = False,
     pin: Annotated[list[str] | None, typer.Option(help="What is given, such as tp=8; may be repeated.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="What must not be used, such as pp.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
@@ -40,7 +45,8 @@ def plan(
 ) -> None:
     """Makes the whole plan of a model: what was chosen, the next best, what binds, and why for every block.
 
-    Memory is by formula, and then by a dry run of the choice, for models of transformers; a pipeline has none.
+    Memory is by formula, and then by a dry run of the choice, for models of transformers; of a pipeline where it is
+    asked for.
     """
     built, sample = _build(model)
     rows = world_size if batch is None else batch
@@ -58,6 +64,7 @@ def plan(
     made = _generated(
         built,
         notes,
+        runner=dry_run if verify_stages else None,
         world_size=world_size,
         batch=rows,
         seq=seq,

@@ -1,0 +1,1 @@
+"""What the facade adds to the planner: pipelines, run dry and simulated."""
