@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_dtensor import Replicate
 from vescale_dtensor.engine import unstopped
 
 from .._apply.containers import map_tensors
+from .._plan.match import first_match
 from .._torch_private import tree_iter
 from ..plan import Pipeline, Placements, Plan, PlanError, Precision
 from .candidates import Candidate
@@ -27,7 +29,7 @@ from .progress import Bar
 from .ranking import MARGIN, rank
 from .refusals import InfeasibleError, beyond
 from .structure import Structure
-from .tensor_plan import tensor_parallel_plan
+from .tensor_plan import patterns, tensor_parallel_plan
 
 ASKED = (
     *("world_size", "batch", "seq", "hardware", "memory", "objective", "pin", "forbid", "overrides", "sample"),
@@ -197,22 +199,47 @@ def plan_of(
     if candidate.tp > 1:
         tensor = tensor_parallel_plan(structure, candidate.tp, sequence_parallel=candidate.sp)
         parameters, boundaries = tensor.parameters, tensor.boundaries
+    expert_axis = "ep" if candidate.ep > 1 else None
+    if expert_axis is None and "dp" in mesh and candidate.dp > 1 and structure.expert_degrees:
+        expert_axis, kept = "dp", _kept_whole(structure, parameters, "dp")
+        parameters = _deciding(structure, kept | {glob: said for glob, said in parameters.items() if glob not in kept})
     pipeline = None
     if candidate.pp > 1:
         pipeline = Pipeline(cuts=cuts, microbatches=candidate.microbatches, owners=_owners(structure, cuts))
-    patterns = [name for one in structure.blocks for name in one.patterns]
+    blocks = [name for one in structure.blocks for name in one.patterns]
     return Plan(
         mesh=mesh,
         parameters={**(overrides or {}), **{k: v for k, v in parameters.items() if k not in (overrides or {})}},
         boundaries=boundaries,
         data_axis=tuple(name for name in ("dp", "ep") if name in mesh) or None,
-        expert_axis="ep" if candidate.ep > 1 else None,
+        expert_axis=expert_axis,
         context_axis="cp" if candidate.cp > 1 else None,
         zero=candidate.zero,
         pipeline=pipeline,
-        checkpointing=dict.fromkeys(patterns if set(again) == set(structure.block_names) else again, True),
+        checkpointing=dict.fromkeys(blocks if set(again) == set(structure.block_names) else again, True),
         accumulation=candidate.microbatches if candidate.pp == 1 else 1,
     )
+
+
+def _kept_whole(structure: Structure, parameters: Mapping[str, Placements], axis: str) -> dict[str, Placements]:
+    """What a plan says of its experts, which every rank of the data axis has: rows stay where they are, and each rank
+    computes its own. Of experts that no axis spreads, nobody knows which rows are whose, and all ranks compute all."""
+    stacked = {name for one in structure.experts for name in one.parameters}
+    said = {
+        name: {**_said(parameters, name), axis: Replicate()} if name in stacked else None for name in structure.shapes
+    }
+    return patterns(said, rest=None, last=False)
+
+
+def _said(parameters: Mapping[str, Placements], name: str) -> Placements:
+    glob = first_match(parameters, name)
+    return {} if glob is None else parameters[glob]
+
+
+def _deciding(structure: Structure, parameters: Mapping[str, Placements]) -> dict[str, Placements]:
+    """Without globs that decide nothing."""
+    used = {first_match(parameters, name) for name in structure.shapes}
+    return {glob: said for glob, said in parameters.items() if glob in used}
 
 
 def _owners(structure: Structure, cuts: Sequence[str]) -> dict[str, int]:
