@@ -43,6 +43,7 @@ COMMUNICATES = {
         "checkpoints",  # tells torch's checkpoints which boxes a rank holds; sends nothing
         "_torch_private",  # names parts of it; sends nothing
         "collectives",  # executes conversions
+        "board",  # asks a group for its ranks, and the store for a token, once
         "deaths",  # leaves word in the store of which process a rank is
         "endings",  # tells why a rank ended
         "objects",  # what ranks say to each other

@@ -13,7 +13,9 @@ from time import monotonic
 from typing import Any
 from weakref import WeakSet, ref
 
+from .._errors import CommunicationError
 from . import events
+from .board import board_of
 
 EVENTS = 50
 """So many are kept."""
@@ -33,11 +35,12 @@ class Line:
     which match in the order in which both post them; or messages of two ranks, which are known by what they are called.
     """
 
-    __slots__ = ("__weakref__", "axes", "count", "group", "of", "ranks")
+    __slots__ = ("__weakref__", "axes", "board", "count", "group", "of", "ranks")
 
     def __init__(self, axes: Sequence[str], ranks: Sequence[int], of: str = COLLECTIVES, group: Any = None) -> None:
         self.axes, self.ranks, self.of, self.count = tuple(axes), tuple(ranks), of, 0
         self.group = (lambda: None) if group is None else ref(group)  # no group may outlive the interpreter
+        self.board = None if group is None or of != COLLECTIVES else board_of(group)
         lines.add(self)
 
     @property
@@ -47,10 +50,17 @@ class Line:
 
 
 def note(kind: str, line: Line, received: int, state: str) -> list:
-    """One collective begins; set its [STATE] when it goes on. `received`: bytes."""
+    """One collective begins; set its [STATE] when it goes on. `received`: bytes. Raises CommunicationError where a
+    rank of this machine has begun another one in its place."""
     line.count = number = line.count + 1
     entry = [state, kind, line, number, received, events._current, events._direction, monotonic()]
     ring.append(entry)
+    if line.board is not None:
+        try:
+            line.board.post(kind, received, line.axes, line.group())
+        except CommunicationError:
+            entry[STATE] = FAILED
+            raise
     return entry
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
+from types import CodeType
+from weakref import WeakKeyDictionary
 
-import torch
 import torch.utils.checkpoint
+from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from .._errors import PipelineError
 from .event import Event
 
 REENTRANT = CheckpointFunction.__name__
-_APPLY = torch.autograd.Function.apply.__func__.__code__
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
@@ -26,11 +28,30 @@ def who_calls() -> tuple[str | None, bool]:
     """The innermost autograd Function that this dry run is in, by name, and whether it is in a checkpoint."""
     frame, function, checkpointed = sys._getframe(1), None, False
     while frame is not None and frame.f_code.co_name != "dry_run":
-        if frame.f_code is _APPLY and function is None:
-            function = frame.f_locals["cls"].__name__
+        function = function or _function_of(frame.f_code)
         checkpointed = checkpointed or frame.f_code is _CHECKPOINT
         frame = frame.f_back
     return function, checkpointed
+
+
+def _function_of(code: CodeType) -> str | None:
+    """The autograd Function whose forward this is, by name. `apply` leaves no frame: from torch 2.15 on it is C."""
+    if code not in _functions:
+        _functions[code] = None
+        for one in _subclasses(Function):
+            forward = inspect.unwrap(one.forward)
+            if hasattr(forward, "__code__"):
+                _functions[forward.__code__] = one.__name__
+    return _functions[code]
+
+
+def _subclasses(one: type) -> Iterator[type]:
+    for derived in one.__subclasses__():
+        yield from _subclasses(derived)
+        yield derived
+
+
+_functions: WeakKeyDictionary[CodeType, str | None] = WeakKeyDictionary()
 
 
 def check_caller(event: Event) -> None:

@@ -88,6 +88,7 @@ SHARED = {
     "vescale_dtensor._layouts.state": ("_flat", "_sharded"),
     "vescale_dtensor._tensor.tensor": ("is_global",),
     "vescale_plans._static.scan.source": ("_files",),
+    "vescale_pipeline._trace.foreign": ("_functions",),
     "vescale_rng._cuda.fill": ("_named",),
     # the simulation itself
     "vescale_dtensor._debugger.session": ("simulation",),
@@ -96,8 +97,10 @@ SHARED = {
     "vescale_dtensor._dispatch.fallback": ("reported",),
     "vescale_dtensor._tensor.compiled": ("_told",),
     # of processes, which simulated ranks are not
+    "vescale_dtensor._communication.board": ("_boards", "_world"),
     "vescale_dtensor._communication.endings": ("_before", "_raised"),
     "vescale_dtensor._communication.hangs.hang": ("_watch",),
+    "vescale_dtensor._test_kit.allocations": ("Work.wait",),
     "vescale_dtensor._test_kit.worker": ("_by_value", "_sent_classes", "device_type", "in_worker"),
     "vescale_dtensor.testing": ("_meshes", "_meshes_world"),
 }

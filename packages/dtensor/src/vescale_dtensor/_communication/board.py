@@ -1,0 +1,150 @@
+"""Ranks of one machine see in shared memory which collective the others are in, and no two different ones meet.
+
+A backend pairs collectives by their order alone. Where one rank runs code that the others do not (`if rank == 0:`
+around an evaluation, or a norm of sharded gradients), its collective meets another one: numbers change hands, or gloo
+aborts the process. So each rank writes its collective's number and what it is onto a board before it begins, and then
+looks at what the others have written under that number: of two ranks that differ the one that comes second sees it,
+and raises before anything has met.
+
+Compared are the kind, whether gradients are recorded, and the bytes where they are equal by construction; not the lines
+of code, of which different ones may rightly ask for the same. Ranks on other machines are not seen. Cost: a microsecond
+per collective, one request to the store per process, and some kB of memory per group and rank, freed at exit.
+
+    VESCALE_BOARD    "0" turns the comparison off
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import mmap
+import os
+import zlib
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from .._errors import CommunicationError
+from .._torch_private import _get_default_store
+from . import events
+from .endings import ALONE, close, described, tell_first
+
+_SHARED_MEMORY = Path("/dev/shm")
+_TOKEN = "vescale/board"
+_PLACES = 32
+"""Collectives that stay written: more than a rank has under way."""
+_TEXT = 120
+"""Bytes of what a collective is, in words."""
+_EQUAL = frozenset({"all_gather", "all_reduce"})
+"""Kinds of which every rank receives equally many bytes."""
+_NUMBERS = 1 << 32
+_MOST_KNOWN = 4096
+
+
+class Board:
+    """What a group's ranks write, on one machine. `rank`: this one's in the group; `ranks`: theirs in the world."""
+
+    def __init__(self, path: Path, rank: int, ranks: Sequence[int]) -> None:
+        size = len(ranks)
+        cells, texts = size * _PLACES * 8, size * _PLACES * _TEXT
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, cells + texts)
+            self._memory = memoryview(mmap.mmap(file, cells + texts))
+        finally:
+            os.close(file)
+        self._cells, self._texts = self._memory[:cells].cast("Q"), cells
+        self._rank, self._ranks, self._count = rank, ranks, 0
+        self._own = rank * _PLACES
+        # Its neighbours in a ring: of ranks that differ, two stand next to each other.
+        self._others = sorted({(rank + 1) % size * _PLACES, (rank - 1) % size * _PLACES})
+        self._known: dict[tuple, tuple[int, bytes]] = {}
+
+    def post(self, kind: str, received: int, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
+        """This rank begins a collective. Raises CommunicationError where another rank's of the same number differs, and
+        ends the group's connections: whoever waits there gets an error, too."""
+        key = (kind, received if kind in _EQUAL else 0, torch.is_grad_enabled(), events._current)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) == _MOST_KNOWN:
+                self._known.clear()
+            known = self._known[key] = _described(*key)
+        self._count = number = self._count + 1
+        place = number % _PLACES
+        at = self._own + place
+        begins = self._texts + at * _TEXT
+        self._memory[begins : begins + _TEXT] = known[1]
+        cells = self._cells
+        cells[at] = cell = number % _NUMBERS << 32 | known[0]
+        for other in self._others:
+            seen = cells[other + place]
+            if seen != cell and seen >> 32 == cell >> 32:
+                self._refuse(other + place, known[1], axes, group)
+
+    def _refuse(self, other: int, own: bytes, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
+        begins = self._texts + other * _TEXT
+        said = {self._rank: own, other // _PLACES: bytes(self._memory[begins : begins + _TEXT])}
+        line = events.user_line()
+        operands = [
+            f"rank {self._ranks[rank]}  in {text.decode(errors='replace').strip()}"
+            + (f", at {line}" if line and rank == self._rank else "")
+            for rank, text in sorted(said.items())
+        ]
+        rule = (
+            f"collective {self._count:,} over axis {', '.join(map(repr, axes))} is not the same on all ranks: some of "
+            "them run code that others do not"
+        )
+        error = CommunicationError(
+            events.cause().function,
+            rule,
+            operands,
+            [
+                ("run it on every rank", "what computes with shards communicates, evaluation and norms as well"),
+                ("tensor.full_tensor()", "on every rank, before `if rank == 0:`: a gather, and then no communication"),
+                ("VESCALE_BOARD=0", "lets them meet, where you know that they match"),
+            ],
+        )
+        tell_first(f"rank {self._ranks[self._rank]} raised {described(error)}")
+        close(group)
+        raise error
+
+
+def board_of(group: dist.ProcessGroup) -> Board | None:
+    """The group's board, one per process; None where its ranks are no processes, or have no memory to share."""
+    if os.environ.get("VESCALE_BOARD") == "0" or group.size() < 2 or dist.get_backend(group) in ALONE:
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    key = sha256(f"{_token()} {group.group_name} {ranks}".encode()).hexdigest()[:24]
+    if key not in _boards:
+        _boards[key] = None
+        with contextlib.suppress(OSError):
+            path = _SHARED_MEMORY / f"vescale-{key}"
+            _boards[key] = Board(path, group.rank(), ranks)
+            atexit.register(path.unlink, missing_ok=True)
+    return _boards[key]
+
+
+def _token() -> str:
+    """Of this world, on every rank; what other runs left behind has another."""
+    global _world
+    if _world[0] is not dist.group.WORLD:
+        token = _get_default_store().compare_set(_TOKEN, "", uuid4().hex).decode()
+        _world = dist.group.WORLD, token
+    return _world[1]
+
+
+def _described(kind: str, received: int, is_recorded: bool, function: object) -> tuple[int, bytes]:
+    """A collective's digest, and what it is in words of a fixed length. Who asked is no part of the digest."""
+    size = f" of {received:,} B" if received else ""
+    compared = f"{kind}{size}, {'with' if is_recorded else 'without'} gradients"
+    name = function.function if isinstance(function, events.Cause) else events.function_name(function)
+    return zlib.crc32(compared.encode()), f"{compared}, for {name}".encode()[:_TEXT].ljust(_TEXT)
+
+
+_world: tuple[Any, str] = (None, "")
+_boards: dict[str, Board | None] = {}
