@@ -8,7 +8,7 @@ and raises before anything has met.
 
 Compared are the kind, whether gradients are recorded, and the bytes where they are equal by construction; not the lines
 of code, of which different ones may rightly ask for the same. Ranks on other machines are not seen. Cost: a microsecond
-per collective, one request to the store per process, and some kB of memory per group and rank, freed at exit.
+per collective, one request to the store per process, and a page of memory per group and rank, freed with the processes.
 
     VESCALE_BOARD    "0" turns the comparison off
 """
@@ -40,6 +40,8 @@ _PLACES = 32
 """Collectives that stay written: more than a rank has under way."""
 _TEXT = 120
 """Bytes of what a collective is, in words."""
+_PAGE, _WORD = 4096, 8
+"""Bytes of a rank: its places' numbers and digests, a word each, and then their texts."""
 _EQUAL = frozenset({"all_gather", "all_reduce"})
 """Kinds of which every rank receives equally many bytes."""
 _NUMBERS = 1 << 32
@@ -51,24 +53,28 @@ class Board:
 
     def __init__(self, path: Path, rank: int, ranks: Sequence[int]) -> None:
         size = len(ranks)
-        cells, texts = size * _PLACES * 8, size * _PLACES * _TEXT
+        neighbours = {(rank + 1) % size, (rank - 1) % size}  # of ranks that differ, two stand next to each other
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(file, cells + texts)
-            self._memory = memoryview(mmap.mmap(file, cells + texts))
+            os.ftruncate(file, size * _PAGE)
+            for one in {rank, *neighbours}:  # a page that is not to be had is an error here, and a signal later
+                os.posix_fallocate(file, one * _PAGE, _PAGE)
+            self._memory = memoryview(mmap.mmap(file, size * _PAGE))
         finally:
             os.close(file)
-        self._cells, self._texts = self._memory[:cells].cast("Q"), cells
-        self._rank, self._ranks, self._count = rank, ranks, 0
-        self._own = rank * _PLACES
-        # Its neighbours in a ring: of ranks that differ, two stand next to each other.
-        self._others = sorted({(rank + 1) % size * _PLACES, (rank - 1) % size * _PLACES})
+        self._cells = self._memory.cast("Q")
+        self._path, self._rank, self._ranks, self._count = path, rank, ranks, 0
+        self._own = rank * _PAGE // _WORD
+        self._others = [one * _PAGE // _WORD for one in sorted(neighbours)]
         self._known: dict[tuple, tuple[int, bytes]] = {}
+        atexit.register(path.unlink, missing_ok=True)
 
     def post(self, kind: str, received: int, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
         """This rank begins a collective. Raises CommunicationError where another rank's of the same number differs, and
         ends the group's connections: whoever waits there gets an error, too."""
-        key = (kind, received if kind in _EQUAL else 0, torch.is_grad_enabled(), events._current)
+        function = events._current
+        name = function if type(function) is str else getattr(function, "__name__", None)
+        key = (kind, received if kind in _EQUAL else 0, torch.is_grad_enabled(), name)
         known = self._known.get(key)
         if known is None:
             if len(self._known) == _MOST_KNOWN:
@@ -76,25 +82,28 @@ class Board:
             known = self._known[key] = _described(*key)
         self._count = number = self._count + 1
         place = number % _PLACES
-        at = self._own + place
-        begins = self._texts + at * _TEXT
+        begins = self._text_of(self._rank, place)
         self._memory[begins : begins + _TEXT] = known[1]
         cells = self._cells
-        cells[at] = cell = number % _NUMBERS << 32 | known[0]
+        cells[self._own + place] = cell = number % _NUMBERS << 32 | known[0]
         for other in self._others:
             seen = cells[other + place]
             if seen != cell and seen >> 32 == cell >> 32:
-                self._refuse(other + place, known[1], axes, group)
+                self._refuse(other * _WORD // _PAGE, axes, group)
+        if number == _PLACES:  # all ranks have come to the first, and so have opened the file
+            self._path.unlink(missing_ok=True)
 
-    def _refuse(self, other: int, own: bytes, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
-        begins = self._texts + other * _TEXT
-        said = {self._rank: own, other // _PLACES: bytes(self._memory[begins : begins + _TEXT])}
-        line = events.user_line()
-        operands = [
-            f"rank {self._ranks[rank]}  in {text.decode(errors='replace').strip()}"
-            + (f", at {line}" if line and rank == self._rank else "")
-            for rank, text in sorted(said.items())
-        ]
+    def _text_of(self, rank: int, place: int) -> int:
+        return rank * _PAGE + _PLACES * _WORD + place * _TEXT
+
+    def _refuse(self, other: int, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
+        line, place = events.user_line(), self._count % _PLACES
+        operands = []
+        for rank in sorted((self._rank, other)):
+            begins = self._text_of(rank, place)
+            text = bytes(self._memory[begins : begins + _TEXT]).decode(errors="replace").strip()
+            where = f", at {line}" if line and rank == self._rank else ""
+            operands.append(f"rank {self._ranks[rank]}  in {text}{where}")
         rule = (
             f"collective {self._count:,} over axis {', '.join(map(repr, axes))} is not the same on all ranks: some of "
             "them run code that others do not"
@@ -123,9 +132,7 @@ def board_of(group: dist.ProcessGroup) -> Board | None:
     if key not in _boards:
         _boards[key] = None
         with contextlib.suppress(OSError):
-            path = _SHARED_MEMORY / f"vescale-{key}"
-            _boards[key] = Board(path, group.rank(), ranks)
-            atexit.register(path.unlink, missing_ok=True)
+            _boards[key] = Board(_SHARED_MEMORY / f"vescale-{key}", group.rank(), ranks)
     return _boards[key]
 
 
@@ -138,12 +145,14 @@ def _token() -> str:
     return _world[1]
 
 
-def _described(kind: str, received: int, is_recorded: bool, function: object) -> tuple[int, bytes]:
-    """A collective's digest, and what it is in words of a fixed length. Who asked is no part of the digest."""
-    size = f" of {received:,} B" if received else ""
-    compared = f"{kind}{size}, {'with' if is_recorded else 'without'} gradients"
-    name = function.function if isinstance(function, events.Cause) else events.function_name(function)
-    return zlib.crc32(compared.encode()), f"{compared}, for {name}".encode()[:_TEXT].ljust(_TEXT)
+def _described(kind: str, received: int, is_recorded: bool, name: str | None) -> tuple[int, bytes]:
+    """A collective's digest, and what it is in words of a fixed length. Who asked is no part of the digest; and what
+    ranks tell each other, some of them perhaps in a handler of an exception, is so with gradients or without."""
+    compared = f"{kind} of {received:,} B" if received else kind
+    if kind != "gather_objects":
+        compared += f", {'with' if is_recorded else 'without'} gradients"
+    text = f"{compared}, for {events.function_name(name)}" if name else compared
+    return zlib.crc32(compared.encode()), text.encode()[:_TEXT].ljust(_TEXT)
 
 
 _world: tuple[Any, str] = (None, "")
