@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 
-from vescale_dtensor.testing import in_turns
 from vescale_pipeline import Costs, ScheduleError, generate, peak_memory, simulate
 from vescale_pipeline.schedules import GENERATORS
 
@@ -44,7 +43,6 @@ PUBLISHED = {
 LEAST = {"zb-h2": lambda p: 2 * p - 1, "zbv": lambda p: 2 * p - 1, "dualpipe-v": lambda p: 2 * p}
 
 
-@in_turns(3)
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_bubble_equals_the_published_formula(kind):
     """From p microbatches on, or as many as LEAST says; interleaved kinds for whole rounds of p."""

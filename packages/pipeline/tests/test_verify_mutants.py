@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from vescale_dtensor.testing import in_turns
 from vescale_pipeline import ScheduleError, generate, verify
 from vescale_pipeline.schedules import GENERATORS
 from vescale_pipeline.verify import MODELS
@@ -448,7 +447,6 @@ def test_no_generated_schedule_is_rejected(kind):
         assert not any(_check_against_explorer(schedule).values())
 
 
-@in_turns(3)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_mutants_are_judged_as_by_trying_every_order(mutation):
     harmful = right = 0
