@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard
+from vescale_dtensor.engine import cut_ranges
 from vescale_plans import PlanError
 from vescale_plans.search import sample_of, structure_of, tensor_parallel_plan
 
@@ -197,10 +198,30 @@ def test_packed_weights_are_segments():
     assert plan.parameters["blocks.*.mixer.wide"] == {"tp": InterleavedShard(1, 2)}
 
 
-def test_segments_of_unequal_size_are_split_by_their_weights_alone():
+@pytest.mark.parametrize("heads, shared, size", [(6, 3, 8), (4, 2, 12), (8, 4, 4), (4, 1, 8), (12, 2, 4)])
+def test_segments_of_unequal_size_are_dealt_out(heads, shared, size):
+    found = structure(words(lambda: Attention(heads, shared, size, packed=True), lambda: Gated(48)))
+    group, weight = found.groups[0], "blocks.0.attention.inward.0.weight"
+    assert (group.atoms, group.degrees) == (shared, tuple(d for d in range(2, shared + 1) if shared % d == 0))
+    for degree in group.degrees:
+        placement = group.split(degree)[weight][1]
+        held, at = [[] for _ in range(degree)], 0
+        for width in (heads * size, shared * size, shared * size):
+            for rank, ranges in enumerate(cut_ranges(Shard(0), width, degree)):
+                held[rank] += [i + at for i in range(*ranges[0])]
+            at += width
+        assert [[i for span in ranges for i in range(*span)] for ranges in cut_ranges(placement, at, degree)] == held
+        plan = tensor_parallel_plan(found, degree)
+        assert plan.parameters["blocks.*.attention.inward.*.weight"] == {"tp": placement}
+        assert plan.parameters["blocks.*.attention.inward.*.bias"] == {"tp": placement}
+        assert "blocks.*.attention.inward.*" not in plan.boundaries
+    assert set(group.degrees) <= set(found.degrees)
+
+
+def test_segments_too_few_for_the_ranks_are_split_by_their_weights_alone():
     found = structure(words(lambda: Attention(6, 3, 8, packed=True), lambda: Gated(40)))
-    assert found.groups[0].atoms == 3
-    assert found.groups[0].degrees == ()
+    assert found.groups[0].degrees == (3,)
+    assert found.degrees == (2, 4, 8)  # what 3 heads hinder is gathered, not given up
     plan = tensor_parallel_plan(found, 2)
     assert plan.parameters["blocks.*.attention.inward.*.weight"] == {"tp": Shard(0)}
     assert plan.boundaries["blocks.*.attention.inward.*"].output == {"tp": Replicate()}
@@ -275,18 +296,32 @@ def test_where_nothing_can_be_split_the_vocabulary_is():
         tensor_parallel_plan(found, 5)
 
 
+class Mixed(nn.Module):
+    """A gate, a value, a number per head, and `shared` numbers that all heads use, of one weight."""
+
+    def __init__(self, shared=0):
+        super().__init__()
+        self.sizes = (32, 32, 8, shared)
+        self.inward, self.outward = nn.Linear(WIDTH, sum(self.sizes)), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        gate, value, heads, shared = self.inward(x).split(self.sizes, -1)
+        value = (gate.sigmoid() * value).unflatten(-1, (8, 4)).mul(heads[..., None]).flatten(-2)
+        return self.outward(value * shared.square().sum(-1, keepdim=True).cos())
+
+
 def test_unequal_segments_alone_are_a_plan():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inward, self.outward = nn.Linear(WIDTH, 32 + 32 + 8), nn.Linear(32, WIDTH)
-
-        def forward(self, x):
-            gate, value, heads = self.inward(x).split((32, 32, 8), -1)
-            return self.outward((gate.sigmoid() * value).unflatten(-1, (8, 4)).mul(heads[..., None]).flatten(-2))
-
     found = structure(words(Mixed, Mixed))
     assert found.degrees == (2, 4, 8)
+    plan = tensor_parallel_plan(found, 2)
+    order = (*[0] * 4, *[1] * 4) * 2 + (0, 1)
+    assert plan.parameters["blocks.*.mixer.inward.weight"] == {"tp": InterleavedShard(0, 1, order)}
+    assert "blocks.*.mixer.inward" not in plan.boundaries
+
+
+def test_what_all_heads_share_is_gathered_with_the_weight_that_holds_it():
+    found = structure(words(lambda: Mixed(8), lambda: Mixed(8)))
+    assert found.degrees == (2, 4, 8, 16)
     plan = tensor_parallel_plan(found, 2)
     assert plan.parameters["blocks.*.mixer.inward.weight"] == {"tp": Shard(0)}
     assert plan.boundaries["blocks.*.mixer.inward"].output == {"tp": Replicate()}

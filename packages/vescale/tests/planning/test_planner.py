@@ -507,7 +507,7 @@ def gathers(kind):
     return gathered - loss, counts, str(trace)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mpt", "codegen"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mpt", "codegen", "phi3"])
 def test_packed_weights_need_no_all_gather(kind):
     for count, reduces, trace in run_ranks(2, gathers, kind, timeout=120):
         assert count == 0, trace

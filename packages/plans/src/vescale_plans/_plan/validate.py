@@ -105,7 +105,8 @@ def _check_parameter(plan: PlanFields, name: str, parameter: nn.Parameter, place
     sizes = list(shape)
     for axis, placement in placed.items():
         if isinstance(placement, (Shard, InterleavedShard)):
-            parts = plan.mesh[axis] * getattr(placement, "groups", 1)
+            order = getattr(placement, "order", None) or range(plan.mesh[axis])
+            parts = len(order) * getattr(placement, "groups", 1)
             if sizes[placement.dim] % parts:
                 raise PlanError(
                     "Plan",

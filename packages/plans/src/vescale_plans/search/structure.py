@@ -19,30 +19,48 @@ Span = tuple[int, int]
 
 
 @cache
-def segments(size: int, spans: tuple[Span, ...], features: int, degree: int) -> int | None:
-    """How many equal segments `size` features are in, each to be cut in `degree` parts, so that every part reaches
-    its own part of a sink's `features` alone; None where no such cut exists.
+def cut_of(size: int, spans: tuple[Span, ...], features: int, degree: int, dim: int) -> Placement | None:
+    """How `size` features along `dim` are cut in `degree` parts, so that every part reaches its own part of a sink's
+    `features` alone: in one piece, in the fewest equal segments that are cut alike (queries, keys and values of as many
+    heads), or in chunks that are dealt out (of fewer keys than queries); None where no such cut gives all as many.
 
     Arguments:
         spans: per unit of the features, what it reaches.
     """
     if features % degree or size % degree:
         return None
-    part = features // degree
-    owners: list[int | None] = []
-    for start, stop in spans:
-        if start < stop and start // part != (stop - 1) // part:
-            return None
-        owners.append(start // part if start < stop else None)  # one that reaches nothing may go anywhere
-    if not any(owner is not None for owner in owners):
+    owners = _owners(spans, features // degree)
+    if owners is None or all(owner is None for owner in owners):
         return None
     units = len(owners)
     for groups in range(1, units // degree + 1):
         if units % (groups * degree) == 0 and size % (groups * degree) == 0:
             run, each = units // groups, units // groups // degree
             if all(owner in (None, (at % run) // each) for at, owner in enumerate(owners)):
-                return groups
-    return None
+                return Shard(dim) if groups == 1 else InterleavedShard(dim, groups)
+    order = _dealt_out(owners, degree)
+    return None if order is None or size % units else InterleavedShard(dim, 1, order)
+
+
+def _owners(spans: tuple[Span, ...], part: int) -> list[int | None] | None:
+    """Per unit the part of the sink that it reaches, None of one that reaches nothing, and so may go anywhere; None in
+    place of them all if one reaches several."""
+    owners: list[int | None] = []
+    for start, stop in spans:
+        if start < stop and start // part != (stop - 1) // part:
+            return None
+        owners.append(start // part if start < stop else None)
+    return owners
+
+
+def _dealt_out(owners: list[int | None], degree: int) -> tuple[int, ...] | None:
+    """Whose each of the fewest equal chunks is; None where parts have not as many units each."""
+    known = next(owner for owner in owners if owner is not None)
+    whose = [known := known if owner is None else owner for owner in owners]
+    if any(whose.count(part) * degree != len(whose) for part in range(degree)):
+        return None
+    chunk = gcd(*(at for at in range(1, len(whose)) if whose[at] != whose[at - 1]), len(whose))
+    return tuple(whose[::chunk])
 
 
 @dataclass(frozen=True)
@@ -71,9 +89,9 @@ class Source:
     by_norm: bool = False
     companion: bool = False
 
-    def groups(self, features: int, degree: int) -> int | None:
-        """See `segments`."""
-        return segments(self.size, self.spans, features, degree)
+    def cut(self, features: int, degree: int) -> Placement | None:
+        """See `cut_of`."""
+        return cut_of(self.size, self.spans, features, degree, self.dim)
 
 
 @dataclass(frozen=True)
@@ -120,20 +138,19 @@ class Group:
         """
         placed: dict[str, tuple[Source, Placement]] = {}
         for source in self.sources:
-            groups = source.groups(self.features, degree)
-            if groups is None:
-                if source.size >= self.features and not source.companion:
-                    return {}
-            else:
-                placement = Shard(source.dim) if groups == 1 else InterleavedShard(source.dim, groups)
+            placement = source.cut(self.features, degree)
+            if placement is not None:
                 placed[source.parameter] = (source, placement)
+            elif source.size >= self.features and not source.companion:
+                return {}
         if all(source.companion for source, _ in placed.values()):
             return {}
         return placed
 
     def gathered(self, degree: int) -> dict[str, Source]:
-        """Where no cut keeps the parts apart (heads fewer than ranks, packed segments of unequal size): sources whose
-        weights can be split all the same, if what they give is gathered before it is used. Parameter -> source."""
+        """Where no cut keeps the parts apart (heads fewer than ranks, keys that all heads share packed with what each
+        has of its own): sources whose weights can be split all the same, if what they give is gathered before it is
+        used. Parameter -> source."""
         weights = [source for source in self.sources if not source.companion]
         sizes = [self.features, *(source.size for source in weights)]
         called = [
@@ -147,6 +164,13 @@ class Group:
     def gathered_degrees(self) -> tuple[int, ...]:
         """The degrees, from 2 on, by which it can be split if what its sources give is gathered."""
         return tuple(d for d in range(2, self.features + 1) if self.features % d == 0 and self.gathered(d))
+
+    @property
+    def is_dealt_out(self) -> bool:
+        """Whether a weight holds parts of several sizes: whoever cuts these apart may find them too few for its ranks,
+        as the shared keys of grouped heads are, where one that holds them by themselves would stay whole."""
+        cuts = (placement for degree in self.degrees for _, placement in self.split(degree).values())
+        return any(isinstance(one, InterleavedShard) and one.order is not None for one in cuts)
 
     @staticmethod
     def _merged(spans: list[Span]) -> list[Span]:
@@ -286,11 +310,16 @@ class Structure:
     def degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degrees that split every group that any degree splits, the most useful ones to try.
 
-        Where none splits any so that its parts stay apart, those that split weights all the same: of a group that is
-        gathered, else of the vocabulary.
+        A group whose parts of several sizes are in one weight is split by more degrees if it is gathered, and hinders
+        none of these. Where none splits any so that its parts stay apart, those that split weights all the same: of a
+        group that is gathered, else of the vocabulary.
         """
         alike = {(group.features, tuple((s.size, s.spans) for s in group.sources)): group for group in self.groups}
-        useful = [set(group.degrees) for group in alike.values() if group.degrees]
+        useful = [
+            {*group.degrees, *(group.gathered_degrees if group.is_dealt_out else ())}
+            for group in alike.values()
+            if group.degrees
+        ]
         useful = useful or [found for group in alike.values() if (found := set(group.gathered_degrees))]
         if not useful:
             tables = (*self.lookups, *self.heads)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from vescale_dtensor import Placement, Replicate, Shard
+from vescale_dtensor import InterleavedShard, Placement, Replicate, Shard
 
 from .._plan.parts import Boundary, Placements, PlanError
 from .structure import Structure
@@ -102,7 +102,10 @@ def split_parameters(structure: Structure, degree: int) -> dict[str, Placement]:
 
 
 def _on(placement: Placement, dim: int) -> Placement:
-    return Shard(dim) if type(placement) is Shard else type(placement)(dim, placement.groups)
+    """The same cut of another dim."""
+    if isinstance(placement, InterleavedShard):
+        return InterleavedShard(dim, placement.groups, placement.order)
+    return Shard(dim)
 
 
 def _boundaries(

@@ -3,6 +3,7 @@
     dim taken whole                keeps its sharding
     sharded dim, integer or        pending: the ranks that hold a part give it, the others zeros; no
     short slice                    communication here, and the pending result is smaller than a gather
+    whole groups or chunks         keep their cut, a view (`part`)
     chunks dealt out, long slice   stay dealt out, few rows move over their borders (`shift`)
     sharded dim, any other slice   made whole first
     pending input                  pending
@@ -28,6 +29,7 @@ from ..registry import Call, Decision, Operand, composite, rule
 from ..traits import VIEWS, Trait
 from .index_items import Item, align, as_index, enters_here, is_basic, owned, parse, pieces
 from .index_tensor import read_tensors, write_tensors
+from .part import sliced
 from .shift import shift_of, shifted
 
 # --- reading --------------------------------------------------------------------------
@@ -36,6 +38,9 @@ from .shift import shift_of, shifted
 def read(call: Call, items: list[Item], *, keep: bool) -> Decision | None:
     """The decision for a basic index. keep: the called function itself does on the shards when nothing is cut."""
     x = call.operands[0]
+    kept = _of_parts(x.layout, items)
+    if kept is not None:
+        return kept
     labels: list = list(range(x.ndim))
     output: list = []
     for item in items:
@@ -57,6 +62,22 @@ def read(call: Call, items: list[Item], *, keep: bool) -> Decision | None:
     if parted or not keep:
         decision.run = _reader(source, items, parted)
     return decision
+
+
+def _of_parts(layout: Layout, items: list[Item]) -> Decision | None:
+    """Slices of cut dims that keep a cut: a view of the shards. None where one does not, or nothing cut is sliced."""
+    found = sliced(layout, items)
+    if found is None:
+        return None
+    states, local = found
+    out = layout_of(layout.mesh, states, [len(item.taken) for item in items if not item.drop])
+    if not out.is_exact:
+        return None
+    index = tuple(
+        local[item.dim] if item.dim in local else slice(None) if item.is_full(layout.shape) else as_index(item)
+        for item in items
+    )
+    return Decision(targets=(None,), out=out, run=lambda input, *args, **kwargs: input[index])
 
 
 def _shift(layout: Layout, item: Item):

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from math import gcd
 
 import torch
@@ -20,10 +21,11 @@ from torch import Tensor
 from ..._dispatch.signature import Signature
 from ..._errors import ShapeError
 from ..._layouts.layout import Layout
-from ..._layouts.state import State, sharded
+from ..._layouts.state import sharded
 from ..registry import Call, Operand, both, composite, rule
 from ..solvers.carry import carry, sizes_before
 from ..traits import VIEWS, Trait
+from .part import part_of
 from .shape import AT_LEAST, dim_of, renamed
 
 # --- joining --------------------------------------------------------------------------
@@ -218,13 +220,13 @@ def _parted(call: Call, dim):
     def through(axis, state, source, results):
         if state.dim != dim:
             return (state,) * len(shapes)
-        if state.units is not None:
-            return None
-        if state.order is not None:
-            return _chunks_of(state, call.mesh.sizes[axis], source.shape[dim], [shape[dim] for shape in shapes])
-        found = {_pieces_of(state.groups, dim, sizes) for sizes in sizes_before(axis, (source, *results))}
+        count = call.mesh.sizes[axis]
+        found = set()
+        for size, *lengths in sizes_before(axis, (source, *results)):
+            starts = accumulate((one[dim] for one in lengths), initial=0)
+            found.add(tuple(part_of(state, count, size[dim], at, one[dim]) for at, one in zip(starts, lengths)))
         kept = found.pop()
-        return None if found or kept is None else kept
+        return None if found or None in kept else kept
 
     def local(outs):
         sizes = [layout.local_shape[dim] for layout in outs]
@@ -254,40 +256,6 @@ def _explain(layout: Layout, axis: int, shapes: list[tuple[int, ...]]) -> tuple[
     )
     groups = layout.shape[state.dim] // (gcd(*sizes) or 1)
     return reason, ((f"InterleavedShard({state.dim}, {groups})", "cuts every piece alike, no communication"),)
-
-
-def _pieces_of(groups: int, dim: int, sizes: tuple[tuple[int, ...], ...]) -> tuple | None:
-    """The states of the pieces of a dim of so many groups, or None if a piece ends within one. `sizes`: input first."""
-    length = sizes[0][dim] // groups
-    pieces = [shape[dim] for shape in sizes[1:]]
-    if length == 0 or sizes[0][dim] % groups or any(size % length for size in pieces):
-        return None
-    return tuple(sharded(dim, max(size // length, 1)) for size in pieces)
-
-
-def _chunks_of(state: State, count: int, size: int, pieces: list[int]) -> tuple | None:
-    """The states of the pieces of a dim that is dealt out in an order, or None if one ends within a chunk, or leaves a
-    rank without any."""
-    order = state.order * state.groups
-    unit = size // len(order)
-    if unit * len(order) != size or any(piece % unit or not piece for piece in pieces):
-        return None
-    states, at = [], 0
-    for piece in pieces:
-        states.append(_simplest(state.dim, count, order[at : at + piece // unit]))
-        at += piece // unit
-    return None if None in states else tuple(states)
-
-
-def _simplest(dim: int, count: int, order: tuple[int, ...]) -> State | None:
-    """The cut with the fewest groups that deals out chunks so; by that order where no other does."""
-    if set(order) != set(range(count)):
-        return None
-    for groups in range(1, len(order) // count + 1):
-        part, rest = divmod(len(order), groups * count)
-        if not rest and order == tuple(rank for rank in range(count) for _ in range(part)) * groups:
-            return sharded(dim, groups)
-    return sharded(dim, order=order)
 
 
 @rule(both("unbind"), traits=VIEWS)
