@@ -64,7 +64,7 @@ class Board:
             os.close(file)
         self._cells = self._memory.cast("Q")
         self._path, self._rank, self._ranks, self._count = path, rank, ranks, 0
-        self._own = rank * _PAGE // _WORD
+        self._own, self._is_listed = rank * _PAGE // _WORD, True
         self._others = [one * _PAGE // _WORD for one in sorted(neighbours)]
         self._known: dict[tuple, tuple[int, bytes]] = {}
         atexit.register(path.unlink, missing_ok=True)
@@ -90,8 +90,14 @@ class Board:
             seen = cells[other + place]
             if seen != cell and seen >> 32 == cell >> 32:
                 self._refuse(other * _WORD // _PAGE, axes, group)
-        if number == _PLACES:  # all ranks have come to the first, and so have opened the file
+        if self._is_listed and (number == _PLACES or self._are_here(place, cell)):
             self._path.unlink(missing_ok=True)
+            self._is_listed = False
+
+    def _are_here(self, place: int, cell: int) -> bool:
+        """Whether all ranks have opened the file: of few, as all are neighbours. Of many, all have come to the first
+        collective when one has come to as many as there are places."""
+        return len(self._ranks) <= 3 and all(self._cells[other + place] == cell for other in self._others)
 
     def _text_of(self, rank: int, place: int) -> int:
         return rank * _PAGE + _PLACES * _WORD + place * _TEXT
