@@ -12,6 +12,7 @@ from vescale_dtensor import InterleavedShard, Replicate, Shard
 from vescale_dtensor.engine import cut_ranges
 from vescale_plans import PlanError
 from vescale_plans.search import sample_of, structure_of, tensor_parallel_plan
+from vescale_plans.search.progress import Bar
 
 WIDTH, WORDS = 48, 37
 
@@ -478,6 +479,87 @@ def test_a_model_is_left_as_it_was():
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Pooled(nn.Module):
+    """Lists of blocks in a list: between two lists every other position goes, and blocks know the list that they are
+    in."""
+
+    def __init__(self, lists, length, width=WIDTH):
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS, bias=False)
+        self.lists = nn.ModuleList(
+            nn.ModuleList(Block(Attention(4, 2, 12), Gated(40)) for _ in range(length)) for _ in range(lists)
+        )
+        for at, blocks in enumerate(self.lists):
+            for block in blocks:
+                block.stage = at
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for at, blocks in enumerate(self.lists):
+            x = x[:, ::2] if at else x
+            for block in blocks:
+                x = block(x)
+        return self.head(x)
+
+
+class Pairs(nn.Module):
+    """A list of lists of an attention and a mixer, which the model itself adds to the stream."""
+
+    def __init__(self, layers, width=WIDTH):
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS, bias=False)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Sequential(Norm(width), one) for one in (Attention(4, 2, 12), Gated(40)))
+            for _ in range(layers)
+        )
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for attention, mixer in self.layers:
+            x = x + attention(x)
+            x = x + mixer(x)
+        return self.head(x)
+
+
+class Counted(Bar):
+    """Counts the steps that it is told."""
+
+    steps = 0
+
+    def tick(self, what, total=None):
+        self.steps += 1
+
+
+def forwards(model):
+    """What is found of a model, and in how many forwards."""
+    bar = Counted()
+    return structure_of(model, sample_of(model, torch.arange(9)[None] * 5 % WORDS), bar), bar.steps
+
+
+@pytest.mark.parametrize("made, layers", [(lambda lists: Pooled(lists, 3), 3), (Pairs, 1)])
+def test_more_lists_in_a_list_cost_no_more_forwards(made, layers):
+    (few, first), (many, second) = (forwards(made(lists)) for lists in (2, 4))
+    assert first == second
+    (chain,) = many.blocks
+    assert chain.chained and len(chain.names) == 2 * len(few.blocks[0].names)
+    assert len(many.groups) == 4 * layers * 2
+    kinds = {tuple((s.size, s.spans) for s in group.sources) for group in many.groups}
+    assert kinds == {tuple((s.size, s.spans) for s in group.sources) for group in few.groups}
+    assert len(kinds) == 2  # attention's and the mixer's, in all blocks alike
+
+
+def test_blocks_of_lists_that_differ_are_told_apart():
+    model = Pooled(3, 2)
+    for at, blocks in enumerate(model.lists):
+        for block in blocks:
+            block.stage = (0, 7, 3)[at]  # no place
+    assert structure(model).blocks[0].kinds == (0, 0, 1, 1, 2, 2)
+    for at, blocks in enumerate(model.lists):
+        for block in blocks:
+            block.stage = 5 + at
+    assert structure(model).blocks[0].kinds == (0,) * 6
 
 
 def test_a_model_of_405_billion_parameters_is_probed_without_its_weights():

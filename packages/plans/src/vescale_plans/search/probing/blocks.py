@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,13 @@ KEPT = 2
 """Of equal blocks so many really run: two show what one hands to the next."""
 
 
+LISTS = nn.ModuleList | nn.ModuleDict
+"""Containers that have no forward."""
+
+
 @dataclass(frozen=True)
 class Chain:
-    """Blocks of one container, in the order of their registration.
+    """Blocks of one container, and of lists in it, in the order of their registration.
 
     Arguments:
         names: of the modules.
@@ -38,7 +42,8 @@ class Chain:
 
 
 def chains(model: nn.Module) -> tuple[Chain, ...]:
-    """Containers with at least two children of equal structure, outermost first; none inside another's block.
+    """Containers with at least two children of equal structure, outermost first; none inside another's block. A list
+    among a list's children is called by nobody: what it holds stands for it.
 
     Children of a list that differ from one another are a chain of different kinds, where no chain lies inside of them:
     none stands for another, but a pipeline may be cut between them. So are those of other containers where modules
@@ -51,18 +56,18 @@ def chains(model: nn.Module) -> tuple[Chain, ...]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
-        kinds, names = [], tuple(one for one, _ in children)
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and any(True for _ in module.parameters()):
-            kinds = _kinds([child for _, child in children])
+        blocks = list(_called(name, module))
+        kinds, names = [], tuple(one for one, _, _ in blocks)
+        if isinstance(module, LISTS | nn.Sequential) and any(True for _ in module.parameters()):
+            kinds = _kinds([block for _, block, _ in blocks], [place for _, _, place in blocks])
         if len(kinds) > max(1, len(set(kinds))):
             found.append(Chain(names, tuple(kinds)))
             return
         before = len(found)
-        for one, child in children:
-            walk(one, child)
-        listed = isinstance(module, nn.ModuleList) and all(list(child.parameters()) for _, child in children)
-        differ = 1 if listed else len({_bare(child) for _, child in children})
+        for key, child in module.named_children():
+            walk(f"{name}.{key}" if name else key, child)
+        listed = isinstance(module, nn.ModuleList) and all(list(block.parameters()) for _, block, _ in blocks)
+        differ = 1 if listed else len({_bare(block) for _, block, _ in blocks})
         if len(kinds) > max(1, differ) and len(found) == before:
             found.append(Chain(names, tuple(kinds)))
 
@@ -70,10 +75,20 @@ def chains(model: nn.Module) -> tuple[Chain, ...]:
     return tuple(found)
 
 
-def _kinds(blocks: list[nn.Module]) -> list[int]:
+def _called(name: str, module: nn.Module, place: tuple[int, ...] = ()) -> Iterator[tuple[str, nn.Module, tuple]]:
+    """The children, each with its place; of a list's children that are lists, theirs, with the places of both."""
+    for at, (key, child) in enumerate(module.named_children()):
+        full = f"{name}.{key}" if name else key
+        if isinstance(module, LISTS) and isinstance(child, LISTS):
+            yield from _called(full, child, (*place, at))
+        else:
+            yield full, child, (*place, at)
+
+
+def _kinds(blocks: list[nn.Module], places: list[tuple[int, ...]]) -> list[int]:
     """A number per block, equal for blocks that do the same: classes, shapes and plain settings, without names.
 
-    A setting that counts up from block to block is the block's place, and no difference.
+    A setting that counts up from block to block, or from list to list of them, is the block's place, and no difference.
     """
     settings = [_settings(block) for block in blocks]
     families: dict[Hashable, list[int]] = defaultdict(list)
@@ -81,7 +96,12 @@ def _kinds(blocks: list[nn.Module]) -> list[int]:
         families[_form(block), len(own)].append(at)
     keys: dict[int, Hashable] = {}
     for form, members in families.items():
-        columns = [column for column in zip(*(settings[at] for at in members)) if not _counts(column, members)]
+        counts = [members, *zip(*(places[at] for at in members))]
+        columns = [
+            column
+            for column in zip(*(settings[at] for at in members))
+            if not any(_counts(column, count) for count in counts)
+        ]
         for row, at in enumerate(members):
             keys[at] = (form, tuple(column[row] for column in columns))
     numbers: dict[Hashable, int] = {}
