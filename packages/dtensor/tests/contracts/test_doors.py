@@ -213,10 +213,10 @@ LOCAL = {
     "handles of C++, for who keeps objects apart": """
         _cdata _use_count _fix_weakref __dlpack_c_exchange_api__ record_stream share_memory_ storage_type""",
     "autograd's own bookkeeping": """
-        _backward_hooks _post_accumulate_grad_hooks _grad _grad_fn _view_func _view_func_unsafe _rev_view_func_unsafe
-        register_post_accumulate_grad_hook _python_dispatch""",
+        _backward_hooks _post_accumulate_grad_hooks _grad _grad_fn _has_grad_dtype_override _view_func
+        _view_func_unsafe _rev_view_func_unsafe register_post_accumulate_grad_hook _python_dispatch""",
     "moves or allocates by device: the tests of devices hold them": """
-        cuda xpu ipu mtia pin_memory module_load _philox_normal_ _philox_uniform_""",
+        cuda xpu ipu mtia pin_memory module_load _philox_normal_ _philox_randint_ _philox_uniform_""",
     "flags of devices": "is_ipu is_maia is_mps is_mtia is_vulkan is_xla is_xpu",
 }
 REFUSED = """

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.torch_version import TorchVersion
 
 from vescale_dtensor import FallbackWarning, Partial, Replicate, Shard
 from vescale_dtensor._rules.products.matrix import CORES, TRANSFORMED, function_named
@@ -50,6 +51,8 @@ def problem(name, core, batch):
 @pytest.mark.parametrize("name", CORES)
 def test_linear_algebra(name):
     """Batch dims move nothing; cut core dims are right."""
+    if name == "qr" and TorchVersion(torch.__version__) >= (2, 15):
+        pytest.skip("torch 2.15 has removed torch.qr: it raises")
 
     def check():
         mesh = mesh_of(2, 2)

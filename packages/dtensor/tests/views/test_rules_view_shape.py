@@ -203,3 +203,25 @@ def test_memory_that_is_filled_with_parts_of_a_tensor_is_cut_as_it_and_nothing_i
         assert whole.new_empty((7, 3, 4)).placements == (R, R)
 
     run_ranks(4, work)
+
+
+@pytest.mark.parametrize("view", [lambda w: w[0], lambda w: w.t(), lambda w: w.view(-1)[3:9], lambda w: w.detach()])
+@pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_a_view_without_gradients_sees_a_write_to_its_parameter(view, place):
+    """Both under no_grad, as on one device: torch minds only where gradients are recorded."""
+
+    def check():
+        weight = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
+        placed = torch.nn.Parameter(distribute_tensor(weight.detach().clone(), mesh_of(2), [place]))
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            try:
+                seen = view(placed)
+                placed.mul_(2).add_(1)
+            except ViewError:
+                return True  # the view is a copy
+            expected = view(weight)
+            weight.mul_(2).add_(1)
+            return torch.equal((seen * 1).full_tensor(), expected) and seen.sum().item() == expected.sum().item()
+
+    assert all(run_ranks(2, check))

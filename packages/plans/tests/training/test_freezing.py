@@ -78,6 +78,10 @@ OPTIMIZERS = {
 WAYS = ("all given", "groups added", "zeros", "clipped", "hooked", "accumulated", "stale gradients")
 
 
+def shrink(parameter):
+    parameter.grad.mul_(0.7)
+
+
 def trained(model, phases, make, way, plan=None, mode=None):
     train_only(model, phases[0])
     added = way == "groups added"
@@ -98,7 +102,7 @@ def trained(model, phases, make, way, plan=None, mode=None):
                 for name, parameter in model.named_parameters():
                     if parameter.requires_grad and name not in seen:
                         parameter.register_hook(lambda gradient: gradient * 0.5)
-                        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.7))
+                        parameter.register_post_accumulate_grad_hook(shrink)
                         seen.append(name)
         for part in range(2 if way == "accumulated" else 1):
             generator = torch.Generator().manual_seed(10 * step + part)

@@ -266,10 +266,10 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
         for tensor in tensors:
             if type(tensor) is not DTensor and tensor.grad_fn is not None:
                 raise_lost_layout(function, tensor, tensors)
-    if decision.untracked:
+    if decision.untracked and is_grad_enabled():
         for index in decision.untracked:
             check_tracked(function, tensors[index])
-        if is_grad_enabled() and Trait.METADATA not in entry.traits:
+        if Trait.METADATA not in entry.traits:
             given = [one if i == 0 and entry.inplace else read(one) for i, one in enumerate(tensors)]
             if any(one is not tensor for one, tensor in zip(given, tensors)):
                 queue = iter(given)

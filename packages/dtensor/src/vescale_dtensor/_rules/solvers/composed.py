@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..._torch_private import _VF_meshgrid
 from ..registry import Call, Decision, composite, rule
+from ..traits import Trait
 
 # Per `torch.name_copy`, the view that is copied.
 COPIES: dict[str, Callable] = {
@@ -122,8 +123,6 @@ COMPOSED: dict[Callable, Callable] = {
     **{getattr(torch, name): _copied(view) for name, view in COPIES.items() if hasattr(torch, name)},
     torch.kron: kron,
     Tensor.kron: kron,
-    torch.meshgrid: meshgrid,
-    _VF_meshgrid: meshgrid,  # where it was given a list
     torch.cartesian_prod: cartesian_prod,
     torch.diagflat: diagflat,
     Tensor.diagflat: diagflat,
@@ -134,6 +133,11 @@ COMPOSED: dict[Callable, Callable] = {
 @rule([*COMPOSED])
 def composed(call: Call) -> Decision:
     return composite(COMPOSED[call.function])
+
+
+@rule(torch.meshgrid, _VF_meshgrid, traits=Trait.VIEW)  # the second where it was given a list
+def grids(call: Call) -> Decision:
+    return composite(meshgrid)
 
 
 @rule(torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef)
