@@ -2,6 +2,7 @@
 
 import resource
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from vescale_dtensor.engine import cut_ranges
 from vescale_plans import PlanError
 from vescale_plans.search import sample_of, structure_of, tensor_parallel_plan
 from vescale_plans.search.progress import Bar
+from vescale_plans.search.structure import Group, Source
 
 WIDTH, WORDS = 48, 37
 
@@ -295,6 +297,13 @@ def test_where_nothing_can_be_split_the_vocabulary_is():
     assert set(plan.split) == {"table.weight", "head.weight"}
     with pytest.raises(PlanError, match="can be split 5 ways"):
         tensor_parallel_plan(found, 5)
+
+
+def test_a_companion_of_several_sizes_stays_whole():
+    alone, shared = [(at, at + 1) for at in range(8)], [(at, at + 2) for at in range(0, 8, 2)]
+    weight = Source("weight", None, 0, 16, 1, (*alone, *shared, *shared))
+    group = Group("sink", 1, 8, None, (weight, replace(weight, parameter="bias of channels", companion=True)))
+    assert group.split(2) == {"weight": (weight, InterleavedShard(0, 1, (0, 0, 1, 1, 0, 1, 0, 1)))}
 
 
 class Mixed(nn.Module):

@@ -134,11 +134,14 @@ class Group:
         """Parameter -> how its out features are cut; empty where the group cannot be split by `degree`.
 
         A source of fewer features than the sink, which share it (keys and values of grouped heads), stays whole
-        where it cannot be cut; with any other, the group does.
+        where it cannot be cut; with any other, the group does. A companion in parts of several sizes stays whole: its
+        numbers are few, and what they are added to (a convolution's channels) may not come in such a cut.
         """
         placed: dict[str, tuple[Source, Placement]] = {}
         for source in self.sources:
             placement = source.cut(self.features, degree)
+            if source.companion and getattr(placement, "order", None) is not None:
+                continue
             if placement is not None:
                 placed[source.parameter] = (source, placement)
             elif source.size >= self.features and not source.companion:
