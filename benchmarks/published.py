@@ -169,7 +169,7 @@ BLIND_SOURCES = (
     "KempnerForge, benchmarks/mfu_scaling/mfu_scaling.md",
     "Hagemann et al., Efficient parallelization layouts, arXiv 2311.05610: the sheets of its repository",
 )
-PRICES = ("cost", "hardware", "memory", "profiles", "sizes")
+PRICES = ("cost", "hardware", "interleaved", "memory", "profiles", "sizes")
 PRICING = ("candidates", "ranking", "stages", *(f"pricing/{name}" for name in PRICES))
 
 
@@ -328,9 +328,10 @@ def between(share: float, none: float, whole: float) -> float:
 
 def outside(one: Row, legal: list, candidate) -> list[str]:
     """Why the configuration is not among those that are searched; empty where it is."""
-    reasons = [f"{candidate.virtual} stages a rank"] * (candidate.virtual > 1)
-    reasons += ["half of a recomputation"] * (one.again not in (0.0, 1.0))
-    plain = replace(candidate, virtual=1, checkpointing=one.again == 1.0)
+    reasons = ["half of a recomputation"] * (one.again not in (0.0, 1.0))
+    plain, parts = replace(candidate, checkpointing=one.again == 1.0), len(structure(one.model).cut_points) + 1
+    if (stages := candidate.pp * candidate.virtual) > parts:
+        return [*reasons, f"{stages} stages of {parts} blocks"]
     return reasons + ["degrees"] * (plain not in legal)
 
 

@@ -74,7 +74,7 @@ def test_memory_that_binds_is_named():
 
 
 def test_every_block_says_why():
-    explained = made(pin={"tp": 2, "pp": 2, "dp": 2}).explain()
+    explained = made(pin={"tp": 2, "pp": 2, "dp": 2, "virtual": 1}).explain()
     first, second = explained.blocks
     assert (first.names, first.stage, second.stage) == (("blocks.0", "blocks.1"), 0, 1)
     assert first.reasons == (
@@ -119,7 +119,23 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert len(list(memory.iter("line"))) == 1
     assert {title.text.split()[0] for title in time.iter("title")} >= {"compute", "optimizer"}
     points = [one for one in front.iter("circle") if one.find("title").text != "chosen"]
-    assert len(points) == len(explained.priced)
+    tips = {point.find("title").text.partition(": ")[0] for point in points}
+    assert len(points) == len(tips) <= len(explained.priced)
+    assert tips <= {str(one.candidate) for one in explained.priced}
+    shown = {(one.seconds, one.bytes, one.fits) for one in explained.priced if str(one.candidate) in tips}
+    for one in explained.priced:  # one that is not drawn lies on one that is
+        assert any(
+            one.fits == fits and abs(one.seconds / seconds - 1) < 0.02 and abs(one.bytes / size - 1) < 0.02
+            for seconds, size, fits in shown
+        )
+
+
+def test_a_page_draws_each_rank_with_all_of_its_stages(tmp_path):
+    explained = made(pin={"tp": 1, "pp": 2, "dp": 4, "virtual": 2}).explain()
+    text = explained.write_html(tmp_path / "plan.html").read_text()
+    assert ">stages 0, 2<" in text
+    assert ">stages 1, 3<" in text
+    assert text.count(">2 blocks<") == 2
 
 
 def test_every_part_of_a_candidate_has_its_colour():

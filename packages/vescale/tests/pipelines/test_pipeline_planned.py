@@ -117,10 +117,24 @@ def apart(kinds, pin):
     return ((found - wanted) / wanted).abs().max().item(), errors, plan.pipeline.owners
 
 
+@pytest.mark.parametrize("pin", [{"virtual": 2}, {"virtual": 2, "checkpointing": True}, {"virtual": 3}], ids=str)
+def test_interleaved_stages_of_the_planner_train_as_one_device(pin):
+    """Of six blocks; each rank holds as many runs of them as it has stages."""
+    ranks = run_ranks(2, apart, [Dense] * 6, pin, timeout=120)
+    held = []
+    for loss, errors, owners in ranks:
+        assert loss < 1e-5 and max(errors.values()) < 1e-4, (loss, errors)
+        assert owners["head"] == owners["last"] == 2 * pin["virtual"] - 1 and owners["words"] == 0
+        held.append({int(name.split(".")[1]) for name in errors if name.startswith("blocks.")})
+    whole = set(range(6))
+    assert held[0] | held[1] == whole and not held[0] & held[1]
+    assert all(sum(at + 1 in whole - own for at in own) >= pin["virtual"] - 1 for own in held)
+
+
 @in_turns(3)
 @pytest.mark.parametrize("case", MODELS)
 def test_the_planner_cuts_models_whose_modules_are_in_no_order(case):
-    ranks = run_ranks(2, apart, MODELS[case], {}, timeout=120)
+    ranks = run_ranks(2, apart, MODELS[case], {"virtual": 1}, timeout=120)
     held = {}
     for loss, errors, owners in ranks:
         assert loss < 1e-5 and max(errors.values()) < 1e-4, (loss, errors)

@@ -102,9 +102,10 @@ def test_every_stage_of_a_pipeline(name):
     assert found.peak == max(one.peak for one in found.stages)
 
 
-def test_a_pipeline_is_chosen_by_its_fullest_stage():
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_a_pipeline_is_chosen_by_its_fullest_stage(virtual):
     """A few microbatches suffice, and the peak is the one of a dry run with all of them."""
-    asked = {"world_size": 2, "batch": 32, "hardware": "cpu", "pin": {"pp": 2, "microbatches": 16}}
+    asked = {"world_size": 2, "batch": 32, "hardware": "cpu", "pin": {"pp": 2, "microbatches": 16, "virtual": virtual}}
     model, ids = llama(), torch.zeros(32, POSITIONS, dtype=torch.int64)
     whole = {"input_ids": ids, "labels": ids}
     plan = vescale.generate_plan(model, verify=whole, sample={name: one[:2] for name, one in whole.items()}, **asked)

@@ -11,7 +11,12 @@ from .._plan.parts import PlanError
 from .structure import Structure
 
 AXES = ("dp", "cp", "tp", "pp", "ep")
-PINNABLE = (*AXES, "zero", "sp", "microbatches", "checkpointing")
+COUNTS = (*AXES, "microbatches", "virtual")
+"""Of which there is one at least: to forbid them is to forbid more."""
+PINNABLE = (*COUNTS, "zero", "sp", "checkpointing")
+VIRTUAL = (2, 3, 4)
+"""Interleaved stages per rank that are tried: as many as runs were published with. More save little of the bubble, and
+send more."""
 LEAST_POSITIONS = 8192
 """Positions that a rank keeps at least, unless a degree is pinned: of fewer, other axes take more."""
 
@@ -28,7 +33,8 @@ class Candidate:
         zero: stage over dp, without it over cp.
         microbatches: parts of a rank's batch that go through the pipeline; without one (pp 1) each has a forward and
             a backward of its own, and gradients accumulate.
-        virtual: stages per rank of the pipeline, interleaved (arXiv 2104.04473, section 2.2).
+        virtual: stages per rank of the pipeline, interleaved (arXiv 2104.04473, section 2.2); with more than one,
+            microbatches go through in whole rounds of pp.
         checkpointing: blocks are computed again in backward.
     """
 
@@ -80,7 +86,7 @@ def candidates(
     """All that are legal, in a fixed order. `pin` and `forbid` as in `generate_plan`."""
     pin = dict(pin or {})
     check_names("pin", pin)
-    banned = [{one: 1} if one in AXES else {one: False} if isinstance(one, str) else dict(one) for one in forbid]
+    banned = [{one: 1} if one in COUNTS else {one: False} if isinstance(one, str) else dict(one) for one in forbid]
     for one in forbid:
         check_names("forbid", (one,) if isinstance(one, str) else one)
     for candidate in _all(structure, world_size, batch, seq, pin, bool(banned)):
@@ -127,8 +133,12 @@ def _all(
             parts = [1] if structure.coupled else _microbatches(pp, batch // dp, batch)
             if cp > 1 and not (structure.coupled or banned or pin.keys() & {"dp", "cp"}):
                 parts = [m for m in parts if dp * cp > batch or m not in _microbatches(pp, batch // dp // cp, batch)]
-            for microbatches, ep, sp, zero, checkpointing in product(parts, spread, sequence, stage, again):
-                yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing, cp=cp)
+            turns = [1, *(v for v in VIRTUAL if 1 < pp <= stages // v)]
+            for microbatches, ep, sp, zero, checkpointing, virtual in product(
+                parts, spread, sequence, stage, again, turns
+            ):
+                if virtual == 1 or microbatches % pp == 0:
+                    yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing, virtual, cp)
 
 
 def meets_in_attention(structure: Structure) -> bool:

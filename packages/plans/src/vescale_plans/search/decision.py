@@ -98,7 +98,10 @@ def schedule(chosen: Estimate) -> str:
     if one.pp == 1:
         return f"{one.microbatches} backwards a step" if one.microbatches > 1 else "one forward, one backward"
     waits = cost.pipeline / cost.total if cost.total else 0.0
-    return f"1F1B, {one.pp} stages, {one.microbatches} microbatches; {waits:.0%} of the step is waiting and transfers"
+    kind = f"1F1B, {one.pp} stages"
+    if one.virtual > 1:
+        kind = f"interleaved 1F1B, {one.pp} ranks with {one.virtual} stages each"
+    return f"{kind}, {one.microbatches} microbatches; {waits:.0%} of the step is waiting and transfers"
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ def _round(most: float) -> list[float]:
 
 
 def front(weighed: Weighed) -> str:
-    """A point per candidate, time against memory, both logarithmic; the front as a line, the choice as a ring."""
+    """A point per candidate, time against memory, both logarithmic, those that would lie on each other once; the front
+    as a line, the choice as a ring."""
     points = [one for one in weighed.priced if one.seconds > 0 and one.bytes > 0]
     if not points:
         return ""
@@ -134,7 +135,8 @@ def front(weighed: Weighed) -> str:
             else:
                 made.append(_text(62, at + 4, f"{tick:g} GiB", anchor="end"))
                 made.append(f'<line x1="70" x2="{WIDE - 30}" y1="{at:.1f}" y2="{at:.1f}" stroke="#eee"/>')
-    for one in points:
+    places = {(round(across(log10(one.seconds))), round(up(log10(one.bytes / GIB))), one.fits): one for one in points}
+    for one in places.values():
         tip = f"{one.candidate}: {one.seconds:.4g} s, {one.bytes / GIB:.3g} GiB"
         colour = FITS if one.fits else BEYOND
         made.append(_dot(across(log10(one.seconds)), up(log10(one.bytes / GIB)), 3, colour, tip))
@@ -155,7 +157,7 @@ def front(weighed: Weighed) -> str:
 
 
 def mesh(weighed: Weighed) -> str:
-    """Stages from left to right, replicas below each other, ranks of the tensor axis as cells."""
+    """Ranks of the pipeline from left to right, replicas below each other, ranks of the tensor axis as cells."""
     one = weighed.chosen.candidate
     names = weighed.request.structure.block_names
     starts = [names.index(cut) for cut in weighed.chosen.cuts]
@@ -167,8 +169,10 @@ def mesh(weighed: Weighed) -> str:
     made = []
     for stage in range(stages):
         left = 20 + stage * wide
-        held = borders[stage + 1] - borders[stage] if names else 0
-        made.append(_text(left, 16, f"stage {stage}" if one.pp > 1 else "every rank", bold=True))
+        own = range(stage, one.pp * one.virtual, one.pp)
+        held = sum(borders[at + 1] - borders[at] for at in own) if names else 0
+        title = f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}" if one.pp > 1 else "every rank"
+        made.append(_text(left, 16, title, bold=True))
         made.append(_text(left, 32, f"{held} blocks" if names else ""))
         for replica in range(replicas):
             top = 42 + replica * (high + 8)

@@ -162,16 +162,20 @@ def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any], runner: Runn
         return run(plan, model, batch, optimizer).peak
     if runner is None:
         return None
-    asked, enough = plan.pipeline.microbatches, len(plan.pipeline.cuts) + 3
+    asked, ranks, lap = plan.pipeline.microbatches, plan.mesh[plan.pipeline.axis], 1
+    enough = ranks + 2
+    if plan.pipeline.virtual > 1:  # what is in flight repeats itself with every `ranks`, see `flights`
+        enough, lap = 4 * ranks, ranks
     if asked <= enough:
         return run(plan, model, batch, optimizer).peak
-    less, peak = (run(*_shortened(plan, model, batch, count), optimizer).peak for count in (enough - 1, enough))
-    return peak + (asked - enough) * max(0, peak - less)
+    less, peak = (run(*_shortened(plan, model, batch, count), optimizer).peak for count in (enough - lap, enough))
+    return peak + (asked - enough) // lap * max(0, peak - less)
 
 
 def _shortened(plan: Plan, model: nn.Module, batch: Any, count: int) -> tuple[Plan, nn.Module, Any]:
-    """With fewer microbatches of as many rows. With one more than there are stages 1F1B has as many in flight as ever;
-    each further one adds what is alike of all: what was sent is held to the end of the call."""
+    """With fewer microbatches of as many rows. With one more than there are stages 1F1B has as many in flight as ever,
+    interleaved with three for each rank; each further one adds what is alike of all: what was sent is held to the end
+    of the call."""
     rows = next((one.shape[0] for one in tree_iter(batch) if isinstance(one, torch.Tensor) and one.ndim), 0)
     kept = rows // plan.pipeline.microbatches * count
 
@@ -188,7 +192,8 @@ def plan_of(
     """The `Plan` of an estimate; of a candidate alone, with blocks dealt out evenly."""
     candidate = chosen if isinstance(chosen, Candidate) else chosen.candidate
     if isinstance(chosen, Candidate):
-        cuts, again = _evenly(structure, candidate.pp), structure.block_names if candidate.checkpointing else ()
+        cuts = _evenly(structure, candidate.pp * candidate.virtual)
+        again = structure.block_names if candidate.checkpointing else ()
     else:
         cuts, again = chosen.cuts, chosen.again
     dp = candidate.dp // candidate.ep
@@ -205,7 +210,13 @@ def plan_of(
         parameters = _deciding(structure, kept | {glob: said for glob, said in parameters.items() if glob not in kept})
     pipeline = None
     if candidate.pp > 1:
-        pipeline = Pipeline(cuts=cuts, microbatches=candidate.microbatches, owners=_owners(structure, cuts))
+        pipeline = Pipeline(
+            cuts=cuts,
+            schedule="interleaved" if candidate.virtual > 1 else "1f1b",
+            microbatches=candidate.microbatches,
+            virtual=candidate.virtual,
+            owners=_owners(structure, cuts),
+        )
     blocks = [name for one in structure.blocks for name in one.patterns]
     return Plan(
         mesh=mesh,

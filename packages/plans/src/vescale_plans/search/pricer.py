@@ -14,6 +14,7 @@ from .._plan.parts import PlanError
 from .candidates import Candidate, candidates
 from .pricing.cost import BUSY, Cost, Pass, cost_of, pass_of, positions_of
 from .pricing.hardware import Hardware
+from .pricing.interleaved import Interleaved
 from .pricing.memory import STATES, Held, Memory, memory_of
 from .pricing.sizes import Sizes, parts_of, sizes_of
 from .stages import Cutter, Part, Stages, bound_of
@@ -101,10 +102,15 @@ class Pricer:
         found = self.cutter(candidate, inf, whole=True, batch=batch).even()
         return None if found is None else self._memory(candidate, found, batch)
 
-    def cutter(self, candidate: Candidate, limit: float, *, whole: bool = False, batch: int | None = None) -> Cutter:
+    def cutter(
+        self, candidate: Candidate, limit: float, *, whole: bool = False, batch: int | None = None
+    ) -> Cutter | Interleaved:
         """For the parts of the model under a candidate; `whole` computes every block again, if any."""
         again: bool | str = "all" if whole and candidate.checkpointing else candidate.checkpointing
-        return Cutter(self._priced(candidate, batch), candidate.pp, candidate.microbatches, limit, again)
+        parts, one = self._priced(candidate, batch), candidate
+        if one.virtual > 1:
+            return Interleaved(parts, one.pp, one.virtual, one.microbatches, limit, again)
+        return Cutter(parts, one.pp, one.microbatches, limit, again)
 
     def exactly(self, candidate: Candidate, *, whole: bool, below: float = inf) -> Estimate | None:
         """With the best cut, and the fewest blocks computed again; None where nothing fits in `below` seconds."""
@@ -127,7 +133,8 @@ class Pricer:
         counts = self._kinds(candidate.tp)[2]
         total = sum(seconds * counts[kind] for kind, seconds in enumerate(each))
         longest = max(part.busy(False) for part in parts)
-        bound = bound_of(total, longest, candidate.pp, candidate.microbatches) + _apart(rough, candidate)
+        bound = bound_of(total, longest, candidate.pp, candidate.microbatches, candidate.virtual)
+        bound += _apart(rough, candidate)
         return bound * (1 - ROUNDING)
 
     def _pass(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
@@ -193,7 +200,7 @@ class Pricer:
         cost = replace(
             rough.cost,
             **{name: getattr(rough.cost, name) * scale for name in BUSY},
-            pipeline=rough.cost.pipeline - _bubble(rough.cost, candidate) + found.total - found.longest,
+            pipeline=rough.cost.pipeline - _bubble(rough.cost, candidate) + found.waiting,
         )
         memory = self._memory(candidate, found)
         again = tuple(name for at, name in enumerate(self._names) if at in found.again)
@@ -203,13 +210,11 @@ class Pricer:
         return Estimate(candidate, cost, memory, tuple(self._names[at] for at in found.starts[1:]), again)
 
     def _memory(self, candidate: Candidate, found: Stages, batch: int | None = None) -> Memory:
-        """Of the fullest stage of a cut, by kind."""
-        borders = [*found.starts, len(self._cuttable)]
+        """Of the fullest rank of a cut, by kind."""
         kinds, of, _ = self._kinds(candidate.tp)
         hardware = self.request.hardware.joining(candidate.ranks)
         shape = (candidate, hardware, batch or self.request.batch, self.request.seq)
-        stage = range(*borders[found.fullest : found.fullest + 2])
-        held = [Held(kinds[of[at]], *shape, part=True) for at in stage]
+        held = [Held(kinds[of[at]], *shape, part=True) for at in found.held(len(self._cuttable))]
         parameters, states, gradients = (
             sum(sizes) for sizes in zip(*((one.part(3, 4), one.part(1, STATES), one.summed()) for one in held))
         )
@@ -225,4 +230,4 @@ def _apart(cost: Cost, candidate: Candidate) -> float:
 
 
 def _bubble(cost: Cost, candidate: Candidate) -> float:
-    return cost.busy / candidate.microbatches * (candidate.pp - 1)
+    return cost.busy / candidate.microbatches * (candidate.pp - 1) / candidate.virtual

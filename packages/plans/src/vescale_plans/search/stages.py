@@ -44,9 +44,10 @@ class Stages:
         starts: the part that begins each stage.
         again: parts that are computed again.
         total: seconds of one microbatch through all stages.
-        longest: of these, the longest stage's.
-        memory: bytes of the fullest stage.
-        fullest: that stage.
+        longest: of these, the longest stage's; of interleaved stages the longest of each lap, together.
+        memory: bytes of the fullest rank.
+        fullest: that rank, which is also its first stage.
+        virtual: stages per rank.
     """
 
     starts: tuple[int, ...]
@@ -55,10 +56,22 @@ class Stages:
     longest: float
     memory: int
     fullest: int
+    virtual: int = 1
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of a step in which the busiest rank has nothing to do."""
+        return (self.total - self.longest) / self.virtual
 
     def seconds(self, microbatches: int) -> float:
         """Of one step, transfers aside."""
-        return self.total + (microbatches - 1) * self.longest
+        return self.total / self.virtual + (microbatches - 1 / self.virtual) * self.longest
+
+    def held(self, parts: int) -> list[int]:
+        """Of so many parts, those of the fullest rank."""
+        borders, ranks = [*self.starts, parts], len(self.starts) // self.virtual
+        stages = range(self.fullest, len(self.starts), ranks)
+        return [at for stage in stages for at in range(*borders[stage : stage + 2])]
 
 
 @dataclass(frozen=True)
@@ -68,10 +81,16 @@ class _Stage:
     again: Mapping[tuple[float, int], int]
 
 
-def bound_of(total: float, longest: float, count: int, microbatches: int) -> float:
-    """Seconds of a step that no cut in `count` stages is below: of parts that take `total` per microbatch, and the
+def ahead(ranks: int, virtual: int, rank: int) -> int:
+    """Forwards, each of one microbatch through one stage, whose backwards are to come, at most on a rank: under 1F1B,
+    and with several stages per rank interleaved."""
+    return (virtual - 1) * ranks + 2 * (ranks - 1 - rank) + 1 if virtual > 1 else ranks - rank
+
+
+def bound_of(total: float, longest: float, count: int, microbatches: int, virtual: int = 1) -> float:
+    """Seconds of a step that no cut over `count` ranks is below: of parts that take `total` per microbatch, and the
     `longest` of them."""
-    return total + (microbatches - 1) * max(total / count, longest)
+    return total / virtual + (microbatches - 1 / virtual) * max(total / count, longest)
 
 
 class Cutter:
@@ -165,7 +184,7 @@ class Cutter:
 
     def stage(self, number: int, start: int, stop: int) -> _Stage | None:
         """Stage `number` of the parts [start, stop), with the least computed again; None where it does not fit."""
-        flight = min(self.microbatches, self.count - number)
+        flight = min(self.microbatches, ahead(self.count, 1, number))
         key = (flight, start, stop)
         if key not in self._known:
             self._known[key] = self._stage(flight, start, stop)

@@ -7,6 +7,7 @@ from math import ceil
 
 from ..candidates import Candidate
 from ..held import Amount
+from ..stages import ahead
 from .context import meeting_bytes
 from .hardware import Hardware
 from .sizes import Sizes
@@ -89,7 +90,8 @@ class Held:
 
     def in_stages(self) -> Memory:
         """Of a pipeline, whose stages sum gradients all along, and have gathered what they compute with for good."""
-        flight = min(self.candidate.microbatches, self.candidate.pp)
+        one = self.candidate
+        flight = min(one.microbatches, ahead(one.pp, one.virtual, 0) / one.virtual)
         return Memory(
             parameters=self.part(3, 4),
             gradients=self.summed(),

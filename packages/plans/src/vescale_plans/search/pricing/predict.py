@@ -24,6 +24,7 @@ from ..._plan.parts import Pipeline
 from ...dry_run import DryRun, dry_run
 from ...plan import Plan
 from ...timeline import BESIDE
+from ..stages import ahead
 from .hardware import Hardware
 from .profiles import hardware_of
 
@@ -62,10 +63,12 @@ class Prediction:
 def one_forward_one_backward(
     pipeline: Pipeline, ranks: int, forward: Sequence[float], backward: Sequence[float], transfer: float, pace: Pace
 ) -> float:
-    """The closed form of 1F1B (arXiv 2104.04473, section 2.2): the fullest stage, once more for every other stage."""
-    each = max(f + b for f, b in zip(forward, backward)) + 2 * transfer
-    turns = pipeline.microbatches + ranks - 1
-    working = (min(turn + 1, turns - turn, ranks, pipeline.microbatches) for turn in range(turns))
+    """The closed form of 1F1B (arXiv 2104.04473, section 2.2): the fullest stage, once more for every other rank; of
+    several stages per rank, interleaved, their mean over laps."""
+    stages, laps = [f + b for f, b in zip(forward, backward)], pipeline.virtual
+    each = sum(max(stages[first : first + ranks]) for first in range(0, len(stages), ranks)) / laps + 2 * transfer
+    turns = pipeline.microbatches * laps + ranks - 1
+    working = (min(turn + 1, turns - turn, ranks, pipeline.microbatches * laps) for turn in range(turns))
     return each * sum(map(pace, working))
 
 
@@ -144,16 +147,16 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
         "optimizer": optimizer,
     }
     held = stage_of.shares(model)
-    memory = _fullest(dry, [sum(held[rank::ranks]) for rank in range(ranks)], work, pipeline.microbatches)
+    memory = _fullest(dry, [sum(held[rank::ranks]) for rank in range(ranks)], work, pipeline)
     return Prediction(plan, sum(spent.values()), spent, memory, dry)
 
 
-def _fullest(dry: DryRun, held: Sequence[float], work: Sequence[float], microbatches: int) -> dict[str, int]:
-    """Bytes of the fullest rank under 1F1B, of what one microbatch took on all of them: rank r of p holds its share of
-    the model, and of activations as much of min(p - r, microbatches) microbatches as it has of the work."""
+def _fullest(dry: DryRun, held: Sequence[float], work: Sequence[float], pipeline: Pipeline) -> dict[str, int]:
+    """Bytes of the fullest rank under 1F1B, of what one microbatch took on all of them: a rank holds its share of the
+    model, and of activations as much of the microbatches in flight as it has of the work."""
 
     def of(rank: int) -> dict[str, int]:
-        flight = min(len(held) - rank, microbatches)
+        flight = min(ahead(len(held), pipeline.virtual, rank) / pipeline.virtual, pipeline.microbatches)
         scale = {"activations": flight * work[rank], "other": 1.0}
         return {kind: int(size * scale.get(kind, held[rank])) for kind, size in dry.memory.items()}
 

@@ -14,7 +14,7 @@ compared with row 0, shows the paths that NaN may skip (comparisons, integers).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -99,13 +99,13 @@ class Probe(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        metas = [one for one in _tensors((args, kwargs)) if one.is_meta]
+        tensors = _tensors(args, kwargs)
+        metas = [one for one in tensors if one.is_meta]
         if not metas:
             return self._real(function, args, kwargs)
         form = read(self.operands, function, args, kwargs)
         if form is not None:
             return self._contract(form, function is aten.convolution.default)
-        tensors = list(_tensors((args, kwargs)))
         if len(metas) == len(tensors) and not _makes_values(function):
             return self._derived(function, args, kwargs, metas)
         if function is aten.index.Tensor and metas[0] is args[0] and len(args[1]) == 1 and args[0].ndim > 2:
@@ -329,15 +329,20 @@ def _makes_values(function: Any) -> bool:
     return name.endswith("_like") or name.startswith("new_") or name in ("_local_scalar_dense", "equal", "is_nonzero")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
+def _tensors(*values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _find(values, found)
+    return found
+
+
+def _find(values: Iterable[Any], found: list[Tensor]) -> None:
+    for one in values:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple):
+            _find(one, found)
+        elif isinstance(one, dict):
+            _find(one.values(), found)
 
 
 def _map(change, value: Any) -> Any:
