@@ -155,17 +155,17 @@ class Region:
 
         That goes for its results as well, of which autograd keeps those without gradient (indices) as they are.
         """
-        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.view_as(tensor))
-        weights = {id(tensor) for tensor in self._weights}
+        args, kwargs = map_tensors((args, kwargs), _alias)
+        weights = {id(tensor) for tensor in (*self._weights, *self._others, *self._made)}
         usual = [
             (held, name, tensor)
             for module in self.site.module.modules()
-            for held in (module._parameters,)
+            for held in (module._parameters, module._buffers)
             for name, tensor in held.items()
             if id(tensor) in weights
         ]
         for held, name, tensor in usual:
-            held[name] = tensor.view_as(tensor)
+            held[name] = _alias(tensor)
         try:
             return _apart(self._compiled(*args, **kwargs))
         except compiler_errors() as error:
@@ -341,6 +341,23 @@ def _own_code(forward: Callable) -> Callable:
 
     through.__code__ = through.__code__.replace()
     return through
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another object for a tensor's memory, with its gradient; plain to a compiler, which also asks what it views."""
+    return _Alias.apply(tensor) if type(tensor._base) is DTensor else tensor.view_as(tensor)
+
+
+class _Alias(torch.autograd.Function):
+    """A tensor under another object that is a view of nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _apart(value: Any) -> Any:
