@@ -10,8 +10,9 @@ parallelism, ZeRO stage and recomputation: what a system did not have, its autho
 
 What a row says of its system is data of its hardware: kernels are fused (`stream=8`), Megatron did not overlap the
 reduction of gradients in 2021 and 2022 (`hidden=0`), its dispatcher sends rows to a node once (`once`), torchtitan's
-boards take 500 W. Degrees that were not reported are taken as the planner has them fastest. Half of a recomputation
-(every second product) lies between none and all; it is not in the space.
+boards take 500 W. Degrees that were not reported are taken as the planner has them fastest. torchtitan's half of a
+recomputation (of every second product) stands as the selection of modules of which the products are nearest to half
+of the forward's: of Llama's blocks the norms and the feed-forward part, 51%.
 
 Blind rows. A row is blind if the constants were frozen before its figures were read. The protocol: (1) a commit holds
 `frozen()`, the hash of the profiles and of the modules that price, in FROZEN, together with BLIND_SOURCES, public
@@ -292,7 +293,7 @@ def request_of(one: Row):
     if known.replicas > 1:
         pin["zero"] = known.zero
     if one.again in (0.0, 1.0):
-        pin["checkpointing"] = bool(one.again)
+        pin |= {"checkpointing": bool(one.again), "inside": ()}
     limit = MARGIN * hardware.memory
     return Request(
         structure(one.model), ranks_of(one), one.batch, one.seq, hardware, limit, "time", pin, forbid, torch.bfloat16
@@ -303,11 +304,30 @@ def candidate_of(one: Row, pricer):
     """As reported; what was not reported as the planner has it fastest."""
     from vescale_plans.search import Candidate
 
-    known = Candidate(**dict(one.degrees))
+    known = replace(Candidate(**dict(one.degrees)), checkpointing=one.again > 0)
+    if one.again not in (0.0, 1.0):
+        known = replace(known, inside=selection(one, known))
     if not one.unknown:
         return known
     ways = [replace(known, virtual=virtual) for virtual in VIRTUAL]
     return min(ways, key=lambda way: pricer.evenly(way).cost.total)
+
+
+def selection(one: Row, candidate) -> tuple[str, ...]:
+    """Modules of a block whose products are nearest to the share of the forward's that the row computes again."""
+    from vescale_plans.search.pricing.cost import again_of, pass_of
+    from vescale_plans.search.pricing.sizes import sizes_of
+
+    found = structure(one.model)
+    shape = (profile(one.hardware, one.overlaps), one.batch, one.seq)
+    sizes = sizes_of(found, candidate.tp)
+    forward = pass_of(sizes, candidate, *shape).compute
+
+    def off(inside: tuple[str, ...]) -> float:
+        again = again_of(sizes, replace(candidate, checkpointing=True, inside=inside), *shape).compute
+        return abs(again / forward - one.again)
+
+    return min(found.selections, key=off)
 
 
 def ranks_of(one: Row) -> int:
@@ -315,24 +335,18 @@ def ranks_of(one: Row) -> int:
     return prod(degrees.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
 
 
-def priced(one: Row, pricer, candidate) -> tuple[float, float]:
+def priced(pricer, candidate) -> tuple[float, float]:
     """(seconds, bytes), with blocks dealt out evenly, as the reports have it."""
-    found = [pricer.evenly(replace(candidate, checkpointing=again)) for again in (False, True)]
-    seconds, sizes = [each.cost.total for each in found], [each.memory.total for each in found]
-    return between(one.again, *seconds), between(one.again, *sizes)
-
-
-def between(share: float, none: float, whole: float) -> float:
-    return none + share * (whole - none)
+    found = pricer.evenly(candidate)
+    return found.cost.total, found.memory.total
 
 
 def outside(one: Row, legal: list, candidate) -> list[str]:
     """Why the configuration is not among those that are searched; empty where it is."""
-    reasons = ["half of a recomputation"] * (one.again not in (0.0, 1.0))
-    plain, parts = replace(candidate, checkpointing=one.again == 1.0), len(structure(one.model).cut_points) + 1
+    plain, parts = replace(candidate, inside=()), len(structure(one.model).cut_points) + 1
     if (stages := candidate.pp * candidate.virtual) > parts:
-        return [*reasons, f"{stages} stages of {parts} blocks"]
-    return reasons + ["degrees"] * (plain not in legal)
+        return [f"{stages} stages of {parts} blocks"]
+    return ["degrees"] * (plain not in legal)  # which modules is not written out, and one of `selections` is
 
 
 def compared(one: Row) -> dict:
@@ -343,7 +357,7 @@ def compared(one: Row) -> dict:
     request = request_of(one)
     pricer, legal = Pricer(request), request.candidates()
     published = candidate_of(one, pricer)
-    predicted, size = priced(one, pricer, published)
+    predicted, size = priced(pricer, published)
     measured = reported_seconds(one)
     try:
         best = rank(request)[0]

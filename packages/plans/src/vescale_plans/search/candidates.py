@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +13,7 @@ from .structure import Structure
 AXES = ("dp", "cp", "tp", "pp", "ep")
 COUNTS = (*AXES, "microbatches", "virtual")
 """Of which there is one at least: to forbid them is to forbid more."""
-PINNABLE = (*COUNTS, "zero", "sp", "checkpointing")
+PINNABLE = (*COUNTS, "zero", "sp", "checkpointing", "inside")
 VIRTUAL = (2, 3, 4)
 """Interleaved stages per rank that are tried: as many as runs were published with. More save little of the bubble, and
 send more."""
@@ -36,6 +36,7 @@ class Candidate:
         virtual: stages per rank of the pipeline, interleaved (arXiv 2104.04473, section 2.2); with more than one,
             microbatches go through in whole rounds of pp.
         checkpointing: blocks are computed again in backward.
+        inside: of these blocks not all, but these modules alone, by their names in a block: selective recomputation.
     """
 
     pp: int = 1
@@ -48,6 +49,7 @@ class Candidate:
     checkpointing: bool = False
     virtual: int = 1
     cp: int = 1
+    inside: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -70,7 +72,8 @@ class Candidate:
         more = ["sp"] * self.sp + [f"zero={self.zero}"] * bool(self.zero)
         parts = "microbatches" if self.pp > 1 else "accumulation"
         more += [f"{parts}={self.microbatches}"] * (self.microbatches > 1)
-        more += ["checkpointing"] * self.checkpointing + [f"virtual={self.virtual}"] * (self.virtual > 1)
+        again = f"checkpointing={'+'.join(self.inside)}" if self.inside else "checkpointing"
+        more += [again] * self.checkpointing + [f"virtual={self.virtual}"] * (self.virtual > 1)
         return " ".join(axes + more) or "one device"
 
 
@@ -83,19 +86,49 @@ def candidates(
     pin: Mapping[str, Any] | None = None,
     forbid: Sequence[str | Mapping[str, Any]] = (),
 ) -> Iterator[Candidate]:
-    """All that are legal, in a fixed order. `pin` and `forbid` as in `generate_plan`."""
+    """All that are legal, in a fixed order. `pin` and `forbid` as in `generate_plan`. Which modules of a block are
+    computed again is open in those that may, see `ways`, but where it is pinned."""
     pin = dict(pin or {})
     check_names("pin", pin)
-    banned = [{one: 1} if one in COUNTS else {one: False} if isinstance(one, str) else dict(one) for one in forbid]
+    if "inside" in pin:
+        pin["inside"] = (pin["inside"],) if isinstance(pin["inside"], str) else tuple(pin["inside"])
+    banned = _rules(forbid)
     for one in forbid:
         check_names("forbid", (one,) if isinstance(one, str) else one)
     for candidate in _all(structure, world_size, batch, seq, pin, bool(banned)):
-        values = asdict(candidate) if pin or banned else {}
+        values = _values(candidate) if pin or banned else {}
         if any(values[name] != value for name, value in pin.items()):
             continue
         if any(_is_banned(values, one, rule) for one, rule in zip(forbid, banned)):
             continue
         yield candidate
+
+
+def ways(
+    structure: Structure,
+    candidate: Candidate,
+    pin: Mapping[str, Any] | None,
+    forbid: Sequence[str | Mapping[str, Any]],
+) -> list[Candidate]:
+    """A candidate that may compute blocks again: all of a block, or some of its modules. One of which that is said, and
+    one of all whose blocks are pinned to be, is what it is."""
+    if not candidate.checkpointing or candidate.inside or (pin or {}).keys() & {"checkpointing", "inside"}:
+        return [candidate]
+    rules = list(zip(forbid, _rules(forbid)))
+    some = [replace(candidate, inside=inside) for inside in structure.selections]
+    return [
+        candidate,
+        *(one for one in some if not any(_is_banned(_values(one), said, rule) for said, rule in rules)),
+    ]
+
+
+def _rules(forbid: Sequence[str | Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    nothing = {**dict.fromkeys(COUNTS, 1), "inside": ()}
+    return [{one: nothing.get(one, False)} if isinstance(one, str) else dict(one) for one in forbid]
+
+
+def _values(candidate: Candidate) -> dict[str, Any]:
+    return {name: getattr(candidate, name) for name in PINNABLE}
 
 
 def check_names(where: str, names) -> None:
@@ -129,16 +162,18 @@ def _all(
             spread = [1, *(d for d in structure.expert_degrees if dp % d == 0 and cp == 1)]
             sequence = (False, True)[: 1 + (tp > 1 and structure.position_dim is not None and (seq or tp) >= tp)]
             stage = (0,) if dp * cp == 1 else (0, 1, 2, 3)
-            again = (False, True)[: 1 + bool(structure.blocks)]
+            again = [(False, ()), (True, ())][: 1 + bool(structure.blocks)]
+            if pin.get("inside") and set(pin["inside"]) <= set(structure.inside):
+                again = [(True, pin["inside"])]
             parts = [1] if structure.coupled else _microbatches(pp, batch // dp, batch)
             if cp > 1 and not (structure.coupled or banned or pin.keys() & {"dp", "cp"}):
                 parts = [m for m in parts if dp * cp > batch or m not in _microbatches(pp, batch // dp // cp, batch)]
             turns = [1, *(v for v in VIRTUAL if 1 < pp <= stages // v)]
-            for microbatches, ep, sp, zero, checkpointing, virtual in product(
+            for microbatches, ep, sp, zero, (checkpointing, inside), virtual in product(
                 parts, spread, sequence, stage, again, turns
             ):
                 if virtual == 1 or microbatches % pp == 0:
-                    yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing, virtual, cp)
+                    yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing, virtual, cp, inside)
 
 
 def meets_in_attention(structure: Structure) -> bool:

@@ -29,7 +29,7 @@ class BlockReason:
     Arguments:
         names: of the blocks.
         stage: of the pipeline.
-        again: they are computed again in backward.
+        again: they are computed again in backward, or the modules of them that `Candidate.inside` names.
         reasons: one line for each of their groups.
     """
 
@@ -122,7 +122,9 @@ class Explanation(Weighed):
             for name in ("blocks", "stage", "why"):
                 table.add_column(name)
             for one in self.blocks:
-                yes = f"computed again: {self.chosen.memory.total / GIB:.1f} of {self.request.limit / GIB:.1f} GiB so"
+                which = f", {', '.join(inside)} alone" if (inside := self.chosen.candidate.inside) else ""
+                size = f"{self.chosen.memory.total / GIB:.1f} of {self.request.limit / GIB:.1f} GiB"
+                yes = f"computed again{which}: {size} so"
                 why = (*one.reasons, yes) if one.again else one.reasons
                 table.add_row(_range(one.names), str(one.stage), "\n".join(why) or "nothing to split")
             yield table

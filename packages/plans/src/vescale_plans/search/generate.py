@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -217,7 +218,6 @@ def plan_of(
             virtual=candidate.virtual,
             owners=_owners(structure, cuts),
         )
-    blocks = [name for one in structure.blocks for name in one.patterns]
     return Plan(
         mesh=mesh,
         parameters={**(overrides or {}), **{k: v for k, v in parameters.items() if k not in (overrides or {})}},
@@ -227,9 +227,25 @@ def plan_of(
         context_axis="cp" if candidate.cp > 1 else None,
         zero=candidate.zero,
         pipeline=pipeline,
-        checkpointing=dict.fromkeys(blocks if set(again) == set(structure.block_names) else again, True),
+        checkpointing=dict.fromkeys(_again(structure, candidate.inside, again), True),
         accumulation=candidate.microbatches if candidate.pp == 1 else 1,
     )
+
+
+def _again(structure: Structure, inside: Sequence[str], blocks: Sequence[str]) -> Sequence[str]:
+    """Globs over what is computed again of these blocks: all of them, or the modules inside."""
+    known, wanted = set(structure.modules), set(blocks)
+    names = [one for block in blocks for name in inside if (one := f"{block}.{name}") in known] if inside else blocks
+    if wanted != set(structure.block_names):
+        return names
+    patterns = [pattern for one in structure.blocks for pattern in one.patterns]
+    globs = [f"{pattern}.{name}" for pattern in patterns for name in inside]
+    if not inside:
+        return patterns
+    met = {glob: {one for one in structure.modules if fnmatchcase(one, glob)} for glob in globs}
+    within = tuple(f"{name}." for name in names)
+    others = (one for found in met.values() for one in found if one not in names and not one.startswith(within))
+    return names if any(others) else [glob for glob in globs if met[glob]]
 
 
 def _kept_whole(structure: Structure, parameters: Mapping[str, Placements], axis: str) -> dict[str, Placements]:

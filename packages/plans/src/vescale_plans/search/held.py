@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -34,14 +34,34 @@ class Amount(NamedTuple):
         return positions * (whole / (tp if sp else 1) + split / tp) + self.fixed + seq * seq / cp * self.meet
 
 
+class Inside(NamedTuple):
+    """A module that a block calls, once, as what may be computed again in place of the whole block.
+
+    Arguments:
+        saved: less kept for backward then; what it is called with is kept.
+        made: all that its forward writes.
+    """
+
+    saved: Amount
+    made: Amount
+
+
 @dataclass(frozen=True)
 class Block:
-    """One kind of block: what it keeps for backward, what it hands on, and the worst moments of its backward, of what
-    is held beyond what the blocks before it keep."""
+    """One kind of block.
+
+    Arguments:
+        kept: for backward.
+        stream: what it hands on.
+        backward: the worst moments of its backward, of what is held beyond what the blocks before it keep, each by the
+            modules inside whose backward is to come.
+        inside: modules by their names in the block.
+    """
 
     kept: Amount
     stream: Amount
-    backward: tuple[Amount, ...]
+    backward: Mapping[tuple[str, ...], tuple[Amount, ...]]
+    inside: Mapping[str, Inside] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .._plan.parts import PlanError
-from .candidates import Candidate, candidates
-from .pricing.cost import BUSY, Cost, Pass, cost_of, pass_of, positions_of
+from .candidates import Candidate, candidates, ways
+from .pricing.cost import BUSY, NOTHING, Cost, Pass, again_of, cost_of, pass_of, positions_of
 from .pricing.hardware import Hardware
 from .pricing.interleaved import Interleaved
 from .pricing.memory import STATES, Held, Memory, memory_of
@@ -85,6 +85,9 @@ class Pricer:
         self._sizes: dict[int, Sizes] = {}
         self._parts: dict[int, tuple[list[Sizes], list[int], Counter[int]]] = {}
         self._passes: dict[tuple, tuple[Pass, list[Pass]]] = {}
+        self._again: dict[tuple, tuple[Pass, list[Pass]]] = {}
+        self._kept: dict[tuple, list[tuple[int, int]]] = {}
+        self._bounds: dict[tuple, float] = {}
         points = set(request.structure.cut_points)
         self._names = request.structure.block_names or ("",)  # of the block in each part
         self._cuttable = [at == 0 or name in points for at, name in enumerate(self._names)]
@@ -93,7 +96,7 @@ class Pricer:
         """In closed form, with blocks dealt out evenly; all of them computed again where the candidate may."""
         asked, sizes = self.request, self._whole(candidate.tp)
         shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
-        cost = cost_of(sizes, *shape, self._pass(candidate, batch)[0])
+        cost = cost_of(sizes, *shape, self._pass(candidate, batch)[0], self._anew(candidate, batch)[0])
         return Estimate(candidate, cost, memory_of(sizes, *shape))
 
     def least(self, candidate: Candidate, batch: int | None = None) -> Memory | None:
@@ -113,7 +116,20 @@ class Pricer:
         return Cutter(parts, one.pp, one.microbatches, limit, again)
 
     def exactly(self, candidate: Candidate, *, whole: bool, below: float = inf) -> Estimate | None:
-        """With the best cut, and the fewest blocks computed again; None where nothing fits in `below` seconds."""
+        """With the best cut, and the fewest blocks computed again, all of them or the modules that are the fastest;
+        None where nothing fits in `below` seconds."""
+        best = None
+        for way in ways(self.request.structure, candidate, self.request.pin, self.request.forbid):
+            if (found := self._cut(way, whole, below)) is not None:
+                best, below = found, min(below, found.cost.total * (1 - ROUNDING))
+                if not found.candidate.checkpointing:
+                    break
+            if self.request.objective == "memory":
+                break
+        return best
+
+    def _cut(self, candidate: Candidate, whole: bool, below: float) -> Estimate | None:
+        """Of a candidate of which it is said what is computed again."""
         rough = self.evenly(candidate)
         cutter = self.cutter(candidate, self.request.limit - self._working(candidate), whole=whole)
         if self.request.objective == "time":
@@ -124,18 +140,25 @@ class Pricer:
 
     def bound(self, candidate: Candidate, *, whole: bool) -> float:
         """Seconds that no cut of the candidate is below, but for rounding."""
+        if candidate.checkpointing and not whole:  # it may compute nothing again
+            key = _but_again(candidate)
+            if key not in self._bounds:
+                self._bounds[key] = self.bound(Candidate(*key), whole=False)
+            return self._bounds[key]
         asked = self.request
         one, parts = self._pass(candidate)
-        rough = cost_of(
-            self._whole(candidate.tp), candidate, asked.hardware.joining(candidate.ranks), asked.batch, asked.seq, one
-        )
-        each = [part.busy(whole and candidate.checkpointing) for part in parts]
+        again, anew = self._anew(candidate)
+        shape = (candidate, asked.hardware.joining(candidate.ranks), asked.batch, asked.seq)
+        rough = cost_of(self._whole(candidate.tp), *shape, one, again)
+        each = [part.busy + (more.once if whole else 0.0) for part, more in zip(parts, anew)]
         counts = self._kinds(candidate.tp)[2]
         total = sum(seconds * counts[kind] for kind, seconds in enumerate(each))
-        longest = max(part.busy(False) for part in parts)
+        longest = max(part.busy for part in parts)
         bound = bound_of(total, longest, candidate.pp, candidate.microbatches, candidate.virtual)
-        bound += _apart(rough, candidate)
-        return bound * (1 - ROUNDING)
+        bound = (bound + _apart(rough, candidate)) * (1 - ROUNDING)
+        if not candidate.checkpointing:
+            self._bounds[_but_again(candidate)] = bound
+        return bound
 
     def _pass(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
         """Of the whole model, and of each kind of part."""
@@ -148,6 +171,37 @@ class Pricer:
             kinds = [pass_of(one, *shape) for one in self._kinds(candidate.tp)[0]]
             self._passes[key] = (pass_of(self._whole(candidate.tp), *shape), kinds)
         return self._passes[key]
+
+    def _keeps(self, candidate: Candidate, batch: int) -> list[tuple[int, int]]:
+        """Per kind of part: bytes that it keeps for backward with nothing computed again, and how many fewer with what
+        the candidate computes again."""
+        asked = self.request
+        axes = (candidate.tp, candidate.cp, candidate.ep, candidate.sp, candidate.ranks)
+        key = (*axes, candidate.checkpointing, candidate.inside, positions_of(candidate, batch, asked.seq))
+        if key not in self._kept:
+            shape, found = (asked.hardware.joining(candidate.ranks), batch, asked.seq), []
+            plain = replace(candidate, checkpointing=False, inside=())
+            for one in self._kinds(candidate.tp)[0]:
+                held = (Held(one, way, *shape, part=True) for way in (plain, candidate))
+                kept, left = (int(each.kept() + each.loss()) for each in held)
+                found.append((kept, kept - left))
+            self._kept[key] = found
+        return self._kept[key]
+
+    def _anew(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
+        """The same, of what is computed again."""
+        one, parts = self._pass(candidate, batch)
+        if not candidate.checkpointing or not candidate.inside:
+            return (one, parts) if candidate.checkpointing else (NOTHING, [NOTHING] * len(parts))
+        asked = self.request
+        rows = batch or asked.batch
+        axes = (candidate.tp, candidate.cp, candidate.ep, candidate.sp, candidate.ranks)
+        key = (*axes, candidate.inside, positions_of(candidate, rows, asked.seq))
+        if key not in self._again:
+            shape = (candidate, asked.hardware.joining(candidate.ranks), rows, asked.seq)
+            kinds = [again_of(one, *shape) for one in self._kinds(candidate.tp)[0]]
+            self._again[key] = (again_of(self._whole(candidate.tp), *shape), kinds)
+        return self._again[key]
 
     def _kinds(self, tp: int) -> tuple[list[Sizes], list[int], Counter[int]]:
         """The parts that differ, which of them each part is, and how many are alike."""
@@ -168,23 +222,18 @@ class Pricer:
 
     def _priced(self, candidate: Candidate, batch: int | None) -> list[Part]:
         kinds, of, _ = self._kinds(candidate.tp)
-        times = self._pass(candidate, batch)[1]
-        priced = [self._part(one, time, candidate, batch or self.request.batch) for one, time in zip(kinds, times)]
+        rows = batch or self.request.batch
+        shape = (candidate, self.request.hardware.joining(candidate.ranks), rows, self.request.seq)
+        priced = []
+        for sizes, time, anew, (kept, less) in zip(
+            kinds, self._pass(candidate, batch)[1], self._anew(candidate, batch)[1], self._keeps(candidate, rows)
+        ):
+            again = (float(f"{anew.once:.9g}"), less) if candidate.checkpointing else (0.0, 0)  # equal of equal blocks
+            priced.append(Part(time.busy, Held(sizes, *shape, part=True).static(), kept, again))
         return [
             part if cuttable else replace(part, cuttable=False)
             for part, cuttable in zip((priced[kind] for kind in of), self._cuttable)
         ]
-
-    def _part(self, sizes: Sizes, time: Pass, candidate: Candidate, batch: int) -> Part:
-        shape = (self.request.hardware.joining(candidate.ranks), batch, self.request.seq)
-        held = Held(sizes, replace(candidate, checkpointing=False), *shape, part=True)
-        kept = int(held.kept() + held.loss())
-        if not candidate.checkpointing:
-            return Part(time.busy(False), held.static(), kept)
-        longer = time.busy(True) - time.busy(False)
-        less = kept - int(Held(sizes, candidate, *shape, part=True).kept() + held.loss())
-        again = (float(f"{longer:.9g}"), less)  # equal blocks, equal numbers
-        return Part(time.busy(False), held.static(), kept, again)
 
     def _working(self, candidate: Candidate, batch: int | None = None) -> int:
         """Bytes at the worst moment beyond what parts hold whatever runs, and keep for backward."""
@@ -205,7 +254,7 @@ class Pricer:
         memory = self._memory(candidate, found)
         again = tuple(name for at, name in enumerate(self._names) if at in found.again)
         if not again and candidate.checkpointing:  # it may compute blocks again, and need not
-            candidate = replace(candidate, checkpointing=False)
+            candidate = replace(candidate, checkpointing=False, inside=())
             memory = self._memory(candidate, found)
         return Estimate(candidate, cost, memory, tuple(self._names[at] for at in found.starts[1:]), again)
 
@@ -222,6 +271,11 @@ class Pricer:
         if candidate.pp == 1 and len(found.again) in (0, len(held)):
             return self.evenly(candidate, batch).memory  # at its worst moment
         return Memory(parameters, gradients, states, kept, self._working(candidate, batch))
+
+
+def _but_again(one: Candidate) -> tuple:
+    """A candidate's fields, as of one that computes nothing again."""
+    return one.pp, one.dp, one.tp, one.ep, one.sp, one.zero, one.microbatches, False, one.virtual, one.cp
 
 
 def _apart(cost: Cost, candidate: Candidate) -> float:

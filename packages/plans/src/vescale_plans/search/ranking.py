@@ -43,14 +43,15 @@ def rank(request: Request, bar: Bar | None = None) -> list[Estimate]:
     """Exact branch and bound: candidates in the order of what no cut of theirs is below, until KEPT are known that
     the next cannot beat.
 
-    A candidate that may compute blocks again is one with the fewest such blocks: it is left out where none is needed.
-    With a pin, all blocks are.
+    A candidate that may compute blocks again is one with the fewest such blocks, whole or of their modules those that
+    are the fastest: it is left out where none is needed. With a pin, all blocks are.
     """
     legal = request.candidates()
     if not legal:
         raise nothing_legal(request)
     pricer, bar = Pricer(request), bar or Bar()
-    whole = "checkpointing" in (request.pin or {}) or request.objective == "memory"
+    pin = request.pin or {}
+    whole = "checkpointing" in pin or bool(pin.get("inside")) or request.objective == "memory"
     if request.objective == "memory":
         found = [one for each in bar.over(RANKING, legal) if (one := pricer.exactly(each, whole=True)) is not None]
         best = sorted(found, key=lambda one: (one.memory.total, one.cost.total, one.candidate))[:KEPT]

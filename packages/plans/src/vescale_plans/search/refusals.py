@@ -130,4 +130,7 @@ def _world(request: Request, *, pinned: bool) -> int | None:
 
 def _distance(candidate: Candidate, pin: Mapping[str, Any]) -> float:
     values = asdict(candidate)
-    return sum(abs(float(values[name]) - float(wanted)) for name, wanted in pin.items())
+    return sum(
+        float(values[name] != wanted) if name == "inside" else abs(float(values[name]) - float(wanted))
+        for name, wanted in pin.items()
+    )

@@ -14,6 +14,12 @@ from vescale_dtensor import InterleavedShard, Placement, Shard
 
 from .held import Holding
 
+LEAST_SAVED = 0.02
+"""Of what a block keeps, from which on a module inside is worth computing again."""
+USUAL_POSITIONS = 4096
+"""Of a row, where modules are told apart by what they keep."""
+MOST_HEAVY = 2
+"""Modules with matrices that are tried: attention and what follows it."""
 Span = tuple[int, int]
 """First and past-the-last in feature of a sink."""
 
@@ -340,6 +346,32 @@ class Structure:
         """All repeated blocks, in the order of registration."""
         names = {name for blocks in self.blocks for name in blocks.names}
         return tuple(name for name in self.modules if name in names)
+
+    @cached_property
+    def inside(self) -> Mapping[str, tuple[str, ...]]:
+        """Modules that blocks call, by their names in a block, -> the matrices in them: those that keep enough to be
+        worth computing again by themselves."""
+        if not (held := self.holding.get(min(self.holding, default=0))):
+            return {}
+        blocks = [held.blocks[name] for name in self.block_names if name in held.blocks]
+        saved: dict[str, float] = {}
+        for block in blocks:
+            for name, one in block.inside.items():
+                saved[name] = saved.get(name, 0.0) + one.saved.at(USUAL_POSITIONS, USUAL_POSITIONS, 1)
+        least = LEAST_SAVED * sum(block.kept.at(USUAL_POSITIONS, USUAL_POSITIONS, 1) for block in blocks)
+        worth = sorted((-size, name) for name, size in saved.items() if size > least)
+        within = {name: tuple(f"{block}.{name}." for block in self.block_names) for _, name in worth}
+        return {
+            name: tuple(one.parameter for one in self.matrices if one.parameter.startswith(starts))
+            for name, starts in within.items()
+        }
+
+    @property
+    def selections(self) -> tuple[tuple[str, ...], ...]:
+        """What is tried in place of whole blocks: all modules without a matrix (norms), and these with one that has."""
+        light = tuple(sorted(name for name, matrices in self.inside.items() if not matrices))
+        heavy = [name for name, matrices in self.inside.items() if matrices]
+        return tuple(one for one in (light, *((*light, name) for name in heavy[:MOST_HEAVY])) if one)
 
     @property
     def expert_degrees(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ et al., arXiv 2104.04473, section 2.2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from ..candidates import Candidate
@@ -17,8 +17,10 @@ from .sizes import Sizes
 
 OPERATORS = 12
 """Operators around one contraction in eager code."""
-PASSES = {False: 3, True: 4}
-"""Forwards that a forward and a backward take as long as, by whether the forward is computed again."""
+PASSES = 3
+"""Forwards that a forward and a backward take as long as."""
+REWRITTEN = 2
+"""Of a module without a matrix, that is computed again: how often what it writes goes over the memory's bus."""
 SHOWN = 0.1
 """Share of what is reduced or gathered beside computation that nothing hides."""
 HOPS = 0.3
@@ -62,10 +64,22 @@ class Pass:
     experts: float
     context: float = 0.0
 
-    def busy(self, again: bool) -> float:
-        """Forward and backward; `again`: forward twice."""
-        passes = PASSES[again]
-        return passes * (self.compute + self.elementwise) + (passes - 1) * (self.tensor + self.experts + self.context)
+    @property
+    def once(self) -> float:
+        """In one direction."""
+        return self.compute + self.elementwise + self.tensor + self.experts + self.context
+
+    @property
+    def busy(self) -> float:
+        """Forward and backward, nothing computed again."""
+        sent = self.tensor + self.experts + self.context
+        return PASSES * (self.compute + self.elementwise) + (PASSES - 1) * sent
+
+    def plus(self, other: Pass) -> Pass:
+        return Pass(*(getattr(self, name) + getattr(other, name) for name in BUSY))
+
+
+NOTHING = Pass(0.0, 0.0, 0.0, 0.0)
 
 
 def pass_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Pass:
@@ -79,25 +93,53 @@ def pass_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, 
     return Pass(compute, elementwise, tensor, _exchanges(sizes, candidate, hardware, positions), context)
 
 
+def again_of(
+    sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int, one: Pass | None = None
+) -> Pass:
+    """What of `sizes` a candidate computes again; `one` as in `cost_of`. Modules are counted with their last product,
+    which a recomputation ends before: what it gives nobody keeps."""
+    if not candidate.checkpointing:
+        return NOTHING
+    if not candidate.inside:
+        return one or pass_of(sizes, candidate, hardware, batch, seq)
+    again, held = NOTHING, sizes.held_back.get(hardware.itemsize)
+    positions = positions_of(candidate, batch, seq)
+    for name in candidate.inside:
+        inner = sizes.inside[name]
+        again = again.plus(pass_of(inner, candidate, hardware, batch, seq))
+        if held is not None and not inner.contractions:
+            made = held.inside[name].made.at(positions, seq, candidate.tp, candidate.sp, candidate.cp)
+            again = again.plus(replace(NOTHING, elementwise=REWRITTEN * made / hardware.bandwidth))
+    return again
+
+
 def positions_of(candidate: Candidate, batch: int, seq: int) -> int:
     """Of one microbatch on one rank."""
     return ceil(batch / candidate.dp / candidate.microbatches) * ceil(seq / candidate.cp)
 
 
 def cost_of(
-    sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int, one: Pass | None = None
+    sizes: Sizes,
+    candidate: Candidate,
+    hardware: Hardware,
+    batch: int,
+    seq: int,
+    one: Pass | None = None,
+    again: Pass | None = None,
 ) -> Cost:
-    """Of the slowest rank; `batch` rows of `seq` positions on all ranks together; `one` is `pass_of` the same, if it is
-    known.
+    """Of the slowest rank; `batch` rows of `seq` positions on all ranks together; `one` is `pass_of` the same, and
+    `again` what is computed again, if they are known.
 
     What a rank is busy with (compute, elementwise, tensor, experts, context) is a sum over the parts that it holds, and
     that of `sizes` over candidate.pp: blocks dealt out evenly. `pipeline` is waiting, pp - 1 microbatches long, and
     transfers.
     """
     one = one or pass_of(sizes, candidate, hardware, batch, seq)
-    positions, passes = positions_of(candidate, batch, seq), PASSES[candidate.checkpointing]
-    compute, elementwise = one.compute * passes, one.elementwise * passes
-    tensor, experts, context = ((passes - 1) * each for each in (one.tensor, one.experts, one.context))
+    again = again or again_of(sizes, candidate, hardware, batch, seq, one)
+    positions = positions_of(candidate, batch, seq)
+    compute, elementwise = PASSES * one.compute + again.compute, PASSES * one.elementwise + again.elementwise
+    tensor, experts = (PASSES - 1) * one.tensor + again.tensor, (PASSES - 1) * one.experts + again.experts
+    context = (PASSES - 1) * one.context + again.context
     stage = (compute + tensor + experts + elementwise + context) / candidate.pp
     share = candidate.microbatches / candidate.pp
     held = sizes.spread(candidate.ep) / candidate.pp

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
 from ..candidates import Candidate
-from ..held import Amount
+from ..held import Amount, Block
 from ..stages import ahead
 from .context import meeting_bytes
 from .hardware import Hardware
@@ -128,7 +129,9 @@ class Held:
         """Of all blocks."""
         if self.back is None:
             return self.positions * _kept_per_position(self.sizes, self.candidate) * self.hardware.itemsize
-        return self._at(self.back.streams if self.candidate.checkpointing else self.back.kept)
+        if self.candidate.checkpointing and not self.candidate.inside:
+            return self._at(self.back.streams)
+        return self._at(self.back.kept) - sum(self._at(self.back.inside[name].saved) for name in self.candidate.inside)
 
     def loss(self) -> float:
         """Beyond what blocks keep, until the last one's backward."""
@@ -139,11 +142,12 @@ class Held:
     def again(self) -> float:
         """In the last block's backward, beyond what blocks keep."""
         if self.back is not None:
-            last = self.back.last
-            return self._most(last.backward) - self._at(last.stream if self.candidate.checkpointing else last.kept)
+            last, whole = self.back.last, self.candidate.checkpointing and not self.candidate.inside
+            kept = self._at(last.stream if whole else last.kept)
+            return self._backward(last) - kept + sum(map(self._at, self._saved(last, self.candidate.inside)))
         if not self.candidate.checkpointing:
             return 0.0
-        whole = _kept_per_position(self.sizes, replace(self.candidate, checkpointing=False))
+        whole = _kept_per_position(self.sizes, replace(self.candidate, checkpointing=False, inside=()))
         return self.positions * whole * self.hardware.itemsize / max(1, self.sizes.blocks)
 
     def first(self) -> float:
@@ -151,8 +155,22 @@ class Held:
         return (
             self.again() + self.kept() / self.sizes.blocks
             if self.back is None
-            else self._most(self.back.first.backward)
+            else self._backward(self.back.first)
         )
+
+    def _backward(self, block: Block) -> float:
+        """In a block's, beyond what those before it keep; what modules compute again is there when they begin."""
+        return max(
+            (
+                self._most(amounts) - sum(map(self._at, self._saved(block, set(self.candidate.inside) & set(to_come))))
+                for to_come, amounts in block.backward.items()
+            ),
+            default=0.0,
+        )
+
+    @staticmethod
+    def _saved(block: Block, names: Iterable[str]) -> Iterator[Amount]:
+        return (block.inside[name].saved for name in names if name in block.inside)
 
     def tail(self) -> float:
         """After it."""
@@ -170,7 +188,7 @@ def _kept_per_position(sizes: Sizes, candidate: Candidate) -> float:
     stream = candidate.tp if candidate.sp else 1
     kept = 0.0
     for branch, times in sizes.branches.items():
-        if candidate.checkpointing:
+        if candidate.checkpointing and not candidate.inside:  # what modules inside would save is not known here
             kept += times * branch.stream / stream
             continue
         inner = branch.inner + KEPT_OF_INPUT * branch.features

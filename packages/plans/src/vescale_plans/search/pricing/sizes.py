@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from ..held import Amount, Block, summed
+from ..held import Amount, Block, Inside, summed
 from ..structure import Structure
 from ..tensor_plan import split_parameters
 
@@ -52,6 +52,7 @@ class Kept:
         kept, streams: of all blocks together: for backward, and where they are computed again.
         first, last: blocks.
         loss, tail: see `Holding`; of a part without the last block `loss` is empty.
+        inside: modules by their names in a block, of all blocks together.
     """
 
     kept: Amount
@@ -60,6 +61,7 @@ class Kept:
     last: Block
     loss: tuple[Amount, ...]
     tail: tuple[Amount, ...]
+    inside: Mapping[str, Inside] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Sizes:
         blocks: repeated blocks, 1 at least.
         outside: numbers that one rank of the tensor axis holds in no block.
         held_back: bytes of a number -> what a step holds on to, see `Kept`; empty where that is not known.
+        inside: contractions and branches, and no more, of the modules that may be computed again by themselves.
     """
 
     tp: int
@@ -87,6 +90,7 @@ class Sizes:
     blocks: int
     outside: float = 0.0
     held_back: Mapping[int, Kept] = field(default_factory=dict)
+    inside: Mapping[str, Sizes] = field(default_factory=dict)
 
     @property
     def held(self) -> float:
@@ -128,7 +132,7 @@ def _inside(structure: Structure) -> dict[str, int]:
 def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Sequence[int]) -> tuple[Sizes, ...]:
     """Per part, with `of` telling the part of each parameter."""
     split = split_parameters(structure, tp)
-    again = {name for names in structure.tied for name in names[1:]}
+    tied = {name for names in structure.tied for name in names[1:]}
     stacked = {name for one in structure.experts for name in one.parameters}
     sinks = {group.sink for group in structure.groups}
     heads = {one.parameter for one in structure.heads}
@@ -138,8 +142,10 @@ def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Seque
     inside = _inside(structure)
     contractions: list[Counter[Contraction]] = [Counter() for _ in parts]
     branches: list[Counter[Branch]] = [Counter() for _ in parts]
+    nested = {parameter: name for name, parameters in structure.inside.items() for parameter in parameters}
+    again: list[dict[str, Sizes]] = [{name: _bare(tp) for name in structure.inside} for _ in parts]
     for name, shape in structure.shapes.items():
-        if name not in again:
+        if name not in tied:
             count = prod(shape)
             (cut if name in split else whole)[of[name]] += count
             if name not in inside:
@@ -151,7 +157,10 @@ def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Seque
         outward = one.outward / tp if one.parameter in split and one.parameter not in sinks else one.outward
         part = of[one.parameter]
         met = chosen.get(one.parameter, int(one.experts > 0))
-        contractions[part][Contraction(inward, outward, one.experts, met)] += 1
+        contraction = Contraction(inward, outward, one.experts, met)
+        contractions[part][contraction] += 1
+        if one.parameter in nested:
+            again[part][nested[one.parameter]].contractions[contraction] += 1
         if one.parameter in heads:
             entries[part] = max(entries[part], one.outward)
     for group in structure.groups:
@@ -160,6 +169,8 @@ def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Seque
         met = chosen.get(group.sink, int(group.experts > 0))
         branch = Branch(width, group.features, inner, group.sink in split, group.positions_meet, met)
         branches[of[group.sink]][branch] += 1
+        if group.sink in nested:
+            again[of[group.sink]][nested[group.sink]].branches[branch] += 1
     back = _held_back(structure, of, len(blocks))
     return tuple(
         Sizes(
@@ -173,9 +184,14 @@ def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Seque
             max(1, blocks[at]),
             outside[at],
             back[at],
+            again[at],
         )
         for at in parts
     )
+
+
+def _bare(tp: int) -> Sizes:
+    return Sizes(tp, 0, 0, 0, Counter(), Counter(), 0, 1)
 
 
 def _held_back(structure: Structure, of: Mapping[str, int], count: int) -> list[dict[int, Kept]]:
@@ -190,5 +206,12 @@ def _held_back(structure: Structure, of: Mapping[str, int], count: int) -> list[
             is_last = at == count - 1
             loss = holding.loss if is_last else ()
             kept, streams = (summed(getattr(one, name) for one in own) for name in ("kept", "stream"))
-            parts[at][itemsize] = Kept(kept, streams, own[0], own[-1], loss, holding.tail)
+            inside = {name: _together(own, name) for name in structure.inside}
+            parts[at][itemsize] = Kept(kept, streams, own[0], own[-1], loss, holding.tail, inside)
     return parts
+
+
+def _together(blocks: Sequence[Block], name: str) -> Inside:
+    """Of the modules of that name in all these blocks."""
+    found = [block.inside[name] for block in blocks if name in block.inside]
+    return Inside(summed(one.saved for one in found), summed(one.made for one in found))

@@ -4,11 +4,15 @@ The model itself is run, forward and backward, on meta tensors, with as many row
 the rows is an activation, what does not is the size of a parameter. A tensor lies between the tensor axis's matrices,
 and is split by it, if it comes out of a split matrix and has not met the next one yet. So nothing is assumed about
 attention, norms, gates or the loss: they keep what they keep.
+
+Which modules of a block are worth computing again in place of all of it follows from the same step: what autograd saves
+passes hooks, which note the module that ran. What was made and saved in one module alone is not kept if that module is
+computed again; what it was called with is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -17,14 +21,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..._apply.containers import map_tensors
 from ..._dry.meta_attention import fused
 from ..._dry.meter import Meter
 from ..._torch_private import tree_iter
-from ..held import Amount, Block, Holding, summed
-from .blocks import Chain, hand_on
+from ..held import Amount, Block, Holding, Inside, summed
+from .blocks import LISTS, Chain, hand_on
 from .model import first_tensor, on_meta
 from .sample import Sample
 
@@ -132,8 +137,14 @@ def _tensors(value: Any) -> list[Tensor]:
     return [one for one in tree_iter(value) if isinstance(one, Tensor)]
 
 
+Place = tuple[str, str] | None
+"""A block, and a module that it calls; None elsewhere."""
+
+
 class _Run:
-    """One step. `spans`: block -> [forward begins, ends, backward begins, ends]; `streams`: block -> item."""
+    """One step. `spans`: block -> [forward begins, ends, backward begins, ends]; `streams`: block -> item; `calls`:
+    place -> [forward begins, ends, backward begins], of modules called once; `taken`: place -> items that they are
+    called with; `saved`: item -> the places where it was saved for backward."""
 
     def __init__(self, ran, sample, names, split, dtype, rows) -> None:
         ran.zero_grad(set_to_none=True)
@@ -141,13 +152,20 @@ class _Run:
         log = self.log = _Log({named[n].untyped_storage()._cdata for n in split if n in named and named[n].ndim > 1})
         self.spans: dict[str, list[int]] = {}
         self.streams: dict[str, int] = {}
+        self.calls: dict[Place, list[int]] = {}
+        self.taken: dict[Place, set[int]] = {}
+        self.saved: dict[int, set[Place]] = {}
+        self._running: list[Place] = [None]
+        twice: set[Place] = set()
         args, kwargs = sample.repeat(rows)
         args, kwargs = map_tensors((args, kwargs), lambda t: t.to("meta", dtype) if t.is_floating_point() else t)
         if LABELS in signature(ran.forward).parameters and LABELS not in kwargs and "input_ids" in kwargs:
             kwargs[LABELS] = kwargs["input_ids"]
         with ExitStack() as stack:
             for name in names:
-                for hook in self._watch(name, ran.get_submodule(name)):
+                block = ran.get_submodule(name)
+                called = [hook for inner, child in _called(block) for hook in self._within((name, inner), child, twice)]
+                for hook in (*self._watch(name, block), *called):
                     stack.callback(hook.remove)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_Fused())
@@ -156,6 +174,7 @@ class _Run:
                 log.at[parameter.untyped_storage()._cdata] = len(log.items)
                 log.items.append(_Item(0, -1, False, kind="parameter"))
             stack.enter_context(log)
+            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
             loss = _loss(ran(*args, **kwargs), rows)
             self.lost = log.now
             loss.backward()
@@ -163,6 +182,8 @@ class _Run:
             for parameter in ran.parameters():
                 if parameter.grad is not None:
                     log.items[log.at[parameter.grad.untyped_storage()._cdata]].kind = "gradient"
+        for place in twice:
+            del self.calls[place]
 
     def _watch(self, name: str, block: nn.Module) -> tuple:
         log = self.log
@@ -183,6 +204,44 @@ class _Run:
 
     def _set(self, name: str, place: int) -> None:
         self.spans[name][place] = self.log.now
+
+    def _within(self, place: Place, module: nn.Module, twice: set[Place]) -> tuple:
+        log = self.log
+
+        def enter(_, args, kwargs):
+            if place in self.calls:
+                twice.add(place)
+            self.calls[place] = [log.now, -1, -1]
+            keys = [one.untyped_storage()._cdata for one in _tensors((args, kwargs))]
+            self.taken[place] = {log.at[key] for key in keys if key in log.at}
+            self._running.append(place)
+
+        def leave(_, args, output):
+            self._running.pop()
+            self.calls[place][1] = log.now
+
+        return module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, Place]:
+        place = self._running[-1]
+        if (item := self.log.at.get(tensor.untyped_storage()._cdata)) is not None:
+            self.saved.setdefault(item, set()).add(place)
+        return tensor.detach(), place
+
+    def _unpack(self, packed: tuple[Tensor, Place]) -> Tensor:
+        tensor, place = packed
+        if place in self.calls and self.calls[place][2] < 0:
+            self.calls[place][2] = self.log.now
+        return tensor
+
+
+def _called(block: nn.Module, before: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """What a block may call: its children, of lists theirs."""
+    for name, child in block.named_children():
+        if isinstance(child, LISTS):
+            yield from _called(child, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", child
 
 
 def _loss(output: Any, rows: int) -> Tensor:
@@ -225,6 +284,7 @@ def _summed(few: _Run, many: _Run, longer: _Run | None, positions: int) -> Holdi
         key=lambda each: each[0],
     )
     phases: dict[tuple, list[Amount]] = {}
+    began = {name: _began(many, name) for name in many.spans}
     live = Amount()
     for time, amount, sign in changes:
         if time > many.done:
@@ -236,7 +296,7 @@ def _summed(few: _Run, many: _Run, longer: _Run | None, positions: int) -> Holdi
                 key = ("forward", name)
                 break
             if back <= time < end:
-                key = ("backward", name)
+                key = ("backward", name, tuple(one for one, begins in began[name] if time < begins))
                 break
             if time >= stop and time < back:
                 below = below.plus(inside[name])
@@ -246,11 +306,41 @@ def _summed(few: _Run, many: _Run, longer: _Run | None, positions: int) -> Holdi
         name: Block(
             inside[name],
             amounts[many.streams[name]],
-            _worst(phases.get(("backward", name), ())),
+            {key[2]: _worst(each) for key, each in phases.items() if key[:2] == ("backward", name)},
+            _again(many, name, amounts),
         )
         for name, _ in spans
     }
     return Holding(blocks, _worst(phases.get(("loss",), ())), _worst(phases.get(("tail",), ())))
+
+
+def _began(run: _Run, block: str) -> list[tuple[str, int]]:
+    """When the backward of each module of a block begins, of those that save anything."""
+    return [(place[1], begins) for place, (_, _, begins) in run.calls.items() if place[0] == block and begins >= 0]
+
+
+def _again(run: _Run, block: str, amounts: Sequence[Amount]) -> Mapping[str, Inside]:
+    """Of the modules that a block calls. What those of a name are given in all blocks (a mask) is held by the first."""
+    handed = set().union(*run.taken.values())
+    found = {}
+    for place, (start, stop, begins) in run.calls.items():
+        if place[0] != block or begins < 0:
+            continue
+        saved, made = Amount(), Amount()
+        alike = [(other, items) for other, items in run.taken.items() if other[1] == place[1]]
+        first = {at: other for other, items in reversed(alike) for at in items}
+        for at, (amount, one) in enumerate(zip(amounts, run.log.items)):
+            if one.kind:
+                continue
+            kept = one.died is None or one.died > run.lost
+            if start <= one.born < stop:
+                made = made.plus(amount)
+                if kept and run.saved.get(at) == {place} and at not in handed:
+                    saved = saved.plus(amount)
+            elif not kept and first.get(at) == place:
+                saved = saved.plus(amount, -1)
+        found[place[1]] = Inside(saved, made)
+    return found
 
 
 def _amount(few: _Item, many: _Item, longer: _Item | None, positions: int) -> Amount:
