@@ -28,7 +28,7 @@ OWN = {
     "mixtral-experts": 2, "mixtral-experts-zero2": 2, "mixtral-capacity": 2,  # of two layers
     "llama-offload": 1,  # until the gradients are on the host
     "llama-load": 27, "llama-reshard": 27,  # a new model's first calls compare inputs and weights between ranks
-    "llama-record": 169,  # what is recorded is read
+    "llama-record": 171,  # what is recorded is read
 }  # fmt: skip
 
 
