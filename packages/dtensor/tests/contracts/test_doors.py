@@ -267,7 +267,28 @@ def _same(found, expected):
     return found == expected
 
 
-def _answers(calls, refused):
+class Late:
+    """The owner of a tensor whose values are on their way: they are there once somebody waits."""
+
+    hooks = None
+
+    def __init__(self, tensor):
+        self.tensor, self.full_layout, self.values = tensor, tensor.mesh_layout, tensor.to_local().clone()
+        tensor.to_local().data.fill_(float("nan"))
+        tensor._owner = self
+        del tensor._layout
+
+    def wait(self):
+        self.tensor._layout = self.full_layout
+        del self.tensor._owner
+        self.tensor.to_local().data.copy_(self.values)
+
+    def replace(self, tensor, value):
+        self.wait()
+        tensor.data = value
+
+
+def _answers(calls, refused, late=False):
     warnings.simplefilter("ignore")  # of functions that gather, and torch's of what is deprecated
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     wrong = []
@@ -275,6 +296,8 @@ def _answers(calls, refused):
         for place, placement in PLACES.items():
             plain = WHOLE.clone()
             tensor = spread(plain.clone(), mesh, [placement])
+            if late:
+                Late(tensor)
             error = expected = None
             try:
                 expected = call(plain)
@@ -303,6 +326,16 @@ def _answers(calls, refused):
 
 def test_global_answers_are_those_of_one_device():
     assert run_ranks(2, _answers, GLOBAL, False, timeout=120) == [[], []]
+
+
+@pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.no_grad])
+def test_what_is_on_its_way_is_waited_for_whatever_is_asked(grad_mode):
+    def answers(calls, refused):
+        with grad_mode():
+            return _answers(calls, refused, late=True)
+
+    assert run_ranks(2, answers, GLOBAL, False, timeout=120) == [[], []]
+    assert run_ranks(2, answers, {n: c for n, c in ERRORS.items() if "educe" not in n}, True) == [[], []]
 
 
 def test_bytes_and_addresses_of_a_part_are_refused():

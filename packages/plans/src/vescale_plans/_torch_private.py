@@ -41,6 +41,9 @@ TracingContext = torch._guards.TracingContext
 # Whether one tensor can take another's place by `.data =`. Instead: an attempt, and its error.
 _has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
 
+# How many tensors there are over a storage. Instead: a public count.
+_storage_Use_Count = torch._C._storage_Use_Count
+
 # Calls a function at the end of the backward that runs. Instead: a public one.
 queue_callback = Variable._execution_engine.queue_callback
 

@@ -21,6 +21,7 @@ the numbers travel to their sum in fewer bits, by the same all-to-all on every b
 from __future__ import annotations
 
 from math import prod
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -153,6 +154,21 @@ class PendingGather:
         if self._work is not None:
             _wait(self._work, "all_gather", self._mesh, self._axes)
             self._work = self._kept = None
+            left_to_readers.discard(self)
+
+    def leave(self) -> None:
+        """Whoever reads its output first waits for it, which need not be anybody."""
+        left_to_readers.add(self)
+
+
+left_to_readers: WeakSet[PendingGather] = WeakSet()
+
+
+def end_left() -> None:
+    """Waits for what was left to readers that did not come."""
+    for gather in tuple(left_to_readers):
+        gather.wait()
+    left_to_readers.clear()
 
 
 class PendingRows:

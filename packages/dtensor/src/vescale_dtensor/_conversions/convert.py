@@ -82,6 +82,8 @@ def alias(tensor: Tensor) -> Tensor:
     """A plain tensor that shares storage, version and autograd history with `tensor`."""
     if is_grad_enabled():
         tensor = read(tensor)
+    elif type(tensor) is DTensor:
+        _ = tensor._layout  # waits for what is on its way
     with local_only():
         if is_grad_enabled() and tensor.requires_grad:
             return Alias.apply(tensor)

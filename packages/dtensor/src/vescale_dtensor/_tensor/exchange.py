@@ -22,6 +22,9 @@ _swap = torch.utils.swap_tensors
 def swap_tensors(t1: Tensor, t2: Tensor) -> None:
     if any(type(one) is DTensor and "_owner" in one.__dict__ and getweakrefs(one) for one in (t1, t2)):
         return _exchange(t1, t2)
+    for one in (t1, t2):
+        if type(one) is DTensor:
+            _ = one._layout  # on its way it may not change places
     return _swap(t1, t2)
 
 

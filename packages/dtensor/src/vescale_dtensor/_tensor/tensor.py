@@ -46,6 +46,22 @@ _plain_dim = Tensor.dim
 _plain_numel = Tensor.numel
 
 
+class _UnderWay:
+    """`_layout` of a parameter whose values are on their way: who asks how it lies goes on to read it, and waits first.
+
+    It only reads, so that a `_layout` of the object's own, as all others have, goes before it.
+    """
+
+    def __get__(self, tensor: DTensor | None, kind: type) -> Layout | _UnderWay:
+        if tensor is None:
+            return self
+        owner = tensor.__dict__.get("_owner")
+        if owner is None:
+            raise AttributeError("_layout")
+        owner.wait()
+        return tensor.__dict__["_layout"]
+
+
 class DTensor(Tensor, metaclass=TensorType):
     """A tensor sharded over a device mesh; used and debugged as if it were on one device.
 
@@ -57,7 +73,7 @@ class DTensor(Tensor, metaclass=TensorType):
     metadata are the global tensor's; `to_local()` gives the shard.
     """
 
-    _layout: Layout
+    _layout: Layout = _UnderWay()
     __tensor_flatten__ = LeftToPython()
 
     def __new__(cls, *args, **kwargs):

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _second
+from .._communication.pending import end_left
 from .._dispatch import fallback
 from .._torch_private import all_groups
 
@@ -317,6 +318,7 @@ def _answer(rank: int, request: bytes) -> Answer:
         with warnings.catch_warnings():
             value = function(*args, **kwargs)
         if device_type == "second":
+            end_left()
             _second.check_at_rest()
     except BaseException as error:
         answer = _raised(rank, error, expected)

@@ -160,6 +160,7 @@ class Buffer(FlatParameters):
         if self.separate:
             self.let_go()
         elif self.shards:
+            self.wait()
             self.expose(False)
         self.tells = True
         try:

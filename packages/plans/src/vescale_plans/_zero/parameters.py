@@ -7,7 +7,7 @@ It is up to two pieces, cut by one packing, so that everything is a view:
 
                       at rest         in its module's forward and backward
     ZeRO 0            full = master
-    ZeRO 1, 2         full, whose own part is master; gathered in place after each step
+    ZeRO 1, 2         full, whose own part is master; gathered in place after each step, waited for when first read
     ZeRO 3            master          full, gathered from all masters, then let go
     with precision    master          full, cast from master (and gathered), let go under ZeRO 3
 
@@ -20,9 +20,10 @@ that counts (`expose`). So hooks, ties, names and references of users hold.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import lcm, prod
 from operator import attrgetter
@@ -36,7 +37,7 @@ from vescale_dtensor.engine import PendingGather, flat, local_only, set_cause
 
 from .._plan.parts import PlanError
 from .._plan.promise import fulfil
-from .._torch_private import _has_compatible_shallow_copy_type, version_of
+from .._torch_private import _has_compatible_shallow_copy_type, _storage_Use_Count, version_of
 from .packing import pack
 from .slot import Sharing, Slot, block_of, holders, largest_shard
 
@@ -87,9 +88,12 @@ class FlatParameters:
         self._refuse_exchange = [weakref.ref(one) for one in self._parameters] if self.lets_go else []
         made = [fulfil(slot.parameter, slot.master_layout) for slot in self.slots]
         self._move_in([slot.take_back(False) if one is None else one for slot, one in zip(self.slots, made)])
-        for slot in self.slots:
-            slot.parameter._owner = slot
         self._pending: PendingGather | None = None
+        self._is_shared = False  # as it was when a gather began
+        self._is_left = False  # who first reads a parameter waits
+        self._stream: torch.Stream | None = None  # and this one with it
+        for slot in self.slots:
+            slot.parameter._owner, slot.wait = slot, self.wait
         self._versions: list[int] = []
 
     # --- making -------------------------------------------------------------------------
@@ -165,6 +169,7 @@ class FlatParameters:
             for slot in self.slots:
                 slot.show(not self.separate)
         self.ready = not self.separate
+        self._holders = self._count_holders()
 
     def _make_trainable(self, slot: Slot) -> None:
         """What an optimizer is given of the slot."""
@@ -189,7 +194,9 @@ class FlatParameters:
         self.differentiable = True
         with torch.inference_mode(False):
             for slot in self.slots:
+                before = self._count_holders()
                 self._make_trainable(slot)
+                self._holders += self._count_holders() - before
 
     @property
     def is_intact(self) -> bool:
@@ -206,6 +213,7 @@ class FlatParameters:
         The buffer moves: what is over its old memory keeps its values. Raises PlanError where only some have another
         dtype now, on all ranks alike.
         """
+        self.wait()
         lost = [slot.is_lost for slot in self.slots]
         with local_only():
             dtypes = {s.name: s.parameter.dtype if away else self.dtype for s, away in zip(self.slots, lost)}
@@ -278,9 +286,34 @@ class FlatParameters:
 
     def wait(self) -> None:
         """`full` is there, and the parameters are it."""
-        if self._pending is not None:
+        if self._pending is None:
+            return
+        with _on(self._stream):
             self._pending.wait()
-            self._pending, self.ready = None, True
+        self._pending, self.ready, self._stream = None, True, None
+        if self._is_left:
+            self._is_left = False
+            for slot in self.slots:
+                slot.parameter._layout = slot.full_layout
+
+    def leave_under_way(self) -> None:
+        """What `updated` has started is waited for by whoever first asks how one of the parameters lies: nothing reads
+        one without that. Where somebody else is over their memory, whom nobody would ask, it is waited for now."""
+        if self._pending is None:
+            return
+        if self._is_shared:
+            self.wait()
+            return
+        if self.device.type not in ("cpu", "meta"):
+            self._stream = torch.accelerator.current_stream(self.device)
+        self._pending.leave()
+        for slot in self.slots:
+            del slot.parameter._layout
+        self._is_left = True
+
+    def _count_holders(self) -> int:
+        """Tensors over the parameters' memory."""
+        return _storage_Use_Count(self.full.untyped_storage()._cdata)
 
     def let_go(self) -> None:
         """The masters are the parameters; memory of `full` goes under ZeRO-3."""
@@ -291,11 +324,14 @@ class FlatParameters:
             self.ready = False
 
     def updated(self) -> None:
-        """The masters have changed: starts to gather `full` in place where it is not a copy; pairs with `wait`."""
+        """The masters have changed: starts to gather `full` in place where it is not a copy; pairs with `wait`, or
+        `leave_under_way`."""
+        self.wait()
         if self.separate:
             self.let_go()
             self.ready = False
         elif self.shards and self.differentiable and not self.is_elsewhere:
+            self._is_shared = not self.is_intact or self._count_holders() != self._holders
             set_cause(GATHER)
             self._pending = PendingGather(self._sink, self.master.data, self.sharing.mesh, (self.lead,))
 
@@ -305,6 +341,18 @@ def on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
+
+
+@contextlib.contextmanager
+def _on(stream: torch.Stream | None) -> Iterator[None]:
+    """What waits waits on this stream, and with it on the one of now; None: on that alone."""
+    now = None if stream is None else torch.accelerator.current_stream(stream.device)
+    if now == stream:
+        yield
+        return
+    with stream:
+        yield
+    now.wait_event(stream.record_event())
 
 
 def _is_beside_host(device: torch.device) -> bool:

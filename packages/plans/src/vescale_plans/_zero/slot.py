@@ -71,7 +71,7 @@ class Slot:
     __slots__ = (
         "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
         "gradient_layout", "full", "master", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
-        "is_separate", "met", "hooks", "held", "open_gradients",
+        "is_separate", "met", "hooks", "held", "open_gradients", "wait",
     )  # fmt: skip
 
     parameter: DTensor
@@ -93,6 +93,7 @@ class Slot:
 
     held: tuple[int, int]  # the range of the local shard, flattened, that the master is
     open_gradients: Callable[[], None]  # the buffer's: autograd adds into its memory from there on
+    wait: Callable[[], None]  # the buffer's: what is on its way to its parameters is there
 
     def read(self, tensor: DTensor) -> Tensor:
         """The parameter at rest, for a function that computes with it: with gradient, a tensor of its own.
@@ -147,6 +148,7 @@ class Slot:
     @property
     def at_rest(self) -> tuple[Tensor, Layout]:
         """The memory that holds the parameter's values between steps, and how it is laid out."""
+        self.wait()
         return (self.master, self.master_layout) if self.is_separate else (self.full, self.full_layout)
 
     def show(self, whole: bool) -> None:

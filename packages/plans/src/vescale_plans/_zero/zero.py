@@ -141,7 +141,10 @@ class DataParallel:
                     parameter._post_accumulate_grad_hooks = hooks
 
     def flush(self) -> None:
-        """Reduces whatever is still pending: before an optimizer step that follows `paused` backwards only."""
+        """Reduces whatever is still pending: before an optimizer step that follows `paused` backwards only.
+
+        Afterwards no parameter is on its way: a step may write.
+        """
         self.take_in()
         for unit in self.units:
             for buffer in unit.reduced:
@@ -153,6 +156,10 @@ class DataParallel:
             self.finish()
         finally:
             self.enabled = saved
+        for unit in self.units:
+            for buffer in unit.buffers:
+                if not buffer.separate:
+                    buffer.wait()
 
     @property
     def tells(self) -> bool:
@@ -166,8 +173,10 @@ class DataParallel:
             unit.close()
 
     def updated(self) -> None:
-        """The masters have changed: parameters follow. Cost: below ZeRO-3 an all-gather of each buffer."""
-        for unit in self.units:
+        """The masters have changed: parameters follow. Cost: below ZeRO-3 an all-gather of each buffer, which the next
+        forward waits for where it first reads a parameter of it, as does whoever reads one before."""
+        forget_all()
+        for unit in (self.units[-1], *self.units[:-1]):  # as a forward reads them
             for buffer in unit.buffers:
                 buffer.updated()
             unit.is_open = not unit.fetched
@@ -175,8 +184,7 @@ class DataParallel:
         for unit in self.units:
             for buffer in unit.buffers:
                 if not buffer.separate:
-                    buffer.wait()
-        forget_all()
+                    buffer.leave_under_way()
 
     def slot_of(self, parameter: Tensor) -> Slot | None:
         """The parameter's place in its buffer, None for a tensor that is no parameter of the model."""

@@ -63,6 +63,7 @@ SHARED = {
     # by object, and objects are a rank's own
     "vescale_dtensor._communication.collectives": ("_ENGINES", "_under_way"),
     "vescale_dtensor._communication.flight": ("lines",),
+    "vescale_dtensor._communication.pending": ("left_to_readers",),
     "vescale_dtensor._context.lazy": ("_met",),
     "vescale_dtensor._context.pins": ("pins",),
     "vescale_dtensor._context.transfer": ("_greeted",),

@@ -70,14 +70,15 @@ def deep_copy(function, args, kwargs):
     tensor, memo = args
     if id(tensor) in memo:
         return memo[id(tensor)]
+    layout = tensor._layout
     with local_only():
         if not tensor.is_leaf:
             raise OperatorError(
-                "deepcopy", "only leaf tensors can be copied", [repr(tensor._layout)], [("tensor.detach()", "")]
+                "deepcopy", "only leaf tensors can be copied", [repr(layout)], [("tensor.detach()", "")]
             )
         needs_grad = tensor.requires_grad
         fresh = tensor.detach().clone(memory_format=torch.preserve_format)
-    fresh = stamp(fresh, tensor._layout.base).requires_grad_(needs_grad)
+    fresh = stamp(fresh, layout.base).requires_grad_(needs_grad)
     memo[id(tensor)] = fresh
     if getattr(tensor, "_is_param", False):
         fresh._is_param = True
