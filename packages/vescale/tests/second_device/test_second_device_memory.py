@@ -9,6 +9,7 @@ from torch import nn
 
 import vescale
 from vescale_dtensor import Partial, Replicate, Shard, distribute_tensor, from_local
+from vescale_dtensor._test_kit.live_bytes import LiveBytes
 from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
 
 warm_up("vescale", "vescale_dtensor._second")
@@ -195,3 +196,34 @@ def test_a_collective_whose_result_is_needed_at_once_stays_on_the_stream():
         assert {kind for kind, _ in converted} >= {"all_gather", "all_reduce", "reduce_scatter", "all_to_all"}
         assert not any(later for _, later in converted), converted
         assert {kind for kind, later in training if later} == {"all_gather", "reduce_scatter"}, training
+
+
+class Peak(LiveBytes):
+    """Also the most that was alive at once."""
+
+    def __init__(self, given):
+        super().__init__(given, "second")
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(function, types, args, kwargs)
+        self.most = max(self.most, self.total)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_in_float64_takes_no_copy_of_the_tensor_in_float64(dtype):
+    """Of tensors larger than a part that is squared at a time; and it is the norm."""
+
+    def on_rank():
+        size = 3 * (1 << 22) + 5
+        local = torch.linspace(-1, 1, size).to(dtype)
+        wanted = local.double().square().sum().mul(2).sqrt()
+        gradient = from_local(local.to("second"), mesh_of(2), [Shard(0)])
+        with Peak([gradient]) as live:
+            norm = nn.utils.get_total_norm([gradient])
+        return live.most, float(norm.to_local()), float(wanted.to(dtype))
+
+    for most, norm, wanted in run_ranks(2, on_rank, device="second"):
+        assert most <= 8 * (1 << 22) + 1024
+        assert norm == wanted

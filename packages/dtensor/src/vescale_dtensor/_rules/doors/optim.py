@@ -202,16 +202,18 @@ def _powers(x: Tensor, ord: float) -> Tensor:
             else x * x if ord == 2 else x.abs().pow(ord))  # fmt: skip
 
 
-# Elements that are float64 at a time: on a CPU what fits its cache.
+# Elements that are float64 at a time: what fits the cache. (`vector_norm(dtype=float64)` makes all of them at once.)
 _AT_A_TIME = {"cpu": 1 << 16}
+_AT_A_TIME_BESIDE = 1 << 22
 
 
 def _sum_of_squares(local: Tensor) -> Tensor:
     flat = local.reshape(-1)
     total = flat.new_zeros((), dtype=torch.float64)
-    for part in flat.split(_AT_A_TIME.get(flat.device.type, 1 << 24)):
+    for part in flat.split(_AT_A_TIME.get(flat.device.type, _AT_A_TIME_BESIDE)):
         wide = part.double()
         total += torch.dot(wide, wide)
+        del wide  # before the next is made
     return total
 
 
