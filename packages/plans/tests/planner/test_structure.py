@@ -593,3 +593,23 @@ def test_a_model_of_405_billion_parameters_is_probed_without_its_weights():
 def test_inputs_that_nothing_describes_are_asked_for():
     with pytest.raises(PlanError, match="nothing says what they look like"):
         sample_of(Gated(8))
+
+
+def test_what_a_dict_of_modules_names_is_no_list_of_blocks():
+    """nanoGPT's `transformer` holds its tables, its blocks and its last norm by name."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            blocks = nn.ModuleList(Block(Attention(4, 2, 12), Gated(40)) for _ in range(3))
+            parts = {"table": nn.Embedding(WORDS, WIDTH), "blocks": blocks, "after": Norm(WIDTH)}
+            self.parts, self.head = nn.ModuleDict(parts), nn.Linear(WIDTH, WORDS, bias=False)
+
+        def forward(self, ids):
+            x = self.parts.table(ids)
+            for block in self.parts.blocks:
+                x = block(x)
+            return self.head(self.parts.after(x))
+
+    (chain,) = structure(Named()).blocks
+    assert chain.names == tuple(f"parts.blocks.{at}" for at in range(3))

@@ -79,7 +79,7 @@ def _called(name: str, module: nn.Module, place: tuple[int, ...] = ()) -> Iterat
     """The children, each with its place; of a list's children that are lists, theirs, with the places of both."""
     for at, (key, child) in enumerate(module.named_children()):
         full = f"{name}.{key}" if name else key
-        if isinstance(module, LISTS) and isinstance(child, LISTS):
+        if isinstance(module, nn.ModuleList) and isinstance(child, LISTS):  # a dict names parts of several kinds
             yield from _called(full, child, (*place, at))
         else:
             yield full, child, (*place, at)
