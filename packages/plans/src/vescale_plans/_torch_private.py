@@ -29,6 +29,15 @@ _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _len_torch_function_stack = torch._C._len_torch_function_stack
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
+
+def owners_of(tensor: Tensor) -> int:
+    """How many own the tensor's memory, this call's own look at it included. Instead: a public count of a storage."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+# What two tensor objects stand for, exchanged. Instead: `torch.utils.swap_tensors`, without its refusals.
+_swap_tensor_impl = torch._C._swap_tensor_impl
+
 # Whether somebody packs what backward needs. Instead: a public question of `torch.autograd.graph`.
 _top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 

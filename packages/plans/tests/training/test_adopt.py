@@ -153,12 +153,6 @@ def refused(call):
     return str(found.value)
 
 
-def _stale(plan, model, early):
-    model, _ = parallelize(plan, model)
-    model(torch.ones(4, 6)).sum().backward()
-    early.step()
-
-
 def _of_another_model(plan, model, early):
     parallelize(plan, copy.deepcopy(model), early)
 
@@ -184,7 +178,6 @@ def _replaced_step(plan, model, early):
 
 
 REFUSED = {
-    "stale": (_stale, "AdamW.step: 4 of its parameters are no part of a model any more"),
     "another model": (_of_another_model, "holds none of the model's parameters"),
     "given twice": (_given_twice, "is another parallelized model's parameters"),
     "adopted by another": (_adopted_by_another, "holds none of the model's parameters"),

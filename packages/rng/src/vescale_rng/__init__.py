@@ -10,6 +10,7 @@ from ._draws import fills as _fills
 from ._draws import rrelu as _rrelu
 from ._cuda.fill import use_geometry as use_geometry
 from ._cuda.launch import Geometry as Geometry
+from ._deferred.deferred import attributes_of as attributes_of
 from ._deferred.deferred import deferred_init as deferred_init
 from ._deferred.deferred import is_deferred as is_deferred
 from ._draws.factories import rand as rand

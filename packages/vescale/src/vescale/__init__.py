@@ -57,6 +57,7 @@ from vescale_plans import Plan as Plan
 from vescale_plans import PlanError as PlanError
 from vescale_plans import Precision as Precision
 from vescale_plans import SeededSamples as SeededSamples
+from vescale_plans import SharedMemoryWarning as SharedMemoryWarning
 from vescale_plans import StaticWarning as StaticWarning
 from vescale_plans import DryRun as DryRun
 from vescale_plans import adopt as adopt

@@ -117,13 +117,6 @@ def partly_on_meta(plan):
     return vescale.parallelize(plan, model, adamw)
 
 
-def made_before_and_kept(plan):
-    model = build()
-    optimizer = adamw(model.parameters())
-    vescale.parallelize(plan, model)
-    trained(model, optimizer)
-
-
 def compiled_block(plan):
     model = build()
     model.up.compile()
@@ -181,7 +174,6 @@ ERRORS = {
         lambda plan: vescale.parallelize(plan, build(), lambda p: adamw(nn.Linear(2, 2).parameters())),
         "it trains nothing",
     ),
-    "an optimizer from before, kept": (made_before_and_kept, "made before parallelize"),
     "parallelized twice": (lambda plan: vescale.parallelize(plan, sharded(plan)[0], adamw), "parallelized already"),
     "fully_shard on top": (fully_sharded, "leave fully_shard out"),
     "DDP on top": (lambda plan: nn.parallel.DistributedDataParallel(sharded(plan)[0]), "DistributedDataParallel"),

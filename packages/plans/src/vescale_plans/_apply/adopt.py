@@ -1,9 +1,9 @@
 """Optimizers that `parallelize` did not make.
 
-    given to `parallelize` in place of a factory    taken over: the shards take the parameters' places, states are cut
-    made of the parameters before it, and kept      its step raises: what it holds is no part of the model any more
-    made of the model's parameters after it         `adopt` makes it as `parallelize` would have; without that it steps
-                                                    on the DTensors themselves, with the model's buffers told
+    given to `parallelize` in place of a factory    taken over: states are cut, other stages' parameters left out
+    made of the model's parameters, before or       `adopt` makes it as `parallelize` would have; without that it steps
+    after, and kept                                 on the DTensors themselves, with the model's buffers told; where it
+                                                    holds parameters of other stages its step raises
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .._zero.optim import Sharded, wrap
 from .._zero.optim_kinds import MATRIX
 from .._zero.zero import DataParallel
 
-MOVED = "_vescale_moved"
-"""The attribute of a parameter that says what became of it."""
+GONE = "_vescale_gone"
+"""The attribute of a parameter that this rank does not hold under a pipeline: its name."""
 _SHOWN = 4
 _parallels: WeakSet[DataParallel] = WeakSet()
 
@@ -53,29 +53,25 @@ def check_given(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def take_over(optimizer: torch.optim.Optimizer, model: nn.Module, sync: DataParallel) -> Any:
-    """The optimizer, with the model's shards in the places of the parameters that it was made of, and states cut.
-
-    What other stages of a pipeline have taken along is left out.
-    """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gone = {parameter for parameter in held if (mark := _Mark.of(parameter)) is not None and mark.shard is None}
-    states = {_successor(parameter): state for parameter, state in optimizer.state.items() if parameter not in gone}
+    """The optimizer, its parameters shards by now, with states cut as they are, and without what other stages of a
+    pipeline have taken along."""
+    states = {parameter: state for parameter, state in optimizer.state.items() if not is_gone(parameter)}
     for group in optimizer.param_groups:
-        group["params"] = [_successor(parameter) for parameter in group["params"] if parameter not in gone]
+        group["params"] = [parameter for parameter in group["params"] if not is_gone(parameter)]
     for name, value in vars(optimizer).items():
         if name not in ("param_groups", "state"):
-            vars(optimizer)[name] = _renewed(value, gone)  # LBFGS keeps its parameters apart
+            vars(optimizer)[name] = _left(value)  # LBFGS keeps its parameters apart
     optimizer.state.clear()
     for parameter, state in states.items():
         optimizer.state[parameter] = {key: _cut(value, parameter, sync) for key, value in state.items()}
     return wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
 
 
-def holds_moved(optimizer: Any) -> bool:
-    """Whether it is an optimizer that holds parameters of before `parallelize`, be they this rank's or not."""
+def holds_gone(optimizer: Any) -> bool:
+    """Whether it is an optimizer that holds parameters of other stages of a pipeline."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
-    return any(_Mark.of(parameter) is not None for group in optimizer.param_groups for parameter in group["params"])
+    return any(is_gone(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -104,9 +100,9 @@ def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return wrap(optimizer, parallel.sync, {id(p): name for name, p in model.named_parameters()})
 
 
-def moved(parameter: nn.Parameter, name: str, shard: nn.Parameter | None) -> None:
-    """Notes what became of a parameter; None where this rank holds nothing of it, under a pipeline."""
-    parameter.__dict__[MOVED] = _Mark(name, shard)
+def is_gone(parameter: Tensor) -> bool:
+    """Whether the parameter is another stage's of a pipeline."""
+    return GONE in parameter.__dict__
 
 
 def watch(sync: DataParallel) -> None:
@@ -120,39 +116,22 @@ def watch(sync: DataParallel) -> None:
 _hooks: list[Any] = []
 
 
-class _Mark:
-    """What became of a parameter. It does not travel with copies."""
-
-    def __init__(self, name: str, shard: nn.Parameter | None) -> None:
-        self.name, self.shard = name, shard
-
-    @staticmethod
-    def of(parameter: Tensor) -> _Mark | None:
-        return parameter.__dict__.get(MOVED)
-
-    def __deepcopy__(self, memo: dict) -> None:
-        return None
-
-
-def _successor(parameter: nn.Parameter) -> nn.Parameter:
-    mark = _Mark.of(parameter)
-    return parameter if mark is None or mark.shard is None else mark.shard
-
-
-def _renewed(value: Any, gone: set[nn.Parameter]) -> Any:
-    """What an optimizer keeps beside its groups, with the shards in the places of the parameters."""
-    if isinstance(value, nn.Parameter):
-        return _successor(value)
+def _left(value: Any) -> Any:
+    """What an optimizer keeps beside its groups, without what is gone."""
     if type(value) is dict:
-        pairs = {_renewed(key, gone): _renewed(one, gone) for key, one in value.items()}
+        pairs = {key: _left(one) for key, one in value.items() if not _is_gone_parameter(key)}
         value.clear()
         value.update(pairs)  # the same object, which others may hold
     elif type(value) in (list, tuple):
-        items = [_renewed(one, gone) for one in value if not (isinstance(one, nn.Parameter) and one in gone)]
+        items = [_left(one) for one in value if not _is_gone_parameter(one)]
         if type(value) is tuple:
             return tuple(items)
         value[:] = items
     return value
+
+
+def _is_gone_parameter(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and is_gone(value)
 
 
 def _cut(value: Any, parameter: nn.Parameter, sync: DataParallel) -> Any:
@@ -166,13 +145,13 @@ def _cut(value: Any, parameter: nn.Parameter, sync: DataParallel) -> Any:
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, Sharded):
         return
-    marks = [mark for group in optimizer.param_groups for p in group["params"] if (mark := _Mark.of(p))]
-    if marks:
-        names = ", ".join(mark.name for mark in marks[:_SHOWN]) + (", ..." if len(marks) > _SHOWN else "")
+    gone = [name for group in optimizer.param_groups for p in group["params"] if (name := p.__dict__.get(GONE))]
+    if gone:
+        names = ", ".join(gone[:_SHOWN]) + (", ..." if len(gone) > _SHOWN else "")
         raise PlanError(
             f"{type(optimizer).__name__}.step",
-            f"{len(marks)} of its parameters are no part of a model any more: it was made before parallelize, which "
-            "put shards in their places, and a step would train nothing",
+            f"{len(gone)} of its parameters are other stages' of the pipeline: it was made before parallelize, and a "
+            "step would leave them out",
             [f"parameters  {names}"],
             [
                 ("parallelize(plan, model, optimizer)", "takes the optimizer over"),

@@ -12,7 +12,7 @@ from torch import nn
 from vescale_dtensor import DTensor, RaggedShard, Shard, register_function
 from vescale_dtensor import reproducible as Reproducible
 from vescale_dtensor.engine import Mesh, check_order, mesh_of, on_device
-from vescale_rng import distribute, is_deferred, materialize
+from vescale_rng import attributes_of, distribute, is_deferred, materialize
 
 from .._experts.structure import find_experts, place_experts
 from .._plan.promise import promise
@@ -25,9 +25,11 @@ from ..installed._gradient_hooks import carry_hooks
 from ..installed._recipe import Recipe, install
 from ..installed._traffic import watch_first_step
 from ..plan import Plan, PlanError
-from .adopt import MOVED, check_given, holds_moved, moved, take_over
+from .adopt import GONE, check_given, holds_gone, take_over
 from .agreement import check_same_plan, check_same_values, checksums
+from .aliases import check_aliases
 from .arguments import check_arguments, check_made, check_values
+from .identity import Became, become
 from .join import join, keep_stage_mesh, make_mesh, settle_device
 from .loss import LossFn
 from .together import together
@@ -140,6 +142,7 @@ def _parallelized(
             check_given(optimizer_fn, model)
         check_unwrapped(model)
         check_values(model)
+        check_aliases(model)
         fitted = fit(plan, model)
         experts = find_experts(plan, model)
         placed = place_experts(plan, model, experts, fitted.parameters)
@@ -155,7 +158,7 @@ def _parallelized(
         if len(plan.mesh) == 1:  # a stage's tensors need a mesh, be it of one rank
             plan = plan.override(mesh={**plan.mesh, "dp": 1})
         for name, parameter in model.named_parameters():
-            moved(parameter, name, None)  # until it is known what this stage holds
+            parameter.__dict__[GONE] = name  # until it is known what this stage holds
         plan, device_mesh, pipelined = stages(plan, model, make_mesh(plan))
         keep_stage_mesh(whole, device_mesh)
     mesh = mesh_of(device_mesh)
@@ -166,8 +169,10 @@ def _parallelized(
         names = fitted.boundaries, fitted.checkpointed, fitted.regathered, fitted.offloaded, fitted.blocks
         sync = install(model, Recipe(plan, device_mesh, *names, experts, loss_fn)).sync
         may_be_copied(model)
-        for parameter, shard in shards.items():
-            carry_hooks(parameter, shard)
+        for parameter, was in shards.items():
+            carry_hooks(was.hooks, parameter)
+            if was.old.grad is not None:
+                parameter.grad = was.old.grad
         _register_foreign_functions()
     optimizer = None
     if optimizer_fn is not None:
@@ -176,7 +181,7 @@ def _parallelized(
                 optimizer = take_over(optimizer_fn, model, sync)
             else:
                 optimizer = optimizer_fn(model.parameters())
-                if holds_moved(optimizer):  # made of groups from before
+                if holds_gone(optimizer):  # made of groups from before
                     optimizer = take_over(optimizer, model, sync)
                 else:
                     check_made(optimizer, model)
@@ -213,31 +218,28 @@ def expert_drops(model: nn.Module) -> dict[str, list[int]]:
     return {border.name: border.total_dropped() for border in model._vescale.experts}
 
 
-def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> dict[nn.Parameter, nn.Parameter]:
-    """Replaces every parameter by its shard; tied parameters, and modules under several names, stay one. Returns the
-    shard of each parameter."""
+def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> dict[nn.Parameter, Became]:
+    """Every parameter becomes its shard, the object with it; tied parameters, and modules under several names, stay
+    one. Returns what the parameters were."""
     held = list(model.named_parameters(remove_duplicate=False))  # a module under two names would show its shard next
-    shards: dict[nn.Parameter, nn.Parameter] = {}
+    known: dict[nn.Parameter, Became] = {}
     for name, parameter in held:
-        shard = shards.get(parameter)
-        if shard is None:
-            placements = [
-                Shard(one.dims[0]) if isinstance(one, RaggedShard) and size == 1 else one  # outside torchrun all are 1
-                for one, size in zip(plan.placements(placed[name]), device_mesh.mesh.shape)
-            ]
-            if plan.zero == 3 and is_deferred(parameter):
-                shard = promise(parameter, device_mesh, placements)
-            else:
-                sharded = distribute(parameter.detach(), device_mesh, placements)
-                shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-            for key, value in parameter.__dict__.items():
-                if key != MOVED:
-                    setattr(shard, key, value)
-            moved(parameter, name, shard)
-            shards[parameter] = shard
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = shard
-    return shards
+        if parameter in known:
+            continue
+        placements = [
+            Shard(one.dims[0]) if isinstance(one, RaggedShard) and size == 1 else one  # outside torchrun all are 1
+            for one, size in zip(plan.placements(placed[name]), device_mesh.mesh.shape)
+        ]
+        if plan.zero == 3 and is_deferred(parameter):
+            shard = promise(parameter, device_mesh, placements)
+        else:
+            sharded = distribute(parameter.detach(), device_mesh, placements)
+            shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        for key, value in attributes_of(parameter).items():
+            if key != GONE:
+                setattr(shard, key, value)
+        known[parameter] = become(parameter, shard, name)
+    return known
 
 
 def _move_buffers(model: nn.Module, mesh: Mesh) -> None:

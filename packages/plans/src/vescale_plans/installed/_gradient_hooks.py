@@ -8,12 +8,26 @@ from torch import Tensor, nn
 
 from vescale_dtensor.engine import local_only
 
+Hooks = tuple[dict[int, Callable] | None, dict[int, Callable] | None]
+"""Of a gradient that is computed, and that was accumulated, by the numbers of their handles."""
 
-def carry_hooks(parameter: nn.Parameter, shard: nn.Parameter) -> None:
-    """The shard calls the parameter's hooks (`register_hook`, `register_post_accumulate_grad_hook`), in their order,
-    with what hooks of the shard's own are given. Handles that the user holds remove them still."""
+
+def hooks_of(parameter: nn.Parameter) -> Hooks:
+    """The hooks that users put on the parameter."""
     with local_only():
-        of_gradient, when_accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def take_hooks(parameter: nn.Parameter) -> None:
+    """The object has no hooks any more."""
+    with local_only():
+        parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
+
+
+def carry_hooks(hooks: Hooks, shard: nn.Parameter) -> None:
+    """The shard calls the hooks (`register_hook`, `register_post_accumulate_grad_hook`) that the parameter had, in
+    their order, with what hooks of the shard's own are given. Handles that the user holds remove them still."""
+    of_gradient, when_accumulated = hooks
     if of_gradient:
         shard.register_hook(_each(of_gradient))
     if when_accumulated:

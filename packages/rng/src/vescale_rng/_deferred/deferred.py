@@ -72,10 +72,15 @@ def is_deferred(tensor: object) -> bool:
     return isinstance(tensor, Deferred)
 
 
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """What users put on a tensor, deferred or not, and that it is a parameter."""
+    return {key: value for key, value in tensor.__dict__.items() if key != "_slot"}
+
+
 class Deferred(Tensor):
     """A tensor that has no memory yet: an entry of the tape stands for its values."""
 
-    __slots__ = ("_slot",)
+    _slot: Slot
     __torch_function__ = _disabled_torch_function_impl
 
     @staticmethod
@@ -107,7 +112,7 @@ class Deferred(Tensor):
         if id(self) not in memo:
             with torch.no_grad():
                 copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
-            copied.__dict__.update((key, value) for key, value in self.__dict__.items())
+            copied.__dict__.update(attributes_of(self))
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -25,7 +25,7 @@ from vescale_dtensor.engine import stamp
 
 from .._journal import fingerprint_of
 from .._torch_private import OpOverload, tree_flatten, tree_map, tree_map_only
-from .deferred import Deferred, is_deferred, value_of
+from .deferred import Deferred, attributes_of, is_deferred, value_of
 from .tape import Entry, Slot, history
 
 aten = torch.ops.aten
@@ -99,7 +99,7 @@ def _whole(tensor: Deferred) -> Tensor:
     value = value_of(tensor._slot).requires_grad_(tensor.requires_grad)
     if getattr(tensor, "_is_param", False):
         value = nn.Parameter(value.detach(), tensor.requires_grad)
-    for key, one in tensor.__dict__.items():
+    for key, one in attributes_of(tensor).items():
         if key != "_is_param":
             setattr(value, key, one)
     return value
