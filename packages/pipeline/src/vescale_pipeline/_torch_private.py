@@ -16,6 +16,9 @@ from torch.utils import _python_dispatch
 # Runs functions of subclasses as on plain tensors. Instead: the public `torch.overrides` name of it.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
+# What two tensor objects stand for, exchanged. Instead: `torch.utils.swap_tensors`, without its refusals.
+_swap_tensor_impl = torch._C._swap_tensor_impl
+
 # Whether somebody has taken functions out of the dispatch. Instead: a public question in `torch.overrides`.
 _is_torch_function_enabled = torch._C._is_torch_function_enabled
 

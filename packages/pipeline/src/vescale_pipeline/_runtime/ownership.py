@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .._errors import PipelineError
-from .._trace.placeholder import Placeholder, weight_placeholder
+from .._trace.placeholder import Placeholder, change_places, weight_placeholder
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,18 @@ def ownership(model: nn.Module, cuts: Sequence[str], owners: Mapping[str, int] |
 def let_go(model: nn.Module, owned: Collection[str], device: torch.device | None = None) -> None:
     """Takes all parameters but the `owned` ones off the model; placeholders stand where they were.
 
+    A parameter's object becomes the placeholder, so that whoever else holds it does not compute with what it was.
     `device` is where the pipeline's parameters will lie: so says, too, what stands for those of a model on the host.
     """
     keep = {id(parameter) for name, parameter in model.named_parameters() if name in owned}
-    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module in model.modules():
-        for leaf, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) not in keep:
-                del module._parameters[leaf]
-                module.__dict__[leaf] = weight_placeholder(parameter, first_name[id(parameter)], device)
+    gone = {parameter: name for name, parameter in model.named_parameters() if name not in owned}
+    held = [(module, *one) for module in model.modules() for one in module._parameters.items() if one[1] is not None]
+    for parameter, name in gone.items():
+        change_places(parameter, weight_placeholder(parameter, name, device))
+    for module, leaf, parameter in held:
+        if id(parameter) not in keep:
+            del module._parameters[leaf]
+            module.__dict__[leaf] = parameter
 
 
 def disown_buffers(model: nn.Module, owned: Ownership, stages: Collection[int]) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._errors import PipelineError
-from .._torch_private import DisableTorchFunctionSubclass
+from .._torch_private import DisableTorchFunctionSubclass, _swap_tensor_impl
 from .containers import map_tensors, tensors_in
 from .devices import placed
 
@@ -99,6 +99,14 @@ def become(tensor: Tensor, made: Placeholder) -> None:
     """Makes a plain tensor that user code holds the placeholder `made`: from now on its value is elsewhere."""
     tensor.__class__ = Placeholder
     tensor.key, tensor.origin, tensor.home, tensor.is_weight = made.key, made.origin, made.home, made.is_weight
+
+
+def change_places(parameter: Tensor, made: Placeholder) -> None:
+    """The parameter's object becomes the placeholder, and the placeholder's what the parameter was, memory and all."""
+    kind, held = parameter.__class__, parameter.__dict__
+    parameter.__class__, made.__class__ = made.__class__, kind
+    parameter.__dict__, made.__dict__ = made.__dict__, held
+    _swap_tensor_impl(parameter, made)
 
 
 def base_of(tensor: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def _left(value: Any) -> Any:
 
 
 def _is_gone_parameter(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) and is_gone(value)
+    return isinstance(value, Tensor) and is_gone(value)
 
 
 def _cut(value: Any, parameter: nn.Parameter, sync: DataParallel) -> Any:

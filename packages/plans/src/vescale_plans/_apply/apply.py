@@ -157,9 +157,12 @@ def _parallelized(
         whole = plan
         if len(plan.mesh) == 1:  # a stage's tensors need a mesh, be it of one rank
             plan = plan.override(mesh={**plan.mesh, "dp": 1})
-        for name, parameter in model.named_parameters():
-            parameter.__dict__[GONE] = name  # until it is known what this stage holds
+        before = list(model.named_parameters())
         plan, device_mesh, pipelined = stages(plan, model, make_mesh(plan))
+        left = set(model.parameters())
+        for name, parameter in before:
+            if parameter not in left:
+                parameter.__dict__[GONE] = name
         keep_stage_mesh(whole, device_mesh)
     mesh = mesh_of(device_mesh)
     with together("sharding the model"):
@@ -236,8 +239,7 @@ def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -
             sharded = distribute(parameter.detach(), device_mesh, placements)
             shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
         for key, value in attributes_of(parameter).items():
-            if key != GONE:
-                setattr(shard, key, value)
+            setattr(shard, key, value)
         known[parameter] = become(parameter, shard, name)
     return known
 
