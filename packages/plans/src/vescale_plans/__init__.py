@@ -2,8 +2,8 @@
 
 import vescale_rng as _vescale_rng  # registers its rules: random numbers are one device's, at the cost of a shard
 
-from ._apply.aliases import SharedMemoryWarning as SharedMemoryWarning
-from ._apply.adopt import adopt as adopt
+from ._apply.given.aliases import SharedMemoryWarning as SharedMemoryWarning
+from ._apply.given.adopt import adopt as adopt
 from ._apply.apply import expert_drops as expert_drops
 from ._apply.apply import expert_load as expert_load
 from ._apply.apply import no_sync as no_sync

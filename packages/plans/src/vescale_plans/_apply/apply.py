@@ -25,15 +25,15 @@ from ..installed._gradient_hooks import carry_hooks
 from ..installed._recipe import Recipe, install
 from ..installed._traffic import watch_first_step
 from ..plan import Plan, PlanError
-from .adopt import GONE, check_given, holds_gone, take_over
 from .agreement import check_same_plan, check_same_values, checksums
-from .aliases import check_aliases
-from .arguments import check_arguments, check_made, check_values
-from .identity import Became, become
+from .given.adopt import GONE, check_given, holds_gone, take_over
+from .given.aliases import check_aliases
+from .given.arguments import check_arguments, check_made, check_values
+from .given.identity import Became, become
+from .given.wrappers import check_unwrapped
 from .join import join, keep_stage_mesh, make_mesh, settle_device
 from .loss import LossFn
 from .together import together
-from .wrappers import check_unwrapped
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)

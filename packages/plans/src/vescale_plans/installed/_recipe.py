@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor.engine import Mesh, mesh_of, pin
 
-from .._apply.adopt import watch
 from .._apply.balance import balance_of
 from .._apply.boundary import install_boundary, install_scopes
+from .._apply.given.adopt import watch
+from .._apply.given.wrappers import refuse_wrappers
 from .._apply.inputs import RootBorder, cuts_of
 from .._apply.loss import LossBorder, LossFn
 from .._apply.masks import MaskBorder
-from .._apply.wrappers import refuse_wrappers
 from .._experts.experts import ExpertsBorder
 from .._experts.lists import ListBorder
 from .._experts.structure import Experts

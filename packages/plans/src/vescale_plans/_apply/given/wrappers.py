@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .._plan.parts import PlanError
-from .._static import passes
-from .._torch_private import TracingContext, composable_state_key
+from ..._plan.parts import PlanError
+from ..._static import passes
+from ..._torch_private import TracingContext, composable_state_key
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _COMPOSES = frozenset({"checkpoint"})

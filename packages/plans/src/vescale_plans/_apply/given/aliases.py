@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from vescale_rng import is_deferred
 
-from .._plan.parts import PlanError
-from .._torch_private import owners_of
+from ..._plan.parts import PlanError
+from ..._torch_private import owners_of
 
 _ALONE = 2  # owners: the tensor, and the Python object that asks
 _DEPTH, _MOST, _SHOWN = 6, 20_000, 4
