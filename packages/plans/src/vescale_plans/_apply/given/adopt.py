@@ -19,10 +19,10 @@ from vescale_dtensor import DTensor
 from vescale_dtensor.engine import convert_plain
 
 from ..._plan.parts import PlanError
+from ..._torch_private import _current_graph_task_id
 from ..._zero.optim import Sharded, wrap
 from ..._zero.optim_kinds import MATRIX
 from ..._zero.zero import DataParallel
-from ..._torch_private import _current_graph_task_id
 
 GONE = "_vescale_gone"
 """The attribute of a parameter that this rank does not hold under a pipeline: its name."""

@@ -10,8 +10,8 @@ from torch import nn
 from vescale_rng import is_deferred
 
 from ..._plan.parts import PlanError
-from ...plan import Plan
 from ..._torch_private import is_traceable_wrapper_subclass
+from ...plan import Plan
 from ..join import is_fake
 
 _CALL = "parallelize(plan, model, lambda parameters: torch.optim.AdamW(parameters, lr=...))"

@@ -16,8 +16,8 @@ from torch.autograd.graph import get_gradient_edge
 from vescale_dtensor.engine import local_only
 
 from ..._plan.parts import PlanError
-from ...installed._gradient_hooks import Hooks, hooks_of, take_hooks
 from ..._torch_private import _swap_tensor_impl
+from ...installed._gradient_hooks import Hooks, hooks_of, take_hooks
 
 
 class Became:
