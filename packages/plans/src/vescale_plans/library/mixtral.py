@@ -19,10 +19,12 @@ def mixtral(
 
     Every expert is cut over its inner dim, as a dense MLP is: `gate_up_proj`
     [experts, gate and up, in] by outputs, `down_proj` [experts, out, inner] by inputs.
-    The router replicates. Cost: as `Megatron` says.
+    The router replicates. Experts are whole along `data_axis`, where each rank sends its own rows
+    through them. Cost: as `Megatron` says.
     """
+    apart = {"data_axis": data_axis, "expert_axis": data_axis if data_axis in mesh else None}
     if tensor_axis not in mesh:
-        return Plan(mesh=mesh, parameters={"*": {}}, data_axis=data_axis)
+        return Plan(mesh=mesh, parameters={"*": {}}, **apart)
     columns, rows, whole, stream = megatron(tensor_axis, sequence_parallel)
     return Plan(
         mesh=mesh,
@@ -41,5 +43,5 @@ def mixtral(
             "*.mlp": Boundary(input=whole, output=stream),
             "lm_head": Boundary(input=whole),
         },
-        data_axis=data_axis,
+        **apart,
     )
