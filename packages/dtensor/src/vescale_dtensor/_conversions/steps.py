@@ -55,6 +55,11 @@ class Route:
             self._back = route_of(self.target.gradient, self.source.gradient)
         return self._back
 
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether a local tensor and its gradient pass as they are: between states that axes of one rank tell apart."""
+        return not self.recipe and not self.back.recipe
+
     def __call__(self, local: Tensor) -> Tensor:
         """This rank's part of the same global tensor under `target`: `local` itself when nothing moves."""
         recipe = self.recipe

@@ -39,6 +39,11 @@ class Border:
     def __bool__(self) -> bool:
         return bool(self.before or self.after)
 
+    def inside(self) -> Border:
+        """The border of a module inside a region, where tensors have no layout: without what moves nothing."""
+        before, after = (tuple(s for s in steps if not s.route.moves_nothing) for steps in (self.before, self.after))
+        return Border(before, after)
+
 
 @dataclass
 class Frame:

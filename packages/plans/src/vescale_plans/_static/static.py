@@ -240,7 +240,8 @@ def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Regi
         for child in one.children:
             if child.reason is not None and not child.draws:
                 return None, Difference(f"calls {child.site.name}, which is eager", child.reason.line)
-            found = Nested(child.border, tuple(child.layouts) if child.draws else None, child.first)
+            border = child.border if child.draws else child.border.inside()
+            found = Nested(border, tuple(child.layouts) if child.draws else None, child.first)
             if nested.setdefault(child.site, found) != found:
                 return None, Difference(f"calls {child.site.name} with inputs in two layouts", child.site.line)
             waiting.append(child)

@@ -22,7 +22,7 @@ def mixtral(
     The router replicates. Experts are whole along `data_axis`, where each rank sends its own rows
     through them. Cost: as `Megatron` says.
     """
-    apart = {"data_axis": data_axis, "expert_axis": data_axis if data_axis in mesh else None}
+    apart = {"data_axis": data_axis, "expert_axis": data_axis if mesh.get(data_axis, 1) > 1 else None}
     if tensor_axis not in mesh:
         return Plan(mesh=mesh, parameters={"*": {}}, **apart)
     columns, rows, whole, stream = megatron(tensor_axis, sequence_parallel)
