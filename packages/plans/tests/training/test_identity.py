@@ -292,6 +292,54 @@ def refused(share):
         parallelize(Plan(**ALONE), model)
 
 
+def shared_module(first, second):
+    second.up = first.up
+    return first, second
+
+
+def shared_parameter(first, second):
+    second.up.weight = first.up.weight
+    return first, second
+
+
+def part_and_whole(first, second):
+    whole = nn.Sequential(first, second)
+    return first, whole
+
+
+def parallelized_twice(share, plan):
+    first, second = share(Net(), Net())
+    plan = Plan(**PLANS[plan]).override(parameters={"*": {}})
+    parallelize(plan, first)
+    with pytest.raises(PlanError, match="lies in shards of another parallelized model"):
+        parallelize(plan, second)
+
+
+@pytest.mark.parametrize("plan", ["zero 0", "zero 3", "tp"])
+@pytest.mark.parametrize("share", (shared_module, shared_parameter, part_and_whole), ids=lambda s: s.__name__)
+def test_a_parameter_of_two_models_is_refused(share, plan):
+    run_ranks(2, parallelized_twice, share, plan)
+
+
+def together(plan):
+    torch.manual_seed(0)
+    both = nn.ModuleDict({"a": Net(), "b": Net()})
+    both["b"].up = both["a"].up
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    if plan:
+        plan = {**PLANS[plan], "parameters": {"*": {}}}
+        both, optimizer = parallelize(Plan(**plan), both, optimizer)
+    run = lambda x: torch.stack([both["a"](x), both["b"](x).abs()])
+    return losses_of(run, optimizer, lambda out: out.square().mean())
+
+
+@pytest.mark.parametrize("plan", ["zero 0", "zero 3"])
+def test_models_that_share_train_together(plan):
+    wanted = together(None)
+    for found in run_ranks(2, together, plan):
+        check(found, wanted)
+
+
 def copies(model):
     model.start = [p.detach().clone() for p in model.parameters()]
 

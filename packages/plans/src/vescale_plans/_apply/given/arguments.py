@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vescale_dtensor import DTensor
 from vescale_rng import is_deferred
 
 from ..._plan.parts import PlanError
@@ -70,9 +71,20 @@ def check_made(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_values(model: nn.Module) -> None:
-    """Raises PlanError for tensors that no plan shards: of another library's type, or without values."""
+    """Raises PlanError for tensors that no plan shards: of another library's type, another model's shards, or without
+    values."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
+        if type(tensor) is DTensor and hasattr(tensor, "_owner"):
+            raise PlanError(
+                "parallelize",
+                f"{name!r} lies in shards of another parallelized model, which trains it already",
+                (),
+                [
+                    ("parallelize(plan, nn.ModuleDict({'a': a, 'b': b}))", "both at once: what they share is one"),
+                    ("parallelize(plan, the whole model)", "its parts are not parallelized apart"),
+                ],
+            )
         if is_traceable_wrapper_subclass(tensor):
             kind = f"{type(tensor).__module__.split('.')[0]}'s {type(tensor).__name__}"
             raise PlanError(
