@@ -1,12 +1,16 @@
 """The peak that a dry run counts, against what the CPU's allocator gives out in a real run."""
 
+import gc
 import os
+import weakref
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from vescale_dtensor import Shard
 from vescale_dtensor.testing import allocations, in_turns, mesh_of, run_ranks
 from vescale_plans import Plan, Precision, dry_run, parallelize
 from vescale_plans.search import Candidate, plan_of, sample_of, structure_of
@@ -112,3 +116,53 @@ def test_phases_nest_and_the_innermost_counts():
     assert log.total("outer") == 4 * 6000
     assert dict(log.peak("outer")) == {"outer": 4000, "inner": 20000}
     assert kept.numel() + small.numel() == 1010
+
+
+HELD = {
+    "data": {"mesh": {"dp": 2}, "parameters": {"*": {}}},
+    "zero 1": {"mesh": {"dp": 2}, "parameters": {"*": {}}, "zero": 1},
+    "zero 3": {"mesh": {"dp": 2}, "parameters": {"*": {}}, "zero": 3},
+    "recomputed": {"mesh": {"dp": 2}, "parameters": {"*": {}}, "checkpointing": {"0": True}},
+    "tensor": {"mesh": {"tp": 2}, "parameters": {"0.*": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}, "*": {}}},
+}
+
+
+def left_behind(case, mode):
+    """What is still there of a model that trained and that nobody holds any more."""
+
+    def train():
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        model, optimizer = parallelize(Plan(**HELD[case]), net, adamw, mode=mode)
+        for _ in range(3):
+            model(torch.ones(4, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held = {"model": model, "parameter": net[0].weight, "optimizer": optimizer}
+        return {name: weakref.ref(one) for name, one in held.items()}
+
+    held = train()
+    gc.collect()
+    return [name for name, one in held.items() if one() is not None]
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("case", HELD)
+def test_a_model_that_nobody_holds_is_gone(case, mode):
+    assert run_ranks(2, left_behind, case, mode) == [[], []]
+
+
+def kept_parameter():
+    """The gradient of a parameter, all that is held of a model, is reduced as ever."""
+    net = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    weight = parallelize(Plan(**HELD["data"]), net)[0].weight
+    del net
+    gc.collect()
+    (weight * 2).sum().backward()
+    return weight.grad.full_tensor()
+
+
+def test_a_parameter_that_somebody_holds_keeps_what_its_gradient_needs():
+    for gradient in run_ranks(2, kept_parameter):
+        assert torch.equal(gradient, torch.full((4, 4), 2.0))

@@ -26,6 +26,8 @@ from .._torch_private import _abort_process_group, backend_of
 
 # Bounds every collective: a rank that waits longer raises, naming what it waited for.
 TIMEOUT = timedelta(minutes=10)
+_COMES_BACK_S = 5.0
+"""How long a thread that waited for what was aborted is given to come back."""
 LOOK_S = 1.0
 """Whoever leaves looks so often whether another rank has raised."""
 
@@ -110,6 +112,8 @@ def leave() -> None:
             print("vescale: at the end something is pending that no rank answers: it is aborted", file=sys.stderr)
         with contextlib.suppress(RuntimeError):  # of what has ended meanwhile
             _abort_process_group()
+        if ending.is_alive():  # Python would end it amid C++, which ends the process by SIGABRT
+            ending.join(_COMES_BACK_S)
 
 
 def _destroy() -> None:

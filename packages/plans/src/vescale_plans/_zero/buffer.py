@@ -13,6 +13,7 @@ parameter to look at; then ranks tell each other, a byte per parameter (`in_flig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class Buffer(FlatParameters):
         self.flat: Tensor | None = None
         self.filled: set[int] = set()  # who has a gradient pending
         self.came: set[int] = set()  # whom autograd has reached in the backward that runs
+        self.parallel: Any = None  # whose it is: a parameter that somebody keeps keeps all that its gradient needs
 
     @property
     def reduces(self) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -341,11 +342,18 @@ class DataParallel:
         return self.holds or self._makes_graph or self._made_graph
 
     def _arrival(self, unit: Unit, buffer: Buffer, i: int) -> Callable[[Tensor], None]:
-        """The hook of a parameter: autograd has added to its gradient."""
-        may_wait = unit.may_wait
+        """The hook of a parameter: autograd has added to its gradient.
+
+        It holds nothing: autograd keeps hooks where no garbage collector sees them, and a model that one of them holds
+        would stay for ever. The parameter itself holds its buffer, and that all of this.
+        """
+        buffer.parallel = self
+        held = weakref.ref(unit), weakref.ref(buffer)
 
         def arrived(parameter: Tensor) -> None:
-            if may_wait and not self.enabled and buffer.flat is None:
+            unit, buffer = held[0](), held[1]()
+            self = buffer.parallel
+            if unit.may_wait and not self.enabled and buffer.flat is None:
                 return
             self._ask_for_the_end()
             unit.touched = True
