@@ -221,6 +221,8 @@ CHECKS: tuple[Check, ...] = (
     Check(20, 1, "values that one rank alone reads", tests("dtensor", "core/test_reads")),
     Check(20, 1, "what one rank asks for alone", tests("vescale", "debugging/test_hang_collectives")),
     Check(20, 1, "what one rank computes alone", tests("vescale", "debugging/test_board")),
+    Check(20, 1, "who holds parameters, or their memory", tests("plans", "training/test_identity")),
+    Check(20, 1, "order in memory under static mode", tests("plans", "static/test_static_order")),
     Check(22, 1, "every adapter, with its package", (PYTHON, "tools/ecosystem.py"), 120 * MINUTES),
     Check(22, 2, "mistakes: one device's result or a typed error", tests("vescale", "integrations/test_mistakes")),
     Check(22, 3, "what others write of a model", tests("vescale", "checkpoints/test_files_of_others")),

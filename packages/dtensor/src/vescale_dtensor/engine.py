@@ -103,6 +103,7 @@ from ._static.tape import Taping as Taping
 from ._static.tape import grad_state as grad_state
 from ._static.tape import refs_of as refs_of
 from ._tensor.gradient import after_backward as after_backward
+from ._tensor.gradient import backwards as backwards
 from ._tensor.gradient import in_backward as in_backward
 from ._tensor.gradient import keeps_graph as keeps_graph
 from ._tensor.gradient import settled_layout as settled_layout

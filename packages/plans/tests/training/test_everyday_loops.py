@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from vescale_dtensor import comm_trace
 from vescale_dtensor.testing import run_ranks
 from vescale_plans import Plan, parallelize
 
@@ -118,3 +119,32 @@ def test_one_devices_numbers(program, zero: int) -> None:
     for found, parameters in run_ranks(2, program, zero):
         assert found == pytest.approx(numbers, rel=1e-5, abs=1e-6)
         torch.testing.assert_close(parameters, values)
+
+
+def failed_backward():
+    """Collectives of another model's backward, before and after one that failed."""
+    plan = Plan(mesh={"dp": 2}, parameters={"*": {}})
+    first, second = (parallelize(plan, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))[0] for _ in range(2))
+
+    def backward(model):
+        with comm_trace() as trace:
+            model(torch.ones(4, 4)).square().sum().backward()
+        return len(trace.events)
+
+    def fail(gradient):
+        raise ValueError("of the user")
+
+    before = backward(second)
+    handle = first[0].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="of the user"):
+        backward(first)
+    handle.remove()
+    after = backward(second)
+    first.zero_grad()
+    backward(first)
+    return before, after, first[1].weight.grad.full_tensor()
+
+
+def test_a_backward_that_failed_is_not_ended_by_another_models():
+    for before, after, _ in run_ranks(2, failed_backward):
+        assert before == after > 0

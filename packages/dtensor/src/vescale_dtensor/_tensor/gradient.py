@@ -6,7 +6,6 @@ contract 2). Whatever comes in is converted to it; whatever goes out is stamped 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -101,15 +100,22 @@ def fold(pending: DTensor, settled: DTensor) -> DTensor:
     return pending
 
 
-# Methods to call after every backward that started at a DTensor; held weakly, in the order of their coming.
-_after_backward: list[weakref.WeakMethod] = []
+# What is called at the end of the backward that runs, in the order of its coming.
+_after_backward: list[Callable[[], None]] = []
+_backwards = 0  # that started at a DTensor, within none
 _depth = 0
 _keeps = False  # whether the graph of the backward that runs outlasts it
 
 
-def after_backward(method: Callable[[], None]) -> None:
-    """Calls the bound `method` after every backward that starts at a DTensor, as long as its object lives."""
-    _after_backward.append(weakref.WeakMethod(method, _after_backward.remove))
+def after_backward(call: Callable[[], None]) -> None:
+    """Calls `call` at the end of the backward that runs, where that started at a DTensor, and not where it fails: what
+    is left of one that failed belongs to whoever goes on with the same model, and to nobody else's backward."""
+    _after_backward.append(call)
+
+
+def backwards() -> int:
+    """The number of the backward that started at a DTensor last."""
+    return _backwards
 
 
 def in_backward() -> bool:
@@ -225,8 +231,11 @@ def _run_backward(tensors: list[Tensor], seeds: list | None, **options: Any) -> 
 
 
 def _engine_backward(roots: list[Tensor], starts: list[Tensor | None], **options: Any) -> None:
-    global _depth, _keeps
+    global _backwards, _depth, _keeps
     before, _keeps = _keeps, _asked_to_keep(options)
+    if not _depth:
+        _backwards += 1
+        _after_backward.clear()
     _depth += 1
     try:
         torch.autograd.backward(roots, starts, **options)
@@ -248,10 +257,10 @@ def _finish_backward() -> None:
     """Tells those who wait for the end of the outermost backward."""
     global _keeps
     if not _depth:
-        for reference in tuple(_after_backward):
-            finish = reference()
-            if finish is not None:
-                finish()
+        waiting = tuple(_after_backward)
+        _after_backward.clear()
+        for call in waiting:
+            call()
         _keeps = False
 
 

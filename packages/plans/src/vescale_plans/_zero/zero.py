@@ -26,7 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor.engine import after_backward, forget_all, in_backward, keeps_graph, local_only, value_of
+from vescale_dtensor.engine import (
+    after_backward,
+    backwards,
+    forget_all,
+    in_backward,
+    keeps_graph,
+    local_only,
+    value_of,
+)
 
 from .._apply.containers import map_tensors
 from .._torch_private import DisableTorchFunction, _current_graph_task_id, queue_callback
@@ -57,6 +65,7 @@ class DataParallel:
         self._sums = Sums(sharing)
         self._look_at_buffers()
         self._touched = False
+        self._asked = 0  # the backward whose end is waited for
         # Whether the backward that runs makes a graph, and whether one from before may run again: a graph that a
         # backward made computes with parameters.
         self._makes_graph = self._made_graph = False
@@ -72,7 +81,6 @@ class DataParallel:
         model.register_forward_pre_hook(self._begin, prepend=True)
         if sharing.compute is not None:
             model.register_forward_pre_hook(self._cast, with_kwargs=True)
-        after_backward(self.finish)
 
     # --- what the optimizer and the user call -------------------------------------------
 
@@ -364,11 +372,14 @@ class DataParallel:
         return arrived
 
     def _ask_for_the_end(self) -> None:
-        if not self._touched:
-            self._touched = True
-            if not in_backward():
-                # The loss was a plain tensor: this backward was not started by us, so we ask to be called at its end.
-                _at_the_end(self.finish)
+        if in_backward():
+            if self._asked != backwards():
+                self._asked = backwards()
+                after_backward(self.finish)
+        elif not self._touched:
+            # The loss was a plain tensor: this backward was not started by us, so we ask to be called at its end.
+            _at_the_end(self.finish)
+        self._touched = True
 
     def finish(self) -> None:
         """Starts what is left, waits for all, and hands out the reduced gradients."""

@@ -19,12 +19,10 @@ def mixtral(
 
     Every expert is cut over its inner dim, as a dense MLP is: `gate_up_proj`
     [experts, gate and up, in] by outputs, `down_proj` [experts, out, inner] by inputs.
-    The router replicates. Experts are whole along `data_axis`, where each rank sends its own rows
-    through them. Cost: as `Megatron` says.
+    The router replicates. Cost: as `Megatron` says.
     """
-    apart = {"data_axis": data_axis, "expert_axis": data_axis if mesh.get(data_axis, 1) > 1 else None}
     if tensor_axis not in mesh:
-        return Plan(mesh=mesh, parameters={"*": {}}, **apart)
+        return Plan(mesh=mesh, parameters={"*": {}}, data_axis=data_axis)
     columns, rows, whole, stream = megatron(tensor_axis, sequence_parallel)
     return Plan(
         mesh=mesh,
@@ -43,5 +41,5 @@ def mixtral(
             "*.mlp": Boundary(input=whole, output=stream),
             "lm_head": Boundary(input=whole),
         },
-        **apart,
+        data_axis=data_axis,
     )

@@ -35,7 +35,7 @@ OURS = {
         *("told_of", "watch"),
     ),
     "vescale_dtensor._communication.flight": ("note", "ring", "transfers"),
-    "vescale_dtensor._tensor.gradient": ("_after_backward", "_depth", "_keeps"),
+    "vescale_dtensor._tensor.gradient": ("_after_backward", "_backwards", "_depth", "_keeps"),
     "vescale_dtensor._context.mixing": ("_running",),
     "vescale_dtensor._context.work": ("_listening",),
     "vescale_dtensor._conversions.memo": ("_scopes",),
