@@ -21,7 +21,7 @@ the numbers travel to their sum in fewer bits, by the same all-to-all on every b
 from __future__ import annotations
 
 from math import prod
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -154,14 +154,18 @@ class PendingGather:
         if self._work is not None:
             _wait(self._work, "all_gather", self._mesh, self._axes)
             self._work = self._kept = None
-            left_to_readers.discard(self)
+            left_to_readers.pop(self, None)
 
-    def leave(self) -> None:
-        """Whoever reads its output first waits for it, which need not be anybody."""
-        left_to_readers.add(self)
+    def leave(self, reader: object) -> None:
+        """`reader` waits for it when its output is first read, which need not be ever. Of readers that are gone the
+        memory stays until another one is left: what arrives must have where to."""
+        for gather, of in tuple(left_to_readers.items()):
+            if of() is None:
+                gather.wait()
+        left_to_readers[self] = ref(reader)
 
 
-left_to_readers: WeakSet[PendingGather] = WeakSet()
+left_to_readers: dict[PendingGather, ref] = {}
 
 
 def end_left() -> None:

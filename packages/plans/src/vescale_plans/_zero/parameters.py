@@ -306,7 +306,7 @@ class FlatParameters:
             return
         if self.device.type not in ("cpu", "meta"):
             self._stream = torch.accelerator.current_stream(self.device)
-        self._pending.leave()
+        self._pending.leave(self)
         for slot in self.slots:
             del slot.parameter._layout
         self._is_left = True
