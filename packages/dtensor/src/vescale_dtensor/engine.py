@@ -107,6 +107,9 @@ from ._tensor.gradient import backwards as backwards
 from ._tensor.gradient import in_backward as in_backward
 from ._tensor.gradient import keeps_graph as keeps_graph
 from ._tensor.gradient import settled_layout as settled_layout
+from ._tensor.loans import Held as Held
+from ._tensor.loans import Lender as Lender
+from ._tensor.loans import written as written
 from ._tensor.tensor import drop_gradients as drop_gradients
 from ._tensor.tensor import local_only as local_only
 from ._tensor.tensor import requires_grad as requires_grad

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vescale
-from vescale_dtensor import DTensor
+from vescale_dtensor import DTensor, ViewError
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 from vescale_plans import library
 
@@ -215,3 +215,28 @@ def test_states_that_are_whole_on_one_rank(tmp_path, fields):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         # Its iteration runs in bfloat16: the last bit of a gradient moves an update by 2^-8 of itself.
         assert more == losses if other is fields else max(abs(a / b - 1) for a, b in zip(more, losses)) < 1e-3
+
+
+def kept_views(path, mesh, fields):
+    """What views show that were taken before a load: of them that are taken again, and of those that were kept."""
+    state = start(mesh, fields)
+    vescale.save(path, {"model": state["model"]})
+    weight = state["model"].transformer.h[0].mlp.c_fc.weight
+    train(state, 1)
+    with torch.no_grad():
+        kept = [weight[0], weight[1:3], weight.detach()]
+        vescale.load(path, {"model": state["model"]})
+        shown = []
+        for view, again in zip(kept, [weight[0], weight[1:3], weight.detach()]):
+            try:
+                shown.append((view.full_tensor(), again.full_tensor()))
+            except ViewError:
+                shown.append(None)
+    return shown
+
+
+@pytest.mark.parametrize("mesh, fields", [({"dp": 2}, {}), ({"tp": 2}, {}), ({"dp": 2}, {"zero": 3})])
+def test_a_view_that_is_kept_over_a_load_shows_what_was_loaded_or_raises(tmp_path, mesh, fields):
+    for shown in run_ranks(2, kept_views, str(tmp_path), mesh, fields):
+        assert any(shown) and (None in shown) == (mesh != {"dp": 2} or bool(fields))
+        assert all(torch.equal(*pair) for pair in shown if pair is not None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import forget_all, local_only
+from vescale_dtensor.engine import forget_all, local_only, written
 
 from .._errors import MismatchError
 from ..format._box import Piece, pieces_of, stored, whole
@@ -75,6 +75,8 @@ class Restore:
         for step in self._after:
             step()
         forget_all()
+        for _, _, tensor in self._wanted:
+            written(tensor)
 
     # --- one entry of the state -----------------------------------------------------
 

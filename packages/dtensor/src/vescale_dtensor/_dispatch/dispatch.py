@@ -30,6 +30,7 @@ from .._layouts.state import INVARIANT
 from .._rules.doors.communication import refuse_operator
 from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from .._rules.traits import Trait
+from .._tensor.loans import borrow
 from .._tensor.tensor import DTensor, below_autograd, local_only, stamp, watch_autograd
 from .._torch_private import OpOverload
 from .._torch_private import _disabled_torch_function_impl as _run_local
@@ -204,6 +205,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     if decision is None:
         decision = Decision(composite=fallback.gathered(function))
     decision.untracked = tuple(i for i, t in enumerate(tensors) if type(t) is DTensor and t._layout.is_untracked)
+    decision.watched = Trait.VIEW in entry.traits and any(type(t) is DTensor and t._layout.is_watched for t in tensors)
     if decision.composite is not None:
         return decision
     if inplace:
@@ -232,7 +234,8 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     plain = [t for t in tensors if type(t) is not DTensor]
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)
-    more = decision.targets or decision.untracked or decision.mutated or isinstance(function, OpOverload)
+    more = decision.targets or decision.untracked or decision.mutated or decision.watched
+    more = more or isinstance(function, OpOverload)
     more = more or isinstance(decision.out, Layout) and decision.out.is_number  # `stamp` has more to do
     decision.ready = seen and not more
     return decision
@@ -276,7 +279,10 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
                 args = substitute(args, lambda _: next(queue))
                 return call_entry(entry, function, args, substitute(kwargs, lambda _: next(queue)))
     if decision.composite is not None:
-        return decision.composite(*args, **kwargs)
+        out = decision.composite(*args, **kwargs)
+        if decision.watched:
+            borrow(out, tensors)
+        return out
     for index in decision.mutated:
         check_writable(function, tensors[index])
     converted: list[Tensor] = tensors
@@ -311,7 +317,10 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
         out = apart(out)
     if decision.copies:
         out = _marked_copies(out, tensors[0])
-    return _finish(out, decision.out, converted, decision, tensors)
+    out = _finish(out, decision.out, converted, decision, tensors)
+    if decision.watched:
+        borrow(out, tensors)
+    return out
 
 
 def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: Any = ()) -> Any:

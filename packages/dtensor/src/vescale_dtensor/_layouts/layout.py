@@ -28,7 +28,8 @@ class Layout:
     Every layout has an `untracked` twin, with which tensors made under no_grad
     are stamped: should such a tensor turn up with a grad_fn, somebody's autograd
     Function attached it and our conversions inside left no trace (design section
-    3, contract 3). `base` is the ordinary one of the two.
+    3, contract 3). Both have a `watched` twin, of tensors whose owner hears of the
+    views that are taken of them (`_tensor/loans.py`). `base` is the ordinary one of the four.
     """
 
     __slots__ = (
@@ -38,6 +39,9 @@ class Layout:
         "ndim",
         "base",
         "untracked",
+        "watched",
+        "is_untracked",
+        "is_watched",
         "local_shape",
         "flat_axis",
         "is_number",
@@ -48,14 +52,12 @@ class Layout:
 
     mesh: Mesh
     base: Layout
+    untracked: Layout
+    watched: Layout
     states: tuple[State, ...]
     shape: torch.Size
     flat_axis: int | None  # the axis whose ranks hold parts of the flattened shard, if there is one
     is_number: bool  # one element, pending or sharded: a number that not every rank holds (`_dispatch/number.py`)
-
-    @property
-    def is_untracked(self) -> bool:
-        return self.base is not self
 
     @property
     def numel(self) -> int:
@@ -217,10 +219,12 @@ def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layo
         if plain != states:
             layout = layout_of(mesh, plain, shape)
         else:
-            layout, twin = Layout.__new__(Layout), Layout.__new__(Layout)
-            for one in (layout, twin):
+            twins = [Layout.__new__(Layout) for _ in range(4)]
+            layout = twins[0]
+            for i, one in enumerate(twins):
                 one.mesh, one.states, one.shape, one.ndim = mesh, states, torch.Size(shape), len(shape)
-                one.base, one.untracked = layout, twin
+                one.base, one.untracked, one.watched = layout, twins[i | 1], twins[i | 2]
+                one.is_untracked, one.is_watched = bool(i & 1), bool(i & 2)
                 one._gradient = one._invariant = None
                 one.flat_axis = next((axis for axis, state in enumerate(states) if state.kind == "F"), None)
                 one.local_shape = one.shape_at(mesh.coordinate)

@@ -108,6 +108,7 @@ class Decision:
     mutated: tuple[int, ...] = ()
     plain: bool = False
     copies: bool = False
+    watched: bool = False
     explanation: tuple[str, tuple[tuple[str, str], ...]] | None = None
     ready: bool = field(default=False)
 

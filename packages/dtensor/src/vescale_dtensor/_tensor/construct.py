@@ -22,6 +22,7 @@ from .._layouts.layout import Layout, canonical_states, layout_of
 from .._layouts.mesh import Mesh, mesh_of
 from .._layouts.state import INVARIANT, PENDING, VARYING
 from ..placement import Partial, Placement, RaggedShard
+from .loans import borrow
 from .tensor import DTensor, local_only, stamp
 
 
@@ -111,7 +112,9 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """
     if type(placements) is not tuple:
         placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
-    return convert(tensor, _redistributed(tensor._layout.base, placements), "redistribute", own=True)
+    out = convert(tensor, _redistributed(tensor._layout.base, placements), "redistribute", own=True)
+    borrow(out, [tensor])
+    return out
 
 
 @lru_cache(maxsize=4096)

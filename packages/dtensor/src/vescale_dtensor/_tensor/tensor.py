@@ -48,6 +48,7 @@ _plain_numel = Tensor.numel
 
 class _UnderWay:
     """`_layout` of a parameter whose values are on their way: who asks how it lies goes on to read it, and waits first.
+    Of a view whose memory is gone (`loans.py`) it raises.
 
     It only reads, so that a `_layout` of the object's own, as all others have, goes before it.
     """
@@ -55,7 +56,7 @@ class _UnderWay:
     def __get__(self, tensor: DTensor | None, kind: type) -> Layout | _UnderWay:
         if tensor is None:
             return self
-        owner = tensor.__dict__.get("_owner")
+        owner = tensor.__dict__.get("_loan") or tensor.__dict__.get("_owner")
         if owner is None:
             raise AttributeError("_layout")
         owner.wait()

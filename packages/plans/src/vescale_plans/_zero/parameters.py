@@ -21,19 +21,20 @@ that counts (`expose`). So hooks, ties, names and references of users hold.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import lcm, prod
 from operator import attrgetter
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.debug import Cause
-from vescale_dtensor.engine import PendingGather, flat, local_only, set_cause
+from vescale_dtensor.engine import Held, Lender, PendingGather, flat, local_only, set_cause
 
 from .._plan.parts import PlanError
 from .._plan.promise import fulfil
@@ -85,7 +86,7 @@ class FlatParameters:
         self._parameters = [slot.parameter for slot in self.slots]
         # torch exchanges no tensor that somebody refers to weakly. Of parameters that change their shape between steps
         # it would exchange some on one rank alone: those whose graph nodes are of another shape than they.
-        self._refuse_exchange = [weakref.ref(one) for one in self._parameters] if self.lets_go else []
+        self._refuse_exchange = [ref(one) for one in self._parameters] if self.lets_go else []
         made = [fulfil(slot.parameter, slot.master_layout) for slot in self.slots]
         self._move_in([slot.take_back(False) if one is None else one for slot, one in zip(self.slots, made)])
         self._pending: PendingGather | None = None
@@ -115,6 +116,7 @@ class FlatParameters:
         if self.shards:
             cut = flat(layout.ndim, self.packing.units(i, largest_shard(layout)))
             slot.master_layout = layout.with_states((*layout.states[:lead], cut, *layout.states[lead + 1 :]))
+        slot.choose_shown()
         slot.reduced_layout, slot.gradient_layout = layout.gradient.reduced, slot.master_layout.gradient.reduced
         return slot
 
@@ -144,9 +146,11 @@ class FlatParameters:
         else:
             self.master = whole[part[0] : part[1]]
         self.full = whole
+        self.lender = Lender(partial(_shows, ref(self), whole.untyped_storage()._cdata))
         self._sink = whole.data  # written through an alias of its own: a gather is no change that autograd must see
         for i, (slot, (value, is_part)) in enumerate(zip(self.slots, values, strict=True)):
             slot.full = whole[slot.start : slot.start + slot.numel].view(slot.shape)
+            slot.lender = self.lender
             if self.shards:
                 low, high = packing.held(i, slot.numel, rank)
                 at = slot.start + low - part[0] if high > low else 0
@@ -294,7 +298,7 @@ class FlatParameters:
         if self._is_left:
             self._is_left = False
             for slot in self.slots:
-                slot.parameter._layout = slot.full_layout
+                slot.parameter._layout = slot.shown[True]
 
     def leave_under_way(self) -> None:
         """What `updated` has started is waited for by whoever first asks how one of the parameters lies: nothing reads
@@ -320,6 +324,7 @@ class FlatParameters:
         self.wait()
         self.expose(False)
         if self.lets_go and self.ready:
+            self.lender.end(Held.COMES_AND_GOES)
             self.full.untyped_storage().resize_(0)
             self.ready = False
 
@@ -327,13 +332,24 @@ class FlatParameters:
         """The masters have changed: starts to gather `full` in place where it is not a copy; pairs with `wait`, or
         `leave_under_way`."""
         self.wait()
+        self.lender.end(Held.COPY)
         if self.separate:
             self.let_go()
+            self.lender.end(Held.COMES_AND_GOES)
             self.ready = False
         elif self.shards and self.differentiable and not self.is_elsewhere:
             self._is_shared = not self.is_intact or self._count_holders() != self._holders
             set_cause(GATHER)
             self._pending = PendingGather(self._sink, self.master.data, self.sharing.mesh, (self.lead,))
+
+
+def _shows(of: ref[FlatParameters], place: int) -> bool:
+    """Whether the whole parameters lie in the storage at `place`, now."""
+    parameters = of()
+    if parameters is None or parameters.full.untyped_storage()._cdata != place:
+        return False
+    parameters.wait()
+    return parameters.ready
 
 
 def on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor, Layout, PlacementError
-from vescale_dtensor.engine import Mesh, convert, convert_plain, forget, local_only, stamp
+from vescale_dtensor.engine import Held, Lender, Mesh, convert, convert_plain, forget, local_only, stamp
 
 from .packing import whole_rows
 
@@ -71,12 +71,13 @@ class Slot:
     __slots__ = (
         "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
         "gradient_layout", "full", "master", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
-        "is_separate", "met", "hooks", "held", "open_gradients", "wait",
+        "is_separate", "met", "hooks", "held", "open_gradients", "wait", "shown", "lender",
     )  # fmt: skip
 
     parameter: DTensor
     full_layout: Layout  # while the model computes with it
     master_layout: Layout  # as the optimizer updates it
+    shown: tuple[Layout, Layout]  # what the parameter shows at rest and whole: of these, and whether views are watched
     reduced_layout: Layout  # of the whole reduced gradient
     gradient_layout: Layout  # of the reduced gradient that an optimizer step consumes
     full: Tensor
@@ -94,6 +95,7 @@ class Slot:
     held: tuple[int, int]  # the range of the local shard, flattened, that the master is
     open_gradients: Callable[[], None]  # the buffer's: autograd adds into its memory from there on
     wait: Callable[[], None]  # the buffer's: what is on its way to its parameters is there
+    lender: Lender  # the buffer's, of its memory of now
 
     def read(self, tensor: DTensor) -> Tensor:
         """The parameter at rest, for a function that computes with it: with gradient, a tensor of its own.
@@ -107,7 +109,23 @@ class Slot:
             node = Tensor.view_as(tensor, tensor).grad_fn.next_functions[0][0]
             self._show_again(rest)
             node.register_prehook(self._meet)
-            return stamp(_read(tensor, self), self.master_layout)
+            out = stamp(_read(tensor, self), self.master_layout)
+            self.lend(out)
+            return out
+
+    def lend(self, view: DTensor) -> None:
+        """Somebody took this view of the parameter, or a copy where it cannot be one."""
+        with local_only():
+            place = view.untyped_storage()._cdata
+            if place == self.master.untyped_storage()._cdata:
+                held = Held.STAYS
+            else:
+                held = Held.COMES_AND_GOES if place == self.full.untyped_storage()._cdata else Held.COPY
+        self.lender.lend(view, self, held)
+
+    def written(self) -> None:
+        """Values were loaded into the parameter's memory."""
+        self.lender.end(Held.COPY)
 
     def _meet(self, grads: tuple[Tensor, ...]) -> None:
         """Before autograd adds to the gradient: the parameter has the gradient's shape, until it was added."""
@@ -156,10 +174,14 @@ class Slot:
         parameter = self.parameter
         forget(parameter)
         _set_data(parameter, self.full if whole else self.master)
-        if whole:
-            parameter._layout = self.full_layout
-        else:  # an untracked one, so that what computes with it asks for `read`
-            parameter._layout = self.master_layout.untracked if self.is_separate else self.master_layout
+        parameter._layout = self.shown[whole]
+
+    def choose_shown(self) -> None:
+        """What is at rest apart is untracked, so that what computes with it asks for `read`. Views are watched where
+        one may be a copy, or lie in memory that does not stay."""
+        rest = self.master_layout.untracked if self.is_separate else self.master_layout
+        cut = any(size > 1 and state.is_sharded for size, state in zip(rest.mesh.sizes, self.full_layout.states))
+        self.shown = (rest.watched, self.full_layout.watched) if self.is_separate or cut else (rest, self.full_layout)
 
     def replace(self, tensor: DTensor, value: Tensor) -> None:
         """`tensor.data = value`, of the parameter: it lies there until the buffer takes the values in. What is over

@@ -15,6 +15,7 @@ from ..._conversions.convert import alias, convert_plain
 from ..._conversions.memo import forget
 from ..._conversions.reading import convert_to_read
 from ..._errors import OperatorError
+from ..._tensor.loans import borrow
 from ..._tensor.tensor import DTensor, local_only, stamp
 from ..._torch_private import _is_torch_function_enabled, _TensorBase_int
 from ..registry import handler
@@ -83,7 +84,7 @@ def deep_copy(function, args, kwargs):
     if getattr(tensor, "_is_param", False):
         fresh._is_param = True
         return fresh
-    skipped = {"_layout", "_conversions", "_settled_grad", "_owner", "_source"}
+    skipped = {"_layout", "_conversions", "_settled_grad", "_owner", "_loan", "_source"}
     for name, item in tensor.__dict__.items():
         if name not in skipped:
             setattr(fresh, name, copy.deepcopy(item, memo))
@@ -137,7 +138,9 @@ def get_data(function, args, kwargs):
         owner.is_lent = True
     with local_only():
         data = function(tensor)
-    return stamp(data, tensor._layout.base)
+    data = stamp(data, tensor._layout.base)
+    borrow(data, [tensor])
+    return data
 
 
 def set_memory(tensor: Tensor, *source, **options) -> Tensor:
