@@ -45,6 +45,7 @@ from ._conversions.convert import convert as convert
 from ._conversions.convert import convert_plain as convert_plain
 from ._conversions.convert import from_plain as from_plain
 from ._conversions.convert import on_device as on_device
+from ._conversions.convert import to_plain as to_plain
 from ._conversions.memo import close_scope as close_scope
 from ._conversions.memo import forget as forget
 from ._conversions.memo import forget_all as forget_all

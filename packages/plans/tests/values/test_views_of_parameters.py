@@ -201,17 +201,33 @@ def test_what_a_function_saved_is_there_in_its_backward(name):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def wholes(plan):
+PLAIN = {
+    "full_tensor": lambda w: w.full_tensor(),
+    "to_local": lambda w: w.to_local(),
+    "full_tensor of a view": lambda w: w[1:3].full_tensor(),
+    "to_local of a view": lambda w: w.detach().view(-1).to_local(),
+    "redistributed": lambda w: w.redistribute([Shard(0)]).to_local(),
+}
+
+
+def plain(plan, taken):
+    """A plain tensor that was made of a weight in a forward, and a clone of it, made there."""
     model, _ = made(plan)
-    model[0].take = lambda weight: weight.full_tensor() if plan is not None else weight.detach().clone()
+
+    def take(weight):
+        tensor = PLAIN[taken](weight)
+        return tensor, tensor.detach().clone()
+
+    model[0].take = take
     model(torch.ones(4, COLUMNS))
-    return model[0].kept.detach().clone()
+    kept, clone = model[0].kept
+    return torch.equal(kept.detach(), clone)
 
 
+@pytest.mark.parametrize("taken", list(PLAIN))
 @pytest.mark.parametrize("name", ["zero 0", "zero 3", "tp"])
-def test_a_whole_tensor_taken_in_a_forward_outlives_it(name):
-    for got in run_ranks(2, wholes, PLANS[name]):
-        assert torch.equal(got, wholes(None))
+def test_a_plain_tensor_made_in_a_forward_outlives_it(name, taken):
+    assert all(run_ranks(2, plain, PLANS[name], taken))
 
 
 def message():

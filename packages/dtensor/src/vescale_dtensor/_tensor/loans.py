@@ -74,6 +74,10 @@ class Loan:
         """Values were put into the view's memory, past dispatch."""
         self._owner.written()
 
+    def where(self, local: Tensor) -> Held:
+        """Where a plain tensor over the view's memory lies."""
+        return self._owner.where(local)
+
     def end(self) -> None:
         view = self._view()
         if view is not None:
@@ -126,6 +130,13 @@ def borrow(views: object, sources: list[Tensor]) -> None:
     owner = _owner_of(source)
     if owner is not None:
         owner.lend(views)
+
+
+def outliving(local: Tensor, source: DTensor) -> Tensor:
+    """The plain tensor `local`, made of `source`, for who keeps it: a clone where it would lie in memory that does not
+    stay."""
+    owner = _owner_of(source) if source._layout.is_watched else None
+    return local if owner is None or owner.where(local) is not Held.COMES_AND_GOES else local.clone()
 
 
 def written(tensor: Tensor) -> None:

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .._communication.objects import gather_objects
-from .._conversions.convert import convert, shares_storage, to_plain
+from .._conversions.convert import convert, to_plain
 from .._dispatch.dispatch import dispatch
 from .._torch_private import _is_torch_function_enabled, _len_torch_function_stack
 from .construct import from_local, redistribute
 from .gradient import grad_of, set_grad, start_backward
-from .tensor import DTensor, local_only
+from .loans import outliving
+from .tensor import DTensor
 
 # Not `__getitem__`: a class that defines it is a sequence to C, and `torch.tensor([x.max(), x.min()])` would ask a
 # 0-dim DTensor for its length. Not `__rtruediv__`: Python asks a subclass that defines it before the left operand, and
@@ -70,22 +71,18 @@ _install(_BINARY, _direct_binary)
 
 
 def to_local(tensor: DTensor) -> Tensor:
-    """This rank's shard as a plain tensor; no copy, no communication, differentiable.
+    """This rank's shard as a plain tensor; no communication, differentiable, and no copy but of a parameter that ZeRO-3
+    frees after use, while it is in use.
 
     The gradient that arrives must be the shard of this tensor's gradient:
     whole for a Partial tensor, this rank's contribution for a replicated one.
     """
-    return to_plain(tensor)
+    return outliving(to_plain(tensor), tensor)
 
 
 def full_tensor(tensor: DTensor) -> Tensor:
     """The whole tensor, plain, the same on every rank. Differentiable. Cost: an all-gather or all-reduce."""
-    whole = to_plain(convert(tensor, tensor._layout.base.invariant, "full_tensor", own=True))
-    if not tensor._layout.is_watched:
-        return whole
-    with local_only():
-        shares = shares_storage(whole, tensor)
-    return whole.clone() if shares else whole  # it is to outlive the parameter's memory
+    return outliving(to_plain(convert(tensor, tensor._layout.base.invariant, "full_tensor", own=True)), tensor)
 
 
 def shards(tensor: DTensor) -> dict[tuple[int, ...], Tensor]:

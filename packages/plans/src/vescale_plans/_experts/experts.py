@@ -48,6 +48,7 @@ from vescale_dtensor.engine import (
     is_reproducible,
     layout_of,
     sharded,
+    to_plain,
 )
 
 from .._plan.parts import PlanError
@@ -238,7 +239,7 @@ def swap_in(
             state if state.is_sharded else INVARIANT if row is INVARIANT else VARYING
             for state, row in zip(layout.states, rows)
         ]
-        local = convert(parameter, layout.with_states(states), cause).to_local()
+        local = to_plain(convert(parameter, layout.with_states(states), cause))
         counts = not any(layout.mesh.coordinate[axis] for axis in whole.get(name, ()))
         module._parameters[name] = local if counts else local * 0
     return held

@@ -115,13 +115,15 @@ class Slot:
 
     def lend(self, view: DTensor) -> None:
         """Somebody took this view of the parameter, or a copy where it cannot be one."""
+        self.lender.lend(view, self, self.where(view))
+
+    def where(self, tensor: Tensor) -> Held:
+        """Where a tensor that was made of the parameter lies."""
         with local_only():
-            place = view.untyped_storage()._cdata
+            place = tensor.untyped_storage()._cdata
             if place == self.master.untyped_storage()._cdata:
-                held = Held.STAYS
-            else:
-                held = Held.COMES_AND_GOES if place == self.full.untyped_storage()._cdata else Held.COPY
-        self.lender.lend(view, self, held)
+                return Held.STAYS
+            return Held.COMES_AND_GOES if place == self.full.untyped_storage()._cdata else Held.COPY
 
     def written(self) -> None:
         """Values were loaded into the parameter's memory."""
