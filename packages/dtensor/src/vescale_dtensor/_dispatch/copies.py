@@ -2,8 +2,9 @@
 
 On one device a view shares memory with its base. Where the shard of a view lies on
 another rank it is a copy, and a write to either, or to any further view of either,
-must not go through in silence (design section 3, contract 7). Copy and base are known
-by their storages, weakly: once no tensor of one is left, the other may be written.
+must not go through in silence (design section 3, contract 7). A copy and its bases (a copy of
+a copy has two) are known by their storages, weakly: once no tensor of one is left, the other may
+be written.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .._layouts.strides import cut_to_one, global_stride
 from .._tensor.tensor import DTensor, local_only
 from .._torch_private import _is_alias_of
 
-# storage of a copy -> (the copy, its base); storage of a base -> storages of its copies
-_base_of: dict[int, tuple[StorageWeakRef, StorageWeakRef]] = {}
+# storage of a copy -> (the copy, its bases); storage of a base -> storages of its copies
+_base_of: dict[int, tuple[StorageWeakRef, tuple[StorageWeakRef, ...]]] = {}
 _copies_of: dict[int, list[int]] = {}
 _sweep_at = 64
 
@@ -42,8 +43,12 @@ def mark_copy(copy: Tensor, base: Tensor, cut_out: bool = False) -> Tensor:
     if len(_base_of) >= _sweep_at:
         _sweep()
         _sweep_at = 64 + 2 * len(_base_of)
-    _base_of[mine._cdata] = (StorageWeakRef(mine), StorageWeakRef(theirs))
-    _copies_of.setdefault(theirs._cdata, []).append(mine._cdata)
+    known = _base_of.get(theirs._cdata)
+    further = known[1] if known is not None and not known[0].expired() else ()
+    bases = (StorageWeakRef(theirs), *(one for one in further if not one.expired()))
+    _base_of[mine._cdata] = (StorageWeakRef(mine), bases)
+    for base_storage in bases:
+        _copies_of.setdefault(base_storage.cdata, []).append(mine._cdata)
     if cut_out:
         copy._is_cut_out = True
         with local_only():
@@ -74,7 +79,7 @@ def severed(tensor: Tensor) -> str:
     with local_only():
         key = tensor.untyped_storage()._cdata
     known = _base_of.get(key)
-    if known is not None and not known[1].expired():
+    if known is not None and not known[0].expired() and not all(base.expired() for base in known[1]):
         return "copy"
     return "base" if any(_is_live(copy, key) for copy in _copies_of.get(key, ())) else ""
 
@@ -116,10 +121,10 @@ _COPY_IF_PERMUTED = {
 def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callable:
     """`run`, made to copy where one device would though the shard need not.
 
-    A dim that is cut down to one index leaves a permuted shard contiguous, which the whole tensor is not. Its strides
-    still tell. `contiguous` then copies, and a reshape where one of the whole tensor would.
+    A dim that is cut down to one index, or to none, leaves a permuted shard contiguous, which the whole tensor is not.
+    Its strides still tell. `contiguous` then copies, and a reshape where one of the whole tensor would.
     """
-    if function not in _COPY_IF_PERMUTED or not cut_to_one(layout):
+    if function not in _COPY_IF_PERMUTED or not (cut_to_one(layout) or 0 in layout.local_shape):
         return run
     copied: dict[tuple[int, ...], bool] = {}
 
@@ -132,7 +137,7 @@ def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callabl
         strides = tensor.stride()
         if strides not in copied:
             copied[strides] = _copies(function, tensor, layout, args, kwargs)
-        return _sever(out, row_major=True) if copied[strides] else mark_copy(out, tensor)
+        return _sever(out, row_major=True) if copied[strides] else out
 
     return checked
 
@@ -160,12 +165,12 @@ def _is_in_order(local: Tensor, shape: tuple[int, ...]) -> bool:
 
 def _is_live(copy: int, base: int) -> bool:
     known = _base_of.get(copy)
-    return known is not None and known[1].cdata == base and not known[0].expired()
+    return known is not None and not known[0].expired() and any(one.cdata == base for one in known[1])
 
 
 def _sweep() -> None:
-    for key, (copy, base) in list(_base_of.items()):
-        if copy.expired() or base.expired():
+    for key, (copy, bases) in list(_base_of.items()):
+        if copy.expired() or all(base.expired() for base in bases):
             del _base_of[key]
     for base, copies in list(_copies_of.items()):
         left = [copy for copy in copies if _is_live(copy, base)]

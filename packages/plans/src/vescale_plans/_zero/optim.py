@@ -54,7 +54,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__, **own})
     optimizer._parallel = data_parallel
     optimizer._parameter_names = names
-    optimizer._owners = None
+    optimizer._owners, optimizer._is_inside = None, False
     optimizer._whole = methods is None and kind not in MATRIX
     if scheduled:
         optimizer.step = _scheduled_step(optimizer)
@@ -193,6 +193,7 @@ class Sharded(ShardedStates):
                 lent.append(plain)
                 slots.append(slot)
             group["params"] = inside
+        self._is_inside = True
         self._rename(own, lent)
         if self._parallel.sharing.mesh.device_type != "cpu" and any(slot.arriving is not None for slot in slots):
             torch.accelerator.current_stream().synchronize()  # gradients and masters are on the host
@@ -204,6 +205,7 @@ class Sharded(ShardedStates):
             for group, params in zip(self.param_groups, shown):
                 group["params"] = params
             self._rename(lent, own)
+            self._is_inside = False
             for plain in lent:
                 plain.grad = None
 

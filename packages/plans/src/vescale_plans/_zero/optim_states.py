@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -13,6 +15,7 @@ from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import convert, convert_plain, local_only, stamp
 
 from .matrix import Owners
+from .optim_shown import ShownState, ShownStates
 from .slot import Slot
 from .zero import DataParallel
 
@@ -27,29 +30,59 @@ class ShardedStates:
     _parameter_names: dict[int, str]
     _whole: bool  # on the DTensors themselves
     _owners: Owners | None  # of matrices
+    _is_inside: bool  # its own code runs, on plain local parts
+
+    @property
+    def state(self) -> Any:
+        """As the optimizer's own, of DTensors between steps (`optim_shown.py`)."""
+        return self._held_states if self._whole or self._is_inside else ShownStates(self)
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if self._whole or self._is_inside:
+            self._held_states = states
+        else:
+            self._held_states = defaultdict(dict)
+            ShownStates(self).update(states)
+
+    @property
+    def _held_states(self) -> dict[Tensor, dict[str, Any]]:
+        """What the optimizer itself has, where torch's code puts it when it loads."""
+        return self.__dict__["state"]
+
+    @_held_states.setter
+    def _held_states(self, states: Any) -> None:
+        self.__dict__["state"] = states
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Within the block `state` is what the optimizer's own code is to see."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
 
     def state_dict(self) -> dict[str, Any]:
         """As the optimizer's own, but a state of a parameter's shape is a DTensor of its global shape, over the real
         memory: whoever writes it as a plain tensor gathers it first, or raises. No communication."""
         found = super().state_dict()
-        held = self._held()
         found["state"] = {
-            key: {name: self._as_dtensor(name, one, self._parallel.slot_of(held[key])) for name, one in values.items()}
-            if isinstance(key, int)
-            else values
-            for key, values in found["state"].items()
+            key: dict(values) if isinstance(values, ShownState) else values for key, values in found["state"].items()
         }
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own, of what `state_dict` gives on one device or under any plan: of whole plain tensors,
         and of DTensors in any layout, this rank's part is taken. Cost: nothing for those that lie as here."""
-        super().load_state_dict(state_dict)
+        with self._inside():
+            super().load_state_dict(state_dict)
+        states = self._held_states
         given = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, parameter in zip(given, self._held()):
             slot = self._parallel.slot_of(parameter)
-            if slot is not None and slot.optimized is not None and not self._whole and parameter in self.state:
-                own = self.state[parameter]
+            if slot is not None and slot.optimized is not None and not self._whole and parameter in states:
+                own = states[parameter]
                 for name, value in state_dict["state"].get(key, {}).items():
                     if isinstance(value, Tensor) and name in own and name not in _COUNTS:
                         own[name] = self._own_part(own[name], value, slot)
@@ -82,12 +115,7 @@ class ShardedStates:
         """
         if materialize and not self._whole:
             self._materialize()
-        state = {}
-        for parameter, values in self.state.items():
-            slot = self._parallel.slot_of(parameter)
-            state[self._parameter_names[id(parameter)]] = {
-                key: self._as_dtensor(key, value, slot) for key, value in values.items()
-            }
+        state = {self._parameter_names[id(parameter)]: dict(values) for parameter, values in self.state.items()}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [self._parameter_names[id(parameter)] for parameter in group["params"]]}
@@ -109,7 +137,7 @@ class ShardedStates:
                 group.update({key: value for key, value in saved.items() if key != "params"})
         parameters = {self._parameter_names[id(p)]: p for group in self.param_groups for p in group["params"]}
         for name, values in state["state"].items():
-            own = self.state[parameters[name]]
+            own = self._held_states[parameters[name]]
             for key, value in values.items():
                 mine = own.get(key)
                 if isinstance(value, Tensor) and isinstance(mine, Tensor):
@@ -132,23 +160,38 @@ class ShardedStates:
             return value
         return stamp(value.detach().view(layout.local_shape), layout)
 
+    def _taken_in(self, key: str, value: Tensor, slot: Slot) -> Tensor:
+        """What the optimizer keeps of a tensor that somebody puts into a state: of the parameter's shape, this rank's
+        part, over the same memory where it lies so already; else all of it, plain."""
+        plain, layout = (None, None) if self._whole else self._plain_of(slot)
+        if plain is None or tuple(value.shape) != layout.shape or key in _COUNTS:
+            return value.full_tensor().detach() if type(value) is DTensor and not self._whole else value
+        if type(value) is DTensor:
+            part = convert(value.detach(), layout, "optimizer.state")
+        else:
+            part = convert_plain(value.detach(), layout.mesh, layout, "optimizer.state")
+        with local_only():
+            shape = self._owners.local_shape(slot) if self._owners is not None else plain.shape
+            return part.detach().as_subclass(Tensor).to(plain.device).reshape(shape).contiguous()
+
     def _materialize(self) -> None:
         """Steps over throw-away zeros with zero gradients: what that makes is the state before the first step."""
         waiting = [
             (group, parameter, slot)
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter not in self.state and (slot := self._parallel.slot_of(parameter)) is not None
+            if parameter not in self._held_states and (slot := self._parallel.slot_of(parameter)) is not None
             and slot.optimized is not None
         ]  # fmt: skip
         if not waiting:
             return
-        kept_groups, kept_state, own_step = self.param_groups, self.state, self._own_step()
+        kept_groups, kept_state, own_step = self.param_groups, self._held_states, self._own_step()
         for group, parameter, slot in waiting:
             shape = self._owners.local_shape(slot) if self._owners is not None else slot.optimized.shape
             blank = nn.Parameter(torch.zeros(shape, dtype=slot.optimized.dtype, device=slot.optimized.device))
             blank.grad = torch.zeros_like(blank)
-            self.param_groups, self.state = [{**group, "params": [blank]}], defaultdict(dict)
+            self.param_groups, self._held_states = [{**group, "params": [blank]}], defaultdict(dict)
+            self._is_inside = True
             try:
                 own_step()
                 made = dict(self.state[blank])
@@ -160,7 +203,7 @@ class ShardedStates:
                     own_step()
                     counters = [key for key in counters if _number(self.state[blank].get(key)) == 2]
             finally:
-                self.param_groups, self.state = kept_groups, kept_state
+                self.param_groups, self._held_states, self._is_inside = kept_groups, kept_state, False
             for key in counters:
                 made[key] = torch.zeros_like(made[key]) if isinstance(made[key], Tensor) else 0
             kept_state[parameter] = made
@@ -184,7 +227,7 @@ def _number(value: Any) -> float | None:
 
 def take_in_early(optimizer: torch.optim.Optimizer) -> None:
     """State that the constructor made for DTensors (Adagrad's sums): their local parts, cut like the masters."""
-    for parameter, values in optimizer.state.items():
+    for parameter, values in optimizer._held_states.items():
         slot = optimizer._parallel.slot_of(parameter)
         for key, value in values.items():
             if type(value) is DTensor and slot is not None:
