@@ -294,7 +294,8 @@ def test_rows_that_meet_forbid_data_parallelism():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"world": 8}, "'world' is no constraint"),
+        ({"world": 8}, r"'world' is no constraint\nfix: one of world_size"),
+        ({"tp": 2}, r"'tp' is no constraint\nfix: pin=\{'tp': 2\}"),
         ({"world_size": 0}, "world_size is 0"),
         ({"batch": None}, "batch is None"),
         ({"hardware": "abacus"}, "no hardware profile is called 'abacus'"),

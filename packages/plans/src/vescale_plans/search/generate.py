@@ -20,7 +20,7 @@ from .._apply.containers import map_tensors
 from .._plan.match import first_match
 from .._torch_private import tree_iter
 from ..plan import Pipeline, Placements, Plan, PlanError, Precision
-from .candidates import Candidate
+from .candidates import PINNABLE, Candidate
 from .explain import Explanation
 from .pricer import Estimate, Request
 from .pricing.profiles import hardware_of
@@ -83,7 +83,9 @@ def generate_plan(
     request = {**(constraints or {}), **asked}
     for name in request:
         if name not in ASKED:
-            raise PlanError("generate_plan", f"{name!r} is no constraint", (), [(f"one of {', '.join(ASKED)}", "")])
+            pinned = [(f"pin={{{name!r}: {request[name]!r}}}", "a degree or a setting that is given")]
+            remedies = pinned if name in PINNABLE else [(f"one of {', '.join(ASKED)}", "")]
+            raise PlanError("generate_plan", f"{name!r} is no constraint", (), remedies)
     for name in ("world_size", "batch"):
         if type(request.get(name)) is not int or request[name] < 1:
             raise PlanError(
