@@ -1,0 +1,201 @@
+"""Pipelines of plain models over plain gloo, against the same microbatches on one device: this package and torch alone.
+
+Two processes run every case, one after another, once for the module; the tests read what each of them found.
+"""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn import functional as F
+
+from vescale_pipeline import PipelineError, PipelineFailure, generate, verify
+from vescale_pipeline.engine import Runtime, ownership
+from vescale_pipeline.schedules.generate import GENERATORS
+
+RANKS, MICROBATCHES, ROWS, WIDTH = 2, 4, 8, 6
+SCHEDULES = sorted(GENERATORS)
+
+
+class Net(nn.Module):
+    """Residual blocks, the first one's input read again by the last, a weight used at both ends."""
+
+    def __init__(self, *, tied=False, dropout=0.0, normed=False):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)) for _ in range(8))
+        self.norm = nn.BatchNorm1d(WIDTH) if normed else nn.Identity()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x, y):
+        start = x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return F.mse_loss(self.last(self.norm(x) + start), y)
+
+
+def batch(rows=ROWS):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def made(**options):
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def alone(model, rows=ROWS):
+    """One device: the microbatches' mean losses, accumulated."""
+    torch.manual_seed(2)
+    total = 0.0
+    for x, y in zip(*(tensor.chunk(MICROBATCHES) for tensor in batch(rows)), strict=True):
+        loss = model(x, y) / MICROBATCHES
+        loss.backward()
+        total = total + loss.detach()
+    return total, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def piped(model, kind="1f1b", **more):
+    """The model as this rank of a pipeline has it."""
+    schedule = generate(kind, RANKS, MICROBATCHES)
+    stages = schedule.stages
+    verify(schedule, transport="buffered")
+    owned = ownership(model, tuple(f"blocks.{8 * stage // stages}" for stage in range(1, stages)))
+    return Runtime(model, schedule, owned, list(range(RANKS)), dist.new_group(), timeout=timedelta(seconds=60), **more)
+
+
+def trained(kind="1f1b", rows=ROWS, calls=1, in_order=False, **options):
+    model = made(**options)
+    piped(model, kind, in_order=lambda: in_order)
+    for _ in range(calls):
+        model.zero_grad()
+        torch.manual_seed(2)
+        loss = model(*batch(rows))
+        loss.backward()
+    return loss.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def evaluated():
+    model = made().eval()
+    piped(model)
+    with torch.no_grad():
+        return model(*batch())
+
+
+def failing():
+    """A stage's module raises at its third microbatch."""
+    model, seen = made(), []
+
+    def hook(module, args):
+        seen.append(args)
+        if len(seen) == 3:
+            raise ValueError("a bad row")
+
+    piped(model)
+    model.blocks[6].register_forward_pre_hook(hook)
+    model(*batch())
+
+
+def of_other_shapes():
+    """The ranks are called with batches of different lengths."""
+    model = made()
+    piped(model)
+    model(*batch(ROWS * (1 + dist.get_rank())))
+
+
+def uneven():
+    model = made()
+    piped(model)
+    model(*batch(ROWS + 1))
+
+
+CASES = {
+    **{f"schedule {kind}": lambda kind=kind: trained(kind) for kind in SCHEDULES},
+    "tied": lambda: trained(tied=True, in_order=True),
+    "dropout": lambda: trained(dropout=0.5),
+    "buffers": lambda: trained(normed=True),
+    "two calls": lambda: trained(calls=2),
+    "longer": lambda: trained(rows=2 * ROWS),
+    "evaluated": evaluated,
+    "failing": failing,
+    "of other shapes": of_other_shapes,
+    "uneven": uneven,
+}
+
+
+def run_cases(rank, folder):
+    """One process; what each case gave, or the error that it ended in, as text."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    found = {}
+    for name, case in CASES.items():
+        try:
+            found[name] = case()
+        except RuntimeError as error:
+            found[name] = type(error).__name__, str(error)
+    torch.save(found, os.path.join(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    mp.spawn(run_cases, (folder,), nprocs=RANKS)
+    return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(RANKS)]
+
+
+def check(found, name, expected):
+    """Each rank has the loss, and the gradients of its own stages, to the last bit; together they have all."""
+    loss, gradients = expected
+    seen = set()
+    for rank in found:
+        assert isinstance(rank[name][1], dict), rank[name]
+        assert torch.equal(rank[name][0], loss)
+        for parameter, gradient in rank[name][1].items():
+            assert torch.equal(gradient, gradients[parameter]), parameter
+        seen |= set(rank[name][1])
+    assert seen == set(gradients)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_schedule_trains_as_one_device_does(found, kind):
+    check(found, f"schedule {kind}", alone(made()))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("tied", {"tied": True}), ("dropout", {"dropout": 0.5}), ("buffers", {"normed": True})]
+)
+def test_what_stages_share_is_as_on_one_device(found, name, options):
+    check(found, name, alone(made(**options)))
+
+
+def test_a_second_call_and_one_of_another_shape(found):
+    check(found, "two calls", alone(made()))
+    check(found, "longer", alone(made(), rows=2 * ROWS))
+
+
+def test_without_gradients_the_last_stage_gives_the_outputs(found):
+    x, y = batch()
+    for rank in found:
+        torch.testing.assert_close(rank["evaluated"], made().eval()(x, y).detach(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("failing", PipelineFailure, "a bad row"),
+        ("of other shapes", PipelineFailure, "rank"),
+        ("uneven", PipelineError, "microbatches"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_both_with_one_text(found, name, error, said):
+    first, second = (rank[name] for rank in found)
+    assert first == second and first[0] == error.__name__ and said in first[1]
