@@ -50,6 +50,23 @@ def test_its_links_lead_somewhere(page):
     assert not missing
 
 
+def test_what_shows_each_claim_is_there():
+    """The last column of the top README's table: commands, of files and targets that exist."""
+    table = (TOP / "README.md").read_text().partition("| | measured | shown by |")[2].splitlines()[2:]
+    rows = [line.strip("| ").split(" | ") for line in table if line.startswith("| ")]
+    targets = set(re.findall(r"^([a-z-]+):", (TOP / "Makefile").read_text(), re.MULTILINE))
+    assert len(rows) > 20
+    for claim, _, shown in rows:
+        commands = re.findall(r"`((?:pytest|python|make) [^`]+)`", shown)
+        assert commands, claim
+        for program, *words in map(str.split, commands):
+            if program == "make":
+                assert words[0] in targets, claim
+            else:
+                files = [word for word in words if "/" in word]
+                assert files and all((TOP / file).exists() for file in files), claim
+
+
 def test_pictures_of_conversions_are_what_the_design_says():
     said = subprocess.run(
         [sys.executable, TOP / "tools/draw_conversions.py", "--check"], capture_output=True, text=True, timeout=300
