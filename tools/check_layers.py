@@ -3,6 +3,7 @@
 - The siblings that a package imports, those that its pyproject.toml requires and those that its Bazel library depends
   on are the same set, and lie within its row of the table in docs/design.md. The meta package requires them all.
 - Siblings are required by ranges, which hold the versions in the tree.
+- No private name crosses a package: siblings import each other's public modules and names alone.
 - Every third-party import is declared, as a requirement or in an extra.
 - Only the modules of COMMUNICATES import torch.distributed; values that it defines (VALUES) are for all.
 - Only `_torch_private.py`, one per package, names private parts of torch, each with what would replace it.
@@ -178,6 +179,16 @@ def check_ranges(repository: Repository) -> Iterator[str]:
                 yield f"packages/{package.name}/pyproject.toml: {found}"
 
 
+def check_crossings(repository: Repository) -> Iterator[str]:
+    """What a sibling may use of a package is public, so that each can be released apart."""
+    modules = {package.module for package in repository.packages}
+    for package in repository.packages:
+        for found in package.imports:
+            is_private = any(part.startswith("_") and not part.startswith("__") for part in found.name.split("."))
+            if found.top in modules - {package.module} and is_private:
+                yield f"{repository.relative(found.path)}:{found.line}: imports {found.name}, which is private there"
+
+
 def check_third_party(repository: Repository) -> Iterator[str]:
     """Every other import is declared; torch is, always."""
     own = {package.module for package in repository.packages} | set(sys.stdlib_module_names)
@@ -287,6 +298,7 @@ CHECKS: tuple[Callable[[Repository], Iterator[str]], ...] = (
     check_table,
     check_siblings,
     check_ranges,
+    check_crossings,
     check_third_party,
     check_communication,
     check_private,

@@ -140,6 +140,20 @@ def test_a_range_that_the_tree_has_left(tree):
     ]
 
 
+@pytest.mark.parametrize("source", ["from vescale_dtensor._a import b", "import vescale_dtensor._a.b"])
+def test_a_private_module_of_a_sibling(tree, source):
+    write(tree / "packages/plans/src/vescale_plans/own.py", f"from ._mine import it\n{source}\n")
+    (finding,) = findings(tree)
+    assert finding.startswith("packages/plans/src/vescale_plans/own.py:2: imports vescale_dtensor._a.b, which is")
+
+
+def test_a_private_name_of_a_sibling(tree):
+    write(tree / "packages/plans/src/vescale_plans/own.py", "from vescale_dtensor import __version__, _b\n")
+    assert findings(tree) == [
+        "packages/plans/src/vescale_plans/own.py:1: imports vescale_dtensor._b, which is private there"
+    ]
+
+
 def test_another_range_of_torch(tree):
     edit(tree / "packages/dtensor/pyproject.toml", "torch>=2.11", "torch>=2.13")
     assert findings(tree) == ["packages/dtensor/pyproject.toml: does not require torch>=2.11"]

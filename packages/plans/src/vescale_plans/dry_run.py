@@ -27,7 +27,8 @@ from ._apply.apply import OptimizerFn, Stages, parallelize
 from ._apply.containers import map_tensors
 from ._apply.join import forget_meshes
 from ._dry.meta_attention import fused_attention
-from ._dry.meter import HOST, Meter
+from ._dry.meter import HOST
+from ._dry.meter import Meter as Meter
 from ._plan.parts import PlanError
 from ._torch_private import fake_store
 from .plan import Plan

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from vescale_plans._dry.meter import Meter
+from vescale_plans.dry_run import Meter
 from vescale_plans.timeline import Recorder, operation_of
 
 WIDTH = 512

@@ -1,7 +1,7 @@
 """What is a rank's own among the state of a process: swapped when the turn goes to another rank.
 
-All else is shared, and may be: pure caches, tables that are filled at import, registries by object. `OURS` and `SHARED`
-name every module-level name of our packages that changes while a program runs; a test looks for one that is in neither.
+All else is shared, and may be: pure caches, tables that are filled at import, registries by object. Each package says
+in its `rank_state` which of its module-level names change while a program runs; a test looks for one that is in none.
 """
 
 from __future__ import annotations
@@ -23,89 +23,19 @@ from vescale_dtensor.engine import WHOLE_GROUP
 from .._machine._torch_private import c10d_world
 from . import generators
 
-OURS = {
-    "vescale_dtensor._reproducible.mode": ("_current",),
-    "vescale_dtensor._conversions.convert": ("about_to_move", "each_use"),
-    "vescale_dtensor._debugger.ide": ("_refuses",),
-    "vescale_dtensor._debugger.prompt": ("state",),
-    "vescale_dtensor._debugger.quiet": ("_doing",),
-    "vescale_dtensor._dispatch.dispatch": ("_entry_of", "_table"),
-    "vescale_dtensor._communication.events": (
-        *("_current", "_direction", "listeners", "module_path", "settlers", "severing", "strict_depth"),
-        *("told_of", "watch"),
-    ),
-    "vescale_dtensor._communication.flight": ("note", "ring", "transfers"),
-    "vescale_dtensor._tensor.gradient": ("_after_backward", "_backwards", "_depth", "_keeps"),
-    "vescale_dtensor._context.mixing": ("_running",),
-    "vescale_dtensor._context.work": ("_listening",),
-    "vescale_dtensor._conversions.memo": ("_scopes",),
-    "vescale_dtensor._rules.products.attention": ("stand_in",),
-    "vescale_dtensor._conversions.steps": ("whole_on_first",),
-    "vescale_dtensor._tensor.tensor": ("_prints_whole",),
-    "vescale_checkpoint._job": ("_in_flight", "_staging"),
-    "vescale_checkpoint.sync._sync": ("_finished", "_numbers", "_presence", "_world", "_world_store"),
-    "vescale_checkpoint.plan._outline": ("_kept",),
-    "vescale_pipeline._trace.placeholder": ("current.reader", "current.again"),
-    "vescale_pipeline._runtime.runtime": ("_numbers",),
-    "vescale_pipeline._transport.watch": ("_pulse", "_world"),
-    "vescale_pipeline.recording": ("_under_way",),
-    "vescale_plans._apply.given.adopt": ("_hooks",),
-    "vescale_plans._apply.join": ("_meshes", "_stages"),
-    "vescale_plans._apply.masks": ("_running",),
-    "vescale_plans._static.passes": ("running",),
-    "vescale_plans._recompute.recompute": ("_active",),
-    "vescale_rng._journal": ("_count", "entries"),
-    "vescale_rng._select": ("_current",),
-}
-"""Module -> names of which every rank has its own; after a dot, an attribute of an object that all of them import."""
+PACKAGES = ("vescale_dtensor", "vescale_rng", "vescale_plans", "vescale_pipeline", "vescale_checkpoint")
+_TOLD = {package: importlib.import_module(f"{package}.rank_state") for package in PACKAGES}
+
+OURS = {f"{package}.{module}": names for package, told in _TOLD.items() for module, names in told.PER_RANK.items()}
+"""Module -> names of which every rank has its own, as each package says of itself; after a dot, an attribute of an
+object that all of them import."""
 
 SHARED = {
-    # by object, and objects are a rank's own
-    "vescale_dtensor._communication.collectives": ("_ENGINES", "_under_way"),
-    "vescale_dtensor._communication.flight": ("lines",),
-    "vescale_dtensor._communication.pending": ("left_to_readers",),
-    "vescale_dtensor._context.lazy": ("_met",),
-    "vescale_dtensor._context.pins": ("pins",),
-    "vescale_dtensor._context.transfer": ("_greeted",),
-    "vescale_dtensor._dispatch.copies": ("_base_of", "_copies_of", "_sweep_at"),
-    "vescale_dtensor._layouts.layout": ("_interned",),
-    "vescale_dtensor._layouts.mesh": ("_meshes",),
-    "vescale_dtensor._tensor.nodes": ("_known",),
-    "vescale_dtensor._static.compile": ("_numbers", "_routes"),
-    "vescale_plans._apply.given.adopt": ("_parallels",),
-    "vescale_plans._apply.inputs": ("_calls_of",),
-    "vescale_plans._apply.join": ("_settled",),
-    "vescale._scaler": ("lines",),
-    "vescale_plans._zero.optim_kinds": ("_elementwise",),
-    "vescale_plans._static.reads": ("_spaces",),
-    "vescale_checkpoint.sync._presence": ("_living",),
-    # facts about functions, files, shapes
-    "vescale_dtensor._reproducible.forms": ("FORMS",),
-    "vescale_dtensor._reproducible.functions.product": ("_memory",),
-    "vescale_dtensor._rules.registry": ("TABLE",),
-    "vescale_dtensor._tensor.constructors": ("Tensor.data", "Tensor.grad"),
-    "vescale_dtensor._tensor.module_hooks": ("TorchsFunction.apply",),
-    "vescale_dtensor._torch_private": ("distributed_c10d._check_tensor_list",),
-    "vescale_dtensor._layouts.state": ("_flat", "_sharded"),
-    "vescale_dtensor._tensor.tensor": ("is_global",),
-    "vescale_plans._static.scan.source": ("_files",),
-    "vescale_pipeline._trace.foreign": ("_functions",),
-    "vescale_rng._cuda.fill": ("_named",),
-    # the simulation itself
-    "vescale_dtensor._debugger.session": ("simulation",),
-    "vescale.simulate": ("_create",),
-    # said once per process
-    "vescale_dtensor._dispatch.fallback": ("reported",),
-    "vescale_dtensor._tensor.compiled": ("_told",),
-    # of processes, which simulated ranks are not
-    "vescale_dtensor._communication.board": ("_boards", "_world"),
-    "vescale_dtensor._communication.endings": ("_before", "_raised"),
-    "vescale_dtensor._communication.hangs.hang": ("_watch",),
-    "vescale_dtensor._test_kit.allocations": ("Work.wait",),
-    "vescale_dtensor._test_kit.worker": ("_by_value", "_sent_classes", "device_type", "in_worker"),
-    "vescale_dtensor.testing": ("_meshes", "_meshes_world"),
+    **{f"{package}.{module}": names for package, told in _TOLD.items() for module, names in told.SHARED.items()},
+    "vescale._scaler": ("lines",),  # by object, and objects are a rank's own
+    "vescale.simulate": ("_create",),  # the simulation itself
 }
-"""Module -> names that all ranks share, and why that is right."""
+"""Module -> names that all ranks share, as each package says, with its reasons."""
 
 TORCHS = {
     "torch.distributed.distributed_c10d": (
@@ -130,7 +60,6 @@ _FRESH: dict[tuple[str, str], Callable[[], Any]] = {
     ("torch.distributed.distributed_c10d", "_group_count"): lambda: 0,
     ("torch.distributed.distributed_c10d", "_backend"): lambda: None,
     ("torch.distributed.distributed_c10d", "_default_pg_init_method"): lambda: None,
-    ("vescale_dtensor._debugger.prompt", "state"): lambda: type(_get("vescale_dtensor._debugger.prompt", "state"))(),
     **{
         ("torch.distributed.distributed_c10d", name): dict
         for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
@@ -139,12 +68,9 @@ _FRESH: dict[tuple[str, str], Callable[[], Any]] = {
 """What a rank begins with, where that is not what stood outside."""
 
 _CONTAINERS = (list, dict, set, deque)
-_SHARED_TABLES = frozenset({("vescale_dtensor._dispatch.dispatch", "_table")})
+_ANEW = {(f"vescale_dtensor.{module}", name) for module, name in _TOLD["vescale_dtensor"].ANEW}
+_SHARED_TABLES = {(f"vescale_dtensor.{module}", name) for module, name in _TOLD["vescale_dtensor"].UNCOPIED}
 _ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-
-
-def _get(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
 
 
 def owner(module: str, name: str) -> tuple[Any, str]:
@@ -223,6 +149,8 @@ class RankState:
         fresh = _FRESH.get((path, name))
         if fresh is not None:
             return fresh()
+        if (path, name) in _ANEW:
+            return type(value)()
         return value.copy() if isinstance(value, _CONTAINERS) and (path, name) not in _SHARED_TABLES else value
 
 

@@ -1,0 +1,69 @@
+"""What each rank has of this package's module-level state where ranks are simulated in one process.
+
+Data, read by `vescale.simulate` of whatever release is beside this one. Of every module-level name that changes while a
+program runs it is said here whether each rank has its own or all share it, and why; a test finds one that is not here.
+Names are of modules within the package, and after a dot those of attributes of objects that all import.
+"""
+
+PER_RANK = {
+    "_reproducible.mode": ("_current",),
+    "_conversions.convert": ("about_to_move", "each_use"),
+    "_debugger.ide": ("_refuses",),
+    "_debugger.prompt": ("state",),
+    "_debugger.quiet": ("_doing",),
+    "_dispatch.dispatch": ("_entry_of", "_table"),
+    "_communication.events": (
+        *("_current", "_direction", "listeners", "module_path", "settlers", "severing", "strict_depth"),
+        *("told_of", "watch"),
+    ),
+    "_communication.flight": ("note", "ring", "transfers"),
+    "_tensor.gradient": ("_after_backward", "_backwards", "_depth", "_keeps"),
+    "_context.mixing": ("_running",),
+    "_context.work": ("_listening",),
+    "_conversions.memo": ("_scopes",),
+    "_rules.products.attention": ("stand_in",),
+    "_conversions.steps": ("whole_on_first",),
+    "_tensor.tensor": ("_prints_whole",),
+}
+
+ANEW = (("_debugger.prompt", "state"),)
+"""Of these a rank begins with a new object of the class, not with what stands there."""
+
+UNCOPIED = (("_dispatch.dispatch", "_table"),)
+"""Containers whose contents all ranks share; which of them is in use is each rank's own."""
+
+SHARED = {
+    # by object, and objects are a rank's own
+    "_communication.collectives": ("_ENGINES", "_under_way"),
+    "_communication.flight": ("lines",),
+    "_communication.pending": ("left_to_readers",),
+    "_context.lazy": ("_met",),
+    "_context.pins": ("pins",),
+    "_context.transfer": ("_greeted",),
+    "_dispatch.copies": ("_base_of", "_copies_of", "_sweep_at"),
+    "_layouts.layout": ("_interned",),
+    "_layouts.mesh": ("_meshes",),
+    "_tensor.nodes": ("_known",),
+    "_static.compile": ("_numbers", "_routes"),
+    # facts about functions and shapes
+    "_reproducible.forms": ("FORMS",),
+    "_reproducible.functions.product": ("_memory",),
+    "_rules.registry": ("TABLE",),
+    "_tensor.constructors": ("Tensor.data", "Tensor.grad"),
+    "_tensor.module_hooks": ("TorchsFunction.apply",),
+    "_torch_private": ("distributed_c10d._check_tensor_list",),
+    "_layouts.state": ("_flat", "_sharded"),
+    "_tensor.tensor": ("is_global",),
+    # the simulation itself
+    "_debugger.session": ("simulation",),
+    # said once per process
+    "_dispatch.fallback": ("reported",),
+    "_tensor.compiled": ("_told",),
+    # of processes, which simulated ranks are not
+    "_communication.board": ("_boards", "_world"),
+    "_communication.endings": ("_before", "_raised"),
+    "_communication.hangs.hang": ("_watch",),
+    "_test_kit.allocations": ("Work.wait",),
+    "_test_kit.worker": ("_by_value", "_sent_classes", "device_type", "in_worker"),
+    "testing": ("_meshes", "_meshes_world"),
+}
