@@ -49,9 +49,10 @@ torchtitan-setup: $(STAMP) ## make .venv-torchtitan, for the comparison with Tor
 torchtitan: $(STAMP) ## run the same Llama on veScale and TorchTitan, where its environment is
 	@$(RUN) benchmarks/torchtitan/side_by_side.py all
 
-check: $(STAMP) ## ruff, the layering of the packages, and the types of what is public
+check: $(STAMP) ## ruff, the layering of the packages, their changelogs, and the types of what is public
 	@$(RUN) -m ruff check .
 	@$(RUN) tools/check_layers.py
+	@$(RUN) tools/check_changelogs.py
 	@$(RUN) tools/check_types.py
 
 docs: $(STAMP) ## build the documentation with a reference of every public name, into build/docs

@@ -2,7 +2,7 @@
 
 - The siblings that a package imports, those that its pyproject.toml requires and those that its Bazel library depends
   on are the same set, and lie within its row of the table in docs/design.md. The meta package requires them all.
-- Siblings are required by ranges, which hold the versions in the tree.
+- Siblings are required by ranges, which hold the versions in the tree and the minor version after them.
 - No private name crosses a package: siblings import each other's public modules and names alone.
 - Every third-party import is declared, as a requirement or in an extra.
 - Only the modules of COMMUNICATES import torch.distributed; values that it defines (VALUES) are for all.
@@ -168,7 +168,8 @@ def check_siblings(repository: Repository) -> Iterator[str]:
 
 
 def check_ranges(repository: Repository) -> Iterator[str]:
-    """Siblings are required by ranges that hold what is in the tree, so that each is released apart."""
+    """Siblings are required by ranges that hold what is in the tree and the next minor version, so that each is
+    released apart: what siblings of the minor version before import is kept (`sibling_names.py`)."""
     versions = {package.distribution: package.version for package in repository.packages}
     for package in repository.packages:
         for name, stated in package.requirements.items():
@@ -177,6 +178,16 @@ def check_ranges(repository: Repository) -> Iterator[str]:
             elif name in versions and versions[name] not in SpecifierSet(stated):
                 found = f"requires {name}{stated}, and the tree has {versions[name]}"
                 yield f"packages/{package.name}/pyproject.toml: {found}"
+            elif name in versions and next_minor(versions[name]) not in SpecifierSet(stated):
+                following = next_minor(versions[name])
+                found = f"requires {name}{stated}, which leaves out the next minor version, {following}"
+                yield f"packages/{package.name}/pyproject.toml: {found}"
+
+
+def next_minor(version: str) -> str:
+    """The minor version after it: `0.2.0` of `0.1.7`."""
+    major, minor, *_ = version.split(".")
+    return f"{major}.{int(minor) + 1}.0"
 
 
 def check_crossings(repository: Repository) -> Iterator[str]:

@@ -33,7 +33,7 @@ def tree(tmp_path):
     """A small tree that breaks no rule."""
     for package, siblings in IMPORTS.items():
         module = "vescale" if package == "vescale" else f"vescale_{package}"
-        requirements = ["torch>=2.11"] + [f"vescale-{sibling}>=0.1,<0.2" for sibling in siblings]
+        requirements = ["torch>=2.11"] + [f"vescale-{sibling}>=0.1,<0.3" for sibling in siblings]
         files = {
             "pyproject.toml": PYPROJECT.format(
                 distribution=module.replace("_", "-"),
@@ -105,7 +105,7 @@ def test_a_sibling_that_bazel_does_not_know_of(tree):
 
 
 def test_a_meta_package_that_leaves_one_out(tree):
-    edit(tree / "packages/vescale/pyproject.toml", ', "vescale-plans>=0.1,<0.2"', "")
+    edit(tree / "packages/vescale/pyproject.toml", ', "vescale-plans>=0.1,<0.3"', "")
     assert findings(tree) == ["packages/vescale/pyproject.toml: names dtensor; the meta package brings dtensor, plans"]
 
 
@@ -126,16 +126,25 @@ def test_a_third_party_import_that_is_not_declared(tree):
 
 
 def test_a_sibling_that_is_pinned(tree):
-    edit(tree / "packages/plans/pyproject.toml", "vescale-dtensor>=0.1,<0.2", "vescale-dtensor==0.1.0")
+    edit(tree / "packages/plans/pyproject.toml", "vescale-dtensor>=0.1,<0.3", "vescale-dtensor==0.1.0")
     assert findings(tree) == [
         "packages/plans/pyproject.toml: pins vescale-dtensor; a range lets it be released apart"
     ]
 
 
 def test_a_range_that_the_tree_has_left(tree):
-    edit(tree / "packages/dtensor/src/vescale_dtensor/_version.py", "0.1.0", "0.2.0")
+    edit(tree / "packages/dtensor/src/vescale_dtensor/_version.py", "0.1.0", "0.3.0")
     assert findings(tree) == [
-        f"packages/{package}/pyproject.toml: requires vescale-dtensor>=0.1,<0.2, and the tree has 0.2.0"
+        f"packages/{package}/pyproject.toml: requires vescale-dtensor>=0.1,<0.3, and the tree has 0.3.0"
+        for package in ("plans", "vescale")
+    ]
+
+
+def test_a_range_without_the_next_minor_version(tree):
+    edit(tree / "packages/dtensor/src/vescale_dtensor/_version.py", "0.1.0", "0.2.4")
+    assert findings(tree) == [
+        f"packages/{package}/pyproject.toml: requires vescale-dtensor>=0.1,<0.3, which leaves out the next minor "
+        "version, 0.3.0"
         for package in ("plans", "vescale")
     ]
 

@@ -1,6 +1,7 @@
 """What the facade builds on: the runtime and how a model is taken apart for it, not meant for users.
 
-Nothing here is a promise to anybody else.
+What the facade imports is kept for the next minor version (`tools/sibling_names.py`); to anybody else nothing here is
+a promise.
 """
 
 from ._runtime.microbatches import split as split

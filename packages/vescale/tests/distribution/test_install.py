@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from check_layers import next_minor
 from fresh_install import InstallError, fresh_install, siblings
 from package_tree import read_packages
 from vescale_dtensor.testing import in_turns
@@ -42,28 +43,32 @@ def test_an_import_that_is_not_required_is_caught(packages, tmp_path):
         fresh_install(pipeline, changed, folder=tmp_path / "environment", offline=True)
 
 
-def changed_version(packages, name, version, folder):
-    """The packages once more, one of them under another version."""
+def released(packages, versions, folder):
+    """The packages once more, under other versions."""
     shutil.copytree(packages[0].folder.parent, folder / "packages")
-    changed = read_packages(folder)
-    (package,) = (found for found in changed if found.name == name)
-    (package.source / "_version.py").write_text(f'__version__ = "{version}"\n')
-    return read_packages(folder)
+    for package in read_packages(folder):
+        if package.name in versions:
+            (package.source / "_version.py").write_text(f'__version__ = "{versions[package.name]}"\n')
+    return {package.name: package for package in read_packages(folder)}
 
 
 @in_turns(3)
-def test_a_sibling_of_another_release_within_the_range_works(packages, tmp_path):
-    changed = changed_version(packages, "dtensor", "0.1.7", tmp_path / "source")
-    (plans,) = (found for found in changed if found.name == "plans")
-    fresh_install(plans, changed, folder=tmp_path / "environment", offline=True)
+@pytest.mark.parametrize(
+    ("installed", "older"), [("plans", "plans"), ("plans", "rng"), ("checkpoint", "dtensor"), ("vescale", "pipeline")]
+)
+def test_one_package_a_minor_version_older_works_beside_newer_ones(packages, installed, older, tmp_path):
+    """That what it imports of them is still there, `sibling_names.py` sees to."""
+    versions = {package.name: next_minor(package.version) for package in packages if package.name != older}
+    found = released(packages, versions, tmp_path / "source")
+    assert found[older].version != found["vescale"].version
+    fresh_install(found[installed], list(found.values()), folder=tmp_path / "environment", offline=True)
 
 
-@pytest.mark.parametrize("version", ["0.0.9", "0.2.0"])
-def test_a_sibling_outside_the_range_is_refused_by_name(packages, tmp_path, version):
-    changed = changed_version(packages, "dtensor", version, tmp_path / "source")
-    (plans,) = (found for found in changed if found.name == "plans")
+@pytest.mark.parametrize("version", ["0.0.9", "0.3.0"])
+def test_a_sibling_that_is_too_old_or_too_new_is_refused_by_name(packages, tmp_path, version):
+    found = released(packages, {"dtensor": version}, tmp_path / "source")
     with pytest.raises(InstallError, match=f"Cannot install vescale-dtensor {version}.* and vescale-plans"):
-        fresh_install(plans, changed, folder=tmp_path / "environment", offline=True)
+        fresh_install(found["plans"], list(found.values()), folder=tmp_path / "environment", offline=True)
 
 
 def test_the_siblings_are_those_named_and_theirs(packages):
