@@ -39,31 +39,32 @@ class CheckpointError(VescaleError):
 
 
 class StorageError(CheckpointError):
-    """A path that cannot be read or written: names the path, the bytes and the system's reason."""
+    """A path that cannot be read or written; the message gives the path, the number of bytes and the system's
+    reason."""
 
 
 class CorruptError(CheckpointError):
-    """Bytes that are not those that were written: truncated, altered, missing, or of another checkpoint."""
+    """The bytes read are not the bytes that were written: truncated, altered, missing, or from another checkpoint."""
 
 
 class FormatError(CheckpointError):
-    """A manifest that breaks the format, or one of a newer major version."""
+    """A manifest that violates the format, or that a newer major version wrote."""
 
 
 class ConflictError(CheckpointError):
-    """Two savers on one step, or a step that exists already."""
+    """Two processes saving the same step, or a step that already exists."""
 
 
 class MismatchError(CheckpointError):
-    """Names, shapes or dtypes of the checkpoint that are not those of the state; or ranks that disagree."""
+    """Names, shapes or dtypes in the checkpoint differ from those of the state, or the ranks disagree."""
 
 
 class UnsafeError(CheckpointError):
-    """A value that cannot be stored without pickle, or a file that can only be read with it."""
+    """A value that only pickle could store, or a file that only pickle could read."""
 
 
 class PeerError(CheckpointError):
-    """Another rank died, or did not arrive in time."""
+    """Another rank died, or did not respond in time."""
 
 
 _TYPES = {

@@ -38,7 +38,8 @@ class Wanted(NamedTuple):
 
 
 def reshard(source: Mapping[str, Any], target: MutableMapping[str, Any]) -> Report:
-    """Fills `target` from `source`, two states of one world under different plans. Call it on every rank.
+    """Fills the state `target` from the state `source`; both live in the same world, under different plans. Call it
+    on every rank.
 
     Both are states as for `save` and `load`: {"model": model, "optimizer": optimizer, ...}.
     Every value arrives bit for bit; nothing touches a disk. Both are in memory

@@ -36,7 +36,7 @@ def save(
     metrics: Mapping[str, float] | None = None,
     overwrite: bool = False,
 ) -> PendingSave:
-    """Saves `state` as one step under `path`. Call it on every rank of the world.
+    """Saves `state` as one step under `path`. Call it on every rank.
 
     Arguments:
         path: the run's directory, or a URL that fsspec knows. The step becomes
@@ -92,7 +92,7 @@ def load(
     extra: str = "error",
     verify: bool | str = True,
 ) -> Report:
-    """Fills `state` from a checkpoint, whatever mesh and plan that was saved under. Call it on every rank.
+    """Fills `state` from a checkpoint that was saved under any mesh and plan. Call it on every rank.
 
     Tensors and optimizers are filled in place, objects get `load_state_dict`, plain
     values are replaced in `state`. Every rank reads the bytes of its own shards only.

@@ -48,7 +48,7 @@ def export_huggingface(
     also: Iterable[Any] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the model as a folder that `from_pretrained` loads and the hub takes. Call it on every rank.
+    """Writes the model to a folder in HuggingFace's format, for `from_pretrained` or the hub. Call it on every rank.
 
     Arguments:
         path: the folder; it must not exist.
@@ -81,9 +81,10 @@ def export_huggingface(
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
-    """One device's `model.state_dict()`, of whole plain tensors in the host's memory, for what others write:
-    `torch.save`, safetensors, `save_pretrained(folder, state_dict=...)`, PEFT. Call it on every rank; the first one
-    gets it, and others an empty one. A pipeline's other stages are in it; names of one tensor have one tensor still.
+    """Gathers the `model.state_dict()` of a single device, as full plain tensors in host memory, for other libraries
+    to write: `torch.save`, safetensors, `save_pretrained(folder, state_dict=...)`, PEFT. Call it on every rank; the
+    first one gets the state, the others an empty dict. It includes all stages of a pipeline, and tied names still
+    share one tensor.
 
     Raises UnsafeError for a dtype that checkpoints do not have. Communication: an all-gather per sharded tensor, and
     what rank 0 lacks, of a pipeline's other stages, is sent to it; it holds the whole model.

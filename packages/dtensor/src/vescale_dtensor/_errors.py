@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 class VescaleError(RuntimeError):
-    """Base of every error a user can mend.
+    """Base class of all errors that a user can fix.
 
     Arguments: the operation, the rule it broke (with numbers), the operands'
     descriptions, and remedies as (code, cost) pairs.
@@ -62,20 +62,21 @@ class ShapeError(VescaleError):
 
 
 class ViewError(VescaleError):
-    """A view that cannot keep its sharding, or a write to a view that had to be copied."""
+    """A view that cannot keep its sharding, or a write to a view that had to be made by copying."""
 
 
 class PlainTensorError(VescaleError):
-    """A plain tensor that lost its layout met a DTensor."""
+    """A plain tensor that had lost its layout was combined with a DTensor."""
 
 
 class GradientError(VescaleError):
-    """A gradient that would be wrong: a foreign autograd Function, or a gradient of the wrong layout."""
+    """The gradient would be wrong: an autograd Function that veScale does not know, or a gradient with the wrong
+    layout."""
 
 
 class ImplicitCommunicationError(VescaleError):
-    """A collective that nobody asked for, under `strict()`. `fixes`: placements of the call's operands, by name, under
-    which it needs none."""
+    """An implicit collective inside `strict()`. `fixes` maps the names of the call's operands to placements under
+    which the call needs no communication."""
 
     fixes: Sequence[Mapping[str, tuple]] = ()
 
@@ -85,7 +86,7 @@ class CommunicationError(VescaleError):
 
 
 class OperatorError(VescaleError):
-    """A function that cannot be run right on distributed tensors."""
+    """A function that cannot be computed correctly on distributed tensors."""
 
 
 class InternalError(RuntimeError):

@@ -106,7 +106,7 @@ class Trace:
 
 @contextlib.contextmanager
 def comm_trace(model: nn.Module | None = None) -> Iterator[Trace]:
-    """Lists every collective with its cause, while the context is open.
+    """Records every collective and its cause while the context is open.
 
     Arguments: the root module, for module paths in the causes (without it they are
     class names). Costs a Python call per module and per collective while open;
@@ -152,7 +152,8 @@ def comm_trace(model: nn.Module | None = None) -> Iterator[Trace]:
 
 @contextlib.contextmanager
 def strict() -> Iterator[None]:
-    """An implicit conversion that communicates in the forward raises ImplicitCommunicationError, naming the fix.
+    """Makes every implicit conversion that communicates in the forward an ImplicitCommunicationError, which names
+    the fix.
 
     Conversions that were asked for (`redistribute`, `full_tensor`, a plan's module
     boundaries) are allowed. The error names the operands of the call that the user made, and fixes that were tried:
@@ -165,17 +166,17 @@ def strict() -> Iterator[None]:
 
 
 def breakpoint(rank: int = 0) -> None:
-    """Stops all ranks at the caller's line, in Python's debugger, which `rank` drives.
+    """Stops all ranks at the caller's line in Python's debugger, driven from `rank`.
 
-    What is typed there is executed by every rank in its own frame: commands (`n`, `s`, `u`, `b`, `c`), expressions and
-    statements, with collectives in them. The driving rank answers, and answers of others that differ follow with their
-    ranks. Tensors print whole.
-    Who does not come to the line is named; a collective that it would have to be part of is refused, as is one that not
-    all ranks begin. A person may think for an hour (VESCALE_BREAKPOINT_SECONDS): the ranks wait outside of any
-    collective, and after that go on.
+    Every rank executes what is typed, in its own frame: commands (`n`, `s`, `u`, `b`, `c`), expressions and
+    statements, including ones with collectives. The driving rank's answer is printed, followed by those of ranks
+    that differ. DTensors print the global tensor.
+    Ranks that do not reach the line are named; a collective that needs one of them is refused, as is one that not
+    all ranks begin. The ranks wait outside of any collective for up to an hour (VESCALE_BREAKPOINT_SECONDS) and then
+    continue.
 
-    Call it on all ranks, at the same line. Where user code runs on samples (`generate_plan`, `dry_run`) it does not
-    stop.
+    Call it on all ranks, at the same line. It does not stop inside `generate_plan` and `dry_run`, which run the code
+    on samples.
     """
     if is_unstopped():
         return

@@ -31,7 +31,7 @@ from .placement import Partial, Placement, Replicate, Shard
 def register_rule(
     *functions: Callable, exact: bool = False, view: bool = False, traits: Trait | None = None
 ) -> Callable:
-    """Decorator: the decorated rule decides `functions` (a kernel, a `torch.library` op, a Function's apply).
+    """Decorator that registers a rule for `functions` (a kernel, a `torch.library` op, a Function's apply).
 
     A rule takes a `Call` and returns a `Signature`, a `Decision`, `composite(fn)` or
     None; see `vescale_dtensor.rules`. Functions that do not come to
@@ -79,7 +79,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     shapes: Sequence[Sequence[int]] | None = None,
 ) -> Callable:
-    """`function` of local tensors as a function of DTensors.
+    """Turns a `function` of local tensors into a function of DTensors.
 
     Arguments:
         out_placements: placements of the result, or one such list per result.

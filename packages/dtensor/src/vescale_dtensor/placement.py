@@ -62,7 +62,7 @@ class InterleavedShard(Placement):
 
 
 def zigzag(ranks: int) -> tuple[int, ...]:
-    """The order of chunks in which rank r of n has chunks r and 2n - 1 - r.
+    """The chunk order in which rank r of n holds chunks r and 2n - 1 - r.
 
     >>> zigzag(3)
     (0, 1, 2, 2, 1, 0)

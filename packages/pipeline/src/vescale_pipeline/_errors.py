@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 
 class PipelineError(RuntimeError):
-    """Base of every error of this package that a user can mend.
+    """Base class of all errors in this package that a user can fix.
 
     Arguments: the operation, the rule it broke (with numbers), the operands'
     descriptions, and remedies as (code, cost) pairs.

@@ -47,9 +47,8 @@ def balanced_cuts(
 ) -> tuple[str, ...]:
     """Names of the modules that begin stages 1, 2, ...: `cuts` for a Pipeline.
 
-    Call it before `parallelize`, on every rank alike or on one. Dry runs compute no
-    values, so that all ranks find the same; what was measured differs from rank to
-    rank: measure on one, and keep the names in the plan.
+    Call it before `parallelize`, either on every rank or on one. Dry runs compute no values, so all ranks find the
+    same cuts. Measured times differ between ranks: measure on one rank and keep the names in the plan.
 
     Arguments:
         stages: how many, virtual ones included.
@@ -58,7 +57,7 @@ def balanced_cuts(
         measured: by the clock instead of a dry run: three steps on the model's own device, the fastest counts.
         flops_per_byte: an operator of a dry run costs what takes longer, computing or moving its operands.
 
-    Gradients and buffers are as they were afterwards. Raises PipelineError for fewer modules than stages.
+    Gradients and buffers are left unchanged. Raises PipelineError if there are fewer modules than stages.
 
     Example:
         >>> cuts = balanced_cuts(model, 4, {"input_ids": ids, "labels": ids})

@@ -146,7 +146,8 @@ class Calls:
 
 
 def explain_calls(model: nn.Module) -> Calls:
-    """What happens when each module of `model` is called, in order: whose hooks and forwards run, and what ours do.
+    """Lists what happens, in order, when each module of `model` is called: whose hooks and forwards run, and what
+    ours do.
 
     Works on any model, parallelized or not, and changes nothing. Hooks that are registered for all modules at once
     (`register_module_forward_hook`) are in the row of each. What is put in place for the time of one call alone, such

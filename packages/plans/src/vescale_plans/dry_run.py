@@ -39,7 +39,7 @@ KINDS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one training step of a rank takes, once it is warm (the second step).
+    """What one warm training step (the second) costs on one rank.
 
     Arguments:
         plan: that was run.
@@ -110,8 +110,8 @@ def dry_run(
     rank: int = 0,
     stages: Callable[[Callable[[str], None]], Stages] | None = None,
 ) -> DryRun:
-    """Runs two training steps of `plan` without processes, memory or time, and says what the second takes: all its
-    backwards, where the plan accumulates.
+    """Runs two training steps of `plan` without processes or data, and reports what the second one costs, with all
+    backward passes if the plan accumulates.
 
     Arguments:
         plan: of any world size.

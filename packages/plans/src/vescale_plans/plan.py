@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan(PlanFields):
-    """The whole sharding of one model.
+    """The complete sharding of one model.
 
     Globs: "*" also matches dots. In every mapping from globs the first that matches a
     name decides, in the order written: write exceptions before the rule.

@@ -43,11 +43,11 @@ class GlobalIndex(int):
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """A `batch_sampler` for `DataLoader`: per global batch the indices of this rank's part, to be put together
-    by `plan.local_batch`.
+    """A `batch_sampler` for `DataLoader` that yields, for each global batch, the indices of this rank's part.
+    `plan.local_batch` assembles the parts.
 
-    Iterating goes on where the last iteration stopped, to the end of the epoch; the
-    next begins the next epoch. There is no `set_epoch` to forget.
+    Each iteration resumes where the last one stopped and runs to the end of the epoch; the one after it starts the
+    next epoch. There is no `set_epoch` to forget.
 
     Arguments:
         dataset: or its size.
@@ -208,12 +208,11 @@ class Batches(Iterator[list[int]]):
 
 
 class SeededSamples(Dataset):
-    """A dataset whose samples are drawn from generators seeded by the sample's place in the stream.
+    """A dataset that seeds the random generators by each sample's position in the stream.
 
-    So a random augmentation gives the same sample on whatever rank, in whatever worker
-    process it runs, and another one in the next epoch. torch's CPU generator, Python's
-    `random` and numpy's, where it is loaded, are seeded before `dataset[index]`, and put
-    back after.
+    A random augmentation therefore gives the same sample on any rank and in any worker process, and a different one
+    in the next epoch. torch's CPU generator, Python's `random` and, if it is loaded, numpy's are seeded before
+    `dataset[index]` and restored afterwards.
     """
 
     def __init__(self, dataset: Dataset, *, seed: int = 0) -> None:

@@ -20,7 +20,7 @@ def current_stream() -> Stream:
 
 
 class use_stream:
-    """Draws from another stream from now on, or within a `with` block.
+    """Switches to another random stream, either from now on or within a `with` block.
 
         vescale_rng.use_stream("philox")            # from now on
         with vescale_rng.use_stream("philox"): ...  # here

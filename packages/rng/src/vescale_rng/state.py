@@ -31,13 +31,14 @@ def get_state(generator: Generator | None = None) -> Tensor:
 
 
 def set_state(state: Tensor, generator: Generator | None = None) -> None:
-    """Puts the default CPU generator, or `generator`, into a state that `get_state` gave, under any mesh."""
+    """Sets the default CPU generator, or `generator`, to a state returned by `get_state` under any mesh."""
     generator_or_default(generator).set_state(state)
 
 
 @contextmanager
 def fork(seed: int | None = None, generator: Generator | None = None) -> Iterator[Generator]:
-    """Within the block the generator goes its own way, from `seed` if given; after it, it is as it was before.
+    """Inside the block the generator draws from a state of its own, seeded with `seed` if given; afterwards the
+    state from before the block is restored.
 
         with vescale_rng.fork(seed=7):
             x = vescale_rng.randn(4, 4, device_mesh=mesh, placements=[Shard(0)])
@@ -53,8 +54,8 @@ def fork(seed: int | None = None, generator: Generator | None = None) -> Iterato
 
 
 def check_in_step(device_mesh: DeviceMesh, generator: Generator | None = None) -> None:
-    """Checks that the generators of all ranks of the mesh, the host's and the device's, are in the same state. Call it
-    on every rank.
+    """Checks that the generators of all ranks of the mesh, on the host and on the device, are in the same state.
+    Call it on every rank.
 
     Raises RandomStateError, on every rank alike, that names the first rank that drifted and the draws between
     which it did. Communication: some KB from every rank.

@@ -24,7 +24,7 @@ _PHASES = ("forward", "backward", "update")
 
 
 def compare(run_a: str | Path, run_b: str | Path, *, rtol: float = 0.0) -> Comparison:
-    """Holds two runs against each other that `vescale.record` wrote.
+    """Compares two runs that `vescale.record` wrote.
 
     Arguments:
         run_a, run_b: their folders.

@@ -79,7 +79,7 @@ class Writer(Protocol):
 
 
 class JSONLines:
-    """One line of JSON per step, at the end of a file that may be there already."""
+    """Appends one line of JSON per step to a file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -100,7 +100,7 @@ class JSONLines:
 
 
 class ProgressLine:
-    """A line on the terminal for each step, by rich."""
+    """Prints a line per step on the terminal, using rich."""
 
     def __init__(self, console: Any = None) -> None:
         self._console = console
@@ -117,7 +117,7 @@ class ProgressLine:
 
 
 class Values:
-    """Calls `function(values, step)`, such as a tracker's own `log`. Values that are not known are left out."""
+    """Calls `function(values, step)`, for example a tracker's own `log`. Unknown values are left out."""
 
     def __init__(self, function: Callable[[Mapping[str, float], int], Any]) -> None:
         self._function = function
@@ -130,8 +130,8 @@ class Values:
 
 
 class TensorBoard:
-    """Scalars in event files below `folder`, by torch's SummaryWriter, which needs the package tensorboard. It opens
-    with the first step, so that ranks that do not write make no files."""
+    """Writes scalars to event files in `folder` with torch's SummaryWriter, which needs the tensorboard package. The
+    file is opened at the first step, so ranks that do not write create none."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -152,7 +152,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of wandb, made by `wandb.init(**options)` with the first step: one run, not one per rank."""
+    """A wandb run, started by `wandb.init(**options)` at the first step: one run, not one per rank."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
@@ -181,7 +181,7 @@ def metrics(
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
 ) -> Iterator[Meter]:
-    """Watches a training, on one device or under any plan.
+    """Reports metrics of a training run, on one device or under any plan.
 
     Arguments:
         model: its calls count tokens: the elements of the first integer tensor that it is given, else the rows of the

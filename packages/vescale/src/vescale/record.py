@@ -46,7 +46,7 @@ def record(
     optimizer: torch.optim.Optimizer | None = None,
     keep: str | Iterable[str] = (),
 ) -> Iterator[Recorder]:
-    """Records the training steps inside for `vescale.compare`.
+    """Records the training steps inside the context, for `vescale.compare`.
 
     Arguments:
         model: on one device, or parallelized under any plan, in eager mode, or in `auto`, which is eager meanwhile.

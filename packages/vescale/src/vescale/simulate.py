@@ -25,7 +25,8 @@ from ._simulation.turns import Ended, Turns
 
 
 def simulate(function: Callable[..., Any], *args: Any, ranks: int = 8, **kwargs: Any) -> list[Any]:
-    """Calls `function` on every rank of a world of `ranks` within this process; the results, in rank order.
+    """Calls `function` on every rank of a world of `ranks` ranks, all in this process. Returns the results in rank
+    order.
 
         def train():
             model, optimizer = vescale.parallelize(plan, Model(), torch.optim.AdamW)

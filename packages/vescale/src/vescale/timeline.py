@@ -38,7 +38,7 @@ LANES = ("compute", "collectives", "pipeline")
 
 @contextlib.contextmanager
 def timeline(folder: str | Path, model: nn.Module | None = None) -> Iterator[None]:
-    """Notes what this rank does while the block runs, and writes it to `folder/rank-N.json`.
+    """Records what this rank does inside the block and writes it to `folder/rank-N.json`.
 
     Arguments:
         folder: made if it is not there; the same for all ranks, on a file system that they share, or collected later.
@@ -66,7 +66,8 @@ def timeline(folder: str | Path, model: nn.Module | None = None) -> Iterator[Non
 
 
 def merge_timeline(folder: str | Path, path: str | Path | None = None) -> Path:
-    """One trace for Chrome of what all ranks wrote to a folder; `folder/trace.json` without a path. Returns the path.
+    """Merges what all ranks wrote to a folder into one Chrome trace, by default `folder/trace.json`. Returns its
+    path.
 
     Raises VescaleError where the folder holds no timeline.
     """

@@ -14,7 +14,7 @@ from ..format._values import decode, encode
 
 @dataclass(frozen=True)
 class Retention:
-    """Which committed steps stay; a step that any rule names stays, and so does the newest.
+    """Which committed steps are kept: every step that any rule names, and the newest.
 
     Arguments:
         last: the newest so many.

@@ -209,7 +209,7 @@ def _of_node(node: Any, layout: Layout) -> Origin | None:
 
 @contextlib.contextmanager
 def explaining(model: nn.Module | None = None) -> Iterator[None]:
-    """While it is open, every function that gives a DTensor is recorded with the result, for `explain`.
+    """While the context is open, records every function that returns a DTensor, for `explain`.
 
     Arguments: the model, for paths of modules and names of parameters. Costs some Python per function while open, and
     nothing otherwise; records hold no tensors. A model in static mode runs eagerly meanwhile.
@@ -226,8 +226,8 @@ def explaining(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def explain(tensor: Tensor, depth: int = 3) -> Explanation:
-    """Where a tensor's layout came from: why it is full, sharded or partial on each axis, which function at which line
-    made it so, what was sent for that, and the same of what it was made of. Never communicates.
+    """Explains where a tensor's layout came from: why it is replicated, sharded or partial on each axis, which
+    function on which line made it so, what was sent for it, and the same for its inputs. Never communicates.
 
     Arguments:
         tensor: one that was made within `explaining(model)`, or a parameter.

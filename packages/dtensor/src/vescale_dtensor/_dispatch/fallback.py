@@ -29,7 +29,7 @@ from .copies import check_writable, mark_copy
 
 
 class FallbackWarning(UserWarning):
-    """A function ran on gathered tensors: it has no rule, or no canonical form while the reproducible mode is on."""
+    """A function ran on gathered tensors because it has no rule, or, in the reproducible mode, no canonical form."""
 
 
 reported: set[Any] = set()  # (function, what it lacks) that were warned of, each once

@@ -21,7 +21,7 @@ FINEST = 64
 
 
 class ReproducibleError(VescaleError):
-    """What cannot be computed in an order that does not depend on the mesh; the message says what would be."""
+    """The computation has no order that is independent of the mesh; the message says what can be used instead."""
 
 
 @dataclass(frozen=True)

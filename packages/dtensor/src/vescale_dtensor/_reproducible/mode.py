@@ -33,7 +33,8 @@ _current: reproducible | None = None
 
 
 class reproducible(TorchFunctionMode):
-    """Within it, no sum depends on the mesh: losses, gradients and parameters are equal TO THE BIT on every mesh.
+    """Inside the context no sum depends on the mesh: losses, gradients and parameters are equal TO THE BIT on every
+    mesh.
 
         with vescale.reproducible(splits={"batch": 8, "seq": 2, "hidden": 8}):
             train()                      # on one device, or parallelized by any plan

@@ -20,7 +20,7 @@ ENTRIES, ROWS = 12, 36
 
 
 def check_premise(device: torch.device | str = "cpu", shapes: Sequence[tuple[int, int, int]] = SHAPES) -> list[str]:
-    """The operations that do not do on this device what the reproducible mode relies on; empty when all do.
+    """Lists the operations that do not behave on this device as the reproducible mode requires; empty if all do.
 
     Asked of every entry of a batched product of blocks [m, k] x [k, n] (`shapes`), of additions, of adding up rows by
     index, and of the elementwise functions on contiguous memory of a multiple of 64 elements: that the same input gives

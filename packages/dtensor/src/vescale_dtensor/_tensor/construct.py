@@ -27,7 +27,7 @@ from .tensor import DTensor, local_only, stamp
 
 
 def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The DTensor of a whole tensor that every rank holds alike, on the mesh's device: a shard is cut, then moved.
+    """Shards a tensor that every rank holds in full. Each rank slices its shard and moves it to the mesh's device.
 
     A leaf stays a leaf: the result is a fresh leaf with the same `requires_grad`.
     A `Partial` axis keeps the value on its first rank and zeros elsewhere. No

@@ -64,14 +64,14 @@ class _UnderWay:
 
 
 class DTensor(Tensor, metaclass=TensorType):
-    """A tensor sharded over a device mesh; used and debugged as if it were on one device.
+    """A tensor sharded over a device mesh that is used and debugged as if it were on one device.
 
     Methods that need the engine (`redistribute`, `full_tensor`, `grad`, `backward`, operators) are put on the class by
     `methods.py`.
 
-    Made by `distribute_tensor`, `DTensor.from_local`, the factories, or
-    `vescale.parallelize`; never by its constructor. `shape`, `size()` and all other
-    metadata are the global tensor's; `to_local()` gives the shard.
+    Create one with `distribute_tensor`, `DTensor.from_local`, a factory function or `vescale.parallelize`, never
+    with the constructor. `shape`, `size()` and all other metadata describe the global tensor; `to_local()` returns
+    the shard.
     """
 
     _layout: Layout = _UnderWay()

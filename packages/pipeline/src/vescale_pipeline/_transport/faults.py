@@ -22,7 +22,7 @@ MOST_TEXT = 4000
 
 
 class PipelineFailure(PipelineError):
-    """A stage raised, or a rank died or went silent; the same text on every rank."""
+    """A stage raised an error, or a rank died or stopped responding. The text is the same on every rank."""
 
 
 class Faults:

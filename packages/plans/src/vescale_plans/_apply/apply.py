@@ -75,7 +75,7 @@ def parallelize(
     reproducible: Mapping[str, int] | Reproducible | None = None,
     stages: Stages | None = None,
 ) -> tuple[nn.Module, Any]:
-    """Shards `model` by `plan`, in place, and makes its optimizer.
+    """Shards `model` in place as `plan` says, and creates its optimizer.
 
     Joins torch.distributed from torchrun's environment when nobody has; outside
     torchrun the same script runs in a world of one. Where there is an accelerator, the model moves to
@@ -200,21 +200,22 @@ def _parallelized(
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards inside leave gradients pending; the first outside, or the step, reduces their sum."""
+    """Backward passes inside the context leave gradients unreduced; the first one outside, or the step, reduces
+    their sum."""
     with model._vescale.sync.paused():
         yield
 
 
 def expert_load(model: nn.Module) -> dict[str, list[int]]:
-    """How many token copies every expert received in the last forward, by experts module or list.
+    """How many token copies each expert received in the last forward, by experts module or list.
 
-    With what `expert_drops` says they sum to tokens x k. Cost: one small all-gather per experts module.
+    Together with `expert_drops` they sum to tokens x k. Cost: one small all-gather per experts module.
     """
     return {border.name: border.total_load() for border in model._vescale.experts}
 
 
 def expert_drops(model: nn.Module) -> dict[str, list[int]]:
-    """How many token copies every expert had no room for in the last forward, by experts module or list.
+    """How many token copies exceeded each expert's capacity in the last forward, by experts module or list.
 
     All zeros unless the plan has a `capacity_factor`. Cost: one small all-gather per experts module.
     """

@@ -20,14 +20,14 @@ class PlanError(VescaleError):
 
 @dataclass(frozen=True)
 class Boundary:
-    """Layouts at a module's boundary, converted explicitly when the module is called.
+    """Layouts at a module's boundary. Tensors are converted to them explicitly when the module is called.
 
     Arguments:
         input: of the first tensor among the positional, then the keyword arguments.
         output: of the first tensor that the module returns.
         arguments: of further arguments, by parameter name.
 
-    Cost: what `DTensor.redistribute` costs; nothing where the layout is right already.
+    Cost: that of `DTensor.redistribute`; nothing if the layout already matches.
     """
 
     input: Placements = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model cut in stages along one mesh axis.
+    """A model divided into pipeline stages along one mesh axis.
 
     Arguments:
         axis: the mesh axis whose ranks hold the stages.
@@ -96,7 +96,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Precision:
-    """Mixed precision: parameters are kept, and stepped, in the dtype in which the model was built.
+    """Mixed precision: parameters are stored and updated in the dtype in which the model was built.
 
     Arguments:
         compute: floating dtype in which parameters and floating inputs enter forward and backward.

@@ -40,7 +40,8 @@ class StaticTree:
 
 
 def explain_static(model: nn.Module) -> StaticTree:
-    """Prints, and returns, which modules of `model` run static, which stay eager and why, with the source line.
+    """Prints and returns which modules of `model` run in static mode, which stay eager, and why, with the source
+    line.
 
     Raises PlanError when the model is not under static mode.
     """

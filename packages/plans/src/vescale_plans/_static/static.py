@@ -279,7 +279,8 @@ def _regions_of(site: Site) -> Iterator[Region]:
 
 
 def static(model: nn.Module, verify_every: int = 0, *, compiler: str = "") -> nn.Module:
-    """From the second call on, what of `model` computes alike on plain local tensors runs on them. In place.
+    """Runs the modules of `model` whose code gives the same result on local tensors on plain tensors, from the
+    second call on. In place.
 
     Arguments:
         model: parallelized.

@@ -39,7 +39,7 @@ _FREE = frozenset(
 
 
 def register_elementwise(kind: Kind | None = None, *, methods: tuple[str, ...] = ()) -> Any:
-    """Says that an optimizer's `step` treats every element of a parameter alike and alone, as Adam's does.
+    """Declares that an optimizer's `step` treats each element of a parameter independently, as Adam's does.
 
     Under a plan it then steps on this rank's part of the parameters, and its states are made for that part: one
     all-gather of new parameters per step, where an optimizer that is not known steps on the DTensors themselves,

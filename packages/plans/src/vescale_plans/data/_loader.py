@@ -21,7 +21,7 @@ _START: dict[str, Any] = {"batches": 0, "samples": 0, "generators": []}
 
 
 def loader(loader: DataLoader, plan: Plan, *, parts: bool | None = None) -> Loader:
-    """A DataLoader of one device under a plan: its batches are the global batches, of which each rank loads its rows.
+    """Wraps a single-device DataLoader: its batches are the global batches, of which each rank loads its own rows.
 
     The loop stays: `for batch in vescale.loader(loader, plan)`. Batches that were loaded in parts are DTensors of the
     global batch; batches that every rank loads whole are as the loader gives them, and models cut them. The state of

@@ -49,9 +49,10 @@ Runner = Callable[..., Any]
 def generate_plan(
     model: nn.Module, constraints: Mapping[str, Any] | None = None, *, runner: Runner | None = None, **asked: Any
 ) -> Plan:
-    """The plan that a cost model finds fastest among all that fit; the model is not changed, nor is its code read.
+    """Finds the plan that a cost model considers fastest among all that fit. The model is not changed, and its code
+    is not read.
 
-    What is asked comes as keywords, or in one mapping `constraints`, or in both.
+    Constraints are given as keywords, in one mapping `constraints`, or both.
 
     Arguments:
         world_size: ranks.

@@ -48,7 +48,8 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """Within the block tensors are made without memory; `parallelize` or `materialize` gives them theirs, and values.
+    """Inside the block, tensors are created without memory; `parallelize` or `materialize` allocates them and fills
+    in their values.
 
     Example::
 
@@ -56,19 +57,18 @@ def deferred_init() -> Iterator[None]:
             model = AutoModelForCausalLM.from_config(config)
         model, optimizer = vescale.parallelize(plan, model, optimizer_fn)  # only shards are ever allocated
 
-    Their values are bitwise those of the same lines without the block, from the same
-    state of the default generator (or a user's own), which ends up in the same state.
-    What reads values on the way, such as `nn.init.trunc_normal_` of torch 2.13, costs
-    the memory and the time of the tensor that it reads, once.
+    The values are bitwise those that the same lines would give without the block, from the same state of the default
+    generator (or of one passed in), and the generator ends in the same state. A function that reads values on the
+    way, such as `nn.init.trunc_normal_` of torch 2.13, costs the memory and time of the tensor it reads, once.
 
-    Raises OperatorError for what changes the storage of a tensor (`resize_`, `set_`). No communication.
+    Raises OperatorError for functions that change a tensor's storage (`resize_`, `set_`). No communication.
     """
     with _Recording():
         yield
 
 
 def is_deferred(tensor: object) -> bool:
-    """Whether the tensor has no values yet."""
+    """Whether the tensor has not been given its values yet."""
     return isinstance(tensor, Deferred)
 
 

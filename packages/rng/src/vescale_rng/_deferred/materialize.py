@@ -67,7 +67,8 @@ def materialize_shard(tensor: Deferred, layout: Layout) -> Tensor:
 
 
 def materialize(target: nn.Module | Tensor) -> nn.Module | Tensor:
-    """Gives the deferred parameters, buffers and other tensors of a module their values, whole, on this rank.
+    """Allocates the deferred parameters, buffers and other tensors of a module on this rank, in full, and fills in
+    their values.
 
     In place for a module, which is returned; a tensor is returned anew. What is tied stays tied. Parameters keep
     their attributes. No communication.

@@ -38,7 +38,7 @@ _FUNCTIONAL = ("torch.distributed.nn", "torch.distributed._functional_collective
 
 
 class GlobalValueWarning(UserWarning):
-    """A collective was called on a DTensor, whose value is global already; it was left as it is, counted once."""
+    """A collective was called on a DTensor. Its value is already global, so it was left unchanged and counted once."""
 
 
 class Done:

@@ -75,8 +75,9 @@ def holds_gone(optimizer: Any) -> bool:
 
 
 def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Makes `optimizer`, made of a parallelized model's parameters, what `parallelize` makes of its own: it steps on
-    this rank's parts, and `vescale.save` knows its states. For frameworks that make the optimizer themselves.
+    """Treats `optimizer`, which was created from a parallelized model's parameters, as if `parallelize` had created
+    it: it steps on this rank's parts, and `vescale.save` knows its states. For frameworks that create the optimizer
+    themselves.
 
     Returns the same object. Raises PlanError for a model that is not parallelized, an optimizer of other parameters,
     or one that has states of whole matrices. Cost: states that are there already are cut, before the first step none.

@@ -83,7 +83,7 @@ def predict(
     step: Callable[[nn.Module, Any], Tensor] | None = None,
     simulator: Simulator = one_forward_one_backward,
 ) -> Prediction:
-    """What a training step of `plan` takes on `hardware`; arguments as for `dry_run`."""
+    """Predicts how long a training step of `plan` takes on `hardware`. Arguments as for `dry_run`."""
     hardware = hardware_of(hardware)
     if plan.pipeline is None:
         dry = dry_run(plan, model, batch, optimizer_fn, loss_fn=loss_fn, step=step, backend=hardware.backend)
