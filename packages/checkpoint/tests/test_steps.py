@@ -86,7 +86,7 @@ def test_metrics_that_json_does_not_hold(tmp_path):
 
 @pytest.mark.parametrize("metrics", [{"a": "high"}, {"a": None}, {3: 0.5}, {"a": torch.ones(2)}, {"a": 10**400}])
 def test_metrics_that_are_no_numbers(tmp_path, metrics):
-    with pytest.raises(MismatchError, match="which is no number"):
+    with pytest.raises(MismatchError, match="which is not a number"):
         save(tmp_path, {"step": 1}, metrics=metrics)
     assert not os.listdir(tmp_path)
 
@@ -197,5 +197,5 @@ def test_integers_of_any_length_or_an_error(tmp_path):
     assert state["values"] == values
     with pytest.raises(UnsafeError, match="an int of 8193 bits"):
         save(tmp_path, {"values": 1 << 8192, "step": 2})
-    with pytest.raises(UnsafeError, match="the key 5 of the state is no text"):
+    with pytest.raises(UnsafeError, match="the key 5 of the state is not text"):
         save(tmp_path, {5: 1})

@@ -167,7 +167,7 @@ class SaveJob:
         folder = f"{self.root.path}/{self._where['name']}"
         if isinstance(self.root.storage, LocalStorage) and not self.root.storage.is_dir(folder):
             raise StorageError(
-                "save", f"rank {self.session.rank} does not see the directory that rank 0 made", [f"path  {folder}"],
+                "save", f"rank {self.session.rank} does not see the directory that rank 0 created", [f"path  {folder}"],
                 [("use a file system that all ranks share", "")],
             )  # fmt: skip
 

@@ -57,7 +57,7 @@ def read_folder(storage: Storage, folder: str) -> Manifest:
     except (Exception, RecursionError) as error:  # zipfile raises six kinds, and what is not as it says any of Python's
         raise FormatError(
             "load",
-            f"the metadata of a torch checkpoint are not as this reader knows them: {reason_of(error)}",
+            f"the metadata of a torch checkpoint are not in a form that this reader knows: {reason_of(error)}",
             [f"path  {path}"],
         ) from error
 

@@ -157,7 +157,8 @@ def _decoded(data: bytes, path: str) -> dict[str, Any]:
     try:
         fields = parse_json(data)
     except ValueError as error:
-        raise FormatError("load", f"the manifest is no JSON that we read: {error}", [f"path  {path}"]) from error
+        rule = f"the manifest is not JSON that this reader accepts: {error}"
+        raise FormatError("load", rule, [f"path  {path}"]) from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise FormatError("load", f"the file is not a manifest of format {FORMAT!r}", [f"path  {path}"])
     return fields
@@ -169,7 +170,7 @@ def _checked(fields: dict[str, Any], path: str) -> Manifest:
         if version[0] > VERSION[0]:
             raise FormatError(
                 "load",
-                f"the checkpoint has format version {version[0]}.{version[1]}, and this is a reader of {VERSION[0]}.x",
+                f"the checkpoint has format version {version[0]}.{version[1]}, but this reader supports {VERSION[0]}.x",
                 [f"path  {path}"],
                 [(f"pip install -U vescale-checkpoint  # upgrade to >= {version[0]}.0", "")],
             )

@@ -106,7 +106,7 @@ def local_map(
             local.append(argument)
         if mesh is None:
             raise PlacementError(
-                "local_map", "no argument is a DTensor and no device_mesh was given", (), [("device_mesh=mesh", "")]
+                "local_map", "no argument is a DTensor, and no device_mesh was given", (), [("device_mesh=mesh", "")]
             )
         out = function(*local, **kwargs)
         many = isinstance(out, (tuple, list))

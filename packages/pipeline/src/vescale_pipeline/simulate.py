@@ -212,7 +212,7 @@ class _Clock:
         stuck = [rank for rank, place in enumerate(self.places) if place < len(self.schedule.actions[rank])]
         if stuck:
             lines = [f"rank {rank} waits before {self.schedule.actions[rank][self.places[rank]]}" for rank in stuck]
-            raise ScheduleError("simulate", "these ranks wait for what never comes", lines)
+            raise ScheduleError("simulate", "these ranks wait for something that never arrives", lines)
 
     def _needs(self, action: Action) -> tuple[str, int, int] | None:
         kind, stage, microbatch, _ = action

@@ -199,7 +199,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.ndim:
         raise PlanError(
             "dry_run",
-            f"the model returned {type(out).__name__}, in which no loss of no dims was found",
+            f"the model returned {type(out).__name__}, which holds no loss: a tensor without dims",
             (),
             [("step=lambda model, batch: ...", "returns the loss"), ("loss_fn=...", "as for parallelize")],
         )

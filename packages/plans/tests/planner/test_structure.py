@@ -410,7 +410,7 @@ def test_positions_that_meet_outside_the_groups_forbid_sequence_parallelism():
     torch.manual_seed(0)
     found = structure(Words([Smeared(Attention(4, 2, 12), Gated(40)) for _ in range(2)]))
     assert found.position_dim is None
-    with pytest.raises(PlanError, match="positions that meet inside the groups alone"):
+    with pytest.raises(PlanError, match="positions that interact only inside the groups"):
         tensor_parallel_plan(found, 2, sequence_parallel=True)
 
 

@@ -311,7 +311,7 @@ def parallelized_twice(share, plan):
     first, second = share(Net(), Net())
     plan = Plan(**PLANS[plan]).override(parameters={"*": {}})
     parallelize(plan, first)
-    with pytest.raises(PlanError, match="lies in shards of another parallelized model"):
+    with pytest.raises(PlanError, match="is sharded by another parallelized model"):
         parallelize(plan, second)
 
 

@@ -242,7 +242,7 @@ REFUSED = {
     "other seeds": (_other_seeds, "draw other samples for one global batch"),
     "distributed sampler": (_data_parallel_sampler, "DistributedSampler gives each rank samples of its own already"),
     "other shapes": (lambda: list(loader(DataLoader(Ragged(8), 4), PLANS[2])), "rows of one batch have other shapes"),
-    "names": (lambda: list(loader(DataLoader(Names(8), 4), PLANS[2])), "a batch holds what is no tensor"),
+    "names": (lambda: list(loader(DataLoader(Names(8), 4), PLANS[2])), "a batch holds something that is not a tensor"),
     "wrapped twice": (lambda: loader(loader(MADE["shuffled"](), PLANS[2]), PLANS[2]), "not a torch DataLoader"),
     "no loader": (lambda: loader([1, 2], PLANS[2]), "a list is not a torch DataLoader"),
     "promise for batches": (

@@ -360,7 +360,7 @@ TEXTS = {
         "fix: use 'mask'"
     ),
     "a cut at no module": (
-        "Plan: the pipeline is cut at 'layer.1', which is no module of the model\n"
+        "Plan: the pipeline is cut at 'layer.1', which is not a module of the model\n"
         "  nearest  layers.1, layers, layers.1.norm\n"
         "fix: use 'layers.1'"
     ),

@@ -75,7 +75,7 @@ def check_in_step(device_mesh: DeviceMesh, generator: Generator | None = None) -
     names = ", ".join(str(ranks[place]) for place in odd)
     raise RandomStateError(
         "check_in_step",
-        f"rank {ranks[odd[0]]} drifted first: its generator is in another state than those of most ranks",
+        f"rank {ranks[odd[0]]} drifted first: its generator is not in the same state as those of most ranks",
         [f"on {mesh}, out of step  {names}", f"in step until  {before}", f"out of step at  {after}"],
         [
             ("draw on every rank or on none", "look between the two places for a draw that only some ranks make"),

@@ -109,7 +109,7 @@ def schedule_of(plan: Plan, device_type: str) -> Schedule:
         raise PlanError(
             "parallelize",
             "the plan checkpoints modules, and its schedule computes the gradients of inputs and of weights apart: "
-            "what a checkpoint computes again serves one backward only",
+            "what a checkpoint recomputes can be used by one backward only",
             [f"schedule  {schedule.name}"],
             [
                 ('schedule="1f1b" or "interleaved"', "one backward per microbatch"),

@@ -199,7 +199,7 @@ def metrics(
     Raises VescaleError for an `every` that is no count.
     """
     if every < 1:
-        raise VescaleError("metrics", f"every={every} is no number of steps", (), [("every=1", "tells each step")])
+        raise VescaleError("metrics", f"every={every} is not a number of steps", (), [("every=1", "tells each step")])
     meter = Meter(model, tuple(writers), every, flops_per_token, peak_flops)
     with contextlib.ExitStack() as stack:
         stack.enter_context(watched(meter._begins, meter._ends))

@@ -256,7 +256,7 @@ def test_ranks_that_wait_for_each_other_are_told_at_once() -> None:
         vescale.simulate(run, ranks=3)
     text = str(error.value)
     assert text.startswith(
-        "simulate: every rank waits for another, or has ended\n  rank 0: it waits in barrier, number 0"
+        "simulate: every rank is waiting for another, or has ended\n  rank 0: it waits in barrier, number 0"
     )
     assert "test_simulate.py:" in text and "rank 2: it came to its end" in text
 
@@ -299,7 +299,7 @@ def test_a_checkpoint_that_not_all_ranks_save_is_told(tmp_path: Path, monkeypatc
         if dist.get_rank():
             vescale.save(tmp_path, {"step": 1}, step=1)
 
-    with pytest.raises(CommunicationError, match="every rank waits for another, or has ended") as error:
+    with pytest.raises(CommunicationError, match="every rank is waiting for another, or has ended") as error:
         vescale.simulate(run, ranks=2)
     assert "vescale_checkpoint/answer" in str(error.value) and "test_simulate.py:" in str(error.value)
 

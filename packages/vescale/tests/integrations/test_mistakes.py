@@ -178,7 +178,7 @@ ERRORS = {
     "fully_shard on top": (fully_sharded, "leave fully_shard out"),
     "DDP on top": (lambda plan: nn.parallel.DistributedDataParallel(sharded(plan)[0]), "DistributedDataParallel"),
     "compiled before": (lambda plan: vescale.parallelize(plan, torch.compile(build()), adamw), 'mode="compile"'),
-    "a block compiled before": (compiled_block, "up is compiled already"),
+    "a block compiled before": (compiled_block, "up is already compiled"),
     "torch.compile on top": (lambda plan: torch.compile(sharded(plan)[0]), 'mode="compile"'),
     "model.compile on top": (lambda plan: sharded(plan)[0].compile(), 'mode="compile"'),
     "a block compiled on top": (lambda plan: sharded(plan)[0].up.compile(), 'mode="compile"'),

@@ -207,7 +207,7 @@ def test_ranks_with_other_batches_are_told():
 # What is called, and what is said; on all ranks alike, and before anything has run.
 MISTAKES = {
     "rows": (lambda: parallel(Net(), 2, 4)[0](*batch(18)), "18 rows does not divide into 4 microbatches"),
-    "cut": (lambda: parallel(Net(), 2, cuts=("block.4",)), "'block.4', which is no module of the model"),
+    "cut": (lambda: parallel(Net(), 2, cuts=("block.4",)), "'block.4', which is not a module of the model"),
     "order": (lambda: parallel(Net(), 3, cuts=("blocks.4", "blocks.2")), "'blocks.2' does not come after the cut"),
     "schedule": (lambda: parallel(Net(), 2, kind="1f2b"), "there is no schedule '1f2b'"),
     "no tensor": (lambda: parallel(Net(), 2)[0](None, None), "without a tensor that has rows"),

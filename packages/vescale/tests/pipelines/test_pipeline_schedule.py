@@ -53,7 +53,7 @@ def test_what_verify_rejects_is_not_run(name):
 
 def test_a_checkpoint_serves_one_backward_only():
     plan = _plan("zb-h1").override(checkpointing={"second": True})
-    with pytest.raises(vescale.PlanError, match="what a checkpoint computes again serves one backward only"):
+    with pytest.raises(vescale.PlanError, match="what a checkpoint recomputes can be used by one backward only"):
         schedule_of(plan, "cpu")
     assert schedule_of(_plan("zb-h1"), "cpu").name == "zb-h1"
     assert schedule_of(_plan("1f1b").override(checkpointing={"second": True}), "cpu").name == "1f1b"

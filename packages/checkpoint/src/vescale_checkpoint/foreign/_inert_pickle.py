@@ -62,7 +62,7 @@ def read(data: bytes, budget: Budget | None = None) -> Any:
     except InertError:
         raise
     except (LookupError, ValueError, struct.error, TypeError, AttributeError, OverflowError, MemoryError) as error:
-        raise InertError(f"it ends or goes wrong in the middle: {reason_of(error)}") from error
+        raise InertError(f"it ends early or is malformed: {reason_of(error)}") from error
 
 
 def check_plain(value: Any, budget: Budget) -> None:
@@ -118,7 +118,7 @@ class _Machine:
 
     def take(self, count: int) -> bytes:
         if count < 0 or self.at + count > len(self.data):
-            raise InertError(f"{count} bytes are named at byte {self.at}, of {len(self.data)}")
+            raise InertError(f"{count} bytes are announced at byte {self.at}, of {len(self.data)}")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -142,7 +142,7 @@ class _Machine:
     def make(self) -> None:
         arguments, kind = self.stack.pop(), self.stack.pop()
         if type(kind) is not Global or type(arguments) is not tuple:
-            raise InertError("something that is not a name is called")
+            raise InertError("something other than a name is called")
         self.push(Record(kind, arguments))
 
     def set_items(self, items: list[Any]) -> None:

@@ -101,8 +101,8 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     except CheckpointError:
         raise
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        raise FormatError("load", f"{shown(value)} is no value of this format: {reason_of(error)}") from error
-    raise FormatError("load", f"{shown(kind)} is no kind of value that this version reads")
+        raise FormatError("load", f"{shown(value)} is not a value of this format: {reason_of(error)}") from error
+    raise FormatError("load", f"{shown(kind)} is not a kind of value that this version reads")
 
 
 def _read_pairs(pairs: Any, tensor: Callable[[str], Any]) -> dict:
@@ -131,7 +131,7 @@ def tensors_in(value: Any) -> list[str]:
     if set(value) == {"$tensor"}:
         name = value["$tensor"]
         if type(name) is not str:
-            raise FormatError("load", f"{shown(name)} is no tensor's name")
+            raise FormatError("load", f"{shown(name)} is not a tensor's name")
         return [name]
     return [name for item in value.values() for name in tensors_in(item)]
 

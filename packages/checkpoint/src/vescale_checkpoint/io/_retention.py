@@ -59,7 +59,7 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
             found[key] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise MismatchError(
-                "save", f"the metric {shown(key)} is {shown(value)}, which is no number: {reason_of(error)}"
+                "save", f"the metric {shown(key)} is {shown(value)}, which is not a number: {reason_of(error)}"
             ) from error
     return found
 

@@ -100,7 +100,7 @@ def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[
             dtype = NAMES.get(tensor.dtype)
             if dtype is None or (not is_sharded and tensor.layout != torch.strided):
                 raise UnsafeError(
-                    "save", f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, which has no place in the format",
+                    "save", f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, which the format cannot hold",
                     (), [("save its parts as plain tensors", "")],
                 )  # fmt: skip
             if is_sharded:
@@ -122,7 +122,7 @@ def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[
 def _settled(layout: Layout, name: str) -> Layout:
     if layout.is_pending:
         raise UnsafeError(
-            "save", f"{name!r} is a sum that is still pending: no rank holds its value", [repr(layout)],
+            "save", f"{name!r} is a sum that is not reduced yet: no rank holds its value", [repr(layout)],
             [("tensor.redistribute(...) to Replicate() or Shard()", "the ranks' parts are summed")],
         )  # fmt: skip
     return layout

@@ -44,7 +44,7 @@ def contents_of(state: Mapping[str, Any]) -> Contents:
     Raises UnsafeError for what cannot be stored. No communication.
     """
     if odd := [key for key in state if type(key) is not str]:
-        raise UnsafeError("save", f"the key {shown(odd[0])} of the state is no text")
+        raise UnsafeError("save", f"the key {shown(odd[0])} of the state is not text")
     try:
         contents, names = Contents(), parameter_names(state)
         contents.plan = plan_text(state.get(PLAN_KEY))

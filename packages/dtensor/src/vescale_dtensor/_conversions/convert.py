@@ -153,7 +153,7 @@ def refuse_foreign(function: object, tensors: Iterable[Tensor]) -> None:
         if type(tensor).__module__.startswith("torch.distributed.tensor"):
             raise PlainTensorError(
                 events.function_name(function),
-                "torch's own DTensor meets one of veScale's, which would take it for a plain tensor",
+                "torch's own DTensor is combined with one of veScale's, which would treat it as a plain tensor",
                 [f"operand  {list(tensor.shape)} {tensor.placements}"],
                 [
                     ("DTensor.from_local(t.to_local(), t.device_mesh, t.placements)", "veScale's, as it lies: no copy"),
@@ -164,7 +164,7 @@ def refuse_foreign(function: object, tensors: Iterable[Tensor]) -> None:
             kind = f"{type(tensor).__module__.split('.')[0]}'s {type(tensor).__name__}"
             raise PlainTensorError(
                 events.function_name(function),
-                f"{kind} meets a DTensor: it computes by functions of its own, which know of no shards",
+                f"{kind} meets a DTensor: it computes with functions of its own, which do not know about shards",
                 [f"operand  {list(tensor.shape)} {tensor.dtype}"],
                 [
                     ("state = vescale.whole_state_dict(model)", "into a model of one device, which is then quantised"),

@@ -16,7 +16,8 @@ def raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> N
     """For a plain tensor with a gradient's history, among the operands `tensors`."""
     raise PlainTensorError(
         events.function_name(function),
-        f"a plain tensor computed with gradient (from {tensor.grad_fn.name()}) meets a DTensor: it lost its layout",
+        f"a plain tensor with autograd history (from {tensor.grad_fn.name()}) is combined with a DTensor: it has "
+        "lost its layout",
         [
             describe(f"operand {i}", t, t._layout) if type(t) is DTensor else f"operand {i}  plain {list(t.shape)}"
             for i, t in enumerate(tensors)
@@ -33,7 +34,8 @@ def raise_number(function: Any, tensor: Tensor) -> NoReturn:
     name = events.function_name(function)
     raise OperatorError(
         name,
-        "in place, it would make a tensor of one element of one with several, or none, which is another kind of object",
+        "in place it would turn a tensor with several elements, or none, into one with a single element, which "
+        "is a different kind of object",
         [describe("tensor", tensor, tensor._layout)],
         [(f"tensor.{name.rstrip('_')}()", "the function that returns a new tensor")],
     )
@@ -49,7 +51,7 @@ def check_tracked(function: Any, tensor: DTensor) -> None:
     raise GradientError(
         events.function_name(function),
         f"an operand comes from the autograd Function {forward.__qualname__}, whose forward ran on DTensors under "
-        "no_grad: conversions inside it left no trace for its backward",
+        "no_grad: conversions inside it are unknown to its backward",
         [describe("operand", tensor, tensor._layout)],
         [
             (f"register_function({forward.__name__})", "runs it on whole plain tensors, inputs gathered"),

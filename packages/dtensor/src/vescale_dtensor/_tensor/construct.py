@@ -81,7 +81,7 @@ def from_local(
         differ = [i for i, (have, want) in enumerate(zip(exchanged, expected)) if have != want]
         error = ShapeError(
             "from_local",
-            "the local shapes are not those of torch.chunk, which the placements mean",
+            "the local shapes are not those of torch.chunk, which the placements stand for",
             [f"global shape  {layout!r}"]
             + [f"rank {i} of the mesh  local {list(exchanged[i])}, expected {list(expected[i])}" for i in differ]
             * (len(exchanged) > 1),
@@ -206,7 +206,7 @@ def _check_strided(operation: str, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise PlacementError(
             operation,
-            f"a tensor of layout {tensor.layout} cannot lie on a mesh: only strided ones are sharded",
+            f"a tensor of layout {tensor.layout} cannot be placed on a mesh: only strided tensors can be sharded",
             [f"tensor  [{', '.join(map(str, tensor.shape))}]"],
             [
                 ("leave it plain, alike on every rank", "functions take it as it is, next to DTensors"),
@@ -248,7 +248,7 @@ def _check_plain(operation: str, local: Tensor) -> None:
         return
     raise PlacementError(
         operation,
-        "takes this rank's part as a plain tensor, and this is a DTensor, the global tensor",
+        "takes this rank's part as a plain tensor, but was given a DTensor, which is the global tensor",
         [f"tensor  {local._layout.base!r}"],
         [
             ("the DTensor itself", "it needs no placing"),
@@ -328,7 +328,7 @@ def _reduced(tensor: DTensor, axis: int, operation: str) -> DTensor:
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise GradientError(
                 "from_local",
-                f"Partial({operation!r}) is reduced at once and has no gradient, and the local tensor needs one",
+                f"Partial({operation!r}) is reduced immediately and has no gradient, but the local tensor requires one",
                 [f"tensor  {layout!r}"],
                 [("from_local(local.detach(), ...)", "no gradient is wanted"), ("Partial()", "a sum has one")],
             )

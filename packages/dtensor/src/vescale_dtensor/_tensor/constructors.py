@@ -190,7 +190,7 @@ def _refuse(name: str, args: tuple, kwargs: dict) -> None:
     found = [value for value in (*args, *kwargs.values()) if type(value) is DTensor]
     raise OperatorError(
         name,
-        "makes a tensor of another class over the memory of a DTensor, which holds this rank's part",
+        "makes a tensor of another class from the memory of a DTensor, which holds only this rank's part",
         [f"tensor  {tensor._layout.base!r}" for tensor in found],
         [
             ("tensor.full_tensor()", "the whole tensor, plain: an all-gather or all-reduce, on every rank"),

@@ -305,7 +305,7 @@ def _layout_behind(source: Any) -> Layout | None:
         if layout is None or node.number != source.output_nr:
             raise GradientError(
                 "autograd.grad",
-                f"an edge to {node.name()} does not say how the gradient there lies on the mesh",
+                f"an edge to {node.name()} does not say how its gradient is laid out on the mesh",
                 [],
                 [("torch.autograd.grad(outputs, tensor)", "the tensor itself, which does")],
             )

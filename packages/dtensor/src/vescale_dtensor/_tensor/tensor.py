@@ -82,7 +82,7 @@ class DTensor(Tensor, metaclass=TensorType):
 
         raise PlacementError(
             "DTensor",
-            "a DTensor is not made by its constructor",
+            "a DTensor cannot be created with its constructor",
             (),
             [
                 ("distribute_tensor(tensor, mesh, placements)", "every rank holds the whole tensor: local slice"),

@@ -107,7 +107,7 @@ def share_buffers(member: Member, call: Call) -> None:
 def share_loss(member: Member, call: Call, state: Interpreter, weights: Weights) -> Tensor:
     """The batch's loss, from the rank of the last stage. Cost: a number to each rank.
 
-    Raises PipelineError where ranks have drawn other random numbers.
+    Raises PipelineError where ranks have drawn different random numbers.
     """
     last, tag = member.last, member.tags("loss")
     # On a device the host would wait for the number: there the next call's greeting compares.
@@ -124,7 +124,8 @@ def share_loss(member: Member, call: Call, state: Interpreter, weights: Weights)
     if compares and drawn[0].item() != _digest_of_generator(member, call):
         raise PipelineError(
             "pipeline",
-            f"ranks {member.link.ranks[member.rank]} and {member.link.ranks[last]} have drawn other random numbers in "
+            f"ranks {member.link.ranks[member.rank]} and {member.link.ranks[last]} have drawn different random "
+            "numbers in "
             "this call: something in the forward draws by itself, on one stage only",
             (),
             [("draw with torch's functions, in modules or in their forward", "these are known on all stages")],

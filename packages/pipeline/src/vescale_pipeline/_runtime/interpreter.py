@@ -233,7 +233,8 @@ def _like(known: Header, header: Header, tensors: list, kind: str, stage: int, d
         elif expected != part:
             raise PipelineError(
                 "pipeline",
-                f"what crosses the cut before stage {stage if kind == 'F' else stage + 1} has another form than in the "
+                f"what crosses the cut before stage {stage if kind == 'F' else stage + 1} has a different form "
+                "than in the "
                 "microbatch before",
                 [f"before  {known}", f"now     {header}"],
                 [("let nothing but the shapes of its inputs decide what a forward computes", "")],

@@ -345,7 +345,7 @@ def _another_path(event: Event | None, what: str) -> PipelineError:
     expected = "the end of the forward" if event is None else f"{event.name!r}"
     return PipelineError(
         "pipeline",
-        f"the forward took another way than in its dry run: {what} where {expected} was expected",
+        f"the forward took a different path than in its dry run: {what} where {expected} was expected",
         (),
         [("let nothing but the shapes of its inputs decide which modules a forward calls", "")],
     )

@@ -229,7 +229,7 @@ def check_schedule(record: Record, schedule: Schedule) -> None:
         raise PipelineError(
             "pipeline",
             "the forward checkpoints modules, and the schedule computes the gradients of inputs and of weights apart: "
-            "what a checkpoint computes again serves one backward only",
+            "what a checkpoint recomputes can be used by one backward only",
             [f"schedule  {schedule.name}"],
             [('schedule="1f1b" or "interleaved"', "one backward per microbatch")],
         )

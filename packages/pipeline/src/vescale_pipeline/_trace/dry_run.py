@@ -132,7 +132,7 @@ def _check_views(recorder: Recorder, crossing: list[tuple[int, ...]]) -> None:
                 raise PipelineError(
                     "pipeline",
                     f"stage {stage} writes in place to a value that crosses the cut before stage {cut}, and "
-                    "another view of the same memory crosses it, too: they are two values there",
+                    "another view of the same memory crosses it too, as a separate value",
                     (),
                     [("x = x + y", "in place of x += y"), ("x.clone()", "before one of the two is written")],
                 )

@@ -98,7 +98,8 @@ class Left:
         if ways[0] != ways[1]:
             raise PipelineError(
                 "pipeline",
-                "a second call of the forward with the same inputs calls other modules or functions than the first: "
+                "a second call of the forward with the same inputs calls different modules or functions than the "
+                "first: "
                 "what it left behind decides",
                 [f"left behind  {', '.join(sorted(names))}"],
                 [("let nothing but the shapes of its inputs decide which modules a forward calls", "")],

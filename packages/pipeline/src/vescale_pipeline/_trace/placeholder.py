@@ -153,7 +153,7 @@ def used_outside(function: Callable, args: tuple) -> PipelineError:
     return PipelineError(
         "pipeline",
         f"{name_of(function)} was called on an output of {origin!r} that is not the loss: under a pipeline the "
-        "backward has run when the model returns, so that only the loss leaves it",
+        "backward has run when the model returns, so only the loss leaves it",
         (),
         [
             ("parallelize(plan, model, optimizer_fn, loss_fn=f)", "loss = model(x, target=y) is f(output, y)"),

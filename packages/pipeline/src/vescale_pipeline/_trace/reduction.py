@@ -250,7 +250,8 @@ def refused(lost: Lost) -> PipelineError:
     """The error for a loss of which nobody can tell what a microbatch weighs."""
     return PipelineError(
         "pipeline",
-        f"the loss comes from the batch by {lost.cause}: from the microbatches' losses, the batch's cannot be told",
+        f"the loss comes from the batch by {lost.cause}: the batch's loss cannot be derived from the "
+        "microbatches' losses",
         ["known  means and sums over rows, means over labels, and these times constants, added up"],
         [
             ("F.cross_entropy(x, labels)", "a masked mean: labels of -100 do not count"),

@@ -23,7 +23,7 @@ def check_same_plan(plan: Plan, device: str) -> None:
         if theirs != devices[0]:
             raise PlanError(
                 "parallelize",
-                f"the model of rank {rank} lies on another type of device than that of rank 0",
+                f"the model of rank {rank} is on a different type of device than that of rank 0",
                 [f"rank 0 on {devices[0]}, rank {rank} on {theirs}"],
                 [("build the model on the same type of device on every rank", "")],
             )
@@ -31,7 +31,7 @@ def check_same_plan(plan: Plan, device: str) -> None:
         if theirs != everyone[0]:
             raise PlanError(
                 "parallelize",
-                f"rank {rank} was given another plan than rank 0",
+                f"rank {rank} was given a different plan than rank 0",
                 str(everyone[0].diff(theirs)).splitlines(),
                 [("make the plan from what all ranks know alike", "not from a rank, a host or a clock")],
             )
@@ -50,14 +50,14 @@ def check_same_values(sums: dict[str, int]) -> None:
         if names != [name for name, _ in theirs]:
             raise PlainTensorError(
                 "parallelize",
-                f"the model has other parameters on rank {rank} than on rank 0",
+                f"the model has different parameters on rank {rank} than on rank 0",
                 [f"{len(names)} parameters on rank 0, {len(theirs)} on rank {rank}"],
                 [("build the same model on every rank", "")],
             )
         name = next(name for (name, mine), (_, other) in zip(everyone[0], theirs) if mine != other)
         raise PlainTensorError(
             "parallelize",
-            f"the parameter {name!r} has other values on rank {rank} than on rank 0",
+            f"the parameter {name!r} has different values on rank {rank} than on rank 0",
             (),
             [("torch.manual_seed(seed) before the model is built", "the same on every rank")],
         )

@@ -182,7 +182,7 @@ def make_mesh(plan: PlanFields) -> DeviceMesh:
             described = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
             raise MeshError(
                 "parallelize",
-                f"the plan's mesh needs {plan.world_size} ranks ({described}), and the world has {world}",
+                f"the plan's mesh needs {plan.world_size} ranks ({described}), but the world has {world}",
                 (),
                 [
                     (f"torchrun --nproc-per-node {plan.world_size} ...", "starts as many as the plan needs"),

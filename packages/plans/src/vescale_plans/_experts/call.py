@@ -33,7 +33,7 @@ class Call:
         if first is None:
             raise PlanError(
                 members.name,
-                "its experts are spread over ranks, and it is called without tokens [..., hidden] among its arguments",
+                "its experts are spread over ranks, but it is called without tokens [..., hidden] among its arguments",
                 [f"{type(one).__name__}" for one in (*args, *kwargs.values())],
                 [("expert_axis=None", "computes on every rank")],
             )

@@ -368,7 +368,8 @@ def _tokens_indices_weights(name: str, args: tuple, kwargs: dict) -> tuple[DTens
             return tokens, indices, weights
     raise PlanError(
         name,
-        "its experts are spread over ranks, so that it takes tokens [T, hidden], indices [T, k] and weights [T, k]",
+        "its experts are spread over ranks, so it must be called with tokens [T, hidden], indices [T, k] and "
+        "weights [T, k]",
         [f"{type(one).__name__} {one.dtype} {list(one.shape)}" for one in tensors],
         [("expert_axis=None", "shards inside the experts only")],
     )

@@ -55,7 +55,7 @@ class Rows:
         if not tensor.ndim or tensor.shape[0] != self.local_tokens:
             raise PlanError(
                 where,
-                "its experts are a list that is spread over ranks, and it returns something without a row per token",
+                "its experts are a list that is spread over ranks, but it returns something without a row per token",
                 [f"{list(tensor.shape)}, of input {list(self.local)} on this rank"],
                 [("experts as stacked weights [experts, ...]", ""), ("expert_axis=None", "computes on every rank")],
             )

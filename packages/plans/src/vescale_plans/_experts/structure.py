@@ -113,7 +113,7 @@ def place_experts(plan: PlanFields, model: nn.Module, experts: Experts, placed: 
                 if not parameter.ndim:
                     raise PlanError(
                         "parallelize",
-                        f"{module}.{member}.{leaf} is a number, and what a rank holds alone must have a dim",
+                        f"{module}.{member}.{leaf} is a single number, but what one rank alone holds must have a dim",
                         (),
                         [("nn.Parameter(torch.ones(1))", "has one")],
                     )

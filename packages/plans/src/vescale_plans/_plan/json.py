@@ -78,7 +78,7 @@ def from_json(text: str | Mapping[str, Any]) -> dict[str, Any]:
     if version != VERSION:
         raise PlanError(
             "Plan.from_json",
-            f"the plan has format version {version!r}, and this veScale reads {VERSION}",
+            f"the plan has format version {version!r}, but this veScale reads {VERSION}",
             (),
             [("read it with the veScale that wrote it", "")],
         )

@@ -92,7 +92,7 @@ def _check_parameter(plan: PlanFields, name: str, parameter: nn.Parameter, place
         if isinstance(placement, Partial):
             raise PlanError(
                 "Plan",
-                f"{where} as a pending sum over axis {axis!r}, and a parameter is a value",
+                f"{where} as a sum not yet reduced over axis {axis!r}, but a parameter is a value",
                 [f"{name}  {list(shape)}"],
                 [("Replicate()", "alike on all ranks"), ("Shard(dim)", "a part on each")],
             )
@@ -190,7 +190,7 @@ def _check_arguments(name: str, module: nn.Module, boundary: Boundary) -> None:
             near = nearest(argument, list(parameters)) or list(parameters)
             raise PlanError(
                 "Plan",
-                f"the boundary of {name!r} converts an argument {argument!r}, which its forward does not take",
+                f"the boundary of {name!r} converts an argument {argument!r} that its forward does not take",
                 [f"{type(module).__name__}.forward  ({', '.join(parameters)})"],
                 [(f"use {near[0]!r}", "")] if near else (),
             )
@@ -203,7 +203,7 @@ def _check_cuts(plan: PlanFields, modules: Mapping[str, nn.Module], checkpointed
             near = nearest(cut, list(modules))
             raise PlanError(
                 "Plan",
-                f"the pipeline is cut at {cut!r}, which is no module of the model",
+                f"the pipeline is cut at {cut!r}, which is not a module of the model",
                 [f"nearest  {', '.join(near) or 'none'}"],
                 [(f"use {near[0]!r}", "")] if near else (),
             )

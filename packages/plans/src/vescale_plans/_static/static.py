@@ -298,7 +298,7 @@ def static(model: nn.Module, verify_every: int = 0, *, compiler: str = "") -> nn
         raise PlanError("static", "the model is not parallelized", (), [("parallelize(plan, model) first", "")])
     if verify_every < 0:
         raise PlanError(
-            "static", f"verify_every is {verify_every}, which is no number of steps", (), [("0: never", "")]
+            "static", f"verify_every is {verify_every}, which is not a number of steps", (), [("0: never", "")]
         )
     run_static(model, verify_every, compiler)
     return model

@@ -42,7 +42,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     if kind is torch.optim.SparseAdam:
         raise PlanError(
             "parallelize",
-            "SparseAdam takes sparse gradients, and flat buffers hold dense ones",
+            "SparseAdam takes sparse gradients, but flat buffers hold dense ones",
             (),
             [("torch.optim.Adam", "dense gradients"), ("nn.Embedding(..., sparse=False)", "")],
         )
@@ -81,7 +81,8 @@ def _cannot_step(optimizer: torch.optim.Optimizer, error: Exception) -> PlanErro
     why = str(error).strip().partition("\n")[0]
     return PlanError(
         "optimizer.step",
-        f"{kind.__name__} is not known to treat every element of a parameter alone, and does not step on the shards' "
+        f"{kind.__name__} is not known to treat each element of a parameter independently, and does not step on "
+        "the shards' "
         "DTensors",
         [f"{type(error).__name__}  {why[:200]}"],
         [
@@ -97,7 +98,7 @@ def _without_step(optimizer: torch.optim.Optimizer) -> bool:
     if bound is not None and not hasattr(bound, "_wrapped_by_lr_sched"):
         raise PlanError(
             "parallelize",
-            f"the step of the {type(optimizer).__name__} was replaced: what it calls would not know of the shards",
+            f"the step of the {type(optimizer).__name__} was replaced: what it calls does not know about the shards",
             [f"step  {getattr(bound, '__qualname__', type(bound).__name__)}"],
             [("replace it after parallelize", "what it then wraps knows of them")],
         )

@@ -192,7 +192,7 @@ class Slot:
         if tuple(value.shape) != layout.shape:
             raise PlacementError(
                 "Tensor.data",
-                f"{self.name!r} lies in a flat buffer, and is given a value of another shape",
+                f"{self.name!r} is in a flat buffer, and cannot be given a value of another shape",
                 [f"parameter  {list(layout.shape)}", f"value  {list(value.shape)}"],
                 [("change the module before parallelize", ""), ("module.weight = nn.Parameter(...)", "a new one")],
             )

@@ -64,7 +64,7 @@ class Cut:
         if not tensors or _has_others(batch):
             raise PlanError(
                 "vescale.loader",
-                "a batch holds what is no tensor: its other rows are on other ranks",
+                "a batch holds something that is not a tensor, and its other rows are on other ranks",
                 (),
                 [("vescale.loader(loader, plan, parts=False)", "every rank loads whole batches")],
             )

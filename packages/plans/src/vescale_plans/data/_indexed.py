@@ -124,7 +124,7 @@ def check_border(start: int, skip: int, stop: int) -> None:
     if start < skip < stop:
         raise PlanError(
             "vescale.loader",
-            "the state was saved in the middle of what is one batch now",
+            "the state was saved in the middle of what is now one batch",
             [f"samples taken  {skip}", f"batch  {start} to {stop}"],
             [("the batch size that it was saved with", "or a dataset with indices in torch's BatchSampler: any size")],
         )

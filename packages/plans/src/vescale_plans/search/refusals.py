@@ -55,7 +55,8 @@ def nothing_legal(request: Request) -> InfeasibleError:
     remedies = [(f"batch={world}", "a row for each rank")] if not structure.coupled else []
     if (other := _world(request, pinned=False)) is not None:
         remedies.insert(0, (f"world_size={other}", "the most ranks below that can all be used"))
-    return InfeasibleError("generate_plan", f"{world} ranks cannot all be used with batch {batch}", facts, remedies)
+    rule = f"{world} ranks cannot all be used with a batch of {batch}"
+    return InfeasibleError("generate_plan", rule, facts, remedies)
 
 
 def too_large(request: Request, pricer: Pricer) -> InfeasibleError:

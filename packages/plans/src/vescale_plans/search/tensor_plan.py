@@ -62,7 +62,7 @@ def tensor_parallel_plan(
     if sequence_parallel and structure.position_dim is None:
         raise PlanError(
             "tensor_parallel_plan",
-            "sequence_parallel needs positions that meet inside the groups alone, and this model's do not",
+            "sequence_parallel needs positions that interact only inside the groups, and this model's do not",
             (),
             [("sequence_parallel=False", "activations between the groups are replicated")],
         )

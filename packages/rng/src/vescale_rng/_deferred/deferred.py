@@ -118,7 +118,7 @@ class Deferred(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OperatorError(
             "pickle",
-            "a deferred tensor has no values to save",
+            "a deferred tensor has no values to save yet",
             [repr(self)],
             [("vescale.parallelize(plan, model)", ""), ("vescale.materialize(model)", "the whole of it, on this rank")],
         )

@@ -202,7 +202,7 @@ class Turns:
         shown = places[:16] + [f"... {len(places) - 16} ranks more"] * (len(places) > 16)
         return CommunicationError(
             "simulate",
-            "every rank waits for another, or has ended",
+            "every rank is waiting for another, or has ended",
             shown,
             [("the same collectives, in the same order, on all ranks of a group", "")],
         )

@@ -53,7 +53,8 @@ def adapted(plan: Plan, model: nn.Module) -> Plan:
     inner = getattr(base, "model", None)
     if not hasattr(model, "peft_config") or not isinstance(inner, nn.Module):
         remedies = [("adapted(plan, get_peft_model(model, config))", "")]
-        raise PlanError("vescale.integrations.peft.adapted", f"{type(model).__name__} is no PEFT model", (), remedies)
+        rule = f"{type(model).__name__} is not a PEFT model"
+        raise PlanError("vescale.integrations.peft.adapted", rule, (), remedies)
     names = [name for name, _ in model.named_parameters()]
     placed = {}
     for name in names:

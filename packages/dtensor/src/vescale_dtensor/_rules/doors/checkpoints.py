@@ -23,7 +23,7 @@ def _boxes(tensor: DTensor) -> Sequence[Box]:
     if layout.is_pending:
         raise OperatorError(
             "torch.distributed.checkpoint",
-            "a pending sum lies on no rank: its summands do",
+            "no rank holds a sum that is not reduced yet, only its terms",
             [describe("tensor", tensor, layout)],
             [("tensor.full_tensor()", "the sum, plain: an all-reduce, on every rank")],
         )

@@ -139,7 +139,7 @@ def _weight_seen(run):
         if frame is not None and frame.f_code is code and frame.f_locals.get("weight") is not None:
             raise OperatorError(
                 "l1_loss",
-                "torch does not hand its weight on to a tensor subclass, so that it would be left out",
+                "torch does not pass its weight to a tensor subclass, so it would be ignored",
                 (),
                 [("(weight * (input - target).abs()).sum() / weight.sum()", "the mean; sum and none alike")],
             )

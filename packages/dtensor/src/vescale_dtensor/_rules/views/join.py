@@ -44,7 +44,7 @@ def cat(call: Call):
     if any(operand.shape[:dim] + operand.shape[dim + 1 :] != rest for operand in joined):
         raise ShapeError(
             call.name,
-            f"global shapes differ in another dim than {dim}",
+            f"global shapes differ in a dim other than {dim}",
             [f"operand {operand.index}  {operand.layout!r}" for operand in call.operands],
             [],
         )

@@ -65,7 +65,7 @@ def renamed(call: Call, labels: Sequence, shape: Sequence[int], local: Callable 
     if any(decision.targets):
         raise ViewError(
             call.name,
-            f"in place it would have to move the tensor first: a dim of size 1 of {list(operand.shape)} is cut",
+            f"in place it would have to move the tensor first: a dim of size 1 of {list(operand.shape)} is sharded",
             [f"input  {operand.layout!r}"],
             [(f"tensor = tensor.{call.name.rstrip('_')}(...)", "a new tensor, moved as needed")],
         )

@@ -60,7 +60,7 @@ def resolved(call: Call, sizes: tuple[int, ...], numel: int) -> tuple[int, ...]:
         layout = call.operands[0].layout
         raise ShapeError(
             call.name,
-            f"sizes {list(sizes)} do not hold the {numel} elements of the global shape {list(layout.shape)}",
+            f"sizes {list(sizes)} do not multiply to the {numel} elements of the global shape {list(layout.shape)}",
             [f"input  {layout!r}"],
             [("give global sizes: those of one device, not of the shard", "")],
         )
@@ -250,7 +250,7 @@ def _as_strided(input: Tensor, size, stride, storage_offset: int | None = None) 
     if 0 in strides or sorted(strides, reverse=True) != strides:  # not `is_contiguous`: shards may differ in it
         raise OperatorError(
             "as_strided",
-            "strides are those of memory, and this tensor's dims do not lie there in row-major order",
+            "strides describe memory, and this tensor's dims are not in row-major order there",
             [describe("input", input, input._layout)],
             [("input.contiguous().as_strided(...)", "strides of a tensor in row-major order")],
         )

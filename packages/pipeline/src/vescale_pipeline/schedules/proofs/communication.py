@@ -120,5 +120,5 @@ def _in_time_order(stages: int, orders: Orders) -> list[Action]:
             start(waiting.pop(made))
     if stuck := [rank for rank, order in enumerate(orders) if places[rank] < len(order)]:
         lines = [f"rank {rank} waits before {orders[rank][places[rank]]}" for rank in stuck]
-        raise ScheduleError("add_communication", "the orders of these ranks wait for each other", lines)
+        raise ScheduleError("add_communication", "these ranks' orders wait for each other", lines)
     return [action for *_, action in sorted(started)]

@@ -46,7 +46,8 @@ def check_given(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     if type(optimizer) in MATRIX and optimizer.state:
         raise PlanError(
             "parallelize",
-            f"the {type(optimizer).__name__} that it is given has states, of matrices that each lie on one rank later",
+            f"the {type(optimizer).__name__} that it is given already has states, of matrices that will each lie "
+            "on one rank",
             [f"optimizer  {len(optimizer.state)} of {len(held)} parameters with a state"],
             [("parallelize before the first step, then vescale.load", "a checkpoint's states go where they belong")],
         )

@@ -26,7 +26,7 @@ def check_arguments(plan: Any, model: Any, optimizer_fn: Any) -> None:
     if not isinstance(plan, Plan):
         raise PlanError(
             "parallelize",
-            f"its first argument is {_kind(plan)}, and no plan",
+            f"its first argument is {_kind(plan)}, not a plan",
             (),
             [
                 ("vescale.generate_plan(model, world_size, batch=..., seq=...)", "chooses one"),
@@ -38,7 +38,7 @@ def check_arguments(plan: Any, model: Any, optimizer_fn: Any) -> None:
     if not (optimizer_fn is None or callable(optimizer_fn) or isinstance(optimizer_fn, torch.optim.Optimizer)):
         raise PlanError(
             "parallelize",
-            f"its third argument is {_kind(optimizer_fn)}: it makes the optimizer, or is one",
+            f"its third argument is {_kind(optimizer_fn)}: it must be an optimizer, or a function that makes one",
             (),
             [
                 (_CALL, "called with the shards, which are the model's parameters from then on"),
@@ -78,7 +78,7 @@ def check_values(model: nn.Module) -> None:
         if type(tensor) is DTensor and hasattr(tensor, "_owner"):
             raise PlanError(
                 "parallelize",
-                f"{name!r} lies in shards of another parallelized model, which trains it already",
+                f"{name!r} is sharded by another parallelized model, which already trains it",
                 (),
                 [
                     ("parallelize(plan, nn.ModuleDict({'a': a, 'b': b}))", "both at once: what they share is one"),

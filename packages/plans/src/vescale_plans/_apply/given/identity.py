@@ -45,7 +45,7 @@ def _refused(name: str) -> Callable[[Any], NoReturn]:
     def refuse(gradients: Any) -> NoReturn:
         raise PlanError(
             "backward",
-            f"a graph from before parallelize ends in {name}, which is sharded now: its gradient would be lost",
+            f"a graph from before parallelize ends in {name}, which is now sharded: its gradient would be lost",
             (),
             [("compute the value after parallelize, in forward or in the loop", "views of parameters are cheap")],
         )

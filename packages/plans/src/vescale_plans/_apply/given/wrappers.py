@@ -44,7 +44,7 @@ def check_unwrapped(model: nn.Module) -> None:
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise PlanError(
                 "parallelize",
-                f"{name or 'the model'} is compiled already: what is sharded would run as it was compiled, without "
+                f"{name or 'the model'} is already compiled: it would run as it was compiled, without "
                 "shards",
                 (),
                 _NOT_COMPILED,
@@ -120,7 +120,8 @@ class _NotTraced:
 
 
 def _refuse_compile(*args: Any, **options: Any) -> NoReturn:
-    raise PlanError("torch.compile", "the model is parallelized: a compiler does not see its shards", (), _NOT_COMPILED)
+    rule = "the model is parallelized, and a compiler does not see its shards"
+    raise PlanError("torch.compile", rule, (), _NOT_COMPILED)
 
 
 def _refusal(what: str) -> PlanError:

@@ -221,7 +221,7 @@ class Hardware:
             return cls(**values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             remedies = [("vescale calibrate --out FILE", "writes one")]
-            raise PlanError("hardware", f"this is no hardware profile: {error}", (), remedies) from error
+            raise PlanError("hardware", f"this is not a hardware profile: {error}", (), remedies) from error
 
 
 @cache
