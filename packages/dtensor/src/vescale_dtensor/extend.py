@@ -21,7 +21,7 @@ from ._layouts.layout import canonical_states, layout_of
 from ._layouts.mesh import mesh_of
 from ._layouts.state import INVARIANT, VARYING
 from ._reproducible.mode import check_order
-from ._rules.registry import Call, composite, rule
+from ._rules.registry import Call, decomposed, rule
 from ._rules.traits import Trait
 from ._tensor.construct import from_local, redistribute
 from ._tensor.tensor import DTensor
@@ -33,7 +33,7 @@ def register_rule(
 ) -> Callable:
     """Decorator that registers a rule for `functions` (a kernel, a `torch.library` op, a Function's apply).
 
-    A rule takes a `Call` and returns a `Signature`, a `Decision`, `composite(fn)` or
+    A rule takes a `Call` and returns a `Signature`, a `Decision`, `decomposed(fn)` or
     None; see `vescale_dtensor.rules`. Functions that do not come to
     `__torch_function__` by themselves must be called through `local_map` instead.
 
@@ -157,7 +157,7 @@ def register_function(function: type[torch.autograd.Function]) -> type[torch.aut
     vars(apply)["_local"] = on_shards
     setattr(function, "_vescale_apply", original)  # noqa: B010  # a class has no writable __dict__
     setattr(function, "apply", staticmethod(apply))  # noqa: B010
-    rule(apply)(lambda _: composite(gathered))
+    rule(apply)(lambda _: decomposed(gathered))
     return function
 
 

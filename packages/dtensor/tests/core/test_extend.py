@@ -24,7 +24,7 @@ from vescale_dtensor import (
     to_torch,
 )
 from vescale_dtensor._test_kit.oracle import compare, placements_for
-from vescale_dtensor.rules import Signature, composite
+from vescale_dtensor.rules import Signature, decomposed
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 R, P = Replicate(), Partial()
@@ -91,7 +91,7 @@ def test_a_rule_may_be_a_composite_or_have_no_opinion() -> None:
         def silu_rule(call):
             if call.operands[0].ndim == 1:
                 return None
-            return composite(lambda x: x * torch.sigmoid(x))
+            return decomposed(lambda x: x * torch.sigmoid(x))
 
         for shape in ((4, 6), (5,)):
             for places in placements_for(shape, 2):

@@ -174,7 +174,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     if isinstance(function, OpOverload):
         refuse_operator(function, tensors)
     if takes_number(function, args, kwargs):
-        return Decision(composite=with_numbers(function))
+        return Decision(decomposition=with_numbers(function))
     mesh = _common_mesh(function, tensors)
     operands = []
     for index, tensor in enumerate(tensors):
@@ -203,10 +203,10 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
             if decision is None and inplace:
                 decision = forms.pending_in_place(asked, signature)
     if decision is None:
-        decision = Decision(composite=fallback.gathered(function))
+        decision = Decision(decomposition=fallback.gathered(function))
     decision.untracked = tuple(i for i, t in enumerate(tensors) if type(t) is DTensor and t._layout.is_untracked)
     decision.watched = Trait.VIEW in entry.traits and any(type(t) is DTensor and t._layout.is_watched for t in tensors)
-    if decision.composite is not None:
+    if decision.decomposition is not None:
         return decision
     if inplace:
         decision.mutated = decision.mutated or (0,)
@@ -265,7 +265,7 @@ def _common_mesh(function: Any, tensors: list[Tensor]):
 
 
 def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
-    if decision.plain or decision.composite is not None:
+    if decision.plain or decision.decomposition is not None:
         for tensor in tensors:
             if type(tensor) is not DTensor and tensor.grad_fn is not None:
                 raise_lost_layout(function, tensor, tensors)
@@ -278,8 +278,8 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
                 queue = iter(given)
                 args = substitute(args, lambda _: next(queue))
                 return call_entry(entry, function, args, substitute(kwargs, lambda _: next(queue)))
-    if decision.composite is not None:
-        out = decision.composite(*args, **kwargs)
+    if decision.decomposition is not None:
+        out = decision.decomposition(*args, **kwargs)
         if decision.watched:
             borrow(out, tensors)
         return out

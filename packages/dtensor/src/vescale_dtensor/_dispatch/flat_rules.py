@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from .._conversions.convert import convert_operand
-from .._rules.registry import Call, Decision, Entry, Operand, composite
+from .._rules.registry import Call, Decision, Entry, Operand, decomposed
 from .._rules.traits import Trait
 from .._tensor.tensor import DTensor
 from .arguments import substitute
@@ -36,11 +36,11 @@ def decide_flat(entry: Entry, call: Call) -> Decision:
         decision = entry.rule(call)
         if isinstance(decision, Signature):
             decision = on_flat(call, decision)
-        if decision is not None and (decision.composite is not None or _stays(traits, call)):
+        if decision is not None and (decision.decomposition is not None or _stays(traits, call)):
             return decision
     if call.inplace and call.operands[0].layout.flat_axis is not None:
-        return composite(gathered(call.function, lacks="form on flat shards"))
-    return composite(_opened(call.function, Trait.VIEW in traits and not call.inplace))
+        return decomposed(gathered(call.function, lacks="form on flat shards"))
+    return decomposed(_opened(call.function, Trait.VIEW in traits and not call.inplace))
 
 
 def _stays(traits: Trait, call: Call) -> bool:

@@ -18,7 +18,7 @@ from .._conversions.convert import convert
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT
-from .._rules.registry import Call, Decision, Operand, composite
+from .._rules.registry import Call, Decision, Operand, decomposed
 from .._tensor.tensor import DTensor, local_only, stamp
 from .arguments import collect
 from .fallback import gathered
@@ -42,7 +42,7 @@ def out_form(function: Callable) -> Decision:
             return type(result)(outs)
         return out
 
-    return composite(run)
+    return decomposed(run)
 
 
 def _takes(out: Tensor, value: Tensor) -> bool:
@@ -67,7 +67,7 @@ def plain_in_place(function: Callable) -> Decision:
         out = function(view, *args, **kwargs)
         return own if out is view else out
 
-    return composite(run)
+    return decomposed(run)
 
 
 def _invariant(tensor: Tensor, mesh: Mesh) -> Layout:
@@ -83,7 +83,7 @@ def pending_in_place(call: Call, signature: Signature) -> Decision | None:
     operands = [Operand(reduced, False, own.index), *call.operands[1:]]
     if solve(Call(call.function, call.args, call.kwargs, operands, call.mesh, True), signature) is None:
         return None
-    return composite(_put_back(call.function, reduced))
+    return decomposed(_put_back(call.function, reduced))
 
 
 def _put_back(function: Callable, reduced: Layout) -> Callable:

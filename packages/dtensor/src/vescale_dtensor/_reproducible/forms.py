@@ -193,7 +193,7 @@ def _local_sizes(found: Solved, labels: tuple) -> list[int]:
 def of_lists(call: Call, ordinary: Callable) -> Decision:
     """`_foreach_*` and `_fused_*` functions, under their ordinary rule: item by item on flat shards."""
     decision = ordinary(call)
-    if decision.composite is None and is_unsteady_list(call):
+    if decision.decomposition is None and is_unsteady_list(call):
         decision.run = padded(decision.run or call.function, call.inplace)
     return decision
 

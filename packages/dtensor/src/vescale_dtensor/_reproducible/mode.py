@@ -139,9 +139,9 @@ class reproducible(TorchFunctionMode):
                 entry.cache[key] = decision
         if decision is _AS_IT_IS:
             return function(*args, **kwargs)
-        if decision.composite is not None:
+        if decision.decomposition is not None:
             with self:
-                return decision.composite(*args, **kwargs)
+                return decision.decomposition(*args, **kwargs)
         if len(tensors) > 1 and len({id(t) for t in tensors}) < len(tensors) and torch.is_grad_enabled():
             writes = plain.entry.inplace or kwargs.get("inplace") is True
             found = places(tensors, tensors[0] if writes else None)
@@ -163,9 +163,9 @@ class reproducible(TorchFunctionMode):
         decision = form(call, self.splits) if form is not None else None
         if form is None and plain.by_item:
             decision = entry.rule(call)
-            if not isinstance(decision, Decision) or (decision.run is None and decision.composite is None):
+            if not isinstance(decision, Decision) or (decision.run is None and decision.decomposition is None):
                 return _AS_IT_IS
-            if decision.composite is not None:
+            if decision.decomposition is not None:
                 decision = None
         return Decision(run=compact(function)) if decision is None else decision
 

@@ -25,7 +25,7 @@ from .._dispatch.dispatch import call_entry
 from .._dispatch.flat_rules import on_flat
 from .._dispatch.signature import Signature
 from .._rules.elements.pointwise import FUNCTIONS
-from .._rules.registry import TABLE, Call, Decision, Entry, composite, is_inplace
+from .._rules.registry import TABLE, Call, Decision, Entry, decomposed, is_inplace
 from .._rules.traits import Trait
 from .._rules.views.view import _strided
 from .call import ALONE
@@ -152,7 +152,7 @@ def _elementwise(ordinary: Callable, function: Callable) -> Callable:
     def rule(call: Call) -> Decision | Signature | None:
         signature = ordinary(call)
         if not isinstance(signature, Signature):
-            made_of_others = isinstance(signature, Decision) and signature.composite is not None
+            made_of_others = isinstance(signature, Decision) and signature.decomposition is not None
             return signature if known or made_of_others else whole(function)
         if not known and (call.inplace or len(signature.outputs) != 1 or signature.local is not None):
             return whole(function)
@@ -170,7 +170,7 @@ def _elementwise(ordinary: Callable, function: Callable) -> Callable:
 
 def whole(function: Callable) -> Decision:
     """The function on whole tensors, on every rank what one device computes."""
-    return composite(fallback.gathered(function, local=compact(function), lacks="canonical form"))
+    return decomposed(fallback.gathered(function, local=compact(function), lacks="canonical form"))
 
 
 def compact(function: Callable) -> Callable:

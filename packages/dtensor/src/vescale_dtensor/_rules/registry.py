@@ -5,7 +5,7 @@ A rule is a pure function of a `Call`: the function, its static arguments, and a
 
 - a `Signature` (`_dispatch/signature.py`): names for the dims; the solver does the rest, or
 - a `Decision`, made by hand, or
-- `composite(function)`: run this Python function on the DTensors themselves, or
+- `decomposed(function)`: run this Python function on the DTensors themselves, or
 - None: no opinion, the fallback takes over.
 
 Decisions are cached per function, input layouts and static arguments, so a rule may
@@ -95,7 +95,7 @@ class Decision:
 
     targets: per operand (in the order of the call), the layout it must have, or
     None for "as it is". out: what to stamp. run: the local function, or None for
-    the called one; it gets all arguments, converted. composite: a Python function
+    the called one; it gets all arguments, converted. decomposition: a Python function
     to run on the DTensors instead, with dispatch on. explanation: for `strict()`, why
     an operand must move, and remedies (code, cost).
     """
@@ -103,7 +103,7 @@ class Decision:
     targets: tuple[Layout | None, ...] = ()
     out: Stamp = None
     run: Callable | None = None
-    composite: Callable | None = None
+    decomposition: Callable | None = None
     untracked: tuple[int, ...] = ()
     mutated: tuple[int, ...] = ()
     plain: bool = False
@@ -113,9 +113,9 @@ class Decision:
     ready: bool = field(default=False)
 
 
-def composite(function: Callable) -> Decision:
+def decomposed(function: Callable) -> Decision:
     """A decision to run `function(*args, **kwargs)` on the DTensors, dispatch on."""
-    return Decision(composite=function)
+    return Decision(decomposition=function)
 
 
 class Entry:

@@ -36,7 +36,7 @@ from vescale_dtensor.engine import (
     local_only,
     stamp,
 )
-from vescale_dtensor.rules import Call, composite
+from vescale_dtensor.rules import Call, decomposed
 
 from .._cpu.stream import Draw, fill
 from .._cuda.numbers import fused_dropout_
@@ -69,9 +69,9 @@ def dropout(call: Call):
     whole = _WHOLE[call.function](call)
     if not training or p in (0, 1):
         return whole
-    on_device = whole.composite if whole is not None else gathered(call.function)
+    on_device = whole.decomposition if whole is not None else gathered(call.function)
     feature, alpha = call.function in _FEATURE | _FEATURE_ALPHA, call.function in _ALPHA | _FEATURE_ALPHA
-    return composite(_drop(p, feature, alpha, call.inplace, on_device))
+    return decomposed(_drop(p, feature, alpha, call.inplace, on_device))
 
 
 def _drop(p: float, feature: bool, alpha: bool, inplace: bool, on_device: Callable) -> Callable:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vescale_dtensor import DTensor, Layout, register_rule
 from vescale_dtensor.engine import TABLE, check_writable, gathered, local_only, stamp
-from vescale_dtensor.rules import Call, composite
+from vescale_dtensor.rules import Call, decomposed
 
 from .._cpu.stream import Draw, fill, fill_region
 from .._region import Ranges, Region
@@ -36,7 +36,7 @@ def rrelu(call: Call):
     if not call.get(3, "training", False):
         return _WHOLE[call.function](call)
     lower, upper = call.get(1, "lower", 1.0 / 8), call.get(2, "upper", 1.0 / 3)
-    return composite(_drawing(call.function, lower, upper, call.inplace))
+    return decomposed(_drawing(call.function, lower, upper, call.inplace))
 
 
 def _drawing(function: Callable, lower: float, upper: float, inplace: bool) -> Callable:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._rules.registry import Call, Decision, composite
+from ..._rules.registry import Call, Decision, decomposed
 from ..._tensor.tensor import DTensor
 from ..forms import form
 from ..grid import Splits
@@ -19,7 +19,7 @@ from ..tree import wide
 def batch_norm(call: Call, splits: Splits) -> Decision | None:
     """x [b, c, ...]: statistics over b and what follows c, or the running ones; these are updated."""
     x = call.get(0, "input")
-    return composite(_batch_norm) if x.ndim > 1 and x.layout.numel else None
+    return decomposed(_batch_norm) if x.ndim > 1 and x.layout.numel else None
 
 
 def _batch_norm(
@@ -49,7 +49,7 @@ def _batch_norm(
 @form(F.group_norm, torch.group_norm)
 def group_norm(call: Call, splits: Splits) -> Decision | None:
     """x [b, c, ...]: every group of channels of a sample is a row."""
-    return composite(_group_norm) if call.get(0, "input").layout.numel else None
+    return decomposed(_group_norm) if call.get(0, "input").layout.numel else None
 
 
 def _group_norm(

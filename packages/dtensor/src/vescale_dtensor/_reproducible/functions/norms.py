@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._conversions.convert import convert
 from ..._layouts.layout import Layout
-from ..._rules.registry import Call, Decision, composite
+from ..._rules.registry import Call, Decision, decomposed
 from ..._tensor.tensor import DTensor
 from ..._torch_private import _foreach_norm
 from ..forms import form
@@ -23,7 +23,7 @@ from ..tree import wide
 def foreach_norm(call: Call, splits: Splits) -> Decision | None:
     if call.get(1, "ord", 2) != 2 or call.get(2, "dtype") is not None:
         return None
-    return composite(lambda tensors, *args, **kwargs: norms(tensors))
+    return decomposed(lambda tensors, *args, **kwargs: norms(tensors))
 
 
 @form(torch.linalg.vector_norm, torch.norm, Tensor.norm)
@@ -33,7 +33,7 @@ def norm(call: Call, splits: Splits) -> Decision | None:
     others = [*call.args[2:], *[value for name, value in call.kwargs.items() if name not in ("ord", "p", "x", "input")]]
     if order not in (2, "fro", None) or any(value not in (None, False) for value in others):
         return None
-    return composite(lambda x, *args, **kwargs: norms([x])[0])
+    return decomposed(lambda x, *args, **kwargs: norms([x])[0])
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._rules.registry import Call, Decision, composite
+from ..._rules.registry import Call, Decision, decomposed
 from ..._rules.views import shape as shapes
 from ..call import expanded, solved
 from ..forms import form
@@ -43,7 +43,7 @@ def _whole(size: int) -> Cut:
 
 @form(Tensor.expand_as)
 def expand_as(call: Call, splits: Splits) -> Decision:
-    return composite(lambda tensor, other: tensor.expand(tuple(other.shape)))
+    return decomposed(lambda tensor, other: tensor.expand(tuple(other.shape)))
 
 
 @form(Tensor.repeat)
@@ -53,7 +53,7 @@ def repeat(call: Call, splits: Splits) -> Decision:
         repeats = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else tuple(repeats)
         return shapes.repeated(tensor, repeats)
 
-    return composite(run)
+    return decomposed(run)
 
 
 @form(torch.repeat_interleave, Tensor.repeat_interleave)
@@ -69,7 +69,7 @@ def repeat_interleave(call: Call, splits: Splits) -> Decision | None:
         out = tensor.unsqueeze(dim + 1).expand(*shape[: dim + 1], count, *shape[dim + 1 :])
         return out.reshape(*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
 
-    return composite(run)
+    return decomposed(run)
 
 
 def grouped_attention(call: Call) -> Decision | None:
@@ -83,4 +83,4 @@ def grouped_attention(call: Call) -> Decision | None:
         key, value = repeated(key, count), repeated(value, count)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
-    return composite(run)
+    return decomposed(run)

@@ -35,7 +35,7 @@ from ..._torch_private import (
     _foreach_supported_types,
 )
 from ..elements.pointwise import broadcast
-from ..registry import Call, Decision, Operand, composite, handler, rule
+from ..registry import Call, Decision, Operand, decomposed, handler, rule
 from ..traits import Trait
 
 if DTensor not in _foreach_supported_types:
@@ -64,7 +64,7 @@ def foreach(call: Call) -> Decision:
     values = [*call.args, *call.kwargs.values()]
     lists = [value for value in values if _has_operands(value)]
     alone = [value for value in values if isinstance(value, Operand)]
-    loop = composite(looped(call.function))
+    loop = decomposed(looped(call.function))
     if len({len(items) for items in lists}) != 1:
         return loop  # says what torch says
     if any(operand.layout.flat_axis is not None for operand in call.operands):
@@ -143,7 +143,7 @@ def looped(function: Callable) -> Callable:
 
 @rule(_foreach_max, _foreach_mm, traits=Trait.LISTS)
 def foreach_single(call: Call) -> Decision:
-    return composite(looped(call.function))
+    return decomposed(looped(call.function))
 
 
 @rule(_foreach_powsum, traits=Trait.LISTS)
@@ -152,13 +152,13 @@ def foreach_powsum(call: Call) -> Decision:
         return [_power_sum(x, ord, dtype).to((x.abs() if x.is_complex() else x).dtype if dtype is None else dtype)
                 for x in tensors]  # fmt: skip
 
-    return composite(sums)
+    return decomposed(sums)
 
 
 @rule(_foreach_norm, traits=Trait.LISTS)
 def foreach_norm(call: Call) -> Decision:
     """Per item the sum of |x|^p, pending where x is sharded; one all-reduce for all items of the same states."""
-    return composite(_norms)
+    return decomposed(_norms)
 
 
 def _norms(tensors, ord=2, dtype=None):
@@ -235,12 +235,12 @@ def fused(call: Call) -> Decision:
         for parameter, operand in zip(parameters, items):
             lead = parameter.layout
             if parameter.plain or lead.is_pending:
-                return composite(_aligned(call.function))
+                return decomposed(_aligned(call.function))
             writes = at != 1 or scales
             if operand.shape == parameter.shape and operand.layout is not lead:
                 if not is_alias(operand.layout, lead):
                     if writes:
-                        return composite(_aligned(call.function))
+                        return decomposed(_aligned(call.function))
                     targets[operand.index] = lead
             elif operand.shape != parameter.shape and not operand.layout.is_replicated:
                 targets[operand.index] = operand.layout.invariant

@@ -15,7 +15,7 @@ from ..._conversions.convert import convert_operand
 from ..._layouts.layout import layout_of
 from ..._layouts.state import INVARIANT
 from ..._tensor.tensor import DTensor
-from ..registry import Call, composite, rule
+from ..registry import Call, decomposed, rule
 from ..solvers.parts import plain, rows, settled
 from ..traits import Trait
 
@@ -40,7 +40,7 @@ def equal(call: Call):
     def run(input: Tensor, other: Tensor) -> bool:
         return input.shape == other.shape and _on_all_shards(call.function, torch.equal, input, other)
 
-    return composite(run)
+    return decomposed(run)
 
 
 @rule(torch.allclose, Tensor.allclose, traits=Trait.READS)
@@ -54,4 +54,4 @@ def allclose(call: Call):
 
         return _on_all_shards(call.function, close, input, other)
 
-    return composite(run)
+    return decomposed(run)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._dispatch.signature import Signature
 from ..._torch_private import _special
-from ..registry import TABLE, Call, Decision, Operand, both, composite, rule
+from ..registry import TABLE, Call, Decision, Operand, both, decomposed, rule
 from ..traits import ELEMENTWISE, Trait
 
 # f(x) with f not linear: a pending input is reduced first.
@@ -183,7 +183,7 @@ def to(call: Call):
     dtypes = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.dtype)]
     floating = all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
     if len(call.operands) > 1:  # .to(other), .type_as(other): only the other's dtype and device count
-        return composite(_to_other)
+        return decomposed(_to_other)
     if call.function is Tensor.type:
         if len(call.args) + len(call.kwargs) == 1:
             return Decision()  # asks for the type's name

@@ -26,7 +26,7 @@ from ..._dispatch.fallback import gathered
 from ..._layouts.strides import global_stride
 from ..._tensor.tensor import DTensor, local_only
 from ..._torch_private import is_non_overlapping_and_dense_or_false
-from ..registry import Call, composite, declare, handler, rule
+from ..registry import Call, declare, decomposed, handler, rule
 from ..traits import Trait
 from .pointwise import elementwise
 
@@ -125,7 +125,7 @@ def dropout(call: Call):
     p = call.get(1, "p", 0.5)
     training = call.get(2, "training" if functional else "train", functional)
     if training and p not in (0, 1):
-        return composite(_drop(call.function, p, call.inplace)) if call.function in _MULTIPLYING else None
+        return decomposed(_drop(call.function, p, call.inplace)) if call.function in _MULTIPLYING else None
     return elementwise(call, linear=[(0,)])
 
 

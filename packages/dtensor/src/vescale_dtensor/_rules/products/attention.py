@@ -25,7 +25,7 @@ from ..._errors import ShapeError
 from ..._layouts.layout import Layout
 from ..body import run_body
 from ..elements.pointwise import labels_for
-from ..registry import Call, Decision, Operand, composite, rule
+from ..registry import Call, Decision, Operand, decomposed, rule
 from ..solvers.owned import held_ranges, nothing
 from ..traits import NONE, Trait
 
@@ -252,4 +252,4 @@ def _indices(layout: Layout, dim: int) -> list[int]:
 @rule(F.multi_head_attention_forward, traits=Trait.DRAWS)
 def multi_head_attention_forward(call: Call):
     """Its Python body on the DTensors: projections, views, products and softmax each by their own rule."""
-    return composite(run_body(F.multi_head_attention_forward, call.mesh))
+    return decomposed(run_body(F.multi_head_attention_forward, call.mesh))

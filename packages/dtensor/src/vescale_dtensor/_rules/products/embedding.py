@@ -17,7 +17,7 @@ from torch import Tensor
 from ..._dispatch.signature import Signature, solve
 from ..._errors import OperatorError
 from ..._tensor.tensor import DTensor
-from ..registry import Call, Operand, composite, rule
+from ..registry import Call, Operand, decomposed, rule
 from ..solvers.owned import check_range, held_ranges, nothing, owned
 
 
@@ -56,7 +56,7 @@ def _decide(call: Call, ids: Operand, weight: Operand, *, padding_idx, max_norm,
             [("sparse=False", "a dense gradient of the local rows")],
         )
     if max_norm is not None:
-        return composite(_renormed)
+        return decomposed(_renormed)
     places = tuple(("i", d) for d in range(ids.ndim))
     labels = {id(ids): places, id(weight): ("v", "c")}
     # Frequencies are those of the ids of all ranks, and of whole rows.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._dispatch.signature import Signature
 from ..._errors import ShapeError
-from ..registry import Call, Operand, both, composite, rule
+from ..registry import Call, Operand, both, decomposed, rule
 from ..traits import Trait
 
 
@@ -129,7 +129,7 @@ def inner(call: Call):
     """a [..., k], b [..., k] -> [*a's, *b's]; a 0-dim operand only scales."""
     left, right = call.operands
     if not left.ndim or not right.ndim:
-        return composite(lambda a, b: a * b)
+        return decomposed(lambda a, b: a * b)
     _check(call, left, right, left.shape[-1], right.shape[-1])
     rows = tuple(("a", d) for d in range(left.ndim - 1))
     columns = tuple(("b", d) for d in range(right.ndim - 1))
@@ -146,7 +146,7 @@ def vecdot(call: Call):
     dim = call.kwargs.get("dim", -1)
     if not isinstance(dim, int) or not left.ndim or not right.ndim:
         return None
-    return composite(lambda a, b, dim=-1: (a.conj() * b).sum(dim))
+    return decomposed(lambda a, b, dim=-1: (a.conj() * b).sum(dim))
 
 
 @rule(torch.tensordot)
@@ -176,7 +176,7 @@ def tensordot(call: Call):
 @rule(torch.chain_matmul, torch.linalg.multi_dot)
 def chain(call: Call):
     """Products of pairs, by torch's own order of least work."""
-    return composite(lambda *matrices: _chain(matrices[0] if len(matrices) == 1 else matrices))
+    return decomposed(lambda *matrices: _chain(matrices[0] if len(matrices) == 1 else matrices))
 
 
 def _chain(matrices):

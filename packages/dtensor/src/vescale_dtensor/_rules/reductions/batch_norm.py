@@ -24,7 +24,7 @@ from ..._layouts.layout import Layout, layout_of
 from ..._layouts.mesh import Mesh
 from ..._layouts.state import INVARIANT
 from ..._tensor.tensor import DTensor
-from ..registry import Call, Operand, composite, rule
+from ..registry import Call, Operand, decomposed, rule
 from ..solvers.parts import plain, settled, splits, stamped
 from .reduce import upcast
 
@@ -79,7 +79,7 @@ def batch_norm(call: Call):
         decision = solve(call, signature)
         if decision is not None and _written_where_they_are(call, decision, given):
             return decision
-    return composite(_torch_batch_norm if call.function is torch.batch_norm else _batch_norm)
+    return decomposed(_torch_batch_norm if call.function is torch.batch_norm else _batch_norm)
 
 
 def _written_where_they_are(call: Call, decision, given: dict) -> bool:

@@ -19,7 +19,7 @@ from ..._layouts.state import PENDING
 from ..._tensor.tensor import local_only
 from ..._torch_private import legacy_get_string
 from ..body import run_body
-from ..registry import Call, Decision, composite, rule
+from ..registry import Call, Decision, decomposed, rule
 from ..solvers.class_parts import OUT_OF_BOUNDS, at_index, class_parts, loss_of_parts, solved, wide
 from ..solvers.owned import check_range, held_ranges, nothing, owned
 from .loss import bound, reduction_of
@@ -58,7 +58,7 @@ def class_loss(call: Call):
     split = any(state is PENDING for state in out.states)
     if not split and reduction == "none":
         return Decision(targets=targets, out=out)
-    return composite(partial(_reduced, call.function, split, likely, dim))
+    return decomposed(partial(_reduced, call.function, split, likely, dim))
 
 
 def _reduced(
@@ -66,7 +66,7 @@ def _reduced(
     input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
     label_smoothing=0.0,
 ):  # fmt: skip
-    """The loss as a composite: losses per sample, then their sum over the count of the whole batch."""
+    """The loss as a decomposition: losses per sample, then their sum over the count of the whole batch."""
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce, emit_warning=False)
     if split and function is F.nll_loss:
@@ -96,7 +96,7 @@ def linear_cross_entropy(call: Call):
     """Its definition, linear then cross_entropy, each by its own rule: a weight sharded on classes gives sharded
     logits. `options`, which chunk the batch to save memory, are not used."""
     body = run_body(call.function, call.mesh)
-    return composite(lambda *args, options=None, **kwargs: body(*args, **kwargs))
+    return decomposed(lambda *args, options=None, **kwargs: body(*args, **kwargs))
 
 
 # --- the parts, each a function with a rule ------------------------------------------

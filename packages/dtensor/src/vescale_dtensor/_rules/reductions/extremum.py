@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from ..._tensor.tensor import DTensor
 from ..elements.pointwise import elementwise
-from ..registry import Call, composite, rule
+from ..registry import Call, decomposed, rule
 from ..solvers.parts import (
     argument,
     dims_of,
@@ -178,7 +178,7 @@ def shared_extremum(call: Call):
     if not only_split(call, dims):
         return reduction(call, dims, keepdim)
     side = side_of(call)
-    return composite(lambda *args, **kwargs: extremum(source_of(args, kwargs), dims, keepdim, side, call.function))
+    return decomposed(lambda *args, **kwargs: extremum(source_of(args, kwargs), dims, keepdim, side, call.function))
 
 
 @rule(torch.aminmax, Tensor.aminmax)
@@ -196,7 +196,7 @@ def aminmax(call: Call):
         pair = [extremum(x, dims, keepdim, side, call.function) for side in (SMALLEST, LARGEST)]
         return torch.return_types.aminmax(pair)
 
-    return composite(run)
+    return decomposed(run)
 
 
 @rule(torch.max, Tensor.max, torch.min, Tensor.min)
@@ -213,11 +213,11 @@ def extreme(call: Call):
     if not only_split(call, dims):
         return reduction(call, dims, keepdim, outputs=1 if everything else 2)
     if everything:
-        return composite(
+        return decomposed(
             lambda *args, **kwargs: extremum(source_of(args, kwargs), dims, False, side, call.function, full=True)
         )
     pair = torch.return_types.max if side is LARGEST else torch.return_types.min
-    return composite(
+    return decomposed(
         lambda *args, **kwargs: pair(first_extreme(source_of(args, kwargs), dims[0], keepdim, side, call.function))
     )
 
@@ -232,9 +232,9 @@ def index_of_extreme(call: Call):
         return reduction(call, dims, keepdim)
     side = side_of(call)
     if argument(call, 1, "dim", other="axis") is None:
-        return composite(lambda *args, **kwargs: first_of_all(source_of(args, kwargs), keepdim, side, call.function))
+        return decomposed(lambda *args, **kwargs: first_of_all(source_of(args, kwargs), keepdim, side, call.function))
 
     def run(*args, **kwargs) -> DTensor:
         return first_extreme(source_of(args, kwargs).detach(), dims[0], keepdim, side, call.function)[1]
 
-    return composite(run)
+    return decomposed(run)

@@ -22,7 +22,7 @@ from ..._errors import OperatorError
 from ..._torch_private import legacy_get_string
 from ..body import run_body
 from ..elements.pointwise import broadcast
-from ..registry import Call, Decision, composite, rule
+from ..registry import Call, Decision, decomposed, rule
 from ..solvers.owned import nothing
 
 
@@ -114,7 +114,7 @@ def elementwise_loss(call: Call):
 def mse_loss(call: Call):
     """With a weight, a mean is over the weight's sum: torch's own formula, op by op."""
     if len(call.operands) == 3:
-        return composite(run_body(F.mse_loss, call.mesh))
+        return decomposed(run_body(F.mse_loss, call.mesh))
     return elementwise_loss(call)
 
 
@@ -252,7 +252,7 @@ def _no_sequences(shape):
 @rule(F.triplet_margin_with_distance_loss)
 def triplet_margin_with_distance_loss(call: Call):
     """The distance is the user's: torch's own formula, op by op."""
-    return composite(run_body(call.function, call.mesh))
+    return decomposed(run_body(call.function, call.mesh))
 
 
 # --- similarities -------------------------------------------------------------------

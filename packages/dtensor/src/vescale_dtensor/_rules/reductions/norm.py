@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ..._dispatch.signature import Signature
 from ..._tensor.tensor import DTensor
 from ..empty import guarded
-from ..registry import Call, Operand, composite, rule
+from ..registry import Call, Operand, decomposed, rule
 from ..solvers.parts import settled, splits
 from .reduce import upcast
 
@@ -40,7 +40,7 @@ def _over_rows(call: Call, *, centered: bool):
     if not splits(x.layout, range(kept, x.ndim)):
         inputs = [labels if operand is x else normalized for operand in call.operands]
         return Signature(inputs, [labels], whole=set(normalized))
-    return composite(_layer_norm if centered else _rms_norm)
+    return decomposed(_layer_norm if centered else _rms_norm)
 
 
 def _layer_norm(input, normalized_shape, weight=None, bias=None, eps: float = 1e-5, *_) -> DTensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._tensor.tensor import DTensor
-from ..registry import Call, composite, rule
+from ..registry import Call, decomposed, rule
 from ..solvers.parts import argument, combined, dims_of, only_split, reduction, settled, source_of, splits
 from ..traits import Trait
 
@@ -83,7 +83,7 @@ def nanmean(call: Call):
         x = settled(source_of(args, kwargs), call.function)
         return x.nansum(dims, keepdim, dtype=dtype) / x.isnan().logical_not().sum(dims, keepdim)
 
-    return composite(run)
+    return decomposed(run)
 
 
 @rule(torch.trace, Tensor.trace, traits=Trait.LINEAR)
@@ -121,7 +121,7 @@ def factors(call: Call):
     def part(local: Tensor) -> Tensor:
         return local.prod(dtype=dtype) if everything else local.prod(dims[0], keepdim, dtype=dtype)
 
-    return composite(
+    return decomposed(
         lambda *args, **kwargs: combined(
             source_of(args, kwargs), dims, keepdim, call.function, part, lambda parts: parts.prod(0)
         )
@@ -137,7 +137,7 @@ def boolean(call: Call):
     if not only_split(call, dims):
         return reduction(call, dims, keepdim)
     local = torch.any if call.name == "any" else torch.all
-    return composite(
+    return decomposed(
         lambda *args, **kwargs: combined(
             source_of(args, kwargs), dims, keepdim, call.function,
             lambda part: local(part, dims, keepdim), lambda parts: local(parts, 0),
@@ -182,7 +182,7 @@ def variance(call: Call):
         spread = _as(spread, x, dims, keepdim)
         return (spread, _as(middle, x, dims, keepdim)) if pair else spread
 
-    return composite(run)
+    return decomposed(run)
 
 
 def _moments(x: DTensor, dims: tuple[int, ...], freedom: float) -> tuple[DTensor, DTensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._dispatch.signature import Signature
 from ..._layouts.state import VARYING
 from ..._tensor.tensor import DTensor
-from ..registry import Call, Operand, both, composite, rule
+from ..registry import Call, Operand, both, decomposed, rule
 from ..solvers.parts import (
     along,
     argument,
@@ -47,7 +47,7 @@ def running(call: Call):
     if only_split(call, dims) and all(cut.in_one_piece for cut in cuts):
         dtype = call.get(2, "dtype")
         sums = call.name == "cumsum"
-        return composite(
+        return decomposed(
             lambda *args, **kwargs: _moved_on(source_of(args, kwargs), dims[0], dtype, sums, call.function)
         )
     signature = along(call, dims)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._tensor.tensor import DTensor
-from ..registry import Call, composite, rule
+from ..registry import Call, decomposed, rule
 from ..solvers.parts import along, argument, dims_of, only_split, reduction, settled, source_of
 from .reduce import upcast
 
@@ -73,7 +73,7 @@ def softmax(call: Call):
         out = form(upcast(x), dims[0])
         return (out if out.dtype == x.dtype else out.to(x.dtype)).contiguous()  # as torch's kernels leave it
 
-    return composite(run)
+    return decomposed(run)
 
 
 @rule(torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
@@ -95,4 +95,4 @@ def logsumexp(call: Call):
         out = out if keepdim else out.sum(dims)  # dims of size one
         return out if out.dtype == x.dtype or not x.dtype.is_floating_point else out.to(x.dtype)
 
-    return composite(run)
+    return decomposed(run)

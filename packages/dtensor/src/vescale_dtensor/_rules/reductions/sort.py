@@ -18,7 +18,7 @@ from ..._layouts.layout import Layout, layout_of
 from ..._layouts.region import cut_sizes
 from ..._layouts.state import INVARIANT, sharded
 from ..._tensor.tensor import DTensor, stamp
-from ..registry import Call, Operand, composite, rule
+from ..registry import Call, Operand, decomposed, rule
 from ..solvers.parts import along, argument, dims_of, plain, positions, reduction, settled, source_of, splits, stamped
 
 
@@ -95,7 +95,7 @@ def topk(call: Call):
     largest, ordered = bool(call.get(3, "largest", True)), bool(call.get(4, "sorted", True))
     axes = splits(x.layout, dims)
     if len(axes) == 1 and 0 < k * x.layout.mesh.sizes[axes[0]] < x.shape[dim]:
-        return composite(
+        return decomposed(
             lambda *args, **kwargs: _topk(source_of(args, kwargs), k, dim, largest, ordered, call.function)
         )
     labels = tuple(range(x.ndim))

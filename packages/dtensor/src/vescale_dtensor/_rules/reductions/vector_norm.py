@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..._layouts.state import PENDING
 from ..._tensor.tensor import DTensor
-from ..registry import Call, Operand, composite, rule
+from ..registry import Call, Operand, decomposed, rule
 from ..solvers.parts import (
     along,
     dims_of,
@@ -78,7 +78,7 @@ def _vector(call: Call, order, dim, keepdim: bool, dtype):
     if not only_split(call, dims) or order < 0:
         return reduction(call, dims, keepdim)
     order = float(order)
-    return composite(
+    return decomposed(
         lambda *args, **kwargs: vector_norm_of(_operand(args, kwargs), order, dims, keepdim, dtype, call.function)
     )
 
@@ -145,7 +145,7 @@ def dist(call: Call):
     def run(input: Tensor, other: Tensor, p: float = 2) -> DTensor:
         return torch.linalg.vector_norm(input - other, p)
 
-    return composite(run)
+    return decomposed(run)
 
 
 @rule(F.normalize)
@@ -162,4 +162,4 @@ def normalize(call: Call):
         x = settled(input, call.function)
         return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
-    return composite(run)
+    return decomposed(run)

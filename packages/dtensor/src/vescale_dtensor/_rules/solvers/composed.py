@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import _VF_meshgrid
-from ..registry import Call, Decision, composite, rule
+from ..registry import Call, Decision, decomposed, rule
 from ..traits import Trait
 
 # Per `torch.name_copy`, the view that is copied.
@@ -132,12 +132,12 @@ COMPOSED: dict[Callable, Callable] = {
 
 @rule([*COMPOSED])
 def composed(call: Call) -> Decision:
-    return composite(COMPOSED[call.function])
+    return decomposed(COMPOSED[call.function])
 
 
 @rule(torch.meshgrid, _VF_meshgrid, traits=Trait.VIEW)  # the second where it was given a list
 def grids(call: Call) -> Decision:
-    return composite(meshgrid)
+    return decomposed(meshgrid)
 
 
 @rule(torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef)
@@ -147,4 +147,4 @@ def covariance(call: Call) -> Decision | None:
     count = x.shape[-1] if x.ndim else 1
     if x.ndim > 2 or not x.layout.numel or count <= call.kwargs.get("correction", 1):
         return None
-    return composite(cov if call.name == "cov" else corrcoef)
+    return decomposed(cov if call.name == "cov" else corrcoef)

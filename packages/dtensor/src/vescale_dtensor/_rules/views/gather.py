@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..._dispatch.signature import Labels, Signature, solve
 from ..elements.pointwise import broadcast
-from ..registry import Call, Decision, Operand, both, composite, rule
+from ..registry import Call, Decision, Operand, both, decomposed, rule
 from ..solvers.rows import Rows, is_contiguous_cut, nonempty
 
 
@@ -97,7 +97,7 @@ def take_along_dim(call: Call):
     """gather with broadcasting of the other dims; without a dim on the flattened tensors."""
     x, index = call.get(0, "input"), call.get(1, "indices")
     if call.get(2, "dim") is None:
-        return composite(lambda input, indices, dim=None: input.reshape(-1).gather(0, indices.reshape(-1)))
+        return decomposed(lambda input, indices, dim=None: input.reshape(-1).gather(0, indices.reshape(-1)))
     dim = _dim_of(call, x, 2)
     if dim is None or not isinstance(index, Operand) or index.ndim != x.ndim:
         return None
@@ -268,7 +268,7 @@ def select_scatter(call: Call):
         out[(slice(None),) * (dim % out.ndim) + (index,)] = src
         return out
 
-    return composite(run)
+    return decomposed(run)
 
 
 @rule(torch.slice_scatter, Tensor.slice_scatter)
@@ -278,4 +278,4 @@ def slice_scatter(call: Call):
         out[(slice(None),) * (dim % out.ndim) + (slice(start, end, step),)] = src
         return out
 
-    return composite(run)
+    return decomposed(run)

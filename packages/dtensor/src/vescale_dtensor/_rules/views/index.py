@@ -25,7 +25,7 @@ from ..._context.mixing import note_read
 from ..._dispatch.copies import mark_copy
 from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import Layout, layout_of
-from ..registry import Call, Decision, Operand, composite, rule
+from ..registry import Call, Decision, Operand, decomposed, rule
 from ..traits import VIEWS, Trait
 from .index_items import Item, align, as_index, enters_here, is_basic, owned, parse, pieces
 from .index_tensor import read_tensors, write_tensors
@@ -128,7 +128,7 @@ def getitem(call: Call):
     """See the table above; no communication but for a long slice of a sharded dim."""
     index = call.args[1]
     if not is_basic(index):
-        return composite(read_tensors)
+        return decomposed(read_tensors)
     items = parse(index, call.operands[0].shape)
     return None if items is None else read(call, items, keep=True)
 
@@ -148,13 +148,13 @@ def _one_dim(call: Call, dim: object, entry: object, *, keep: bool = False):
 def select(call: Call):
     dim, at = call.get(1, "dim"), call.get(2, "index")
     if isinstance(at, Operand):
-        return composite(lambda x, dim, index: x.select(dim, int(index)))
+        return decomposed(lambda x, dim, index: x.select(dim, int(index)))
     return _one_dim(call, dim, at)
 
 
 @rule(torch.select_copy, traits=Trait.MOVES | Trait.LINEAR)
 def select_copy(call: Call):
-    return composite(lambda x, dim, index: x.select(dim, index).clone())
+    return decomposed(lambda x, dim, index: x.select(dim, index).clone())
 
 
 @rule(torch.narrow, Tensor.narrow, traits=VIEWS)
@@ -162,7 +162,7 @@ def narrow(call: Call):
     """A start that is a tensor is read: it must be replicated, or that read communicates."""
     dim, start, length = call.get(1, "dim"), call.get(2, "start"), call.get(3, "length")
     if isinstance(start, Operand):
-        return composite(lambda x, dim, start, length: x.narrow(dim, int(start), length))
+        return decomposed(lambda x, dim, start, length: x.narrow(dim, int(start), length))
     x = call.operands[0]
     if not x.ndim or not -x.ndim <= dim < x.ndim or length < 0:
         return None
@@ -175,7 +175,7 @@ def narrow(call: Call):
 
 @rule(torch.narrow_copy, Tensor.narrow_copy, traits=Trait.MOVES | Trait.LINEAR)
 def narrow_copy(call: Call):
-    return composite(lambda x, dim, start, length: x.narrow(dim, start, length).clone())
+    return decomposed(lambda x, dim, start, length: x.narrow(dim, start, length).clone())
 
 
 @rule(torch.slice_copy, traits=Trait.MOVES | Trait.LINEAR)
@@ -183,7 +183,7 @@ def slice_copy(call: Call):
     def run(x, dim=0, start=None, end=None, step=1):
         return x[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].clone()
 
-    return composite(run)
+    return decomposed(run)
 
 
 # --- writing --------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def setitem(call: Call):
     """Never communicates for the tensor written to; the value is made to fit it."""
     x, index, value = call.args
     if not is_basic(index):
-        return composite(write_tensors)
+        return decomposed(write_tensors)
     items = parse(index, x.shape)
     return None if items is None else write(call, items, value)
 

@@ -30,7 +30,7 @@ from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import layout_of
 from ..._tensor.tensor import DTensor, local_only, stamp
 from ..elements.pointwise import broadcast
-from ..registry import Call, Decision, Operand, composite, rule
+from ..registry import Call, Decision, Operand, decomposed, rule
 from ..solvers.rows import Rows, is_contiguous_cut, nonempty
 from .index_items import align, enters_here, is_alias
 
@@ -142,7 +142,7 @@ def _is_trivial(basic: tuple) -> bool:
     return all(isinstance(item, slice) and item == slice(None) for item in basic)
 
 
-# --- user calls: composites -----------------------------------------------------------
+# --- user calls: decompositions -------------------------------------------------------
 
 
 def read_tensors(x: Tensor, index: Any) -> Tensor:
@@ -208,7 +208,7 @@ def index_put(call: Call):
         out = _run(put, x, dims, values, accumulate, *tensors)
         return x if call.inplace else out
 
-    return composite(run)
+    return decomposed(run)
 
 
 # --- index tensors only -----------------------------------------------------------------
@@ -294,7 +294,7 @@ def take(call: Call):
 @rule(torch.index_select, Tensor.index_select)
 def index_select(call: Call):
     if call.kwargs:
-        return composite(lambda x, dim, index: x.index_select(dim, index)) if "input" not in call.kwargs else None
+        return decomposed(lambda x, dim, index: x.index_select(dim, index)) if "input" not in call.kwargs else None
     (x, index), dim = call.operands, call.args[1]
     if not x.ndim or index.ndim != 1 or not -x.ndim <= dim < x.ndim:
         return None

@@ -22,7 +22,7 @@ from ..._dispatch.signature import Signature
 from ..._errors import ShapeError
 from ..._layouts.layout import Layout
 from ..._layouts.state import sharded
-from ..registry import Call, Operand, both, composite, rule
+from ..registry import Call, Operand, both, decomposed, rule
 from ..solvers.carry import carry, sizes_before
 from ..traits import VIEWS, Trait
 from .part import part_of
@@ -161,7 +161,7 @@ _STACKS = {
 @rule(list(_STACKS), traits=Trait.MOVES)
 def stacks(call: Call):
     """As `cat` of what `atleast_*d` gives."""
-    return composite(_STACKS[call.function]) if "out" not in call.kwargs else None
+    return decomposed(_STACKS[call.function]) if "out" not in call.kwargs else None
 
 
 # --- parting --------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def tensor_split(call: Call):
         borders = tensor_indices_or_sections.tolist()
         return input.tensor_split(tuple(borders) if isinstance(borders, list) else borders, dim)
 
-    return composite(run)
+    return decomposed(run)
 
 
 @rule(

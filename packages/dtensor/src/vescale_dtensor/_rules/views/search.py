@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..._dispatch.signature import Signature
-from ..registry import Call, Operand, composite, rule
+from ..registry import Call, Operand, decomposed, rule
 from .gather import by_operand
 
 
@@ -20,7 +20,7 @@ def one_hot(call: Call):
     x = call.operands[0]
     classes = call.get(1, "num_classes", -1)
     if classes == -1:
-        return composite(lambda x, num_classes=-1: F.one_hot(x, int(x.max().item()) + 1)) if x.layout.numel else None
+        return decomposed(lambda x, num_classes=-1: F.one_hot(x, int(x.max().item()) + 1)) if x.layout.numel else None
     labels = tuple(range(x.ndim))
     return Signature([labels], [(*labels, None)], shapes=[(*x.shape, classes)])
 

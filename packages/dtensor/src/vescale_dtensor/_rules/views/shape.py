@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._dispatch.signature import Signature, solve
 from ..._errors import ShapeError, ViewError
 from ..body import lifted
-from ..registry import Call, Operand, both, composite, rule
+from ..registry import Call, Operand, both, decomposed, rule
 from ..traits import VIEWS, Trait
 
 
@@ -176,7 +176,7 @@ AT_LEAST = {f"atleast_{ndim}d": _at_least(ndim) for ndim in (1, 2, 3)}
 
 @rule([getattr(torch, name) for name in AT_LEAST], traits=Trait.MOVES | Trait.VIEW)
 def at_least(call: Call):
-    return composite(AT_LEAST[call.name])
+    return decomposed(AT_LEAST[call.name])
 
 
 # --- stretching -----------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _expanded(sizes: tuple) -> Callable:
 @rule(Tensor.expand_as, traits=Trait.VIEW | Trait.LINEAR)
 def expand_as(call: Call):
     """Only the other's shape counts: it is not moved."""
-    return composite(lambda tensor, other: tensor.expand(tuple(other.shape)))
+    return decomposed(lambda tensor, other: tensor.expand(tuple(other.shape)))
 
 
 @rule(torch.broadcast_tensors, traits=Trait.VIEW)
@@ -227,7 +227,7 @@ def broadcast_tensors(call: Call):
         shape = torch.broadcast_shapes(*[tuple(tensor.shape) for tensor in tensors])
         return tuple(lifted(tensor, call.mesh).expand(shape) for tensor in tensors)
 
-    return composite(run)
+    return decomposed(run)
 
 
 def repeated(tensor: Tensor, repeats: Sequence[int]) -> Tensor:
@@ -249,7 +249,7 @@ def repeat(call: Call):
         repeats = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else tuple(repeats)
         return repeated(tensor, repeats)
 
-    return composite(run)
+    return decomposed(run)
 
 
 @rule(torch.tile, Tensor.tile, traits=Trait.LINEAR)
@@ -261,7 +261,7 @@ def tile(call: Call):
         dims = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else tuple(dims)
         return repeated(input, (1,) * (input.ndim - len(dims)) + dims)
 
-    return composite(run)
+    return decomposed(run)
 
 
 @rule(torch.repeat_interleave, Tensor.repeat_interleave, traits=Trait.LINEAR)
@@ -280,4 +280,4 @@ def repeat_interleave(call: Call):
         out = tensor.unsqueeze(dim + 1).expand(stretched).clone(memory_format=torch.contiguous_format)
         return out.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
 
-    return composite(run)
+    return decomposed(run)

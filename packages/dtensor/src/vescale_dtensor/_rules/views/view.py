@@ -24,7 +24,7 @@ from ..._errors import OperatorError, ShapeError
 from ..._layouts.layout import Layout, layout_of
 from ..._layouts.state import INVARIANT, State, sharded
 from ..._tensor.tensor import local_only
-from ..registry import Call, Decision, composite, rule
+from ..registry import Call, Decision, decomposed, rule
 from ..solvers.carry import carry, sizes_before
 from ..solvers.regroup import Group, carry_cut, groups_of
 from ..traits import VIEWS, Trait
@@ -147,7 +147,7 @@ def view(call: Call):
     """view(*sizes); view(dtype) has the same bits, so that a pending sum is reduced first."""
     sizes = call.rest(1, "size")
     if "dtype" in call.kwargs or (sizes and isinstance(sizes[0], torch.dtype)):
-        return composite(_view_dtype)
+        return decomposed(_view_dtype)
     sizes = ints(sizes)
     return None if sizes is None else reshape_to(call, resolved(call, sizes, prod(call.operands[0].shape)), _viewed)
 
@@ -217,8 +217,8 @@ def unflatten(call: Call):
 def as_other(call: Call):
     """Only the other's shape counts: it is not moved."""
     if call.name == "view_as":
-        return composite(lambda tensor, other: tensor.view(tuple(other.shape)))
-    return composite(lambda tensor, other: tensor.reshape(tuple(other.shape)))
+        return decomposed(lambda tensor, other: tensor.view(tuple(other.shape)))
+    return decomposed(lambda tensor, other: tensor.reshape(tuple(other.shape)))
 
 
 @rule(torch.view_as_real, traits=VIEWS)
@@ -239,7 +239,7 @@ def view_as_complex(call: Call):
 @rule(Tensor.as_strided, torch.as_strided, traits=Trait.VIEW | Trait.LINEAR)
 def as_strided(call: Call):
     """Strides of the whole tensor, which must be row-major: the shards' memory tells no other. It is made whole."""
-    return composite(_as_strided)
+    return decomposed(_as_strided)
 
 
 def _as_strided(input: Tensor, size, stride, storage_offset: int | None = None) -> Tensor:
