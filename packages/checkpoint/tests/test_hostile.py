@@ -351,7 +351,7 @@ def test_sparse_tensors_and_pending_sums(tmp_path):
     def run():
         save(tmp_path, {"x": distribute_tensor(torch.ones(4), mesh_of(2), [Partial()])})
 
-    assert "still pending" in raises_on_all(2, UnsafeError, run)
+    assert "not reduced yet" in raises_on_all(2, UnsafeError, run)
     assert list(tmp_path.iterdir()) == []
 
 

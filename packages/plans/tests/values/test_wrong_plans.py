@@ -332,7 +332,7 @@ TEXTS = {
         "fix: give 2 units, none negative"
     ),
     "a parameter that is a pending sum": (
-        "Plan: parameters['*.norm.*'] places 'layers.0.norm.weight' as a pending sum over axis 'tp', and "
+        "Plan: parameters['*.norm.*'] places 'layers.0.norm.weight' as a sum not yet reduced over axis 'tp', but "
         "a parameter is a value\n"
         "  layers.0.norm.weight  [12]\n"
         "fix one of: Replicate()  # alike on all ranks\n"

@@ -133,8 +133,8 @@ class GlobalNode(Node):
     def _refuse(self, operation: str) -> None:
         raise GradientError(
             f"grad_fn.{operation}",
-            f"{self.below.name()} computes on shards, and how the gradients lie that this hook would be handed is "
-            "not known",
+            f"{self.below.name()} computes on shards, and the layouts of the gradients that this hook would "
+            "receive are not known",
             [] if self.layout is None else [f"gradient of its result  {self.layout!r}"],
             [
                 ("y.register_hook(hook)", "the gradient of a tensor, a result or an operand, as the global one"),

@@ -190,7 +190,7 @@ def _check_arguments(name: str, module: nn.Module, boundary: Boundary) -> None:
             near = nearest(argument, list(parameters)) or list(parameters)
             raise PlanError(
                 "Plan",
-                f"the boundary of {name!r} converts an argument {argument!r} that its forward does not take",
+                f"the boundary of {name!r} converts an argument {argument!r}, which its forward does not take",
                 [f"{type(module).__name__}.forward  ({', '.join(parameters)})"],
                 [(f"use {near[0]!r}", "")] if near else (),
             )
