@@ -154,9 +154,9 @@ def pickled(plan):
 
 ERRORS = {
     "plan and model swapped": (lambda plan: vescale.parallelize(build(), plan, adamw), "the plan comes first"),
-    "a dict for a plan": (lambda plan: vescale.parallelize(plan.mesh, build(), adamw), "and no plan"),
-    "no plan": (lambda plan: vescale.parallelize(None, build(), adamw), "None, and no plan"),
-    "a class for a model": (lambda plan: vescale.parallelize(plan, Net, adamw), "the class Net, and no module"),
+    "a dict for a plan": (lambda plan: vescale.parallelize(plan.mesh, build(), adamw), "not a plan"),
+    "no plan": (lambda plan: vescale.parallelize(None, build(), adamw), "None, not a plan"),
+    "a class for a model": (lambda plan: vescale.parallelize(plan, Net, adamw), "the class Net, not a module"),
     "a scheduler for a factory": (with_scheduler, "is a StepLR"),
     "parameters for a factory": (with_parameters, "is a list"),
     "a number for a factory": (lambda plan: vescale.parallelize(plan, build(), 0.02), "is a float"),

@@ -63,7 +63,7 @@ def test_a_profile_is_read_from_a_file_and_by_auto(tmp_path, monkeypatch):
 def test_what_is_no_profile_is_refused(tmp_path, text):
     path = tmp_path / "profile.json"
     path.write_text(text)
-    with pytest.raises(PlanError, match=r"no hardware profile"):
+    with pytest.raises(PlanError, match=r"not a hardware profile"):
         hardware_of(path)
     with pytest.raises(PlanError, match="cannot be read"):
         hardware_of(tmp_path / "missing.json")

@@ -34,7 +34,7 @@ def check_arguments(plan: Any, model: Any, optimizer_fn: Any) -> None:
             ],
         )
     if not isinstance(model, nn.Module):
-        raise _wrong(f"its second argument is {_kind(model)}, and no module", plan, model)
+        raise _wrong(f"its second argument is {_kind(model)}, not a module", plan, model)
     if not (optimizer_fn is None or callable(optimizer_fn) or isinstance(optimizer_fn, torch.optim.Optimizer)):
         raise PlanError(
             "parallelize",
