@@ -197,7 +197,7 @@ def test_every_fill_on_eight_ranks(name):
     assert len(set(counts)) == 1 and counts[0] > 0
 
 
-@st.decomposition
+@st.composite
 def made_up(draw):
     """A fill's name, and one case for it: up to three dims, none or few elements to each, any placement on any axis."""
     name = draw(st.sampled_from([name for name in EVERY if not any(word in name for word in NEEDS_TWO_DIMS)]))

@@ -374,7 +374,7 @@ def test_large_tensors_take_the_other_road_of_an_all_reduce() -> None:
 # --- random shapes, layouts and meshes ----------------------------------------------
 
 
-@st.decomposition
+@st.composite
 def random_cases(draw) -> Case:
     mesh = draw(st.sampled_from([(2, 2), (4,), (2, 1, 2), (1, 4)]))
     shape = tuple(draw(st.lists(st.integers(0, 9), min_size=0, max_size=3)))

@@ -207,7 +207,7 @@ def test_assignment_without_communication():
     on_ranks(work)
 
 
-@st.decomposition
+@st.composite
 def cases(draw):
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     index = []

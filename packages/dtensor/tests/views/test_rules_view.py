@@ -75,7 +75,7 @@ def test_grid(sizes):
 # --- the geometry alone, against every element --------------------------------------------
 
 
-@st.decomposition
+@st.composite
 def factorisations(draw):
     """Two shapes of the same elements, a mesh, and placements."""
     factors = draw(st.lists(st.sampled_from([1, 2, 2, 3, 4, 5]), min_size=1, max_size=5))

@@ -112,7 +112,7 @@ def test_strict_split_names_the_cut_that_works():
     assert "InterleavedShard(1, 3)" in text and "axis 'tp' (4)" in text, text
 
 
-@st.decomposition
+@st.composite
 def groupings(draw):
     """The size of a dim, pieces of it, and a nested cut of it into groups."""
     unit, pieces = draw(st.integers(1, 4)), draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
