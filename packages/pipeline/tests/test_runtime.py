@@ -50,6 +50,15 @@ def made(**options):
     return Net(**options)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the ranks compute: kernels round by how many threads they have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def alone(model, rows=ROWS):
     """One device: the microbatches' mean losses, accumulated."""
     torch.manual_seed(2)
