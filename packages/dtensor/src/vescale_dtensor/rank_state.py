@@ -13,7 +13,7 @@ PER_RANK = {
     "_debugger.quiet": ("_doing",),
     "_dispatch.dispatch": ("_entry_of", "_table"),
     "_communication.events": (
-        *("_current", "_direction", "listeners", "module_path", "settlers", "severing", "strict_depth"),
+        *("_current", "_direction", "listeners", "module_path", "settlers", "copying", "strict_depth"),
         *("told_of", "watch"),
     ),
     "_communication.flight": ("note", "ring", "transfers"),

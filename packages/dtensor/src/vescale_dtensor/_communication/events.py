@@ -72,7 +72,7 @@ told_of: Callable[..., Moved | None] = lambda *operand: None  # (tensor, source,
 strict_depth = 0
 # Called in place of a conversion, with what would make it: set while a pass is recorded (`_static/tape.py`).
 watch: Callable | None = None
-severing = False  # while a shard is copied only so that writes to it stay apart, as one device's copy would
+copying = False  # while a shard is copied only so that writes to it stay apart, as one device's copy would
 _current: Cause | Callable | str = "a conversion"
 _direction = "forward"
 

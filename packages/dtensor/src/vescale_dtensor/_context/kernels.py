@@ -110,9 +110,9 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         return None
     mask = _additive(mask, query.dtype)
     columns = key.shape[-2]
-    room = mask.new_empty((*mask.shape[:-1], -(-columns // 16) * 16))
-    room[..., :columns] = mask
-    return room[..., :columns].expand(*query.shape[:-1], columns)
+    padded = mask.new_empty((*mask.shape[:-1], -(-columns // 16) * 16))
+    padded[..., :columns] = mask
+    return padded[..., :columns].expand(*query.shape[:-1], columns)
 
 
 def _marked(lse: Tensor, mask: Tensor | None) -> Tensor:

@@ -203,19 +203,19 @@ class _Blocks:
         """Starts a step: this rank's block goes to one rank, another's comes."""
         block, to = step
         sends = [(to, self._mine())] if to is not None else []
-        tensors, room = None, None
+        tensors, buffer = None, None
         if block is not None:
-            room, tensors = self._room(self._circle.width(block))
-        receives = [(block, room)] if block is not None else []
+            buffer, tensors = self._buffer(self._circle.width(block))
+        receives = [(block, buffer)] if block is not None else []
         return _Arrival(transfer.start(sends, receives, self._circle.mesh, self._circle.axis, kind), tensors)
 
     def send_home(self, block: int | None, grads: tuple[Tensor, Tensor] | None, to: int | None) -> _Arrival:
         """Starts the gradients of a block to its owner, and receives this rank's from who had its block."""
         sends = [] if block is None else [(block, _packed(*grads))]
-        tensors, room = None, None
+        tensors, buffer = None, None
         if to is not None:
-            room, tensors = self._room(self._circle.width(self._circle.rank))
-        receives = [(to, room)] if to is not None else []
+            buffer, tensors = self._buffer(self._circle.width(self._circle.rank))
+        receives = [(to, buffer)] if to is not None else []
         return _Arrival(transfer.start(sends, receives, self._circle.mesh, self._circle.axis, BACKWARD), tensors)
 
     def _mine(self) -> Tensor:
@@ -223,23 +223,23 @@ class _Blocks:
             self._packed = _packed(self._key, self._value)
         return self._packed
 
-    def _room(self, width: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _buffer(self, width: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Memory for a block of `width` columns, and its keys and values."""
         shapes = [(*tensor.shape[:-2], width, tensor.shape[-1]) for tensor in (self._key, self._value)]
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        room = self._key.new_empty(sum(sizes))
-        first, second = room.split(sizes)
-        return room, (first.view(shapes[0]), second.view(shapes[1]))
+        buffer = self._key.new_empty(sum(sizes))
+        first, second = buffer.split(sizes)
+        return buffer, (first.view(shapes[0]), second.view(shapes[1]))
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:
     """One message of both; each is copied once, whatever its strides."""
     if key.shape == value.shape:
         return torch.stack((key, value)).view(-1)
-    room = key.new_empty(key.numel() + value.numel())
-    for part, tensor in zip(room.split((key.numel(), value.numel())), (key, value)):
+    buffer = key.new_empty(key.numel() + value.numel())
+    for part, tensor in zip(buffer.split((key.numel(), value.numel())), (key, value)):
         part.view(tensor.shape).copy_(tensor)
-    return room
+    return buffer
 
 
 def _come_home(home: _Arrival | None, own: tuple[Sum, Sum], circle: Circle) -> None:

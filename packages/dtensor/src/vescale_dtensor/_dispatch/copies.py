@@ -38,7 +38,7 @@ def mark_copy(copy: Tensor, base: Tensor, cut_out: bool = False) -> Tensor:
     with local_only():
         mine, theirs = copy.untyped_storage(), base.untyped_storage()
         if mine._cdata == theirs._cdata:  # a slice of the base: a write would reach it on some ranks only
-            copy = _sever(copy)
+            copy = _copied_apart(copy)
             mine = copy.untyped_storage()
     if len(_base_of) >= _sweep_at:
         _sweep()
@@ -57,13 +57,13 @@ def mark_copy(copy: Tensor, base: Tensor, cut_out: bool = False) -> Tensor:
     return copy
 
 
-def _sever(tensor: Tensor, row_major: bool = False) -> Tensor:
+def _copied_apart(tensor: Tensor, row_major: bool = False) -> Tensor:
     """A clone for the sake of later writes alone, or of the order in memory."""
-    events.severing = True
+    events.copying = True
     try:
         return tensor.clone(memory_format=torch.contiguous_format) if row_major else own_copy(tensor)
     finally:
-        events.severing = False
+        events.copying = False
 
 
 def is_copy(tensor: Tensor) -> bool:
@@ -72,7 +72,7 @@ def is_copy(tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in _base_of
 
 
-def severed(tensor: Tensor) -> str:
+def copied_side(tensor: Tensor) -> str:
     """'copy' when `tensor` is a copied view of a live base, 'base' when a live copied view of it exists, else ''."""
     if not _base_of:
         return ""
@@ -92,15 +92,15 @@ def check_writable(function: object, tensor: Tensor) -> None:
     if type(tensor) is not DTensor:
         return
     forget(tensor)
-    side = severed(tensor)
+    side = copied_side(tensor)
     if side:
-        rule, remedy = _SEVERED[side]
+        rule, remedy = _COPIED[side]
         raise ViewError(
             function_name(function), rule, [describe("tensor", tensor, tensor._layout)], [(remedy, "")]
         )
 
 
-_SEVERED = {
+_COPIED = {
     "copy": (
         "in-place write to a view that had to be redistributed, so that it is a copy and not a view",
         "write to the base tensor itself, or build the value with torch.where / torch.cat",
@@ -133,11 +133,11 @@ def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callabl
         if not shares_storage(out, tensor) or _is_in_order(tensor, layout.shape):
             return out
         if function is Tensor.contiguous:
-            return _sever(out)
+            return _copied_apart(out)
         strides = tensor.stride()
         if strides not in copied:
             copied[strides] = _copies(function, tensor, layout, args, kwargs)
-        return _sever(out, row_major=True) if copied[strides] else out
+        return _copied_apart(out, row_major=True) if copied[strides] else out
 
     return checked
 

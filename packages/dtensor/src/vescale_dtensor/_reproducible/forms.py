@@ -1,10 +1,10 @@
 """Canonical forms of functions: how each is computed in the reproducible mode.
 
     linear, matmul, mm, bmm, einsum ...   `Product`; a bias is spread over the rows
-    elementwise functions                 operands that broadcast are spread; see `steady` for the rest
+    elementwise functions                 operands that broadcast are spread; see `position` for the rest
     sum, mean                             `Total`
     expand, broadcast_to, repeat          `Spread`
-    lists of tensors                      their ordinary rule; see `steady`
+    lists of tensors                      their ordinary rule; see `position`
 
 A form is a rule: it takes a `Call` and gives a `Decision`, or None where it has no opinion.
 """
@@ -24,8 +24,8 @@ from .._rules.products import matmul as products
 from .._rules.reductions import reduce
 from .._rules.registry import Call, Decision
 from .call import Solved, expanded, solved
+from .functions.position import independent_form, independent_run, is_position_dependent_list, padded
 from .functions.product import Labels, Product
-from .functions.steady import is_unsteady_list, padded, steady_form, steady_run
 from .grid import Splits, block_count
 from .tree import Total
 
@@ -144,13 +144,13 @@ def elementwise(call: Call, signature: Signature, function: Callable) -> Decisio
     found = solved(call, signature)
     if found is None:
         return None
-    labels, steady = tuple(signature.outputs[0]), steady_form(call)
+    labels, independent = tuple(signature.outputs[0]), independent_form(call)
     stretched = [None if tuple(names) == labels else i for i, names in enumerate(found.inputs)]
-    if steady is None and all(i is None for i in stretched):
+    if independent is None and all(i is None for i in stretched):
         return found.decision
     if call.inplace and stretched[0] is not None:
         return None
-    compute = function if steady is None else steady_run(steady, call.inplace)
+    compute = function if independent is None else independent_run(independent, call.inplace)
     local = tuple(_local_sizes(found, labels))
 
     @cache
@@ -193,7 +193,7 @@ def _local_sizes(found: Solved, labels: tuple) -> list[int]:
 def of_lists(call: Call, ordinary: Callable) -> Decision:
     """`_foreach_*` and `_fused_*` functions, under their ordinary rule: item by item on flat shards."""
     decision = ordinary(call)
-    if decision.decomposition is None and is_unsteady_list(call):
+    if decision.decomposition is None and is_position_dependent_list(call):
         decision.run = padded(decision.run or call.function, call.inplace)
     return decision
 

@@ -110,7 +110,7 @@ class reproducible(TorchFunctionMode):
                 return body_of(function)(*args, **kwargs)
         if plain.draws:
             return in_rows(lambda function, args, kwargs: function(*args, **kwargs), function, args, kwargs)
-        if plain.steady and not torch.is_grad_enabled() and "alpha" not in kwargs:
+        if plain.independent and not torch.is_grad_enabled() and "alpha" not in kwargs:
             return function(*args, **kwargs)  # in an optimizer: only gradients of what is stretched have a form
         if function is ATTENTION:
             return self._attention(args, kwargs)

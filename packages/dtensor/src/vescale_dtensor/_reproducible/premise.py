@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import DisableTorchFunction
-from .functions.steady import STEADY, WIDTH, steadied
+from .functions.position import POSITION_DEPENDENT, WIDTH, position_independent
 from .grid import ReproducibleError
 from .merging import batched
 
@@ -95,7 +95,7 @@ def _operations(shapes, generator, device) -> Iterator[tuple[str, Callable, list
     yield "index_add_", _rows_added, pair[:1]
     for function in _unary():
         name = getattr(function, "__name__", str(function))
-        yield name, lambda x, function=function: steadied(function, [x.abs()], {}), pair[:1]
+        yield name, lambda x, function=function: position_independent(function, [x.abs()], {}), pair[:1]
 
 
 def _rows_added(x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _rows_added(x: Tensor) -> Tensor:
 
 def _unary() -> list[Callable]:
     names = ("exp", "log", "tanh", "sigmoid", "erf", "rsqrt", "sin", "cos", "gelu", "silu", "softplus")
-    return [function for function in STEADY if getattr(function, "__name__", "") in names]
+    return [function for function in POSITION_DEPENDENT if getattr(function, "__name__", "") in names]
 
 
 def _moved(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from .._rules.views.view import _strided
 from .call import ALONE
 from .forms import FORMS, elementwise, of_lists
 from .functions.draws import draws_by_place, in_rows
-from .functions.steady import Contiguous, steady_form, steady_run
+from .functions.position import Contiguous, independent_form, independent_run
 from .functions.stretch import grouped_attention
 from .grid import Splits
 from .premise import require_premise
@@ -107,14 +107,14 @@ class Plain:
     """A function of plain tensors in the mode: its entry, whose decisions are those of a mesh without axes; whether
     every element is computed by itself; whether it is as it is while no gradients are taken; and whether it draws."""
 
-    __slots__ = ("entry", "by_item", "steady", "draws")
+    __slots__ = ("entry", "by_item", "independent", "draws")
 
     def __init__(self, entry: Entry, traits: Trait) -> None:
         self.entry = entry
         self.by_item = Trait.ELEMENTWISE in traits and not traits & _SAFE
         self.draws = draws_by_place(entry)
         by_element = self.by_item and Trait.LISTS not in traits and entry.function in FUNCTIONS
-        self.steady = by_element and steady_form(Call(entry.function, (), {}, [], ALONE)) is None
+        self.independent = by_element and independent_form(Call(entry.function, (), {}, [], ALONE)) is None
 
 
 def _rule_of(function: Callable, entry: Entry, splits: Splits) -> Callable | None:
@@ -158,11 +158,11 @@ def _elementwise(ordinary: Callable, function: Callable) -> Callable:
             return whole(function)
         if all(operand.layout.flat_axis is None for operand in call.operands):
             return elementwise(call, signature, function) or whole(function)
-        steady = steady_form(call)
-        decision = None if steady is None else on_flat(call, signature)
+        independent = independent_form(call)
+        decision = None if independent is None else on_flat(call, signature)
         if decision is None:
-            return signature if steady is None else whole(function)
-        decision.run = steady_run(steady, call.inplace)
+            return signature if independent is None else whole(function)
+        decision.run = independent_run(independent, call.inplace)
         return decision
 
     return rule

@@ -94,7 +94,7 @@ def first_difference(done: Tape, tried: Tape, pairs: Pairs, *, whole: bool = Tru
     done, tried = _audible(done), _audible(tried)
     rest = iter(tried)
     for one in done:
-        if type(one) is Op and one.severing:
+        if type(one) is Op and one.copying:
             pairs.alias(one.out, one.args[0])
             continue
         other = next(rest, None)
@@ -171,11 +171,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def graph_difference(
-    done: Iterable[Tensor], tried: Iterable[Tensor], severed: bool = False, moved: frozenset[Route] = frozenset()
+    done: Iterable[Tensor], tried: Iterable[Tensor], copied: bool = False, moved: frozenset[Route] = frozenset()
 ) -> Difference | None:
     """Whether gradients would flow the same ways. Call with dispatch disabled; the tensors are paired in order.
 
-    severed: the first pass has clones that the second does without, through which gradients pass as they are.
+    copied: the first pass has clones that the second does without, through which gradients pass as they are.
     moved: conversions that the second pass makes of a parameter itself, and the first of what was computed from
     it. Every way that has one in the first pass must have the same one in the second, and end there.
     """
@@ -189,7 +189,7 @@ def graph_difference(
     while waiting:
         a, b, at, bt, owed = waiting.pop()
         (a, at), (b, bt) = _behind_aliases(a, at), _behind_aliases(b, bt)
-        while severed and _node_name(a) == _CLONE and _node_name(b) != _CLONE:
+        while copied and _node_name(a) == _CLONE and _node_name(b) != _CLONE:
             a, at = _behind_aliases(*a.next_functions[0])
         if owed is None and _route_of(a) in moved and _route_of(b) not in moved:
             owed = _route_of(a)

@@ -70,7 +70,7 @@ class Storages:
 class Op:
     """One local operator.
 
-    written: storages that it wrote to. hooked: saved tensors went through hooks. severing: it copies only so
+    written: storages that it wrote to. hooked: saved tensors went through hooks. copying: it copies only so
     that later writes stay apart.
     """
 
@@ -83,7 +83,7 @@ class Op:
     written: tuple[int, ...] = ()
     constant: bytes | None = None
     hooked: bool = False
-    severing: bool = False
+    copying: bool = False
 
     @property
     def name(self) -> str:
@@ -155,7 +155,7 @@ class Taping(TorchDispatchMode):
     def _op(self, function: Any, args: tuple, kwargs: dict) -> Op:
         op = Op(function, refs_of(args, self.storages), refs_of(kwargs, self.storages), events.user_line())
         op.random = _RANDOM in function.tags and _draws(function._schema, args, kwargs)
-        op.severing = events.severing
+        op.copying = events.copying
         op.hooked = _saved_tensors_hooks(True) is not None
         if function._schema.is_mutable:
             op.written = tuple(_written(function._schema, args, kwargs, self.storages))

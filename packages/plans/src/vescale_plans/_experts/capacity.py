@@ -18,7 +18,7 @@ from vescale_dtensor.debug import Cause
 from vescale_dtensor.engine import PendingGather, set_cause
 
 
-def room(indices: Tensor, layout: Layout, experts: int, factor: float, name: str) -> Tensor:
+def capacities(indices: Tensor, layout: Layout, experts: int, factor: float, name: str) -> Tensor:
     """How many of this rank's rows every expert takes, int64 [experts].
 
     Arguments:

@@ -54,7 +54,7 @@ from vescale_dtensor.engine import (
 from .._plan.parts import PlanError
 from .beside import Beside
 from .bias import added_last
-from .capacity import counted, positions, room
+from .capacity import capacities, counted, positions
 from .route import Back, Out, Route, Spread
 from .split import split_problem
 
@@ -152,7 +152,7 @@ class ExpertsBorder:
         return total_load(self.experts, self.load, self.replicas)
 
     def total_dropped(self) -> list[int]:
-        """Rows that every expert had no room for in the last forward. Cost: one small all-gather."""
+        """Rows that every expert had no capacity for in the last forward. Cost: one small all-gather."""
         everyone = gather_objects((self.mesh.coordinate, self.dropped.tolist()), self.mesh)
         counted = [drops for coordinate, drops in everyone if not any(coordinate[axis] for axis in self.replicas)]
         return [sum(drops) for drops in zip(*counted)]
@@ -262,7 +262,7 @@ class _Call:
         takes = None
         if border.capacity is not None and not indices.is_meta:
             layout = layout_of(border.mesh, rows, tuple(given[1].shape))
-            takes = room(indices, layout, border.experts.experts, border.capacity, border.name)
+            takes = capacities(indices, layout, border.experts.experts, border.capacity, border.name)
         if border.spread:
             fresh = self._dispatch(tokens, indices, takes)
         else:
@@ -293,7 +293,7 @@ class _Call:
     def _dispatch(self, tokens: Tensor, indices: Tensor, takes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """What the module's forward gets: the rows that arrived, the local expert of each, ones."""
         self._shape = (*indices.shape, tokens.shape[1])
-        self._route = route = Route(self._border.experts, indices, room=takes)
+        self._route = route = Route(self._border.experts, indices, capacity=takes)
         self._border.load, self._border.dropped = route.load, route.dropped
         copies = tokens.unsqueeze(1).expand(self._shape).reshape(-1, self._shape[2])
         if self._border.beside is not None:

@@ -36,14 +36,14 @@ class Route:
     Arguments:
         indices: the expert of every row, int64.
         called: per expert, 1 where this rank calls it, with rows or without; None when that does not matter.
-        room: per expert, how many of this rank's rows it takes, the first ones; the others stay, and zeros come back
-            for them. None for all.
+        capacity: per expert, how many of this rank's rows it takes, the first ones; the others stay, and zeros come
+            back for them. None for all.
 
     Cost: an all-to-all of 8 bytes per expert.
     """
 
     def __init__(
-        self, spread: Spread, indices: Tensor, called: Tensor | None = None, room: Tensor | None = None
+        self, spread: Spread, indices: Tensor, called: Tensor | None = None, capacity: Tensor | None = None
     ) -> None:
         self.spread = spread
         dry = indices.is_meta
@@ -51,12 +51,12 @@ class Route:
         self.order = torch.argsort(flat, stable=True)
         counts = counted(flat, spread.experts)
         self.dropped = torch.zeros_like(counts)
-        self._drops = room is not None and not dry
+        self._drops = capacity is not None and not dry
         if self._drops:
             by_expert = flat[self.order]
-            stays = positions(by_expert) >= room[by_expert]
+            stays = positions(by_expert) >= capacity[by_expert]
             self.order = self.order[torch.argsort(stays, stable=True)]  # those that stay come last
-            self.dropped, counts = counts, torch.minimum(counts, room)
+            self.dropped, counts = counts, torch.minimum(counts, capacity)
             self.dropped = self.dropped - counts
         self.back = torch.empty_like(self.order)
         self.back[self.order] = torch.arange(flat.numel(), device=flat.device)

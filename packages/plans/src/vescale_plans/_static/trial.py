@@ -156,13 +156,13 @@ def _forbidden(frame: Frame, tape: list) -> Difference | None:
     if draw is not None:
         frame.draws = not frame.children
         return Difference(_why_not(draw, made, frame), draw.line)
-    severed = _severed(tape)
+    copied = _copied(tape)
     for item in tape:
         if type(item) is Op:
             why = _why_not(item, made, frame)
             if why:
                 return Difference(why, item.line)
-            if severed & set(item.written):
+            if copied & set(item.written):
                 return Difference("writes in place where one device has a copy and the shard a view", item.line)
             made |= set(_storages(item.out)) - set(_storages(item.args))
         elif type(item) is Crossing and item.frame.state != frame.state:
@@ -174,9 +174,9 @@ def _forbidden(frame: Frame, tape: list) -> Difference | None:
     return None
 
 
-def _severed(tape: list) -> set[int]:
+def _copied(tape: list) -> set[int]:
     """Storages that are one on plain tensors and two on one device, and here."""
-    return {at for item in tape if type(item) is Op and item.severing for at in _storages((item.args, item.out))}
+    return {at for item in tape if type(item) is Op and item.copying for at in _storages((item.args, item.out))}
 
 
 def _why_not(op: Op, made: set[int], frame: Frame) -> str:
@@ -353,10 +353,10 @@ def _compare(
     if len(tried) != len(done) or odd_value(out) or _skeleton(out) != _skeleton(frame.out):
         return Difference("returns something else", frame.site.line)
     wanted = [frame.sources.get(i, tensor) for i, tensor in enumerate(done)]
-    severed = _severed(tape)
+    copied = _copied(tape)
     with local_only():
         for one, other in zip(wanted, tried):
-            if taping.storages.ref(one).storage in severed:
+            if taping.storages.ref(one).storage in copied:
                 return Difference("returns a view of a shard where one device has a copy", frame.site.line)
             if not pairs.same(taping.storages.ref(one), taping.storages.ref(other)):
                 return Difference("returns another tensor", frame.site.line)
@@ -364,11 +364,11 @@ def _compare(
                 return Difference("gives other bits", frame.site.line)
         # Modules answer with what they gave, graph and all, so that gradients of what they took are looked at apart: a
         # border may convert an input whose gradient alone differs (R to I), and a module may have taken it as it was.
-        taken = graph_difference([one for one, _ in met], [other for _, other in met], bool(severed), frame.moved)
+        taken = graph_difference([one for one, _ in met], [other for _, other in met], bool(copied), frame.moved)
         if taken is not None:
             what = f"calls a module with a value whose gradient would flow in another way ({taken.what})"
             return Difference(what, frame.site.line)
-        return graph_difference(wanted, tried, bool(severed), frame.moved)
+        return graph_difference(wanted, tried, bool(copied), frame.moved)
 
 
 def _skeleton(value: Any) -> Any:

@@ -25,7 +25,7 @@ from ..call import solved
 from ..forms import form
 from ..grid import Cut, Splits, block_count
 from ..tree import Total, folded, kept_on_first, tree_sum, unseen, unseen_backward, wide
-from .steady import steadied
+from .position import position_independent
 
 
 class Rows(Function):
@@ -114,13 +114,13 @@ class ClassLoss(Function):
         if cut.axes:
             top = all_gather(top, cut.mesh, cut.axes).amax(0)
         shifted = x - top.unsqueeze(-1)
-        powers = steadied(torch.exp, [shifted], {})
+        powers = position_independent(torch.exp, [shifted], {})
         total = tree_sum(folded(powers.unflatten(-1, cut.local), x.ndim), x.ndim - 1, cut)
         picked = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, -0.0)
         if cut.axes:
             picked = all_reduce(picked, cut.mesh, cut.axes)  # one rank's number, and zeros
         ctx.save_for_backward(powers, total, index, mine & kept, kept)
-        return (steadied(torch.log, [total], {}) - picked).masked_fill(~kept, 0)
+        return (position_independent(torch.log, [total], {}) - picked).masked_fill(~kept, 0)
 
     @staticmethod
     @once_differentiable

@@ -19,7 +19,7 @@ from ..call import expanded, solved
 from ..forms import form
 from ..grid import Splits
 from ..tree import folded, unseen, unseen_backward, wide
-from .steady import steadied
+from .position import position_independent
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -108,10 +108,10 @@ class Softmax(Function):
         if safe or log:
             top = top.masked_fill(top.isinf(), 0)
         shifted = x - top
-        powers = steadied(torch.exp, [shifted], {})
+        powers = position_independent(torch.exp, [shifted], {})
         total = row_sum(powers)
         if log:
-            out = shifted - steadied(torch.log, [total], {})
+            out = shifted - position_independent(torch.log, [total], {})
         else:
             out = powers / (total.masked_fill(total == 0, 1) if safe else total)
         ctx.log = log
@@ -124,7 +124,7 @@ class Softmax(Function):
     def backward(ctx, saved, grad: Tensor):
         (out,) = saved
         if ctx.log:
-            return grad - steadied(torch.exp, [out], {}) * row_sum(grad), None, None
+            return grad - position_independent(torch.exp, [out], {}) * row_sum(grad), None, None
         product = grad * out
         return product - out * row_sum(product), None, None
 

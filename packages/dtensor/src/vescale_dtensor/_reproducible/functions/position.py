@@ -1,4 +1,4 @@
-"""Elementwise kernels whose bits depend on where an element lies, made steady.
+"""Elementwise kernels whose bits depend on an element's position, made independent of it.
 
 On CPU a kernel walks through memory in vectors and does the rest, and everything that is strided, one by one; for
 exp, gelu, silu and others the two round differently (measured: sigmoid of 48 float32 differs from the same 48
@@ -30,7 +30,7 @@ _FUNCTIONAL = """gelu silu mish elu selu celu sigmoid logsigmoid hardswish hards
     tanhshrink""".split()
 _OPERATORS = [Tensor.__pow__, Tensor.__rpow__, Tensor.__rtruediv__]
 _SPECIAL = [getattr(_special, name) for name in dir(_special) if name.startswith("special_")]
-STEADY = dict.fromkeys(
+POSITION_DEPENDENT = dict.fromkeys(
     function
     for function in (*both(*_NAMES), *[getattr(F, name) for name in _FUNCTIONAL], *_OPERATORS, *_SPECIAL)
     if not is_inplace(function)
@@ -38,10 +38,11 @@ STEADY = dict.fromkeys(
 _WEIGHTED = {name: getattr(torch, name) for name in ("add", "sub", "subtract", "rsub")}
 
 
-def steady_form(call: Call) -> Callable | None:
-    """What to compute in place of an elementwise call so that it is steady; None where it is as it is.
+def independent_form(call: Call) -> Callable | None:
+    """What to compute in place of an elementwise call so that its bits do not depend on positions; None
+    where they do not anyway.
 
-    A user's function may have any kernel, so it is made steady, too."""
+    A user's function may have any kernel, so it is treated alike."""
     if call.function not in FUNCTIONS:
         from ..._dispatch.dispatch import local_form
 
@@ -51,30 +52,31 @@ def steady_form(call: Call) -> Callable | None:
     if "alpha" in call.kwargs and base in _WEIGHTED:
         return _WEIGHTED[base]
     if not is_inplace(call.function):
-        return call.function if call.function in STEADY else None
-    return next((f for owner in (Tensor, torch, F) if (f := getattr(owner, base, None)) in STEADY), None)
+        return call.function if call.function in POSITION_DEPENDENT else None
+    return next((f for owner in (Tensor, torch, F) if (f := getattr(owner, base, None)) in POSITION_DEPENDENT), None)
 
 
-def steady_run(form: Callable, inplace: bool) -> Callable:
-    """A local function that computes `form` steadily; written into the first argument when `inplace`."""
+def independent_run(form: Callable, inplace: bool) -> Callable:
+    """A local function that computes `form` independently of positions; written into the first argument when
+    `inplace`."""
 
     def run(*args, **kwargs) -> Tensor:
         if not inplace:
-            return steadied(form, args, kwargs)
+            return position_independent(form, args, kwargs)
         kwargs.pop("inplace", None)
-        return args[0].copy_(steadied(form, (args[0].clone(), *args[1:]), kwargs))
+        return args[0].copy_(position_independent(form, (args[0].clone(), *args[1:]), kwargs))
 
     return run
 
 
-def is_unsteady_list(call: Call) -> bool:
-    """Whether a call on lists may have the kernels of a function that is made steady; all but `_foreach_*` may."""
+def is_position_dependent_list(call: Call) -> bool:
+    """Whether a call on lists may have the kernels of a POSITION_DEPENDENT function; all but `_foreach_*` may."""
     if not call.name.startswith("_foreach_"):
         return True
     base = call.name.removeprefix("_foreach_").rstrip("_")
     if base in _WEIGHTED:
         return "alpha" in call.kwargs
-    return getattr(torch, base, None) in STEADY
+    return getattr(torch, base, None) in POSITION_DEPENDENT
 
 
 def padded(function: Callable, inplace: bool) -> Callable:
@@ -120,7 +122,7 @@ class Contiguous(Function):
         return grad.contiguous()
 
 
-def steadied(function: Callable, args: Sequence, kwargs: dict) -> Tensor:
+def position_independent(function: Callable, args: Sequence, kwargs: dict) -> Tensor:
     """`function` of tensors of one shape."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     shape = (
