@@ -1,5 +1,6 @@
 """The glossary's last column names what the code holds: a name, a module or a folder that is gone fails."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -8,6 +9,29 @@ import pytest
 from package_tree import read_packages
 
 TOP = Path(__file__).absolute().parents[2]
+PAGES = [
+    *(TOP / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(page for page in sorted((TOP / "docs").rglob("*.md")) if page.name != "glossary.md"),
+    *sorted(TOP.glob("packages/*/README.md")),
+]
+
+# Words that were given up, for the field's: pages do not use them, nor does the code for its names.
+NOT_ON_PAGES = {
+    r"borders?": "boundary",
+    r"settled?": "reduced",
+    r"(?:re)?stamp(?:s|ed|ing)?": "attach a layout",
+    r"severs?|severed": "copy",
+    r"steady|steadied": "position-independent",
+    r"composites?": "decomposition",
+    r"lets? go of": "reshard",
+    r"masters": "full-precision shards",
+    r"no room": "exceeds the capacity",
+}
+NOT_IN_NAMES = {
+    r"sever(?:s|ed|ing)?": "copy, copied",
+    r"(?:un)?stead(?:y|ied)": "independent (of positions)",
+    r"composites?": "decomposed; `rules.composite` stays, for rules that were written with it",
+}
 ROWS = re.findall(r"^\| (.+) \|$", (TOP / "docs/glossary.md").read_text(), re.MULTILINE)
 NAMED = sorted({span for row in ROWS for span in re.findall(r"`([^`]+)`", row.split(" | ")[-1])})
 
@@ -31,3 +55,22 @@ def test_what_the_glossary_names_is_in_the_code(named, tree):
     else:
         last = re.findall(r"\w+", named.partition("(")[0])[-1]
         assert re.search(rf"\b(def|class) {last}\b|^\s*{last}\b[^=\n]*=|\b{last}: ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(TOP).as_posix())
+def test_no_page_uses_a_word_that_was_given_up(page):
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", page.read_text(), flags=re.DOTALL)  # names and commands apart
+    words = [word for word in NOT_ON_PAGES if re.search(rf"\b(?:{word})\b", text, re.IGNORECASE)]
+    found = {word: NOT_ON_PAGES[word] for word in words}
+    assert not found
+
+
+def test_no_name_of_the_code_uses_a_word_that_was_given_up():
+    given_up = re.compile(rf"(?:^|_)(?:{'|'.join(NOT_IN_NAMES)})(?:_|$)", re.IGNORECASE)
+    found = set()
+    for package in read_packages(TOP):
+        for file in package.source.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(), file)):
+                names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname")]
+                found |= {(file.name, name) for name in names if isinstance(name, str) and given_up.search(name)}
+    assert found == {("rules.py", "composite")}

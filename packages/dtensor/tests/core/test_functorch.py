@@ -74,6 +74,14 @@ def test_what_stays_right():
     run_ranks(2, run)
 
 
+def takes_mappings(plain):
+    """Whether this torch takes a mapping of inputs; 2.11 does not, on one device either."""
+    try:
+        return list(torch.autograd.grad(plain.sum(), {"plain": plain})) == ["plain"]
+    except RuntimeError:
+        return False
+
+
 def test_batched_cotangents():
     """One backward per cotangent, where torch on one device runs vmap; by hand and through torch's own Jacobian."""
 
@@ -88,8 +96,9 @@ def test_batched_cotangents():
         unused = d.detach().requires_grad_()
         _, nothing = torch.autograd.grad(d.sum(), [d, unused], materialize_grads=True)
         assert torch.equal(nothing.full_tensor(), torch.zeros_like(w))
-        named = torch.autograd.grad((d * unused).sum(), {"d": d, "other": unused})
-        assert torch.equal(named["d"].full_tensor(), w) and list(named) == ["d", "other"]
+        if takes_mappings(alone):
+            named = torch.autograd.grad((d * unused).sum(), {"d": d, "other": unused})
+            assert torch.equal(named["d"].full_tensor(), w) and list(named) == ["d", "other"]
         for vectorize in (False, True):
             jacobian = torch.autograd.functional.jacobian(lambda x: x.sin().sum(1), d.detach(), vectorize=vectorize)
             want = torch.autograd.functional.jacobian(lambda x: x.sin().sum(1), w)
