@@ -27,7 +27,7 @@ PINS: dict[str, dict[str, int]] = {
 }
 TRAININGS = ("tp 2", "dp 2 x tp 2, zero 3")
 CASES = (*TRAININGS, "pp 2", "static", "generate")
-RIGHT, LIMIT_S = "right", 90.0
+RIGHT, LIMIT_S = "right", 300.0
 
 
 @functools.lru_cache(maxsize=2)  # static and generate take that of "tp 2"

@@ -15,6 +15,8 @@ OUTCOMES = Path(__file__).with_name("outcomes.json")
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 WANTED = 0.98
 """The share of the listed types that have to be right in each of `run.TRAININGS`."""
+NEAR, FAR = 1.1, 2.0
+"""Times the count: of decoders, of all."""
 KEPT = ("outcome", "moved by scale", "collectives", "minimum", "day")
 
 HEAD = """# Unmodified architectures under plans
@@ -32,12 +34,17 @@ Of the outcomes, {days}.
 {summary}
 
 *Sent* is the collectives of the last of three steps under TP 2, without gradient syncs. *By count* is a count from the
-plan's cut weights and how often their modules ran (runs recorded before that was counted took each once): two for each
-that sums over what is cut, one for an embedding cut along its rows, two for a head cut along the vocabulary with its
-loss. It knows no recurrence, no norm over what is cut, and no weight that is neither a Linear's, an Embedding's nor
-experts'; where it is 0 it says nothing. For a head it is what this engine was seen to need, on a Llama: a loss made
-otherwise may take less, as gpt_oss and llama4 do: it is a yardstick, not a bound. Parameters that the planner leaves
-whole count nothing, however many.
+model and the plan (`Trace.least`; runs recorded before 2026-11-24 counted two for each sum and knew no norms): in
+forward one for each weight cut along what it sums over, and for an embedding cut along its rows; in backward one for
+each value that weights cut along their out features read, for its gradient is a sum over the ranks (Q, K and V read
+one, a latent attention's up projections one each); one in both for a norm of features that are cut (of its squares:
+OLMo 2's queries and keys, BitNet's second norms), and for what a boundary of the plan gathers; two in backward for
+experts in stacks, of their rows and of the routing weights, whose gradient is a product with what the experts give; two
+for a head cut along the vocabulary with its loss. It knows no recurrence, and no value that meets what is cut outside
+of such modules, as the rotary part of a latent key, or B and C of a state-space layer; where it is 0 it says nothing.
+Sums that are added before they are summed over ranks need one, a shared expert's beside the routed ones', so that some
+send less. It is a yardstick, not a bound. Parameters that the planner leaves whole count nothing, however many.
+{within}
 
 | type | {cases} | sent | by count |
 | --- |{rules} --- | --- |
@@ -82,6 +89,7 @@ def write() -> None:
     text = HEAD.format(
         early=early, days=", ".join(f"{n} are of {day}" for day, n in sorted(days.items())),
         count=len(names), causal=len(names) - others, others=others, left=len(listed["left_out"]),
+        within=_within(names, found),
         version=listed["transformers"], summary="\n".join(rows), cases=" | ".join(CASES), rules=" --- |" * len(CASES),
     )  # fmt: skip
     said = []
@@ -95,6 +103,18 @@ def write() -> None:
             if what["outcome"] != RIGHT
         ]
     PAGE.write_text(text + "\n## What the rest said\n\n" + ("\n".join(said) or "Nothing.") + "\n")
+
+
+def _within(names: list[str], found: dict[str, dict[str, Any]]) -> str:
+    """How many send little more than by count."""
+    figures = {name: found.get(name, {}).get("tp 2", {}) for name in names}
+    over = {name: one["collectives"] / one["minimum"] for name, one in figures.items() if one.get("minimum")}
+    decoders = [times for name, times in over.items() if not name.startswith("other: ")]
+    near, far = sum(times <= NEAR for times in decoders), [name for name, times in over.items() if times > FAR]
+    return (
+        f"Within {NEAR} times the count are {near} of {len(decoders)} causal language models; "
+        f"above {FAR:g} times it {len(far)} of all {len(over)}{': ' * bool(far)}{', '.join(far)}."
+    )
 
 
 def short() -> list[str]:

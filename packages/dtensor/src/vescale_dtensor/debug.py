@@ -27,6 +27,7 @@ from ._communication.advice import Advice as Advice
 from ._communication.advice import Report, report
 from ._communication.events import Cause as Cause
 from ._communication.events import Event as Event
+from ._conversions.memo import version
 from ._debugger.ide import refuse_evaluated
 from ._debugger.prompt import stop_here
 from ._debugger.quiet import is_unstopped
@@ -34,7 +35,7 @@ from ._debugger.session import world
 from ._dispatch.arguments import collect
 from ._errors import MeshError
 from ._layouts.layout import Layout
-from ._tensor.tensor import DTensor
+from ._tensor.tensor import DTensor, local_only
 
 _values = itertools.count()  # tells the values of conversions apart, of all traces
 
@@ -45,6 +46,7 @@ class Trace:
 
     events: list[Event] = field(default_factory=list)
     calls: collections.Counter[str] = field(default_factory=collections.Counter, repr=False)
+    reads: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict, repr=False)
     _model: nn.Module | None = field(default=None, repr=False)
     _said: tuple[int | None, dict[str, tuple[str, ...]]] | None = field(default=None, repr=False)
 
@@ -82,7 +84,7 @@ class Trace:
         if installed is None:
             return self._said or (None, {})
         backward = any(event.cause.direction == "backward" for event in self.events)
-        return installed.least(self._model, self.calls, backward), installed.open_sums(self._model)
+        return installed.least(self._model, self.calls, self.reads, backward), installed.open_sums(self._model)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_model": None, "_said": self._says()}  # a parallelized model stays in its process
@@ -117,9 +119,11 @@ def comm_trace(model: nn.Module | None = None) -> Iterator[Trace]:
     parameters = {id(one): name for name, one in model.named_parameters()} if model is not None else {}
     stack: list[str] = []
 
-    def enter(module: nn.Module, args: object) -> None:
+    def enter(module: nn.Module, args: tuple) -> None:
         stack.append(names.get(id(module), type(module).__name__))
         trace.calls[stack[-1]] += 1
+        if args and isinstance(args[0], Tensor):
+            trace.reads.setdefault(stack[-1], {})[value_number(args[0])] = cut_last(args[0])
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         if stack:
@@ -127,12 +131,11 @@ def comm_trace(model: nn.Module | None = None) -> Iterator[Trace]:
 
     def moved(tensor: Tensor, source: Layout, target: Layout) -> _events.Moved:
         known = tensor.__dict__
-        if "_traced" not in known or known["_traced"][0] != tensor._version:
-            known["_traced"] = (tensor._version, next(_values))
+        number = value_number(tensor)
         parameter = parameters.get(id(tensor), "parameter" if isinstance(tensor, nn.Parameter) else "")
         kinds = {axis: state.kind for axis, state in zip(source.mesh.names, source.states)}
         made_in = known.get("_returned_by", "")
-        return _events.Moved(parameter, known["_traced"][1], made_in, kinds, source.placements, target.placements)
+        return _events.Moved(parameter, number, made_in, kinds, source.placements, target.placements)
 
     hooks = [
         nn.modules.module.register_module_forward_pre_hook(enter),
@@ -196,6 +199,24 @@ def hook_breakpoints() -> None:
     refuse_evaluated()
     if world()[1] > 1 and sys.breakpointhook is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = _stop_callers
+
+
+def value_number(tensor: Tensor) -> int:
+    """Tells this tensor, as it is now, from all others."""
+    with local_only():
+        known, now = tensor.__dict__, version(tensor)
+    if "_traced" not in known or known["_traced"][0] != now:
+        known["_traced"] = (now, next(_values))
+    return known["_traced"][1]
+
+
+def cut_last(tensor: Tensor) -> tuple[str, ...]:
+    """The axes that cut its last dim."""
+    if type(tensor) is not DTensor:
+        return ()
+    layout = tensor._layout.base
+    last = len(layout.shape) - 1
+    return tuple(axis for axis, one in zip(layout.mesh.names, layout.states) if one.kind == "S" and one.dim == last)
 
 
 def mark(value: object, module: str) -> None:

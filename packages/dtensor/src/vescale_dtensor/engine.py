@@ -122,4 +122,6 @@ from ._torch_range import OLDEST_TORCH as OLDEST_TORCH
 from ._torch_range import is_supported_torch as is_supported_torch
 from ._torch_range import supported_torch as supported_torch
 from ._torch_range import torch_release as torch_release
+from .debug import cut_last as cut_last
 from .debug import hook_breakpoints as hook_breakpoints
+from .debug import value_number as value_number

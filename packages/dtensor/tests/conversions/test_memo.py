@@ -9,8 +9,9 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
-from vescale_dtensor import DTensor, FallbackWarning, Replicate, Shard, comm_trace, distribute_tensor
+from vescale_dtensor import DTensor, FallbackWarning, Partial, Replicate, Shard, comm_trace, distribute_tensor
 from vescale_dtensor._conversions.memo import close_scope, open_scope
 from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
@@ -103,6 +104,106 @@ def test_a_remembered_conversion_that_was_written_is_not_recalled() -> None:
             gathered = x.redistribute([Shard(0), R])
             gathered.mul_(0)
             close(x @ spread(torch.eye(6), R, Shard(1)), value)
+
+    run_ranks(4, run)
+
+
+def reads(program) -> int:
+    """What the backward sends where two scopes inside read one value that all ranks have."""
+    values = [whole(4, 6), whole(6, 8, seed=1), whole(6, 8, seed=2)]
+    found = []
+    for cut in (False, True):
+        x, *weights = (one.detach().clone().requires_grad_() for one in values)
+        if cut:
+            x = spread(x, R, Partial())
+            weights = [spread(one, R, Shard(1)) for one in weights]
+        leaf = x
+        with scope():
+            x = x.redistribute([R, R]) if cut else x
+            if program == "leaf":
+                x = x.detach().requires_grad_()
+                leaf = x
+            elif program == "computed":
+                x = torch.sin(x)
+            outs = []
+            for weight in weights:
+                with scope():
+                    outs.append(x @ weight)
+        with comm_trace() as trace:
+            (outs[0] * outs[1]).sum().backward()
+        sent = trace.count(axes="tp")
+        found.append(leaf.grad.full_tensor() if cut else leaf.grad)
+    close(*found)
+    return sent
+
+
+def test_scopes_inside_share_the_gradient_of_what_was_computed_around_them() -> None:
+    """Projections that adapters wrap, attention beside a feed-forward part: each is a module with children."""
+    assert run_ranks(4, reads, "computed") == [1] * 4
+
+
+def test_a_leaf_is_remembered_no_longer_than_the_innermost_scope() -> None:
+    assert run_ranks(4, reads, "leaf") == [2] * 4
+
+
+def norm(x):
+    """Reads its input twice: what comes of the squares needs the sum, what is multiplied would do without."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
+
+
+def residual(x, ups, downs):
+    """Blocks whose sums nobody asked to be made whole."""
+    for up, down in zip(ups, downs):
+        with scope():
+            x = x + torch.tanh(norm(x) @ up) @ down
+    return norm(x)
+
+
+def sums(program) -> tuple[int, int]:
+    """Collectives of the forward and of the backward of two such blocks."""
+    values = [whole(4, 6)] + [whole(6, 8, seed=i) for i in (1, 2)] + [whole(8, 6, seed=i) for i in (3, 4)]
+    found = []
+    for cut in (False, True):
+        x, *weights = (one.detach().clone().requires_grad_() for one in values)
+        if cut:
+            x = spread(x, R, Partial())
+            weights = [spread(one, R, Shard(1 if i < 2 else 0)) for i, one in enumerate(weights)]
+        with comm_trace() as trace, scope():
+            if program == "recomputed":
+                y = norm(torch.utils.checkpoint.checkpoint(residual, x, weights[:2], weights[2:], use_reentrant=False))
+            else:
+                y = residual(x, weights[:2], weights[2:])
+        forward = trace.count(axes="tp")
+        with comm_trace() as trace:
+            y.square().sum().backward()
+        found.append([one.grad.full_tensor() if cut else one.grad for one in (x, *weights)])
+    for one, other in zip(*found):
+        close(one, other)
+    return forward, trace.count(axes="tp")
+
+
+def test_who_reads_a_sum_of_parts_again_takes_the_sum_that_was_made() -> None:
+    """Megatron's least without a boundary: one sum for each block in forward, one in backward; and the last norm's."""
+    assert run_ranks(4, sums, "as it is") == [(3, 2)] * 4
+    assert run_ranks(4, sums, "recomputed")  # whose gradients are right
+
+
+def test_an_older_value_goes_with_the_outermost_scope_and_is_not_kept_alive_by_it() -> None:
+    def run() -> None:
+        x = torch.sin(spread(whole(4, 6), R, Partial()).redistribute([R, R]))
+        w = spread(whole(6, 8, seed=1), R, Shard(1))
+        kept = weakref.ref(x)
+        with scope(), scope():
+            y = x @ w
+            assert len(x._conversions) == 1
+        assert "_conversions" not in x.__dict__
+        with scope():
+            with scope():
+                y = x @ w
+            assert len(x._conversions) == 1
+            del x, y
+            gc.collect()
+            assert kept() is None
 
     run_ranks(4, run)
 

@@ -111,7 +111,7 @@ def both(program, take, length, sizes, pending) -> int:
 
 @pytest.mark.parametrize("take", [name for name in TAKES if name != "wide"])  # which meets shards as what it computed
 def test_what_a_scan_sends_does_not_grow_with_its_length(take):
-    (short, _), (long, _) = (run_ranks(2, both, "scan", take, length, (2,), False) for length in (4, 12))
+    (short, _), (long, _) = (run_ranks(2, both, "scan", take, length, (2,), False) for length in (8, 24))
     assert short == long == 2 + 2 * 3  # the sums themselves, and of each what two slices send and the whole
 
 
@@ -120,6 +120,33 @@ def test_what_a_scan_sends_does_not_grow_with_its_length(take):
 def test_gradients_are_one_devices(program, sizes, pending):
     for take in ("select", "from the end", "wide"):
         run_ranks(2 * len(sizes), both, program, take, 6, sizes, pending)
+
+
+def parts(length) -> list[tuple[int, int]]:
+    """What the backward of the three parts of one tensor sends: how often, and bytes."""
+    mesh, generator = mesh_of(2, names=("tp",)), torch.Generator().manual_seed(0)
+    plain = [torch.randn(4, length, width, generator=generator, dtype=torch.double) for width in (WIDTH, 3 * STATES)]
+    found = []
+    for cut in (False, True):
+        x, y = plain
+        if cut:
+            x, y = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(y, mesh, [Partial()])
+        y = y.requires_grad_()
+        with scope():
+            step, b, c = (alike(y) * 1.0).split(STATES, -1)
+            out = [(x[..., None] * part[:, :, None]).sum(-1) for part in (step.sigmoid(), b, c)]
+            out += [(x[..., None] * part[:, :, None]).sum(-1) for part in (b, step)]
+        with comm_trace() as trace:
+            sum(one.square().sum() for one in out).backward()
+        found.append(y.grad.full_tensor() if cut else y.grad)
+    torch.testing.assert_close(*found)
+    return [(event.count, event.received) for event in trace.select(direction="backward") if event.count]
+
+
+def test_parts_that_fill_a_tensor_travel_together():
+    """A state-space layer's step, B and C: one that is computed with before it meets a shard, and two as they are."""
+    for sent in run_ranks(2, parts, 4):
+        assert sorted(sent) == [(1, 4 * 4 * STATES * 8), (1, 3 * 4 * 4 * STATES * 8)]
 
 
 def test_one_slice_alone_travels_alone():

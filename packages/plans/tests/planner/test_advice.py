@@ -100,6 +100,54 @@ def test_the_boundaries_that_it_names_leave_what_the_weights_need():
         assert closed[4] == f"{least} collectives; the plan's cut weights need {least}: nothing to save"
 
 
+class Wrapped(nn.Module):
+    """A projection in a module of its own, as adapters wrap it."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.one = nn.Linear(*sizes, bias=False)
+
+    def forward(self, x):
+        return self.one(x)
+
+
+class Beside(nn.Module):
+    """Two parts that read one norm, one of which norms what is cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = Norm(16), nn.RMSNorm(32)
+        self.left, self.right = Wrapped(16, 32), Wrapped(16, 32)
+        self.two, self.other = nn.Linear(32, 16, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.two(self.inner(self.left(x))) + self.other(F.silu(self.right(x)))
+
+
+def beside(ends):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 16), Beside(), Beside())
+    whole = Boundary(output={"tp": Replicate()})
+    parameters = {"*.one.weight": COLUMN, "*.two.weight": ROW, "*.other.weight": ROW, "*": {}}
+    boundaries = dict.fromkeys({"modules": ("?.two", "?.other"), "sums": ("1", "2")}[ends], whole)
+    model, _ = parallelize(Plan(mesh={"tp": 2}, parameters=parameters, boundaries=boundaries), model)
+    with comm_trace(model) as trace:
+        model(IDS).square().mean().backward()
+    return trace.advice().sent, trace.least
+
+
+@pytest.mark.parametrize(
+    "ends, sent, least",
+    (
+        ("modules", 2 * (2 + 1 + 2), 2 * (2 + 1 + 2)),  # two sums, one value that both read, the norm's two
+        ("sums", 2 * (1 + 1 + 2), 2 * (2 + 1 + 2)),  # added up before they are summed over ranks
+    ),
+)
+def test_a_value_that_two_modules_read_is_summed_once_and_a_norm_of_what_is_cut_takes_two(ends, sent, least):
+    assert run_ranks(2, beside, ends) == [(sent, least)] * 2
+
+
 def whole_features():
     return step(
         {"table": Boundary(output={"tp": Replicate()}), "parts.*.two": Boundary(output={"tp": Replicate()})}, Cumulated

@@ -162,3 +162,35 @@ def test_loss_and_gradients_of_a_whole_batch_in_microbatches(name):
     for loss, errors, _ in run_ranks(2, compared, name, 2, timeout=120):
         assert loss <= 1e-6
         assert {n: e for n, e in errors.items() if not e <= 1e-5} == {}
+
+
+class Collected(nn.Module):
+    """What a hook keeps of a block is read after them all, as libraries collect hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.seen = {}
+        self.blocks[0].register_forward_hook(lambda module, args, out: self.seen.update(first=out))
+
+    def forward(self, x):
+        self.seen = {}
+        for block in self.blocks:
+            x = block(x)
+        return (x + self.seen["first"]).square().mean()
+
+
+def read_from_a_hook():
+    plan = vescale.Plan(mesh={"pp": 2}, parameters={"*": {}}, pipeline=vescale.Pipeline(cuts=("blocks.2",)))
+    model, _ = vescale.parallelize(plan, Collected(), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    try:
+        model(torch.ones(2, 4))
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_forward_that_reads_what_a_hook_left_is_told_so():
+    for kind, text in run_ranks(2, read_from_a_hook, timeout=60):
+        assert kind == "PipelineError"
+        assert "raised KeyError: 'first'; hooks of 1 modules, such as 'blocks.0'" in text
+        assert "return the value from the module's forward" in text

@@ -226,7 +226,7 @@ def _make(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own: bool
             out = _moved(tensor, route, own)
         out = stamp(out, target)
         if not own:
-            remember(tensor, target, out)
+            remember(tensor, target, out, moves=not route.is_alias)
         return out
 
 

@@ -5,27 +5,60 @@ runs: a scope is opened when a module that has children is entered, and what was
 remembered inside is forgotten when it returns. Without that bound a memo on a leaf
 would be a reference cycle through autograd's graph, which Python cannot see. A memo
 holds for one grad mode, and for one version of its source and of itself.
+
+What moves nothing in forward holds longer: in the scope in which its source was
+computed. Modules inside that read one value, each in a scope of its own (projections
+that adapters wrap, attention beside a feed-forward part, decoder blocks that read an
+encoder), then add up its gradient once, and no memory is kept for it: the memory is the
+source's, which the scope does not hold.
 """
 
 from __future__ import annotations
 
+import weakref
+
 from torch import Tensor, is_grad_enabled
 
 from .._layouts.layout import Layout
+from .._layouts.state import INVARIANT, PENDING, VARYING
+from .._torch_private import _get_sequence_nr
 
-_scopes: list[list[Tensor]] = []
+
+class Scope:
+    """What was remembered while a module runs: sources, and of which target; None for slices that were counted."""
+
+    __slots__ = ("first_node", "kept")
+
+    def __init__(self) -> None:
+        self.first_node = _get_sequence_nr()
+        self.kept: list[tuple] = []
+
+    def forget(self) -> None:
+        for held, key in self.kept:
+            source = held() if type(held) is weakref.ref else held
+            if source is None:
+                continue
+            if key is None:
+                source.__dict__.pop("_sliced", None)
+            elif (known := source.__dict__.get("_conversions")) is not None:
+                known.pop(key, None)
+                if not known:
+                    del source.__dict__["_conversions"]
+        self.kept.clear()
+
+
+_scopes: list[Scope] = []
 
 
 def open_scope() -> None:
     """Begin to remember; pairs with `close_scope`."""
-    _scopes.append([])
+    _scopes.append(Scope())
 
 
 def close_scope() -> None:
     """Forget what was remembered since the matching `open_scope`."""
     if _scopes:
-        for source in _scopes.pop():
-            forget(source)
+        _scopes.pop().forget()
 
 
 def forget(source: Tensor) -> None:
@@ -41,7 +74,8 @@ def forget_all() -> None:
 
 
 def recall(source: Tensor, target: Layout) -> Tensor | None:
-    """The conversion of `source` to `target` that this scope made, if it still holds. Call with dispatch disabled."""
+    """The conversion of `source` to `target` that an open scope remembers, if it still holds. Call with dispatch
+    disabled."""
     known = source.__dict__.get("_conversions")
     if known is None:
         return None
@@ -51,16 +85,43 @@ def recall(source: Tensor, target: Layout) -> Tensor | None:
     return entry[2]
 
 
-def remember(source: Tensor, target: Layout, result: Tensor) -> None:
-    """Keep `result` for the rest of the innermost scope; nothing outside any scope."""
+def whole_already(source: Tensor, layout: Layout) -> Layout | None:
+    """Of a pending tensor the layout in which an open scope remembers its sum: who asks next need not add up again what
+    comes of its parts. Call with dispatch disabled."""
+    if "_conversions" not in source.__dict__:
+        return None
+    for whole in (INVARIANT, VARYING):
+        target = layout.with_states([whole if state is PENDING else state for state in layout.states])
+        if recall(source, target) is not None:
+            return target
+    return None
+
+
+def remember(source: Tensor, target: Layout, result: Tensor, moves: bool = True) -> None:
+    """Keep `result`; nothing outside any scope. Call with dispatch disabled.
+
+    moves: whether it has other memory than the source: then it goes with the innermost scope.
+    """
     if not _scopes:
         return
     known = source.__dict__.get("_conversions")
     if known is None:
         known = source._conversions = {}
-        _scopes[-1].append(source)
     key = (target, is_grad_enabled() and source.requires_grad)
     known[key] = (version(source), version(result), result)
+    sliced = source.__dict__.get("_sliced")
+    if sliced is not None:
+        sliced[3].kept.append((source, key))
+    elif moves or source.grad_fn is None:
+        _scopes[-1].kept.append((source, key))
+    else:
+        _computed_in(source).kept.append((weakref.ref(source), key))
+
+
+def _computed_in(source: Tensor) -> Scope:
+    """The scope in which autograd noted the source; the outermost for what is older than all."""
+    node = source.grad_fn._sequence_nr()
+    return next((scope for scope in reversed(_scopes) if scope.first_node <= node), _scopes[0])
 
 
 def times_seen(base: Tensor, what: object) -> int:
@@ -71,11 +132,13 @@ def times_seen(base: Tensor, what: object) -> int:
     if not _scopes:
         return 0
     seen = base.__dict__.get("_sliced")
+    scope = _scopes[-1]
+    if seen is None:
+        scope.kept.append((base, None))
+    else:
+        scope = seen[3]
     count = seen[2] if seen is not None and seen[:2] == (what, version(base)) else 0
-    base._sliced = what, version(base), count + 1
-    if "_conversions" not in base.__dict__:
-        base._conversions = {}
-        _scopes[-1].append(base)
+    base._sliced = what, version(base), count + 1, scope
     return count + 1
 
 

@@ -2,7 +2,9 @@
 
 A scan over a sequence takes `x[:, i]` of what was computed for all positions, and each slice meets a shard. Each alone
 would communicate, in backward or in both directions, as often as there are positions. The first two slices travel
-alone, for they may stay the only ones; with the third the whole tensor does, and all others are views of it.
+alone, for they may stay the only ones; with the third the whole tensor does, and all others are views of it. A slice
+that is much of the tensor has neighbours that are (the step, B and C of a state-space layer, rows dealt out to
+experts): where only gradients travel, the whole's does at once, at no more than `WHOLE` times the bytes.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from torch import Tensor
 from .._layouts.layout import Layout, layout_of
 from .._tensor.tensor import DTensor, stamp
 from .conversion import communicates
-from .memo import times_seen
+from .memo import recall, times_seen
 
 ALONE = 2
 """Slices of one tensor that are converted before it is."""
+WHOLE = 4
+"""Times the elements of a slice that its tensor may have to be converted in its place."""
 
 Make = Callable[[Tensor, Layout, Layout, bool, bool], Tensor]
 
@@ -39,8 +43,11 @@ def as_slice(make: Make, tensor: Tensor, source: Layout, target: Layout) -> Tens
     if not (communicates(source, target) or communicates(target.gradient, source.gradient)):
         return None
     wanted = layout_of(whole.mesh, tuple(states), whole.shape)
-    if times_seen(base, wanted) <= ALONE:
-        return None
+    if recall(base, wanted) is None:
+        seen = times_seen(base, wanted)
+        much = not communicates(source, target) and whole.numel <= WHOLE * source.numel
+        if seen == 0 or seen <= ALONE and not much:
+            return None
     found = make(base, whole, wanted, False, False)
     if found.stride() != base.stride():
         return None

@@ -24,9 +24,10 @@ from torch import Tensor, is_grad_enabled
 from .._communication import events
 from .._conversions.conversion import is_alias
 from .._conversions.convert import alias, convert_operand, describe, read, refuse_foreign
+from .._conversions.memo import whole_already
 from .._errors import InternalError, MeshError, VescaleError
 from .._layouts.layout import Layout, layout_of
-from .._layouts.state import INVARIANT
+from .._layouts.state import INVARIANT, PENDING
 from .._rules.doors.communication import refuse_operator
 from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from .._rules.traits import Trait
@@ -44,6 +45,10 @@ from .functorch import check_not_wrapped
 from .number import takes_number, with_numbers
 from .order import in_order
 from .signature import Signature, solve
+
+# Functions whose result may be an operand, or in its memory: one that stays pending must then be the very one.
+_HANDS_ON = Trait.VIEW | Trait.METADATA | Trait.MOVES
+_LENDS = frozenset({Tensor.to, Tensor.type_as})
 
 # The table that is looked into: the one of rules, or an overlay of it, and its `get`.
 _table: Any = TABLE
@@ -213,6 +218,10 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
         if isinstance(decision.out, Layout) and decision.out.is_number and not operands[0].layout.is_number:
             raise_number(function, tensors[0])
     decision.plain = any(type(t) is not DTensor for t in tensors)
+    if len(operands) > 1 and function not in _LENDS and not entry.traits & _HANDS_ON:
+        moved = {i for i, target in enumerate(decision.targets) if target is not None}
+        stay = set(range(len(operands))) - moved - set(decision.mutated)
+        decision.pending = tuple(sorted(i for i in stay if PENDING in operands[i].states))
     # A plain tensor without gradient holds the same values whether it is called I or R.
     decision.targets = tuple(
         None if target is None or (operand.plain and is_alias(operand.layout, target)) else target
@@ -234,7 +243,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     plain = [t for t in tensors if type(t) is not DTensor]
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)
-    more = decision.targets or decision.untracked or decision.mutated or decision.watched
+    more = decision.targets or decision.untracked or decision.mutated or decision.watched or decision.pending
     more = more or isinstance(function, OpOverload)
     more = more or isinstance(decision.out, Layout) and decision.out.is_number  # `stamp` has more to do
     decision.ready = seen and not more
@@ -283,6 +292,12 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
         if decision.watched:
             borrow(out, tensors)
         return out
+    if decision.pending:
+        summed = _summed(decision, function, tensors)
+        if summed is not tensors:
+            queue = iter(summed)
+            args = substitute(args, lambda _: next(queue))
+            return call_entry(entry, function, args, substitute(kwargs, lambda _: next(queue)))
     for index in decision.mutated:
         check_writable(function, tensors[index])
     converted: list[Tensor] = tensors
@@ -321,6 +336,26 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
     if decision.watched:
         borrow(out, tensors)
     return out
+
+
+def _summed(decision: Decision, function: Any, tensors: list[Tensor]) -> list[Tensor]:
+    """The operands, with the sum in place of each that would stay pending although somebody had it added up before.
+
+    Not while hooks pack what backward saves: a checkpoint's recomputation finds nothing remembered of what enters it,
+    and has to save what its first pass did.
+    """
+    if _saved_tensors_hooks(True) is not None:
+        return tensors
+    found = tensors
+    for index in decision.pending:
+        tensor = tensors[index]
+        source = tensor._layout.base
+        with local_only():
+            target = whole_already(tensor, source)
+        if target is not None:
+            found = list(tensors) if found is tensors else found
+            found[index] = convert_operand(tensor, source, target, function)
+    return found
 
 
 def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: Any = ()) -> Any:

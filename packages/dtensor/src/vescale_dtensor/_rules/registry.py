@@ -96,7 +96,8 @@ class Decision:
     targets: per operand (in the order of the call), the layout it must have, or
     None for "as it is". out: what to stamp. run: the local function, or None for
     the called one; it gets all arguments, converted. decomposition: a Python function
-    to run on the DTensors instead, with dispatch on. explanation: for `strict()`, why
+    to run on the DTensors instead, with dispatch on. pending: operands that stay sums of
+    parts, unless the sum is remembered. explanation: for `strict()`, why
     an operand must move, and remedies (code, cost).
     """
 
@@ -109,6 +110,7 @@ class Decision:
     plain: bool = False
     copies: bool = False
     watched: bool = False
+    pending: tuple[int, ...] = ()
     explanation: tuple[str, tuple[tuple[str, str], ...]] | None = None
     ready: bool = field(default=False)
 

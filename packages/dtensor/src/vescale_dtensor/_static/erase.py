@@ -49,7 +49,7 @@ def convert_erased(tensor: Tensor, route: Route, cause: object, made: list[Tenso
             if known is tensor:
                 return tensor
             known._layout = target
-            remember(tensor, target, known)
+            remember(tensor, target, known, moves=not route.is_alias)
     known.__class__ = plain_class(known)
     made.append(known)
     return known

@@ -53,7 +53,12 @@ def dry_run(
     with kept_as_it_was(model) as kept, stations_in_place(stations):
         recorder = Recorder(model, cuts, kept)
         with no_draws_of_python(), recorder, notes or nullcontext():
-            result = recorder.adopt(call(), "the model")
+            try:
+                result = recorder.adopt(call(), "the model")
+            except (IndexError, KeyError, AttributeError, TypeError) as error:
+                if recorder.unheard:
+                    raise _without_hooks(error, recorder.unheard) from error
+                raise
         changed = kept.changed()
         left = Left(changed, recorder, buffers or {})
         if changed or any(access.kind == "w" for access in recorder.seen.accesses):
@@ -64,6 +69,21 @@ def dry_run(
                 call()
             left.compare(again, between)
         return _record(recorder, result, left)
+
+
+def _without_hooks(error: Exception, unheard: list[str]) -> PipelineError:
+    """Of code that fails where hooks have not been called, which may have left what it reads."""
+    return PipelineError(
+        "pipeline",
+        f"the forward raised {type(error).__name__}: {error}; hooks of {len(unheard)} modules, such as {unheard[0]!r},"
+        " are called on the stage that computes the module alone: what they leave behind is missing on the others",
+        (),
+        [
+            ("return the value from the module's forward", "stages send each other what modules return"),
+            ("output_hidden_states=False, a layer's own output in its place", "where a library collects by hooks"),
+            ("generate_plan(model, pin={'pp': 1}, ...)", "tensor and data parallelism call every hook"),
+        ],
+    )
 
 
 @contextmanager

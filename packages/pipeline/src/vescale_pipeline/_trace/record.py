@@ -64,6 +64,7 @@ class Recorder:
         self.born: dict[int, int] = {}
         self.used: dict[int, set[int]] = {}
         self.weight_uses: dict[str, set[int]] = {}
+        self.unheard: list[str] = []  # modules whose hooks, a user's, were not called
         self._kept = kept
         self._left: dict[tuple[int, str], Any] = {}
         self.written: dict[int, int] = {}  # key of a value -> the stage that writes it in place
@@ -103,6 +104,8 @@ class Recorder:
         stage, began = self.stage, self.seen.place()
         self._frames.append([])
         self._path.append(name)
+        if any(map(_is_users, station.module._forward_hooks.values())):
+            self.unheard.append(name)
         out = station.module.forward(*args, **kwargs)  # without hooks: they may look at values
         self._path.pop()
         inner = self._frames.pop()
@@ -256,6 +259,10 @@ class Recorder:
         self._keys += 1
         self.born[self._keys], self.used[self._keys] = stage, uses
         return self._keys
+
+def _is_users(hook: Callable) -> bool:
+    return not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("vescale")
+
 
 class _Weights(TorchFunctionMode):
     """Puts placeholders in place of the model's parameters: nothing is computed with their values."""

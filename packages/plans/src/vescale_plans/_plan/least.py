@@ -2,35 +2,77 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
-from vescale_dtensor import InterleavedShard, Shard
+from vescale_dtensor import InterleavedShard, Replicate, Shard
 
 from .fields import PlanFields
 from .match import first_match
 
+Reads = Mapping[str, Mapping[int, Collection[str]]]
+"""Module -> numbers that tell apart what it was called with, each with the axes that cut its last dim."""
+
 
 def least_collectives(
-    plan: PlanFields, model: nn.Module, calls: Mapping[str, int] | None = None, *, backward: bool = True
+    plan: PlanFields,
+    model: nn.Module,
+    calls: Mapping[str, int] | None = None,
+    reads: Reads | None = None,
+    *,
+    backward: bool = True,
 ) -> int:
     """A count from the weights that `plan` cuts along axes that share no batch; a yardstick, not a bound.
 
-    A weight cut along what it sums over takes a reduction in forward, and what feeds its group one in backward; an
-    embedding cut along its rows one in forward. A head cut along the vocabulary takes one in backward, and its loss
-    one, of the greatest logit and the sum together. Experts in stacks take the two of a group. Recurrences, and weights
-    of other kinds, count nothing.
+    In forward a weight cut along what it sums over takes one, as does an embedding cut along its rows. In backward each
+    value that weights cut along their out features read takes one, for its gradient is a sum over the ranks: Q, K and V
+    read one, a latent attention's up projections one each, a feed-forward part beside attention the same as it. A norm
+    of features that are cut takes one in both, of its statistics. What a boundary makes whole although no sum is open
+    is gathered, and its gradient sent back. A head cut along the vocabulary takes one in backward, and its loss one, of
+    the greatest logit and the sum together. Experts in stacks take one in forward, and in backward two: of their rows,
+    and of the routing weights, whose gradient is a product with what the experts give. Recurrences, and values that
+    meet what is cut outside of such modules (the rotary part of a latent key), count nothing.
 
     Arguments:
         calls: module -> how often it ran; without it each ran once.
+        reads: what it was called with; without it each sum has one value that feeds it, and norms are known by their
+            weights.
         backward: of a forward alone, without.
     """
-    both = 1 + backward
-    takes = {"sum": both, "stack": both, "head": both, "table": 1}
     times = Counter({name: 1 for name, _ in model.named_modules()}) if calls is None else calls
-    return sum(takes[kind] * times.get(path, 0) for axis in _axes(plan) for path, kind in _cut(axis, plan, model))
+    return sum(_of_axis(axis, plan, model, times, reads, backward) for axis in _axes(plan))
+
+
+def _of_axis(
+    axis: str, plan: PlanFields, model: nn.Module, times: Mapping[str, int], reads: Reads | None, backward: bool
+) -> int:
+    both = 1 + backward
+    takes = {"sum": 1, "stack": both, "norm": both, "gather": both, "head": both, "table": 1, "out": 0, "part": 0}
+    least, values = 0, set()
+    for path, kind in _cut(axis, plan, model):
+        ran = times.get(path, 0)
+        if kind == "stack" and reads is not None and _is_half(model.get_submodule(path)):
+            if any(axis in axes for axes in reads.get(path, {}).values()):
+                least += both * ran  # the second of two: a sum, and what it is weighted by
+                continue
+            kind = "out"
+        if kind != "norm" or reads is None:
+            least += takes[kind] * ran
+        if not backward or kind not in ("sum", "out", "stack"):
+            continue
+        if reads is None:
+            least += ran * (kind in ("sum", "stack"))
+        elif kind != "sum":
+            values.update(reads.get(path, ()))
+            if not ran:  # its weight is used by the module around it, which reads a value of its own
+                least += times.get(path.rpartition(".")[0], 0)
+    if reads is not None:
+        norms = (path for path, module in model.named_modules() if _is_norm(module))
+        least += both * sum(axis in axes for path in norms for axes in reads.get(path, {}).values())
+    return least + len(values)
 
 
 def open_sums(plan: PlanFields, model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -40,7 +82,8 @@ def open_sums(plan: PlanFields, model: nn.Module) -> dict[str, tuple[str, ...]]:
         for path, kind in _cut(axis, plan, model):
             parts = path.split(".")
             around = (first_match(plan.boundaries, ".".join(parts[:end])) for end in range(1, len(parts) + 1))
-            if kind != "head" and not any(glob and axis in plan.boundaries[glob].output for glob in around):
+            is_sum = kind in ("sum", "table", "stack")
+            if is_sum and not any(glob and axis in plan.boundaries[glob].output for glob in around):
                 found[path] = (*found.get(path, ()), axis)
     return found
 
@@ -51,7 +94,8 @@ def _axes(plan: PlanFields) -> list[str]:
 
 
 def _cut(axis: str, plan: PlanFields, model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Modules that need communication for how their weights are cut: path, and "sum", "table", "head" or "stack"."""
+    """Modules and what their cut weights are to them: "sum" (over in features), "out" features, "table" and "part" of
+    each row of one, "head", "stack" of experts, "norm", and "gather" where a boundary makes out features whole."""
     seen: set[tuple[int, type]] = set()
     heads = _heads(model)
     for path, module in model.named_modules():
@@ -59,20 +103,43 @@ def _cut(axis: str, plan: PlanFields, model: nn.Module) -> Iterator[tuple[str, s
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             glob = first_match(plan.parameters, f"{path}.{name}" if path else name)
             placement = plan.parameters[glob].get(axis) if glob is not None else None
-            if not isinstance(placement, Shard | InterleavedShard) or parameter.ndim < 2:
+            if not isinstance(placement, Shard | InterleavedShard):
+                continue
+            if parameter.ndim < 2:
+                kinds.update({"norm"} if _is_norm(module) else ())
                 continue
             if (id(parameter), type(module)) in seen:
                 continue
             seen.add((id(parameter), type(module)))
+            sums = placement.dim == (0 if type(module).__name__ == "Conv1D" else 1)  # transformers': in features first
             if isinstance(module, nn.Embedding):
-                kinds.update({"table"} if placement.dim == 0 else ())
+                kinds.add("table" if placement.dim == 0 else "part")
             elif module in heads:
                 kinds.update({"head"} if placement.dim == 0 else ())
-            elif parameter.ndim == 3:
+            elif parameter.ndim == 3 and not isinstance(module, nn.Conv1d):
                 kinds.add("stack")
-            elif placement.dim == (0 if type(module).__name__ == "Conv1D" else 1):  # transformers': in features first
-                kinds.add("sum")
+            elif parameter.ndim == 2:
+                kinds.add("sum" if sums else "out")
+        if kinds & {"out", "part"} and "sum" not in kinds and _is_whole(plan, path, axis):
+            kinds.add("gather")
         yield from ((path, kind) for kind in sorted(kinds))
+
+
+def _is_half(module: nn.Module) -> bool:
+    """Whether it holds one stack of experts' weights, and another module the other."""
+    return sum(one.ndim == 3 for one in module.parameters(recurse=False)) == 1
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether it norms all of its features together, by torch's classes and by how models call theirs."""
+    if getattr(module, "group_size", None) or getattr(module, "num_groups", None):
+        return False
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or bool(re.search("(RMS|Layer)_?Norm", type(module).__name__))
+
+
+def _is_whole(plan: PlanFields, path: str, axis: str) -> bool:
+    glob = first_match(plan.boundaries, path)
+    return glob is not None and isinstance(plan.boundaries[glob].output.get(axis), Replicate)
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:

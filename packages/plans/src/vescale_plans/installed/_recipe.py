@@ -22,7 +22,7 @@ from .._apply.masks import MaskBorder
 from .._experts.experts import ExpertsBorder
 from .._experts.lists import ListBorder
 from .._experts.structure import Experts
-from .._plan.least import least_collectives, open_sums
+from .._plan.least import Reads, least_collectives, open_sums
 from .._recompute.host import Host
 from .._recompute.recompute import install_recompute
 from .._zero.slot import Sharing
@@ -93,9 +93,9 @@ class Parallelized:
         self.sync, self.experts, self.host = sync, experts, host
         self.static = None  # what `static` makes
 
-    def least(self, model: nn.Module, calls: Mapping[str, int], backward: bool) -> int:
-        """Collectives that the plan's cut weights need for these calls of modules; `Trace.least`."""
-        return least_collectives(self.plan, model, calls, backward=backward)
+    def least(self, model: nn.Module, calls: Mapping[str, int], reads: Reads, backward: bool) -> int:
+        """Collectives that the plan's cut weights need for these calls of modules, of what they read; `Trace.least`."""
+        return least_collectives(self.plan, model, calls, reads, backward=backward)
 
     def open_sums(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """Module -> axes over which it gives a sum of parts that no boundary makes whole; `Trace.advice`."""

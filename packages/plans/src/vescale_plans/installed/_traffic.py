@@ -12,9 +12,9 @@ import re
 from collections import Counter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from vescale_dtensor.engine import ASKED, Event, mesh_of, watched
+from vescale_dtensor.engine import ASKED, Event, cut_last, mesh_of, value_number, watched
 
 from .._apply.containers import tensors_in
 from .._plan.least import least_collectives, open_sums
@@ -40,6 +40,7 @@ class FirstStep:
         self._root, self._plan = root, plan
         self._names = {module: name for name, module in root.named_modules()}
         self._calls: Counter[str] = Counter()
+        self._reads: dict[str, dict[int, tuple[str, ...]]] = {}
         self._sent = 0
         self._open = contextlib.ExitStack()
         self._hooks = [
@@ -75,14 +76,17 @@ class FirstStep:
 
     def _count(self, module: nn.Module, args: tuple) -> None:
         if module in self._names:
-            self._calls[self._names[module]] += 1
+            name = self._names[module]
+            self._calls[name] += 1
+            if args and isinstance(args[0], Tensor):
+                self._reads.setdefault(name, {})[value_number(args[0])] = cut_last(args[0])
 
     def _hear(self, event: Event) -> None:
         if event.cause.function not in ASKED:
             self._sent += event.count
 
     def _say(self, backward: bool) -> None:
-        least = least_collectives(self._plan, self._root, self._calls, backward=backward)
+        least = least_collectives(self._plan, self._root, self._calls, self._reads, backward=backward)
         left = open_sums(self._plan, self._root)
         if any(mesh_of(self._root._vescale.device_mesh).coordinate) or self._sent <= (OPEN if left else MUCH) * least:
             return

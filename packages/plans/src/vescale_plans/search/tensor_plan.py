@@ -11,7 +11,7 @@ from typing import TypeVar
 from vescale_dtensor import InterleavedShard, Placement, Replicate, Shard
 
 from .._plan.parts import Boundary, Placements, PlanError
-from .structure import Structure
+from .structure import Group, Structure
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ def _boundaries(
         if group.sink not in split:
             continue
         leaving.update({source.module: whole for source in group.gathered(degree).values()})
-        if group.module:
+        if group.module and not _is_added_to(group, structure, split):
             leaving[group.module] = stream
         if position is not None:
             entering.update({source.module: whole for source in group.sources if source.module})
@@ -131,6 +131,23 @@ def _boundaries(
         leaving.update({name: whole for name in (*structure.stream_entries, *tables) if name and name not in leaving})
     named = {name: Boundary(entering.get(name, {}), leaving.get(name, {})) for name in {**entering, **leaving}}
     return patterns({name: named.get(name) for name in structure.modules}, rest=None, last=False)
+
+
+def _is_added_to(group: Group, structure: Structure, split: Mapping[str, Placement]) -> bool:
+    """Whether what the group gives, the sum of a shared expert, is added to that of experts around it, which a boundary
+    makes whole together: both as wide, and the one module in the other."""
+
+    def width(one: Group) -> int:
+        shape = list(structure.shapes[one.sink])
+        del shape[one.dim]
+        return shape[-1]
+
+    return any(
+        other.experts and other.sink in split and other.module
+        and f"{group.module}.".startswith(f"{other.module}.") and group.module != other.module
+        and width(group) == width(other)
+        for other in structure.groups
+    )  # fmt: skip
 
 
 def patterns(named: Mapping[str, T], *, rest: T, last: bool = True) -> dict[str, T]:
