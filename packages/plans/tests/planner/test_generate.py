@@ -272,7 +272,7 @@ def test_a_pin_that_cannot_be_names_the_nearest_that_can():
 
 def test_ranks_that_cannot_all_be_used():
     plain = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
-    with pytest.raises(InfeasibleError, match="13 ranks cannot all be used with batch 4") as raised:
+    with pytest.raises(InfeasibleError, match="13 ranks cannot all be used with a batch of 4") as raised:
         generate_plan(plain, world_size=13, batch=4, sample=torch.randn(4, 8), hardware="h100")
     assert "world_size=12" in str(raised.value)
 
