@@ -33,8 +33,6 @@ REASONS = {
     "reduced for what was written: the reduced values lie in other memory than the base, out of a write's reach",
     "PipelineError: pipeline: the buffer * is written inside a checkpoint": "a recompute happens when other "
     "microbatches have written the buffer; one device would recompute from the value of this one",
-    "PipelineError: pipeline: the forward checkpoints": "schedules that compute the gradients of inputs and of weights "
-    "apart (zero bubble) would run the recompute twice, at different times",
     "PipelineError: pipeline: the buffer * is written in stage *, and read": "an earlier stage has begun the next "
     "microbatch before a later one has written what it would read",
     "PipelineError: pipeline: the buffer * is written in stages": "as above, between two writers",

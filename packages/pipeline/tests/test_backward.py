@@ -1,11 +1,15 @@
 """The split backward against autograd's own: the same gradients, to the last bit, each computed once."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from vescale_pipeline._runtime.backward import Split, whole
+from vescale_pipeline._runtime.recomputed import Halves
 
 WIDTH = 6
 
@@ -73,7 +77,10 @@ def only_weights(a, b, layers, scale, table):
     return [layers[1](layers[0](table)) * scale]
 
 
-@pytest.mark.parametrize("forward", [chain, tied, passed_on, skips, lookup, nothing_flows, only_weights])
+FORWARDS = [chain, tied, passed_on, skips, lookup, nothing_flows, only_weights]
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_the_two_halves_are_the_whole(forward):
     found = []
     for _ in range(3):
@@ -95,6 +102,55 @@ def test_the_two_halves_are_the_whole(forward):
         assert [g is None for g in other] == [g is None for g in found[0]]
         for gradient, wanted in zip(other, found[0]):
             assert gradient is None or torch.equal(gradient, wanted)
+
+
+def again(function, *given):
+    return checkpoint(function, *given, use_reentrant=False)
+
+
+def dropped(a, b, layers, scale, table):
+    """A norm and a product, whose nodes need what they saved in both halves; a draw."""
+    return [F.layer_norm(layers[0](F.dropout(a, 0.3)), (WIDTH,), scale) * layers[1](b)]
+
+
+HOW = {  # ways to compute again; each computes the function's innermost part once more per checkpoint around it
+    "alone": lambda run, *given: again(run, *given),
+    "one in another": lambda run, *given: again(lambda *inner: [x.sin() for x in again(run, *inner)], *given),
+    "two": lambda run, *given: again(run, *(again(torch.tanh, x) for x in given)),
+    "in part": lambda run, *given: [x * 2 for x in again(run, *given)],
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("forward", [*FORWARDS, dropped])
+def test_what_is_computed_again_serves_both_halves(forward, how):
+    wanted, times = gradients_by(forward, how, None)
+    found, other_times = gradients_by(forward, how, Halves())
+    assert times == other_times
+    for gradient, one in zip(found, wanted):
+        assert (gradient is None) == (one is None)
+        assert gradient is None or torch.equal(gradient, one)
+
+
+def gradients_by(forward, how, halves):
+    """Whole, or by halves; and how often the forward was computed."""
+    leaves, weights, *rest = make()
+    ran = []
+
+    def run(a, b):
+        ran.append(None)
+        return forward(a, b, *rest)
+
+    with halves.in_forward() if halves else contextlib.nullcontext():
+        roots = [output for output in HOW[how](run, *leaves) if output.requires_grad]
+    seeds = [torch.sin(torch.arange(o.numel(), dtype=o.dtype)).view(o.shape) for o in roots]
+    if halves is None:
+        return torch.autograd.grad(roots, [*leaves, *weights], seeds, allow_unused=True), len(ran)
+    halves.are_apart = True
+    split = Split(roots, seeds, leaves, weights)
+    gradients = [*split.leaves, *split.weights()]
+    halves.end()
+    return gradients, len(ran)
 
 
 def test_the_input_half_computes_no_weight_but_those_used_twice():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, checkpoint
 
 # Runs functions of subclasses as on plain tensors. Instead: the public `torch.overrides` name of it.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -45,11 +45,20 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # A backward without the checks of the seeds, which cost more than a small one. Instead: `torch.autograd.grad`.
 run_backward = Variable._execution_engine.run_backward
 
+# The hooks on what is saved inside of a checkpoint: a split backward asks for it twice. Instead: backwards under one
+# `GraphExecGroup` that may use the same saved tensor.
+_checkpoint_hook = checkpoint._checkpoint_hook
+
 # Ends a group without waiting for what is pending in it. Instead: a public `dist.abort_process_group`.
 _abort_process_group = distributed_c10d._abort_process_group
 
 # The store of the process group, through which stages tell failures. Instead: a public `dist.get_default_store`.
 _get_default_store = distributed_c10d._get_default_store
+
+
+def set_checkpoint_hook(hook: type) -> None:
+    """What checkpoints that begin from now on save by. Instead: as for `_checkpoint_hook`."""
+    checkpoint._checkpoint_hook = hook
 
 
 def make_subclass(cls: type, data: Tensor, requires_grad: bool = False) -> Any:

@@ -6,7 +6,7 @@ Names are of modules within the package, and after a dot those of attributes of 
 """
 
 PER_RANK = {
-    "_trace.placeholder": ("current.reader", "current.again"),
+    "_trace.placeholder": ("current.reader", "current.again", "current.halves"),
     "_runtime.runtime": ("_numbers",),
     "_transport.watch": ("_pulse", "_world"),
     "recording": ("_under_way",),

@@ -99,9 +99,10 @@ def hooked(plan):
 
 
 CASES = [("pp", "1f1b", 0), ("pp", "gpipe", 0), ("dp x pp", "1f1b", 0), ("dp x pp", "1f1b", 2)]
+CASES += [("pp", "zb-h1", 0), ("dp x pp", "zb-h1", 3)]
 
 
-@pytest.mark.parametrize(("mesh", "schedule", "zero"), slice_of(CASES, 2))
+@pytest.mark.parametrize(("mesh", "schedule", "zero"), slice_of(CASES, 3))
 def test_hooks_on_checkpointed_blocks_of_stages(mesh, schedule, zero):
     plan = plan_of(mesh, schedule, zero)
     run_ranks(plan.world_size, hooked, plan, timeout=180.0)

@@ -120,6 +120,15 @@ class Program(nn.Module):
         out = checkpoint(self.blocks[i], x, use_reentrant=reentrant)
         return out["x"] if isinstance(out, dict) else out
 
+    def do_nested(self, x, kept, losses, mask, i):
+        def inner(x):
+            return checkpoint(self.do_block, x, kept, losses, mask, i, use_reentrant=False).sin()
+
+        return checkpoint(inner, x, use_reentrant=False)
+
+    def do_across(self, x, kept, losses, mask, i):
+        return checkpoint(lambda x: self.do_block(x * 2, kept, losses, mask, i), x, use_reentrant=False)
+
     def do_dropout(self, x, kept, losses, mask):
         return F.dropout(x, 0.1, self.training)
 
@@ -186,7 +195,7 @@ class Program(nn.Module):
 
 GLUE = ["dropout", "like", "noise", "permuted", "masked", "write", "assign", "read", "count", "counted", "python",
         "norm", "split", "filled"]  # fmt: skip
-PASSING = ["block", "block", "block", "scaled", "twice", "checkpoint", "module"]
+PASSING = ["block", "block", "block", "scaled", "twice", "checkpoint", "module", "nested"]
 
 
 def named(*steps, kinds=(Plain, Plain), schedule="1f1b", cuts=("blocks.1",), count=4):
@@ -214,8 +223,19 @@ NAMED = {
     "a reentrant checkpoint": (named(FIRST, ("module", 1, True), kinds=(Drops, Drops)), "ran"),
     "a checkpoint around user code": (named(FIRST, ("checkpoint", 1, False), kinds=(Two, Two)), "ran"),
     "a checkpoint under a split backward": (
-        named(FIRST, ("module", 1, False), schedule="zb-h1"),
-        "the schedule computes the gradients of inputs and of weights apart",
+        named(FIRST, ("module", 1, False), schedule="zb-h1", kinds=(Drops, Drops)),
+        "ran",
+    ),
+    "checkpoints of both kinds, one in another, under a split backward": (
+        named(
+            *(("checkpoint", 0, False), ("nested", 1), ("module", 2, True), ("checkpoint", 3, True), "norm"),
+            kinds=(Drops, Two, Drops, Plain), schedule="zbv", cuts=("blocks.1", "blocks.2", "blocks.3"),
+        ),
+        "ran",
+    ),
+    "a checkpoint over a cut": (
+        named(FIRST, ("across", 1)),
+        "a checkpoint begins in stage 0 and goes on in stage 1",
     ),
     "a buffer written in a checkpoint": (
         named(FIRST, ("module", 1, False), kinds=(Plain, Normed)),
@@ -250,8 +270,7 @@ def drawn(seed):
     for i in range(len(kinds)):
         how = chance.choice(PASSING)
         how = "block" if how == "twice" and kinds[i] is Normed else how  # autograd refuses that on one device, too
-        again = schedule.startswith("zb") or kinds[i] is Normed  # mostly refused
-        how = "block" if how in ("checkpoint", "module") and again and chance.random() < 0.9 else how
+        how = "block" if how in PASSING[-3:] and kinds[i] is Normed and chance.random() < 0.9 else how  # refused
         reentrant = (
             i > 0 and chance.random() < 0.3 and (how, kinds[i]) != ("module", Two)
         )  # through a dict it gives no gradients

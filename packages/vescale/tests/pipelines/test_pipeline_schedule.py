@@ -51,14 +51,6 @@ def test_what_verify_rejects_is_not_run(name):
         schedule_of(_plan(_edited("1f1b", change)), "cpu")
 
 
-def test_a_checkpoint_serves_one_backward_only():
-    plan = _plan("zb-h1").override(checkpointing={"second": True})
-    with pytest.raises(vescale.PlanError, match="what a checkpoint recomputes can be used by one backward only"):
-        schedule_of(plan, "cpu")
-    assert schedule_of(_plan("zb-h1"), "cpu").name == "zb-h1"
-    assert schedule_of(_plan("1f1b").override(checkpointing={"second": True}), "cpu").name == "1f1b"
-
-
 def test_what_a_transport_cannot_buffer_is_rejected_there():
     """Both ranks send first: tagged messages pass each other, one stream per pair of ranks cannot."""
     value = generate("1f1b", 2, 4).to_json()

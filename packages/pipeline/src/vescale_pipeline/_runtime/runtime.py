@@ -42,7 +42,7 @@ from .member import Member
 from .microbatches import loss_weights, split
 from .ownership import Ownership, disown_buffers, let_go
 from .skeleton import Run, Station
-from .stage import Codec, Stage, check_schedule, check_uses
+from .stage import Codec, Stage, check_uses
 
 TIMEOUT = timedelta(minutes=10)
 READING = "what the stages will meet"
@@ -180,7 +180,6 @@ class Runtime:
             stations = {module: Station(module, name) for name, module in self._model.named_modules() if name}
             notes = Notes()
             record = dry_run(self._model, owned.cuts, lambda: self.forward(parts[0]), stations, notes, owned.buffers)
-            check_schedule(record, self.schedule)
             check_uses(record, owned.stages, owned.cuts)
             for event in record.events:
                 if event.module is not None:

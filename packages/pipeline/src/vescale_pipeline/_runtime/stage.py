@@ -19,9 +19,9 @@ from .._torch_private import _foreach_add, _foreach_add_
 from .._trace.event import Record
 from .._trace.memory import Memories
 from .._transport.p2p import Header, Part, part_of
-from ..action import Schedule
 from .backward import Gradients, Split, whole
 from .microbatches import rows_in_order
+from .recomputed import Halves
 from .skeleton import Run, recomputing
 
 
@@ -59,7 +59,8 @@ class Slot:
 
     `counts` is whether the loss has any weight: that of a microbatch whose labels are all ignored is 0 / 0, and its
     gradients are zero whatever comes out. A weight on a device, which the host does not know, counts: cross entropy
-    gives ignored labels no gradient. `kept` is what user code needs that computes again in backward.
+    gives ignored labels no gradient. `kept` is what user code needs that computes again in backward, `halves` what the
+    halves of one share of that.
     """
 
     leaves: list[Tensor | None]
@@ -71,6 +72,7 @@ class Slot:
     split: Split | None = None
     counts: bool = True
     kept: dict[int, Tensor] | None = None
+    halves: Halves | None = None
 
 
 class Stage:
@@ -125,8 +127,8 @@ class Stage:
                 leaves.append(leaf if part.requires_grad else None)
                 value = leaf if part.form is None else self._codec.decode(leaf, part.form)
                 values[key] = value.clone() if key in record.written else value
-        run = Run(record, self.index, values, self._codec.lift)
-        with memories.of_stage(self.index, values):
+        run, halves = Run(record, self.index, values, self._codec.lift), Halves()
+        with memories.of_stage(self.index, values), halves.in_forward():
             result = run(forward)
         outputs: list[Tensor | None] = []
         parts: list[Part | None] = []
@@ -137,7 +139,7 @@ class Stage:
                 outputs.append(tensor)
                 parts.append(None if tensor is None else part_of(tensor, form))
         slot = self._slots[microbatch] = Slot(leaves, outputs, tuple(parts), [t for t in arrived if t is not None])
-        slot.kept = run.kept
+        slot.kept, slot.halves = run.kept, halves
         if self._is_last:
             slot.output = run.reveal(result)
         return slot
@@ -154,6 +156,7 @@ class Stage:
     def input_backward(self, microbatch: int, gradients: list[Tensor | None], seed: Tensor | None) -> Gradients:
         """Half of the backward: the gradients of what arrived."""
         slot = self._slots[microbatch]
+        slot.halves.are_apart = True
 
         def halved(*given: Any) -> tuple[Gradients, None]:
             slot.split = Split(*given)
@@ -166,7 +169,9 @@ class Stage:
     def weight_backward(self, microbatch: int) -> list[Tensor]:
         """The other half: adds up the gradients of the weights. Gives the buffers that are free now."""
         slot = self._slots.pop(microbatch)
-        found = slot.split.weights()
+        with recomputing(slot.kept):
+            found = slot.split.weights()
+        slot.halves.end()
         self._add(found if slot.counts else _zeros(found))
         return slot.buffers
 
@@ -221,18 +226,6 @@ class Stage:
 
 def _zeros(gradients: Gradients) -> Gradients:
     return [None if gradient is None else torch.zeros_like(gradient) for gradient in gradients]
-
-
-def check_schedule(record: Record, schedule: Schedule) -> None:
-    """Raises PipelineError for checkpoints in the model's code under a schedule that splits backward."""
-    if record.checkpoints and any(action.kind == "W" for rank in schedule.actions for action in rank):
-        raise PipelineError(
-            "pipeline",
-            "the forward checkpoints modules, and the schedule computes the gradients of inputs and of weights apart: "
-            "what a checkpoint recomputes can be used by one backward only",
-            [f"schedule  {schedule.name}"],
-            [('schedule="1f1b" or "interleaved"', "one backward per microbatch")],
-        )
 
 
 def check_uses(record: Record, stages: dict[str, tuple[int, ...]], cuts: Sequence[str]) -> None:

@@ -138,7 +138,7 @@ def _record(recorder: Recorder, result: Any, left: Left) -> Record:
         left.synced,
         left.is_whole,
         frozenset(recorder.written),
-        recorder.checkpoints,
+        bool(recorder.checkpoints),
     )
 
 

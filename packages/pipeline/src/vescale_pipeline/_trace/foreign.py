@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from weakref import WeakKeyDictionary
 
 import torch.utils.checkpoint
@@ -24,12 +24,13 @@ REENTRANT = CheckpointFunction.__name__
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
-def who_calls() -> tuple[str | None, bool]:
-    """The innermost autograd Function that this dry run is in, by name, and whether it is in a checkpoint."""
-    frame, function, checkpointed = sys._getframe(1), None, False
+def who_calls() -> tuple[str | None, FrameType | None]:
+    """The innermost autograd Function that this dry run is in, by name, and the call of the outermost checkpoint."""
+    frame, function, checkpointed = sys._getframe(1), None, None
     while frame is not None and frame.f_code.co_name != "dry_run":
         function = function or _function_of(frame.f_code)
-        checkpointed = checkpointed or frame.f_code is _CHECKPOINT
+        if frame.f_code is _CHECKPOINT:
+            checkpointed = frame
         frame = frame.f_back
     return function, checkpointed
 

@@ -38,16 +38,18 @@ class Reader(Protocol):
 class _Current:
     """The reader of the moment; None inside a stage's own modules and outside a forward.
 
-    `again` gives the value behind a placeholder, while user code computes again in a backward.
+    `again` gives the value behind a placeholder, while user code computes again in a backward. `halves` is what the
+    checkpoints of a forward are of whose backward is split (`_runtime/recomputed.py`).
     """
 
-    __slots__ = ("reader", "again")
+    __slots__ = ("reader", "again", "halves")
     reader: Reader | None
     again: Callable[[Tensor], Tensor] | None
+    halves: Any
 
 
 current = _Current()
-current.reader = current.again = None
+current.reader = current.again = current.halves = None
 
 
 class Placeholder(Tensor):

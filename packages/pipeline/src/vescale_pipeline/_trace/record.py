@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Recorder:
         self._kept = kept
         self._left: dict[tuple[int, str], Any] = {}
         self.written: dict[int, int] = {}  # key of a value -> the stage that writes it in place
-        self.checkpoints = False
+        self.checkpoints: dict[FrameType, int] = {}  # calls of checkpoints, each with the stage it begins in
         self.memory_of: dict[int, int] = {}
         self.seen = Seen(model, memory, lambda: self.stage, device_of(model))
         self._modes = (_Weights(self), self.seen)
@@ -205,8 +206,19 @@ class Recorder:
     def _event(self, module: nn.Module | None, function: Callable | None, out: Any, name: str, began: Place) -> Event:
         keys = tuple(tensor.key for tensor in tensors_in(out) if type(tensor) is Placeholder)
         ended = self.seen.place()
-        inside, again = who_calls()
-        self.checkpoints |= again
+        inside, checkpoint = who_calls()
+        again = checkpoint is not None
+        if again and (first := self.checkpoints.setdefault(checkpoint, self.stage)) != self.stage:
+            raise PipelineError(
+                "pipeline",
+                f"a checkpoint begins in stage {first} and goes on in stage {self.stage}: each of the two would compute"
+                " again what is the other's",
+                [f"cut  {self.cuts[self.stage - 1]}", f"met  {name}"],
+                [
+                    ("checkpoint what lies before the cut and what lies behind it apart", ""),
+                    ('Plan(checkpointing={"blocks.*": True})', "modules that lie within one stage"),
+                ],
+            )
         draws = tuple(self.seen.draws[began.draws : ended.draws])
         span = Span(began, ended)
         return Event(self.stage, name, module, function, out, keys, draws, inside=inside, again=again, span=span)
