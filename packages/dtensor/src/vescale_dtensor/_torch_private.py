@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.utils._device
 from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
 from torch.jit import _builtins
 from torch.utils import _foreach_utils, _python_dispatch, _pytree, checkpoint
@@ -62,6 +63,12 @@ _process_batched_inputs = vmap._process_batched_inputs
 _wrap_all_tensors = eager_transforms._wrap_all_tensors
 _wrap_all_tensors_to_functional = eager_transforms._wrap_all_tensors_to_functional
 _make_dual = torch._VF._make_dual
+
+
+def dual_level() -> int:
+    """How deep in forward-mode differentiation this is, -1 outside. Instead: a public question of it."""
+    return forward_ad._current_level
+
 
 # What of a checkpoint keeps tensors, which notes their layouts: the first in later versions of torch, else the second.
 # Instead: a hook of `torch.utils.checkpoint`.

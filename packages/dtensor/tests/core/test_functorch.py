@@ -13,6 +13,12 @@ def operands():
     return distribute_tensor(weight, mesh_of(2), [Shard(0)]), weight
 
 
+def dual(tensor, function):
+    with torch.autograd.forward_ad.dual_level():
+        function(tensor)  # without a tangent: nothing is lost
+        return function(torch.autograd.forward_ad.make_dual(tensor, torch.ones_like(tensor)))
+
+
 CALLS = {
     "vmap": lambda d, w: torch.vmap(torch.neg)(d),
     "vmap over the last dim": lambda d, w: torch.vmap(torch.neg, in_dims=-1)(d),
@@ -36,6 +42,8 @@ CALLS = {
     "jvp": lambda d, w: torch.func.jvp(torch.neg, (d,), (d,)),
     "jacfwd": lambda d, w: torch.func.jacfwd(torch.sum)(d),
     "hessian": lambda d, w: torch.func.hessian(torch.sum)(d),
+    "a dual number beside a DTensor": lambda d, w: dual(w, lambda x: x * d),
+    "a dual number in a linear": lambda d, w: dual(w, lambda x: torch.nn.functional.linear(x, d)),
     "linearize": lambda d, w: torch.func.linearize(torch.neg, d),
 }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._tensor.tensor import DTensor
-from .functorch import is_wrapped
+from .functorch import is_followed
 
 ATOMS = frozenset(
     {int, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -59,7 +59,7 @@ def keyed(value: Any, exact: bool) -> Any:
     if kind is list:  # x[[0, 1]] is not x[0, 1]
         return (list, *_items(value, exact))
     if isinstance(value, Tensor):
-        return (kind, value.shape, value.requires_grad, is_wrapped(value))
+        return (kind, value.shape, value.requires_grad, is_followed(value))
     if kind is dict:
         return tuple([(name, keyed(item, exact)) for name, item in value.items()])
     return (kind, value)  # numpy.True_ == 1: the type is part of it

@@ -1,21 +1,24 @@
 """torch.func and vmap wrap tensors in C++, below everything that a subclass sees: what enters them is refused.
 
 A wrapped DTensor is a plain tensor of this rank's shard, and the function would run on
-it as if the shard were all. Four places hear of it:
+it as if the shard were all. A plain tensor that is wrapped, or a dual number, would lose
+what the transform follows where it becomes a DTensor. Five places hear of it:
 
     vmap                        asks `tensor.dim()` of every mapped argument before it wraps them
     grad, vjp, functionalize    (so jacrev, hessian, linearize) look each argument's class up in the table of containers
     jvp, jacfwd                 make dual numbers of the arguments, by a function that dispatches
     any transform               a wrapped tensor meets a DTensor that the function holds otherwise, or one is converted
+    a parallelized model        a wrapped tensor, or a dual number, enters it
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from .._errors import OperatorError
 from .._rules.registry import handler
@@ -25,6 +28,7 @@ from .._torch_private import (
     _process_batched_inputs,
     _wrap_all_tensors,
     _wrap_all_tensors_to_functional,
+    dual_level,
 )
 from .._torch_private import is_functorch_wrapped_tensor as is_wrapped
 
@@ -62,11 +66,34 @@ def check_not_mapped() -> None:
         refuse("vmap", "an argument is a DTensor, and vmap would run on this rank's shard of it alone")
 
 
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Whether a transform has wrapped the tensor, or forward-mode differentiation gave it a tangent."""
+    if is_wrapped(tensor):
+        return True
+    if dual_level() < 0 or type(type(tensor)) is TensorType:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def check_not_wrapped(function: Any, tensors: list) -> None:
     """Raises when a tensor that a transform has wrapped is among those that meet a DTensor."""
-    if any(is_wrapped(tensor) for tensor in tensors):
+    if any(is_followed(tensor) for tensor in tensors):
         name = getattr(function, "__name__", str(function))
-        refuse(name, "a tensor inside torch.vmap or a transform of torch.func meets a DTensor, and has no layout")
+        refuse(
+            name,
+            "a tensor inside torch.vmap, a transform of torch.func or forward-mode differentiation meets a DTensor, "
+            "and has no layout",
+        )
+
+
+def check_entering(operation: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Raises when one of what enters a model is followed by a transform; nothing is looked at outside of these."""
+    if (_are_functorch_transforms_active() or dual_level() >= 0) and any(map(is_followed, tensors)):
+        refuse(
+            operation,
+            "a tensor inside torch.vmap, a transform of torch.func or forward-mode differentiation enters a "
+            "parallelized model, whose tensors these do not follow",
+        )
 
 
 def check_outside(operation: str) -> None:

@@ -272,6 +272,7 @@ class Recorder:
         self.born[self._keys], self.used[self._keys] = stage, uses
         return self._keys
 
+
 def _is_users(hook: Callable) -> bool:
     return not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("vescale")
 

@@ -25,6 +25,7 @@ from vescale_dtensor.engine import (
     INVARIANT,
     Mesh,
     canonical_states,
+    check_entering,
     convert,
     convert_plain,
     first_apart,
@@ -99,6 +100,7 @@ class RootBorder:
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         checks = self._calls < FIRST_CHECKS or self._calls % CHECK_EVERY == 0
         self._calls += 1
+        check_entering("model", tensors_in((args, kwargs)))
         balance = self._cuts.balance
         if balance is None and not checks and not kwargs and all(type(each) is DTensor for each in args):
             return None

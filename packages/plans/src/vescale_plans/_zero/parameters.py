@@ -95,6 +95,7 @@ class FlatParameters:
         self._stream: torch.Stream | None = None  # and this one with it
         for slot in self.slots:
             slot.parameter._owner, slot.wait = slot, self.wait
+        self._is_whole = False  # whether a block computes with them
         self._versions: list[int] = []
 
     # --- making -------------------------------------------------------------------------
@@ -269,19 +270,56 @@ class FlatParameters:
         self._pending = PendingGather(self._sink, part, self.sharing.mesh, (self.lead,))
 
     def _note_versions(self) -> None:
-        if not self.lets_go:
-            with local_only():
-                self._versions = list(map(version_of, self._parameters))
-            for slot in self.slots:
-                slot.is_lent = False
+        with local_only():
+            self._versions = list(map(version_of, self._parameters))
+        for slot in self.slots:
+            slot.is_lent = False
 
     @property
     def _is_written(self) -> bool:
-        """Whether somebody else than an optimizer of ours may have written to a parameter since `full` was made."""
+        """Whether somebody else than an optimizer of ours may have written to a parameter since `full` was made, or was
+        first computed with."""
         if not self.separate:
             return False
         with local_only():
             return list(map(version_of, self._parameters)) != self._versions or any(map(_is_lent, self.slots))
+
+    def begin_whole(self) -> None:
+        """The parameters are `full` from here on, as they are at rest by now: what was written to them since it was
+        gathered ahead is in it. What is written to them from here on is taken by `end_whole`."""
+        self.wait()
+        if self._is_written:
+            self.ready = False
+            self.fetch()
+            self.wait()
+        self._note_versions()
+        self._is_whole = True
+        self.expose(True)
+
+    def end_whole(self) -> None:
+        """They are the masters again, to which goes what a block wrote to them while it ran (an embedding with a
+        `max_norm`, weights that a forward clips, sets in its first call, or puts on a sphere)."""
+        self.wait()
+        if self._is_whole:
+            self._is_whole = False
+            if self._is_written:
+                self._take_writes()
+                self._note_versions()
+        self.expose(False)
+
+    def _take_writes(self) -> None:
+        """Of every rank its part, since all have written the same. In another dtype, of what is another value now."""
+        self.lender.end(Held.COPY)
+        with torch.no_grad(), local_only():
+            for slot, before in zip(self.slots, self._versions, strict=True):
+                if version_of(slot.parameter) == before and not slot.is_lent:
+                    continue
+                low, high = slot.held
+                master = slot.master.view(-1)
+                value = slot.full.view(-1)[low:high].to(master.device)
+                if self.compute is not self.dtype:
+                    value = torch.where(value == master.to(self.compute), master, value.to(self.dtype))
+                master.copy_(value)
 
     @property
     def is_gathered(self) -> bool:
@@ -321,8 +359,7 @@ class FlatParameters:
 
     def let_go(self) -> None:
         """The masters are the parameters; memory of `full` goes under ZeRO-3."""
-        self.wait()
-        self.expose(False)
+        self.end_whole()
         if self.lets_go and self.ready:
             self.lender.end(Held.COMES_AND_GOES)
             self.full.untyped_storage().resize_(0)

@@ -71,16 +71,14 @@ class Unit:
             return
         self.fetch()
         for buffer in self.fetched:
-            buffer.wait()
-            buffer.expose(True)
+            buffer.begin_whole()
         self.is_open = True
 
     def hide(self) -> None:
         """Outside of the model's calls parameters are the masters, so that a write to one stays; what was gathered is
         kept for the backward that comes."""
         for buffer in self.fetched:
-            buffer.wait()
-            buffer.expose(False)
+            buffer.end_whole()
         self.is_open = not self.fetched
 
     def close(self) -> None:

@@ -45,6 +45,12 @@ def torch_embedding(call: Call):
     )  # fmt: skip
 
 
+@rule(F.embedding_bag)
+def embedding_bag(call: Call):
+    """Gathers, but for a max_norm's write to the table."""
+    return None if call.get(3, "max_norm") is None else decomposed(_bag_of_renormed)
+
+
 def _decide(call: Call, ids: Operand, weight: Operand, *, padding_idx, max_norm, by_frequency, sparse, run):
     if weight.ndim != 2 or (padding_idx is not None and not -weight.shape[0] <= padding_idx < weight.shape[0]):
         return None  # the function itself says what is wrong
@@ -112,6 +118,16 @@ def _rows_of(table, padding_idx):
 
 
 def _renormed(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False):
+    _renorm(input, weight, max_norm, norm_type)
+    return F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+
+
+def _bag_of_renormed(input, weight, offsets=None, max_norm=None, norm_type=2.0, *more, **options):
+    _renorm(input, weight, max_norm, norm_type)
+    return F.embedding_bag(input, weight, offsets, None, norm_type, *more, **options)
+
+
+def _renorm(input, weight, max_norm, norm_type):
     """max_norm: the rows that are looked up are scaled down in place first, in the table's own layout."""
     with torch.no_grad():
         ids = input.full_tensor() if type(input) is DTensor else input
@@ -120,4 +136,3 @@ def _renormed(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, sca
         norms = torch.linalg.vector_norm(weight.detach(), norm_type, dim=1)
         scale = torch.where(used & (norms > max_norm), max_norm / (norms + 1e-7), torch.ones_like(norms))
         weight.mul_(scale.unsqueeze(1))
-    return F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
