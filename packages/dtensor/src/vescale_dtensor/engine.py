@@ -1,6 +1,6 @@
 """What the other veScale packages build on: the engine's own vocabulary, not meant for users.
 
-Plans convert at module borders, reduce gradients and open memo scopes; random
+Plans convert at module boundaries, reduce gradients and open memo scopes; random
 numbers and checkpoints read regions. What they import is kept for the next minor
 version (`tools/sibling_names.py`); to anybody else nothing here is a promise.
 """

@@ -295,7 +295,7 @@ def test_models_that_differ_between_ranks():
         parallelize(PLAN, Net())
 
     message = raises_on_all(4, PlainTensorError, run)
-    assert "'embed.weight' has other values on rank 1 than on rank 0" in message and "manual_seed" in message
+    assert "'embed.weight' has different values on rank 1 than on rank 0" in message and "manual_seed" in message
 
 
 def test_names_and_structure_stay():
@@ -366,7 +366,7 @@ def test_a_mesh_of_another_size():
             del os.environ["RANK"]
 
     assert raises_on_all(4, MeshError, run) == (
-        "parallelize: the plan's mesh needs 3 ranks (dp 3), and the world has 4\n"
+        "parallelize: the plan's mesh needs 3 ranks (dp 3), but the world has 4\n"
         "fix one of: torchrun --nproc-per-node 3 ...   # starts as many as the plan needs\n"
         "            a mesh whose sizes multiply to 4"
     )

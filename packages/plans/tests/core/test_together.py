@@ -81,7 +81,7 @@ def test_ranks_with_other_plans():
         parallelize(plan, made())
 
     assert raises_on_all(4, PlanError, run) == (
-        "parallelize: rank 1 was given another plan than rank 0\n"
+        "parallelize: rank 1 was given a different plan than rank 0\n"
         "  parameters['up.bias']  absent  -> Replicate()\n"
         "fix: make the plan from what all ranks know alike  # not from a rank, a host or a clock"
     )

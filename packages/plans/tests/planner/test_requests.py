@@ -92,7 +92,7 @@ INFEASIBLE = {
     "ZeRO of one replica": ("small", {"world_size": 8, "batch": 8, "pin": {"dp": 1, "zero": 3}}, "leave no plan"),
     "experts of a dense model": ("small", {"world_size": 4, "batch": 4, "pin": {"ep": 2}}, "pin={'ep': 2}"),
     "everything forbidden": ("small", {"world_size": 4, "batch": 4, "forbid": ["dp", "tp", "pp"]}, "leave no plan"),
-    "ranks for nobody": ("plain", {"world_size": 13, "batch": 4}, "13 ranks cannot all be used with batch 4"),
+    "ranks for nobody": ("plain", {"world_size": 13, "batch": 4}, "13 ranks cannot all be used with a batch of 4"),
     "rows that meet, split": ("meeting", {"world_size": 4, "batch": 8, "pin": {"dp": 4}}, "none: rows of the batch"),
     "a batch too large": ("seventy", {"world_size": 64, "batch": 1 << 14, "seq": 4096,
                                        "pin": {"checkpointing": False, "microbatches": 1}}, "memory binds"),

@@ -70,7 +70,7 @@ def broken(**changes):
     [
         ("{", "the text is not JSON: Expecting property name enclosed in double quotes at line 1, column 2"),
         ("[]", "the text holds a list, not an object"),
-        (broken(version=2), "the plan has format version 2, and this veScale reads 1"),
+        (broken(version=2), "the plan has format version 2, but this veScale reads 1"),
         (broken(checkpoint=[]), "a plan has no field 'checkpoint'\nfix: use 'checkpointing'"),
         (broken(parameters=[["*", {"tp": "Shard"}]]), "'Shard' is not a placement"),
         (broken(parameters=[["*", {"tp": "Shard(0, 1, 2)"}]]), "'Shard(0, 1, 2)' is not a placement"),

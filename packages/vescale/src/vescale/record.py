@@ -100,7 +100,7 @@ class Recorder:
                 (),
                 [("vescale.parallelize(plan, model, ...)", "the same results in eager mode")],
             )
-        self._local_names = tuple(f"{border.name}." for border in getattr(state, "experts", ()))
+        self._local_names = tuple(f"{boundary.name}." for boundary in getattr(state, "experts", ()))
         self._is_shared = state is not None or any(type(p) is DTensor for p in model.parameters())
         self._rank = dist.get_rank() if self._is_shared else 0
         self._undo: list[Callable[[], None]] = []

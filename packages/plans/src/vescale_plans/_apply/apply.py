@@ -211,7 +211,7 @@ def expert_load(model: nn.Module) -> dict[str, list[int]]:
 
     Together with `expert_drops` they sum to tokens x k. Cost: one small all-gather per experts module.
     """
-    return {border.name: border.total_load() for border in model._vescale.experts}
+    return {boundary.name: boundary.total_load() for boundary in model._vescale.experts}
 
 
 def expert_drops(model: nn.Module) -> dict[str, list[int]]:
@@ -219,7 +219,7 @@ def expert_drops(model: nn.Module) -> dict[str, list[int]]:
 
     All zeros unless the plan has a `capacity_factor`. Cost: one small all-gather per experts module.
     """
-    return {border.name: border.total_dropped() for border in model._vescale.experts}
+    return {boundary.name: boundary.total_dropped() for boundary in model._vescale.experts}
 
 
 def _shard_parameters(plan: Plan, model: nn.Module, device_mesh, placed: dict) -> dict[nn.Parameter, Became]:

@@ -87,7 +87,7 @@ def cuts_of(plan: PlanFields, balance: Balance | None = None) -> Cuts:
     return Cuts(plan.data_axes, plan.context_axis, balance)
 
 
-class RootBorder:
+class RootBoundary:
     """Hooks of the root module."""
 
     def __init__(self, root: nn.Module, mesh: Mesh, cuts: Cuts) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 LossFn = Callable[..., Any]
 
 
-class LossBorder:
+class LossBoundary:
     """Root hooks by which `model(...)` returns `loss_fn(output, ...)`, called with the arguments of the call.
 
     Keyword arguments that the forward does not take (targets) go to `loss_fn` alone.

@@ -50,7 +50,7 @@ class Context(NamedTuple):
 _running: list[Context] = []  # the innermost last
 
 
-class MaskBorder:
+class MaskBoundary:
     """Hooks of the root module: within its forward masks are made by rows."""
 
     def __init__(self, root: nn.Module, mesh: Mesh, axis: int, balance: Balance | None, describes: bool) -> None:

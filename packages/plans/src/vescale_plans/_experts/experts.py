@@ -59,7 +59,7 @@ from .route import Back, Out, Route, Spread
 from .split import split_problem
 
 
-class ExpertsBorder:
+class ExpertsBoundary:
     """The two hooks around an experts module, whose parameters are on the mesh already."""
 
     def __init__(
@@ -248,41 +248,41 @@ def swap_in(
 class _Call:
     """One forward of an experts module: what was changed for it, and what puts the rows back."""
 
-    def __init__(self, border: ExpertsBorder, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._border, self._module = border, module
-        given = _tokens_indices_weights(border.name, args, kwargs)
+    def __init__(self, boundary: ExpertsBoundary, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._boundary, self._module = boundary, module
+        given = _tokens_indices_weights(boundary.name, args, kwargs)
         self._was = given[0].mesh_layout.base
-        rows = row_states(self._was.states, border.experts, border.spread, border.split)
-        cause = f"{border.name} (experts)"
+        rows = row_states(self._was.states, boundary.experts, boundary.spread, boundary.split)
+        cause = f"{boundary.name} (experts)"
         tokens, indices, self._weights = (
-            convert(one, layout_of(border.mesh, rows, tuple(one.shape)), cause).to_local() for one in given
+            convert(one, layout_of(boundary.mesh, rows, tuple(one.shape)), cause).to_local() for one in given
         )
         self._rows = rows
-        border.replicas = tuple(a for a, state in enumerate(rows) if not state.is_sharded)
+        boundary.replicas = tuple(a for a, state in enumerate(rows) if not state.is_sharded)
         takes = None
-        if border.capacity is not None and not indices.is_meta:
-            layout = layout_of(border.mesh, rows, tuple(given[1].shape))
-            takes = capacities(indices, layout, border.experts.experts, border.capacity, border.name)
-        if border.spread:
+        if boundary.capacity is not None and not indices.is_meta:
+            layout = layout_of(boundary.mesh, rows, tuple(given[1].shape))
+            takes = capacities(indices, layout, boundary.experts.experts, boundary.capacity, boundary.name)
+        if boundary.spread:
             fresh = self._dispatch(tokens, indices, takes)
         else:
             fresh = (tokens, indices, self._counted(indices, takes))
         replaced = dict(zip(map(id, given), fresh))
         self.args = tuple(replaced.get(id(one), one) for one in args)
         self.kwargs = {key: replaced.get(id(one), one) for key, one in kwargs.items()}
-        self._parameters = swap_in(module, rows, cause, border.whole)
-        for name in border.counters:
-            setattr(module, name, border.experts.local)
+        self._parameters = swap_in(module, rows, cause, boundary.whole)
+        for name in boundary.counters:
+            setattr(module, name, boundary.experts.local)
 
     def _counted(self, indices: Tensor, takes: Tensor | None) -> Tensor:
         """The weights of rows that stay where they are; zeros for those that no expert takes."""
-        border, flat = self._border, indices.reshape(-1)
+        boundary, flat = self._boundary, indices.reshape(-1)
         if indices.is_meta:
-            border.load = []
+            boundary.load = []
             return self._weights
-        counts = counted(flat, border.experts.experts)
+        counts = counted(flat, boundary.experts.experts)
         kept = counts if takes is None else torch.minimum(counts, takes)
-        border.load, border.dropped = kept.tolist(), counts - kept
+        boundary.load, boundary.dropped = kept.tolist(), counts - kept
         if takes is None:
             return self._weights
         order = torch.argsort(flat, stable=True)
@@ -293,12 +293,12 @@ class _Call:
     def _dispatch(self, tokens: Tensor, indices: Tensor, takes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """What the module's forward gets: the rows that arrived, the local expert of each, ones."""
         self._shape = (*indices.shape, tokens.shape[1])
-        self._route = route = Route(self._border.experts, indices, capacity=takes)
-        self._border.load, self._border.dropped = route.load, route.dropped
+        self._route = route = Route(self._boundary.experts, indices, capacity=takes)
+        self._boundary.load, self._boundary.dropped = route.load, route.dropped
         copies = tokens.unsqueeze(1).expand(self._shape).reshape(-1, self._shape[2])
-        if self._border.beside is not None:
+        if self._boundary.beside is not None:
             route.begin(copies.detach())
-            self._border.beside.run()
+            self._boundary.beside.run()
         moved, ids = Out.apply(copies, route), route.arrived_ids()
         self._none = moved.shape[0] == 0
         if self._none:  # one row of zeros, so that the graph and its exchanges are the same on every rank
@@ -307,47 +307,48 @@ class _Call:
 
     def restore(self) -> None:
         self._module._parameters.update(self._parameters)
-        for name in self._border.counters:
-            setattr(self._module, name, self._border.experts.experts)
+        for name in self._boundary.counters:
+            setattr(self._module, name, self._boundary.experts.experts)
 
     def combine(self, output: Tensor) -> DTensor:
         """The result as a DTensor; where rows travelled, they go back to their tokens, are weighted and summed."""
-        border = self._border
-        if border.spread:
+        boundary = self._boundary
+        if boundary.spread:
             output = output[:0] if self._none else output
             back = Back.apply(output, self._route).view(self._shape)
             output = (back * self._weights.unsqueeze(-1).to(back.dtype)).sum(1)
         states = [
-            PENDING if axis in border.split and not state.is_sharded else state for axis, state in enumerate(self._rows)
+            PENDING if axis in boundary.split and not state.is_sharded else state
+            for axis, state in enumerate(self._rows)
         ]
-        result = from_plain(output, layout_of(border.mesh, tuple(states), self._was.shape))
-        before = self._was.states[border.axis]
-        if not border.spread or before.is_sharded and before.dim == 0:
+        result = from_plain(output, layout_of(boundary.mesh, tuple(states), self._was.shape))
+        before = self._was.states[boundary.axis]
+        if not boundary.spread or before.is_sharded and before.dim == 0:
             return result
-        states[border.axis] = VARYING if before is VARYING else INVARIANT
-        return convert(result, result.mesh_layout.base.with_states(states), f"{border.name} (experts)")
+        states[boundary.axis] = VARYING if before is VARYING else INVARIANT
+        return convert(result, result.mesh_layout.base.with_states(states), f"{boundary.name} (experts)")
 
 
 class _WholeCall:
     """One forward of an experts module in the reproducible mode, on the weights of all experts. Cost: all-gathers of
     the weights over the expert axis, and reductions of their gradients."""
 
-    def __init__(self, border: ExpertsBorder, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def __init__(self, boundary: ExpertsBoundary, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self.args, self.kwargs, self._module = args, kwargs, module
-        tokens, indices, _ = _tokens_indices_weights(border.name, args, kwargs)
-        if border.capacity is not None:
-            check_order("experts", f"{border.name}, whose experts have a capacity, drops rows")
+        tokens, indices, _ = _tokens_indices_weights(boundary.name, args, kwargs)
+        if boundary.capacity is not None:
+            check_order("experts", f"{boundary.name}, whose experts have a capacity, drops rows")
         states = tokens.mesh_layout.states
-        border.replicas = tuple(axis for axis, state in enumerate(states) if not state.is_sharded)
+        boundary.replicas = tuple(axis for axis, state in enumerate(states) if not state.is_sharded)
         local = indices.to_local() if type(indices) is DTensor else indices
-        count = border.experts.experts
-        border.load = [] if local.is_meta else counted(local.reshape(-1), count).tolist()
+        count = boundary.experts.experts
+        boundary.load = [] if local.is_meta else counted(local.reshape(-1), count).tolist()
         self._parameters = dict(module._parameters)
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 layout = parameter.mesh_layout.base
-                states = [INVARIANT if axis == border.axis else state for axis, state in enumerate(layout.states)]
-                module._parameters[name] = convert(parameter, layout.with_states(states), f"{border.name} (experts)")
+                states = [INVARIANT if axis == boundary.axis else state for axis, state in enumerate(layout.states)]
+                module._parameters[name] = convert(parameter, layout.with_states(states), f"{boundary.name} (experts)")
 
     def restore(self) -> None:
         self._module._parameters.update(self._parameters)

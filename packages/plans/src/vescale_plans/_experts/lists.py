@@ -34,7 +34,7 @@ from .members import Members
 CHECKED_CALLS = 2
 
 
-class ListBorder(Members):
+class ListBoundary(Members):
     """The two hooks around a block that calls the members of a list of experts."""
 
     def __init__(self, block: nn.Module, name: str, count: int, mesh: Mesh, axis: str) -> None:

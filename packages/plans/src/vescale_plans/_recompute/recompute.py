@@ -3,7 +3,7 @@ gathered again, and those that lie on the host.
 
 A checkpointed module is torch's own non-reentrant checkpoint, put around the module's
 forward by hooks (`checkpoint.py`), so that its forward, its names and its type stay.
-What enters it is kept as it is sharded outside: a conversion at its border is inside,
+What enters it is kept as it is sharded outside: a conversion at its boundary is inside,
 and made again. A HuggingFace cache of keys and values does not enter it while gradients
 are recorded: the second computation would append to it again, and attend to what the
 first one left there.

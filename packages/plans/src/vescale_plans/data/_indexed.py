@@ -115,11 +115,11 @@ def _rest(batches: Any, skip: int) -> Iterator[list]:
     for batch in batches:
         taken += len(batch)
         if taken > skip:
-            check_border(taken - len(batch), skip, taken)
+            check_boundary(taken - len(batch), skip, taken)
             yield list(batch)
 
 
-def check_border(start: int, skip: int, stop: int) -> None:
+def check_boundary(start: int, skip: int, stop: int) -> None:
     """Raises PlanError where the samples that were taken end inside of a batch."""
     if start < skip < stop:
         raise PlanError(

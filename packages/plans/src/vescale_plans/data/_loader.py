@@ -13,7 +13,7 @@ from .._apply.containers import tensors_in
 from .._plan.parts import PlanError
 from ..plan import Plan
 from ._cut import Cut, is_by_row
-from ._indexed import Batches, PlacedSamples, Walk, check_border
+from ._indexed import Batches, PlacedSamples, Walk, check_boundary
 from ._streamed import CollateRows, StreamedRows
 
 _START: dict[str, Any] = {"batches": 0, "samples": 0, "generators": []}
@@ -108,7 +108,7 @@ class Loader(DataLoader):
             rows, whole, batch = read if self._in_parts else (_rows_of(read), True, read)
             taken += rows
             if taken > skip:
-                check_border(taken - rows, skip, taken)
+                check_boundary(taken - rows, skip, taken)
                 yield self._joined(batch, whole), rows
 
     def _started(self, goes_on: int) -> Iterator[Any]:

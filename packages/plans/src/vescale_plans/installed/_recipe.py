@@ -16,11 +16,11 @@ from .._apply.balance import balance_of
 from .._apply.boundary import install_boundary, install_scopes
 from .._apply.given.adopt import watch
 from .._apply.given.wrappers import refuse_wrappers
-from .._apply.inputs import RootBorder, cuts_of
-from .._apply.loss import LossBorder, LossFn
-from .._apply.masks import MaskBorder
-from .._experts.experts import ExpertsBorder
-from .._experts.lists import ListBorder
+from .._apply.inputs import RootBoundary, cuts_of
+from .._apply.loss import LossBoundary, LossFn
+from .._apply.masks import MaskBoundary
+from .._experts.experts import ExpertsBoundary
+from .._experts.lists import ListBoundary
 from .._experts.structure import Experts
 from .._plan.least import Reads, least_collectives, open_sums
 from .._recompute.host import Host
@@ -87,7 +87,7 @@ class Parallelized:
     activations are, if they are offloaded."""
 
     def __init__(
-        self, recipe: Recipe, sync: DataParallel, experts: list[ExpertsBorder | ListBorder], host: Host | None
+        self, recipe: Recipe, sync: DataParallel, experts: list[ExpertsBoundary | ListBoundary], host: Host | None
     ) -> None:
         self.recipe, self.plan, self.device_mesh, self.loss_fn = recipe, recipe.plan, recipe.device_mesh, recipe.loss_fn
         self.sync, self.experts, self.host = sync, experts, host
@@ -108,32 +108,32 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     host = install_recompute(model, recipe.checkpointed, recipe.regathered, recipe.offloaded)
     for name, boundary in recipe.boundaries.items():
         install_boundary(model.get_submodule(name), name, boundary)
-    borders = _borders(plan, model, recipe.experts, mesh)
+    boundaries = _of_experts(plan, model, recipe.experts, mesh)
     install_scopes(model)
     if recipe.loss_fn is not None:
-        LossBorder(model, recipe.loss_fn)
+        LossBoundary(model, recipe.loss_fn)
     balance = balance_of(plan, mesh, model)
-    RootBorder(model, mesh, cuts_of(plan, balance))
+    RootBoundary(model, mesh, cuts_of(plan, balance))
     if plan.context_axis is not None:
         pin(mesh, mesh.axis(plan.context_axis), plan.context)
-        MaskBorder(model, mesh, mesh.axis(plan.context_axis), balance, describes=plan.pipeline is None)
+        MaskBoundary(model, mesh, mesh.axis(plan.context_axis), balance, describes=plan.pipeline is None)
     lists = [model.get_submodule(name) for name in recipe.experts.listed]
-    made = Parallelized(recipe, DataParallel(model, _sharing(plan, mesh), recipe.blocks, lists), borders, host)
+    made = Parallelized(recipe, DataParallel(model, _sharing(plan, mesh), recipe.blocks, lists), boundaries, host)
     object.__setattr__(model, "_vescale", made)
     watch(made.sync)
     refuse_wrappers(model)
     return made
 
 
-def _borders(plan: Plan, model: nn.Module, experts: Experts, mesh: Mesh) -> list[ExpertsBorder | ListBorder]:
-    found: list[ExpertsBorder | ListBorder] = []
+def _of_experts(plan: Plan, model: nn.Module, experts: Experts, mesh: Mesh) -> list[ExpertsBoundary | ListBoundary]:
+    found: list[ExpertsBoundary | ListBoundary] = []
     for name, count in experts.stacked.items():
         block, module = _owner(model, name), model.get_submodule(name)
         capacity = plan.capacity_factor
-        found.append(ExpertsBorder(module, name, mesh, plan.expert_axis, count, block=block, capacity=capacity))
+        found.append(ExpertsBoundary(module, name, mesh, plan.expert_axis, count, block=block, capacity=capacity))
     for name, count in experts.listed.items():
         if name and _is_spread(model.get_submodule(name), mesh.axis(plan.expert_axis)):
-            found.append(ListBorder(_owner(model, name), name, count, mesh, plan.expert_axis))
+            found.append(ListBoundary(_owner(model, name), name, count, mesh, plan.expert_axis))
     return found
 
 

@@ -3,7 +3,7 @@
     batch_norm, training    batch or spatial dims sharded: statistics of the GLOBAL batch, two small all-reduces;
                             channels sharded: local. Running statistics are updated in place, in their layout
     batch_norm, eval        local
-    group_norm              batch sharded: local; channels sharded on borders of groups: local
+    group_norm              batch sharded: local; channels sharded between groups: local
     instance_norm           batch and channels sharded: local
     pending input           reduces first
 """
@@ -149,7 +149,7 @@ def _update(running: Tensor, value: DTensor, momentum: float) -> None:
 
 @rule(F.group_norm, torch.group_norm)
 def group_norm(call: Call):
-    """num_groups counts the whole; a shard that starts and ends at a border of groups has its part of them."""
+    """num_groups counts the whole; a shard that starts and ends between groups has its part of them."""
     x, groups = call.get(0, "input"), call.get(1, "num_groups")
     if not isinstance(x, Operand) or x.ndim < 2 or any(o.ndim != 1 for o in call.operands if o is not x):
         return None
@@ -167,12 +167,12 @@ def group_norm(call: Call):
         return _or_empty(run)
 
     decision = solve(call, _by_channel(call, x, spatial, local=local))
-    if decision is not None and _on_borders(decision.out, groups):
+    if decision is not None and _on_boundaries(decision.out, groups):
         return decision
     return _by_channel(call, x, spatial | {"c"}, local=local)
 
 
-def _on_borders(layout: Layout, groups: int) -> bool:
+def _on_boundaries(layout: Layout, groups: int) -> bool:
     """Whether every shard of the channels is a whole number of groups."""
     cuts = [layout.states[axis] for axis in layout.axes_of(1)]
     count = prod(layout.mesh.sizes[axis] for axis in layout.axes_of(1))
