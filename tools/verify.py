@@ -285,6 +285,8 @@ CHECKS: tuple[Check, ...] = (
     Check(22, 3, "what others write of a state", tests("vescale", "checkpoints/test_state_of_others")),
     Check(22, 4, "what one watches", tests("vescale", "end_to_end/test_metrics")),
     Check(19, 1, "its manners", tests("dtensor", "kit/test_second_device")),
+    Check(26, 1, "torch's own parallelism at real sizes", (PYTHON, "benchmarks/peers.py"), 60 * MINUTES),
+    Check(26, 1, "peers: the short form runs", tests("vescale", "comparing/test_peers"), 20 * MINUTES),
     Check(26, 2, "auto: who looks, forwards over forwards", tests("plans", "static/test_auto"), 20 * MINUTES),
     Check(26, 2, "auto: loops and models of users", under_auto("plans", "training"), 90 * MINUTES),
     Check(26, 2, "auto: parallelize, ZeRO, optimizers, experts", under_auto("plans", "core"), 60 * MINUTES),
