@@ -119,6 +119,23 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
+def missing_compiler(device_type: str) -> str | None:
+    """What inductor lacks to compile what it generates for a device, None if nothing. Instead: a public question of
+    `torch.compiler`; without it a backward ends in an error of inductor's own."""
+    if device_type == "cpu":
+        from torch._inductor import cpp_builder
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "a C++ compiler"
+        return None
+    from torch.utils._triton import has_triton
+
+    return None if device_type != "cuda" or has_triton() else "Triton"
+
+
 def functorch_config() -> Any:
     """Holds the switch for writes into what was saved for backward. Instead: a public option of `torch.compile`."""
     from torch._functorch import config

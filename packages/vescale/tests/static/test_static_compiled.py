@@ -5,6 +5,8 @@ is shown is that modules and conversions are traceable. Inductor, which `mode="c
 a C++ compiler.
 """
 
+import contextlib
+import importlib
 import itertools
 import math
 import shutil
@@ -12,6 +14,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import vescale
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
@@ -200,6 +203,60 @@ def test_layers_of_one_class_compile_apart():
     for losses, names in run_ranks(2, widths, "compile", timeout=300):
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert names == {f"layers.{i}" for i in range(10)}
+
+
+def lengths(mode):
+    """GPT-2 with dropout at four lengths, each of them several times."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})
+    model, optimizer = vescale.parallelize(plan, GPT2LMHeadModel(config).train(), partial(torch.optim.SGD, lr=0.1))
+    if mode == "compile":
+        vescale.static(model, compiler="aot_eager")
+    losses = []
+    for step, length in enumerate((16, 24, 32, 40, 16, 24) * 2):
+        words = torch.randint(VOCABULARY, (4, length), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, compiled(model) if mode == "compile" else set()
+
+
+def test_a_model_with_dropout_compiles_at_several_lengths():
+    """Every length is a region of its own: under one code object the third ended the training."""
+    wanted, _ = run_ranks(2, lengths, "eager")[0]
+    for losses, names in run_ranks(2, lengths, "compile", timeout=300):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert {"transformer.h.0.ln_1", "transformer.h.1.attn.c_attn", "lm_head"} <= names
+
+
+def without_a_compiler(through):
+    config = importlib.import_module("torch._inductor.config")  # by name: a pickled test cannot take it along
+    model = torch.nn.Linear(8, 8)
+    plan = vescale.Plan(mesh={"dp": dist.get_world_size()}, parameters={"*": {}})
+    absent = dist.get_rank() == dist.get_world_size() - 1  # on one rank alone, as on one machine of several
+    with config.patch({"cpp.cxx": (None, "/nonexistent/c++")}) if absent else contextlib.nullcontext():
+        try:
+            model, _ = vescale.parallelize(plan, model, mode="compile" if through == "parallelize" else "eager")
+            vescale.static(model, compiler="inductor")
+        except vescale.PlanError as error:
+            return str(error)
+    return ""
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("through, ranks", [("parallelize", 2), ("static", 1)])
+def test_a_missing_compiler_is_a_sentence(through, ranks):
+    """It ended the training in the first backward, by an error of inductor's own, on the rank that lacked it."""
+    for text in run_ranks(ranks, without_a_compiler, through):
+        assert text.startswith(f"{through}: inductor generates code for cpu, and finds no C++ compiler here\n")
+        assert "install a C++ compiler" in text and 'mode="static"' in text
 
 
 class Block(torch.nn.Module):

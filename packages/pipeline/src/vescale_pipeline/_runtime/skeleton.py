@@ -21,7 +21,7 @@ their place (`recomputing`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -139,7 +139,8 @@ class Run:
             return self._elsewhere(event)
         self._at = at + 1
         current.reader = None
-        self._show(real=True)
+        if self._left:
+            self._show(real=True)
         try:
             if len(args) == 1 and not kwargs and type(only := args[0]) is Placeholder:
                 args = (self._real(only),)
@@ -150,7 +151,8 @@ class Run:
             current.reader = self
         if event.attributes:
             self._take_attributes(event)
-        self._show(real=False)
+        if self._left:
+            self._show(real=False)
         if event.writes:
             self._take_writes(event)
         template = event.template
@@ -313,13 +315,16 @@ def _handle(event: Event, filled: Tensor) -> Placeholder:
     return placeholder(torch.empty(0, device="meta"), event.fills, event.name, filled.device)
 
 
-@contextmanager
-def recomputing(kept: dict[int, Tensor] | None) -> Iterator[None]:
+def recomputing(kept: dict[int, Tensor] | None) -> AbstractContextManager[None]:
     """While a backward runs, user code that computes again finds `kept` behind its placeholders."""
-    if not kept:
-        yield
-        return
+    return _recomputing(kept) if kept else _NOTHING
 
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _recomputing(kept: dict[int, Tensor]) -> Iterator[None]:
     def value(tensor: Tensor) -> Tensor:
         return kept.get(tensor.key, tensor) if type(tensor) is Placeholder else tensor
 

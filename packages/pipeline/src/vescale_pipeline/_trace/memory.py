@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ _MACHINERY = frozenset(
 ) - {"training"}
 _CONTAINERS = (list, dict, set)
 _ABSENT = object()
+_NOTHING = nullcontext()
 
 
 class Slot(NamedTuple):
@@ -212,12 +213,12 @@ class Memories:
         self._first = [_snapshot(value) for value in self._objects]
         self._of = {stage: list(self._first) for stage in stages}
 
-    @contextmanager
-    def of_stage(self, stage: int, values: dict[int, Tensor]) -> Iterator[None]:
+    def of_stage(self, stage: int, values: dict[int, Tensor]) -> AbstractContextManager[None]:
         """A run of one microbatch. Placeholders that it leaves become the values behind them, or what was before."""
-        if not self._slots:
-            yield
-            return
+        return self._of_stage(stage, values) if self._slots else _NOTHING
+
+    @contextmanager
+    def _of_stage(self, stage: int, values: dict[int, Tensor]) -> Iterator[None]:
         before = self._of[stage]
         for slot, value in zip(self._slots, before):
             slot.put(_snapshot(value))

@@ -17,7 +17,7 @@ from vescale_rng import attributes_of, distribute, is_deferred, materialize
 from .._experts.structure import find_experts, place_experts
 from .._plan.promise import promise
 from .._plan.validate import fit
-from .._static.mode import Mode, mode_of
+from .._static.mode import Mode, check_compiler, mode_of
 from .._static.static import run_static
 from .._zero.optim import wrap
 from ..installed._copies import may_be_copied
@@ -107,7 +107,8 @@ def parallelize(
 
     Communicates: a few small all-gathers, of the plan, of parameter checksums and of
     how every rank fared: what fails on one rank fails on all, with one message. Raises
-    MeshError, PlanError (of the plan, or of a mode that is none), or PlainTensorError when ranks hold different values.
+    MeshError, PlanError (of the plan, of a mode that is none, or of one that compiles where no compiler is found), or
+    PlainTensorError when ranks hold different values.
     """
     join()
     with contextlib.ExitStack() as undo:
@@ -148,6 +149,8 @@ def _parallelized(
         placed = place_experts(plan, model, experts, fitted.parameters)
         sums = checksums(model)
         device = settle_device(model)
+        if mode == "compile":
+            check_compiler("parallelize", "inductor", device)
     check_same_plan(plan, device)
     check_same_values(sums)
     pipelined = None

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from vescale_dtensor.engine import is_reproducible
 
 from .._plan.parts import PlanError
-from .._torch_private import _len_torch_dispatch_stack
+from .._torch_private import _len_torch_dispatch_stack, missing_compiler
 
 Mode = Literal["eager", "auto", "static", "compile"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -29,6 +29,25 @@ def mode_of(given: str | None) -> Mode:
         rule = f"mode is {found!r}" if given is not None else f"{VARIABLE} is {found!r}, in the environment"
         raise PlanError("parallelize", rule, (), [(f"mode={name!r}", "") for name in MODES])
     return cast(Mode, found)
+
+
+def check_compiler(operation: str, backend: str, device_type: str) -> None:
+    """Raises PlanError where the backend generates code that nothing on this machine can compile: found out by itself,
+    it would end the training in the middle of a backward."""
+    missing = missing_compiler(device_type) if backend == "inductor" else None
+    if missing is not None:
+        raise PlanError(
+            operation,
+            f"inductor generates code for {device_type}, and finds no {missing.removeprefix('a ')} here",
+            (),
+            [
+                (
+                    f"install {missing}",
+                    "g++, or the one that the environment variable CXX names" if "C++" in missing else "",
+                ),
+                ('mode="static"', "the same on plain local tensors, not compiled"),
+            ],
+        )
 
 
 TOOLS = (0, 3, 4)

@@ -25,7 +25,7 @@ from .._plan.parts import PlanError
 from .._torch_private import _are_functorch_transforms_active, _len_torch_function_stack
 from .frame import Frame
 from .key import foreign_global_hooks, take_key
-from .mode import is_watched
+from .mode import check_compiler, is_watched
 from .reads import Changed, Reads
 from .record import Recording
 from .region import Eager, Nested, Region, StaleRegion, StaticWarning
@@ -292,7 +292,8 @@ def static(model: nn.Module, verify_every: int = 0, *, compiler: str = "") -> nn
 
     Returns: the model. Without a compiler results are bitwise those of eager mode.
 
-    Raises PlanError when the model is not parallelized. Costs nothing on the network.
+    Raises PlanError when the model is not parallelized, and where "inductor" finds no compiler for what it generates.
+    Costs nothing on the network.
     """
     if not hasattr(model, "_vescale"):
         raise PlanError("static", "the model is not parallelized", (), [("parallelize(plan, model) first", "")])
@@ -300,6 +301,7 @@ def static(model: nn.Module, verify_every: int = 0, *, compiler: str = "") -> nn
         raise PlanError(
             "static", f"verify_every is {verify_every}, which is not a number of steps", (), [("0: never", "")]
         )
+    check_compiler("static", compiler, model._vescale.device_mesh.device_type)
     run_static(model, verify_every, compiler)
     return model
 
