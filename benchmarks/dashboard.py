@@ -4,8 +4,10 @@
     python benchmarks/dashboard.py --config other/asv.conf.json --results other/results
 
 The front page shows each headline beside its budget with a sparkline over the commits, what regressed and at which
-commit, every other figure, and the newest verdict of each "What it must show" check that results/ holds. It is one
-HTML file without scripts.
+commit, every other figure, and the newest verdict of each "What it must show" check that results/ holds; of what
+`benchmarks/peers.py` measured the times and tokens per second of each contender beside the ratios, and of `make gpu`
+how many cases hold on which device. Over a point stand its commit's first line and value. It is one HTML file without
+scripts.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from html import escape
 from importlib import metadata
@@ -61,12 +63,12 @@ def main() -> int:
         print(published.stdout + published.stderr, file=sys.stderr)
         return 1
     page = Path(settings.html_dir).parent / "index.html"
-    page.write_text(front_page(config, figures, read_verdicts(arguments.results)))
+    page.write_text(front_page(config, figures, read_verdicts(arguments.results), read_devices(arguments.results)))
     print(f"dashboard: {page}")
     return 0
 
 
-def front_page(config: Path, figures: list[Figure], verdicts: list[dict]) -> str:
+def front_page(config: Path, figures: list[Figure], verdicts: list[dict], devices: list[dict]) -> str:
     headlines = [each for each in figures if each.headline]
     others = [each for each in figures if not each.headline]
     commits = {point.commit for each in figures for point in each.points}
@@ -85,6 +87,20 @@ def front_page(config: Path, figures: list[Figure], verdicts: list[dict]) -> str
         f"torch {metadata.version('torch')}</p>",
         '<h2>Headlines</h2><div class="cards">' + "".join(card(each) for each in headlines) + "</div>",
         steps(figures, read_config(config).repo),
+        table(
+            "Beside torch's own parallelism, two ranks of gloo",
+            (
+                "case",
+                "",
+                "wall time over theirs",
+                "CPU time over theirs",
+                "milliseconds",
+                "tokens per second",
+                "commit",
+            ),
+            peer_rows(verdicts),
+        ),
+        table("On devices (make gpu)", ("part", "cases that hold", "device", "commit", "date"), device_rows(devices)),
         table("Every other figure", ("figure", "newest", "over commits", "machine"), map(row, others)),
         table("What was shown", ("point", "check", "holds", "figures", "commit", "with"), map(verdict_row, verdicts)),
     ]
@@ -154,7 +170,7 @@ def sparkline(figure: Figure, width: int = 220, height: int = 44) -> str:
     dots = "".join(
         f'<circle cx="{x}" cy="{y}" r="{3 if i in figure.regressions else 2}" '
         f'fill="var(--{"bad" if i in figure.regressions else "curve"})">'
-        f"<title>{figure.points[i].commit[:10]}: {values[i]:.4g}</title></circle>"
+        f"<title>{figure.points[i].commit[:10]} {escape(figure.points[i].subject)}: {values[i]:.4g}</title></circle>"
         for i, (x, y) in enumerate(spots)
     )
     curve = f'<polyline points="{line}" fill="none" stroke="var(--curve)" stroke-width="1.5"/>'
@@ -170,6 +186,41 @@ def read_verdicts(folder: Path) -> list[dict]:
             if "title" in check:  # others keep figures under this name, too
                 newest[check["point"], check["title"]] = {**record, **check}
     return [newest[key] for key in sorted(newest, key=lambda key: [float(key[0].partition(".")[0]), *key])]
+
+
+def peer_rows(verdicts: Iterable[dict]) -> Iterator[tuple[str, ...]]:
+    """Of the newest run of peers.py each contender of each case."""
+    for check in verdicts:
+        if "benchmarks/peers.py" in check.get("command", "") and isinstance(check["figures"], dict):
+            for case, contenders in check["figures"].items():
+                for name, told in contenders.items():
+                    cells = (str(told.get(key, "")) for key in ("wall", "CPU", "ms", "tokens per second"))
+                    yield (escape(case), escape(name), *cells, f"<code>{check['commit'][:10]}</code>")
+
+
+def read_devices(folder: Path) -> list[dict]:
+    """What `make gpu` wrote: the newest record of each device."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return list({one["device"]: one for one in records if "device" in one and "parts" in one}.values())
+
+
+def device_rows(records: Iterable[dict]) -> Iterator[tuple[str, ...]]:
+    for record in records:
+        for part, found in record["parts"].items():
+            held = list(_verdicts_in(found))
+            shown = f"{sum(held)} of {len(held)}"
+            shown = shown if all(held) else f'<span class="badtext">{shown}</span>'
+            of = (escape(record["device"]), f"<code>{escape(record['commit'].partition(';')[0])}</code>")
+            yield (escape(part), shown, *of, escape(record["date"][:10]))
+
+
+def _verdicts_in(found: object) -> Iterator[bool]:
+    """What each case in a part's nested dicts and lists says of itself."""
+    if isinstance(found, dict) and isinstance(found.get("holds"), bool):
+        yield found["holds"]
+    elif isinstance(found, (dict, list)):
+        for inner in found.values() if isinstance(found, dict) else found:
+            yield from _verdicts_in(inner)
 
 
 def verdict_row(check: dict) -> tuple[str, ...]:

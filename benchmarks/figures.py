@@ -41,10 +41,11 @@ class Headline:
 
 @dataclass(frozen=True)
 class Point:
-    """One commit's value."""
+    """One commit's value. `subject`: the commit's first line."""
 
     commit: str
     value: float
+    subject: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,17 +129,24 @@ def commits_of(repository: str | Path, count: int | None = None) -> list[str]:
     return listed.stdout.split()[::-1]
 
 
+def subjects_of(repository: str | Path) -> dict[str, str]:
+    """The first line of every commit of the checked-out branch."""
+    command = ["git", "log", "--first-parent", "--format=%H %s", "HEAD"]
+    listed = subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True).stdout
+    return dict(line.split(" ", 1) for line in listed.splitlines() if " " in line)
+
+
 def read_figures(config: Path) -> list[Figure]:
     """Every figure with at least one point on the checked-out branch, headlines first, in their order."""
     settings = read_config(config)
-    order = {commit: i for i, commit in enumerate(commits_of(settings.repo))}
+    order, subjects = {commit: i for i, commit in enumerate(commits_of(settings.repo))}, subjects_of(settings.repo)
     headlines, peers = read_headlines(config)
     named = {(row.benchmark, row.parameters): row for row in headlines}
     series: dict[tuple, dict[int, Point]] = {}
     for results in iter_results(settings.results_dir):
         if results.commit_hash in order:
             for key, value in _values(results):
-                point = Point(results.commit_hash, value)
+                point = Point(results.commit_hash, value, subjects.get(results.commit_hash, ""))
                 series.setdefault((*key, results.params["machine"]), {})[order[results.commit_hash]] = point
     figures = [
         Figure(

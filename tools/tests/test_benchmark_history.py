@@ -144,20 +144,33 @@ def test_headlines_alone_are_measured_unless_all_are_asked_for(measured):
 class Links(HTMLParser):
     def __init__(self):
         super().__init__()
-        self.links, self.scripts, self.text = [], 0, []
+        self.links, self.scripts, self.text, self.titles, self.tag = [], 0, [], [], ""
 
     def handle_starttag(self, tag, attributes):
+        self.tag = tag
         self.scripts += tag == "script"
         self.links += [value for key, value in attributes if key in ("href", "src") and not value.startswith("data:")]
 
     def handle_data(self, data):
-        self.text.append(data)
+        (self.titles if self.tag == "title" else self.text).append(data)
+        self.tag = ""
 
 
 def test_the_dashboard_shows_the_regression(measured, tmp_path):
     record = {"commit": "c" * 40, "torch": "2.13.0", "machine": "x86_64"}
     check = {"point": "1.1", "title": "a check", "holds": True, "figures": {"ratio": 0.5}}
     (tmp_path / "2026.json").write_text(json.dumps({**record, "checks": [check]}))
+    peers = {
+        "sharded, hidden 512": {
+            "FSDP2": {"ms": 31.5},
+            "ours, auto": {"wall": 0.72, "ms": 22.7, "tokens per second": 45123},
+        }
+    }
+    run_of_peers = {**check, "title": "peers", "command": "python benchmarks/peers.py", "figures": peers}
+    (tmp_path / "2027.json").write_text(json.dumps({**record, "checks": [run_of_peers]}))
+    parts = {"training": {"gpt": {"holds": True}, "more": [{"holds": False}]}}
+    gpu = {"device": "one H100", "date": "2026-01-02T03:04", "commit": "d" * 7, "parts": parts}
+    (tmp_path / "gpu.json").write_text(json.dumps(gpu))
     # Not of make verify:
     (tmp_path / "figures.json").write_text(json.dumps({"checks": [{"point": "4.3", "unmet": []}]}))
     script(measured, "dashboard", "--results", tmp_path)
@@ -169,6 +182,9 @@ def test_the_dashboard_shows_the_regression(measured, tmp_path):
     assert page.links == ["asv/index.html"] and all((site / link).exists() for link in page.links)
     assert "1 of 2 headlines fail" in text and "5 commits" in text
     assert text.count("slowed") == 1 and "10.200 to 14.000" in text
+    assert any(re.fullmatch(r"\w{10} slowed: 14", title) for title in page.titles)
+    assert "45123" in text and "31.5" in text and "0.72" in text
+    assert "On devices" in text and "1 of 2" in text and "one H100" in text and "2026-01-02" in text
     assert "Python" in text and "torch" in text  # with what it was measured
     assert "steps <small>" in text and "a check" in text and '{"ratio": 0.5}' in text
 
