@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from atexit import register
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -29,6 +29,7 @@ from ._errors import CheckpointError, MismatchError, StorageError
 from ._version import __version__
 from .format._step import folder_of
 from .io._commit import Draft, Root
+from .io._pace import Pace
 from .io._retention import Retention, metrics_json
 from .io._storage import LocalStorage
 from .io._write import staged, write_file
@@ -49,9 +50,9 @@ class PendingSave:
     tells without waiting.
     """
 
-    def __init__(self, path: str, thread: threading.Thread | None = None) -> None:
+    def __init__(self, path: str, thread: threading.Thread | None = None, pace: Pace | None = None) -> None:
         self.path = path
-        self._thread, self._error = thread, None
+        self._thread, self._error, self._pace = thread, None, pace
 
     @property
     def done(self) -> bool:
@@ -59,12 +60,17 @@ class PendingSave:
 
     def wait(self) -> str:
         """The path of the committed step. Raises the save's error, the same on all ranks."""
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
         return self.path
+
+    def _join(self) -> None:
+        if self._pace is not None:
+            self._pace.hurry()
+        if self._thread is not None:
+            self._thread.join()
 
 
 class SaveJob:
@@ -83,6 +89,7 @@ class SaveJob:
         self.session, self.root = session, Root(path, "save")
         self._retention, self._metrics = retention, metrics
         self._draft: Draft | None = None
+        self._rest: Callable[[], None] = lambda: None
         try:
             own = catalogue_of(contents, session.size, mesh_ranks)
             if session.rank == 0:
@@ -178,7 +185,7 @@ class SaveJob:
             return {}
         header = outline.header.to_bytes(self._where["step"], self._where["identity"])
         path = f"{self.root.path}/{self._where['name']}/{self._file(self.session.rank)}"
-        checks = write_file(self.root.storage, path, header, self._sources, outline.block)
+        checks = write_file(self.root.storage, path, header, self._sources, outline.block, self._rest)
         self._sources = []
         info = (len(header) + outline.header.data_nbytes, len(header), f"{crc32c(header):08x}")
         return {"info": info, "checks": checks, "rows": [] if self._is_known else outline.rows()}
@@ -222,9 +229,10 @@ class SaveJob:
 
 
 def in_background(job: SaveJob) -> PendingSave:
-    """Finishes a staged save in a thread of its own."""
+    """Finishes a staged save in a thread of its own, which rests between chunks until somebody waits for it."""
     global _in_flight
-    returning = threading.Event()
+    returning, pace = threading.Event(), Pace()
+    job._rest = pace.rest
 
     def run() -> None:
         returning.wait()
@@ -237,7 +245,7 @@ def in_background(job: SaveJob) -> PendingSave:
         finally:
             job.session.close()
 
-    pending = PendingSave(job.path, threading.Thread(target=run, name="vescale-checkpoint-save"))
+    pending = PendingSave(job.path, threading.Thread(target=run, name="vescale-checkpoint-save"), pace)
     try:
         pending._thread.start()
         _in_flight = pending
@@ -258,7 +266,7 @@ def settle(*, raises: bool = True) -> None:
     if pending is None:
         return
     if not raises:
-        pending._thread.join()
+        pending._join()
         return
     _in_flight = None
     pending.wait()

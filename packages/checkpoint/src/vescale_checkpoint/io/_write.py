@@ -5,7 +5,7 @@ A chunk is written right after its checksums were computed, out of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,8 +123,17 @@ class BlockChecks:
         self._open = self._filled = 0
 
 
-def write_file(storage: Storage, path: str, header: bytes, sources: Sequence[Source | Pack], block: int) -> str:
+def write_file(
+    storage: Storage,
+    path: str,
+    header: bytes,
+    sources: Sequence[Source | Pack],
+    block: int,
+    rest: Callable[[], None] = lambda: None,
+) -> str:
     """Writes and syncs a file of `header` and the sources' bytes; returns the checksums of all blocks, in order.
+
+    `rest` is called after each chunk.
 
     Raises StorageError with the path and the bytes that were to be written.
     """
@@ -132,12 +141,14 @@ def write_file(storage: Storage, path: str, header: bytes, sources: Sequence[Sou
     with guarded("save", path, f"cannot write {total} bytes"):
         writer = storage.create(path)
         try:
-            return _write_all(writer, header, sources, block)
+            return _write_all(writer, header, sources, block, rest)
         finally:
             writer.close()
 
 
-def _write_all(writer: Any, header: bytes, sources: Sequence[Source | Pack], block: int) -> str:
+def _write_all(
+    writer: Any, header: bytes, sources: Sequence[Source | Pack], block: int, rest: Callable[[], None]
+) -> str:
     checks: list[str] = []
     batch: list[Any] = [header]
     held = len(header)
@@ -162,10 +173,12 @@ def _write_all(writer: Any, header: bytes, sources: Sequence[Source | Pack], blo
                 if held >= CHUNK_BYTES:
                     writer.write(batch)
                     batch, held = [], 0
+                    rest()
             checks.append(stream.text())
         if held >= CHUNK_BYTES:
             writer.write(batch)
             batch, held = [], 0
+            rest()
     writer.write(batch)
     return "".join(checks)
 
