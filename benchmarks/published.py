@@ -49,6 +49,8 @@ from statistics import median
 
 import torch
 
+from published_kernels import with_gates, with_loss, with_norms
+
 BUDGETS = {"median error": 0.08, "worst error": 0.25, "recovered": 0.8}
 GAIN = 0.05
 """What the choice may gain, by the planner, over a published configuration that fits and counts as found."""
@@ -68,6 +70,7 @@ class Row:
         again: share of the forward that is computed again in backward: 1 full, 0.5 every second product, 0 none.
         aside: no constant was chosen with this row in view.
         overlaps: gradients are reduced beside the backward.
+        scores: of `Hardware`, of attention that is not fused.
         unknown: the interleaving was not reported.
     """
 
@@ -83,34 +86,42 @@ class Row:
     aside: bool = False
     overlaps: bool = True
     unknown: bool = False
+    scores: float = 0.0
 
 
 def row(
-    name, source, model, hardware, batch, seq, reported, again=0.0, aside=False, overlaps=True, unknown=False, **degrees
-) -> Row:
+    name, source, model, hardware, batch, seq, reported, again=0.0, aside=False, overlaps=True, unknown=False,
+    scores=0.0, **degrees,
+) -> Row:  # fmt: skip
     given = (name, source, model, hardware, tuple(degrees.items()), batch, seq, reported)
-    return Row(*given, again, aside, overlaps, unknown)
+    return Row(*given, again, aside, overlaps, unknown, scores)
+
+
+UNFUSED = 17 / 3
+"""Reads and writes of the scores in a third of a forward and a backward, by Megatron's kernels before fused attention
+(arXiv 2205.05198, figure 3): forward 6.5 of products, softmax and dropout with its mask, backward 10.5."""
 
 
 def gpt_row(name, layers, hidden, heads, batch, mbs, tflops, aside=False, **degrees) -> Row:
     local = batch // degrees["dp"]
     return row(
         name, "SC21", ("gpt", layers, hidden, heads), "a100", batch, 2048, ("hardware TF", tflops), 1.0, aside,
-        overlaps=False, microbatches=local // mbs, **degrees,
+        overlaps=False, microbatches=local // mbs, scores=UNFUSED * heads / hidden, **degrees,
     )  # fmt: skip
 
 
 def sp_row(name, layers, hidden, heads, batch, mbs, mfu, aside=False, **degrees) -> Row:
     return row(
         name, "arXiv 2205.05198", ("gpt", layers, hidden, heads), "a100", batch, 2048, ("model TF", 3.12 * mfu), 0.0,
-        aside, overlaps=False, microbatches=batch // degrees.get("dp", 1) // mbs, sp=True, dp=1, **degrees,
+        aside, overlaps=False, microbatches=batch // degrees.get("dp", 1) // mbs, sp=True, dp=1,
+        scores=UNFUSED * heads / hidden, **degrees,
     )  # fmt: skip
 
 
 LLAMA = {
-    "8B": ("llama", 32, 4096, 32, 8, 14336),
-    "70B": ("llama", 80, 8192, 64, 8, 28672),
-    "405B": ("llama", 126, 16384, 128, 8, 53248),
+    "8B": ("compiled", 32, 4096, 32, 8, 14336),
+    "70B": ("compiled", 80, 8192, 64, 8, 28672),
+    "405B": ("compiled", 126, 16384, 128, 8, 53248),
 }
 QWEN = ("qwen", 94, 4096, 64, 4, 1536, 128, 8)
 ROWS = (
@@ -164,6 +175,10 @@ LONG = (
 
 VIRTUAL = (1, 2, 3, 4)
 """Interleaved stages per rank."""
+MIXED = {"parameters": 2, "states": 12, "gradients": 4, "sums": 1, "stepping": 0}
+"""What Megatron holds per parameter: it and its copy in float32 with both moments, and one sum of gradients."""
+NUMBERS = {"torchtitan": {"stepping": 0}}
+"""By source, where it is not MIXED: torchtitan shards parameters in float32 and steps them by a fused kernel."""
 FROZEN = "fc53d4f6810b4d87"
 BLIND_SOURCES = (
     "MosaicML llm-foundry, scripts/train/benchmarking/README.md",
@@ -219,7 +234,7 @@ def gpt(layers: int, hidden: int, heads: int):
 def llama(layers: int, hidden: int, heads: int, groups: int, inner: int):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return fused_norms(LlamaForCausalLM(
+    return with_norms(LlamaForCausalLM(
         LlamaConfig(
             vocab_size=128256, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
             num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=False,
@@ -227,19 +242,20 @@ def llama(layers: int, hidden: int, heads: int, groups: int, inner: int):
     ))  # fmt: skip
 
 
-def fused_norms(model):
-    """Norms of one kernel, as the reports' systems have them; transformers' keep a tensor for each operator."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
-                setattr(module, name, torch.nn.RMSNorm(child.weight.shape, child.variance_epsilon))
-    return model
+def compiled(*sizes: int):
+    """A Llama by a system whose gates and loss are one kernel as well."""
+    return with_loss(with_gates(llama(*sizes)))
+
+
+def mpt(*sizes: int):
+    """GPT-2's blocks, with llm-foundry's fused loss."""
+    return with_loss(gpt(*sizes))
 
 
 def qwen(layers: int, hidden: int, heads: int, groups: int, inner: int, experts: int, chosen: int):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return fused_norms(Qwen3MoeForCausalLM(
+    return with_norms(Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             vocab_size=151936, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, head_dim=128,
             num_key_value_heads=groups, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=chosen,
@@ -247,7 +263,7 @@ def qwen(layers: int, hidden: int, heads: int, groups: int, inner: int, experts:
     ))  # fmt: skip
 
 
-BUILDERS = {"gpt": gpt, "llama": llama, "qwen": qwen}
+BUILDERS = {"gpt": gpt, "mpt": mpt, "llama": llama, "compiled": compiled, "qwen": qwen}
 
 
 # --- what was reported --------------------------------------------------------------------
@@ -285,9 +301,11 @@ def reported_seconds(one: Row) -> float:
 def request_of(one: Row):
     """As `generate_plan` would have it, with what the system of the row had."""
     from vescale_plans.search import Candidate, Request
+    from vescale_plans.search.pricing.hardware import Numbers
     from vescale_plans.search.ranking import MARGIN
 
-    hardware, known = profile(one.hardware, one.overlaps), Candidate(**dict(one.degrees))
+    numbers, known = Numbers(**NUMBERS.get(one.source, MIXED)), Candidate(**dict(one.degrees))
+    hardware = replace(profile(one.hardware, one.overlaps), scores=one.scores, numbers=numbers)
     pin = {"sp": known.sp} if known.sp else {}
     forbid = () if known.sp else ("sp",)
     if known.replicas > 1:

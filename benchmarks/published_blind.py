@@ -30,19 +30,32 @@ import torch
 from published import FROZEN, LLAMA, frozen, profile, structure
 from vescale_plans.search import Candidate, Request
 from vescale_plans.search.pricer import Estimate, Pricer
+from vescale_plans.search.pricing.hardware import Numbers
 from vescale_plans.search.ranking import MARGIN
 
 GOALS = {"median error": 0.10, "worst error": 0.25}
 MODELS = {
-    "mpt-125m": ("gpt", 12, 768, 12), "mpt-350m": ("gpt", 24, 1024, 16), "mpt-760m": ("gpt", 24, 1536, 12),
-    "mpt-1b": ("gpt", 24, 2048, 16), "mpt-3b": ("gpt", 32, 2560, 20), "mpt-7b": ("gpt", 32, 4096, 32),
-    "mpt-13b": ("gpt", 40, 5120, 40), "mpt-30b": ("gpt", 48, 7168, 56), "mpt-70b": ("gpt", 80, 8192, 64),
-    "forge-7B": LLAMA["8B"], "forge-13B": ("llama", 40, 5120, 40, 8, 17920), "forge-70B": LLAMA["70B"],
+    "mpt-125m": ("mpt", 12, 768, 12), "mpt-350m": ("mpt", 24, 1024, 16), "mpt-760m": ("mpt", 24, 1536, 12),
+    "mpt-1b": ("mpt", 24, 2048, 16), "mpt-3b": ("mpt", 32, 2560, 20), "mpt-7b": ("mpt", 32, 4096, 32),
+    "mpt-13b": ("mpt", 40, 5120, 40), "mpt-30b": ("mpt", 48, 7168, 56), "mpt-70b": ("mpt", 80, 8192, 64),
+    "forge-7B": ("llama", *LLAMA["8B"][1:]), "forge-13B": ("llama", 40, 5120, 40, 8, 17920),
+    "forge-70B": ("llama", *LLAMA["70B"][1:]),
     "llama-13B": ("llama", 40, 5120, 40, 40, 13824), "llama-30B": ("llama", 60, 6656, 52, 52, 17920),
     "llama-65B": ("llama", 80, 8192, 64, 64, 22016),
 }  # fmt: skip
 LATE = ("arXiv 2311.05610",)
 """Whose gradients are reduced when the last backward is through."""
+EAGER = ("llm-foundry",)
+"""Whose elementwise operators and norms are torch's own, one kernel each: no compiler, no fused modules."""
+ATTENTION = {("llm-foundry", "h100"): 0.35}
+"""Of kernels of a report's time: the first FlashAttention under a causal mask, both directions together, reached some
+130e12 on a H100 (arXiv 2307.08691, figure 7), of half the pairs."""
+NUMBERS_OF = {
+    "arXiv 2311.05610": Numbers(parameters=2, states=12, gradients=2, sums=1, stepping=0),
+    "KempnerForge": Numbers(stepping=0),
+    "llm-foundry": Numbers(stepping=0),
+}
+"""What its system holds per parameter: the first in bfloat16, with what the optimizer steps in float32; fused steps."""
 NODES = {"KempnerForge": 4}
 """Devices of a node, where they are not the profile's."""
 NUMBERS = ("tp", "pp", "zero", "microbatches")
@@ -62,7 +75,13 @@ def candidate_of(run: Mapping[str, str]) -> Candidate:
 @cache
 def pricer_of(report: str, model: str, hardware: str, gpus: int, batch: int, seq: int) -> Pricer:
     known = profile(hardware, report not in LATE)
-    known = replace(known, node=NODES.get(report, known.node))
+    known = replace(
+        known,
+        node=NODES.get(report, known.node),
+        stream=17 if report in EAGER else known.stream,
+        attention=ATTENTION.get((report, hardware), known.attention),
+        numbers=NUMBERS_OF[report],
+    )
     limit = MARGIN * known.memory
     return Pricer(Request(structure(MODELS[model]), gpus, batch, seq, known, limit, dtype=torch.bfloat16))
 

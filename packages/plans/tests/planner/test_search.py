@@ -1,5 +1,6 @@
 """The pruned search against brute force on toys of up to eight blocks, and how it does on the largest published job."""
 
+from collections import Counter
 from dataclasses import replace
 from io import StringIO
 from itertools import combinations, pairwise, product
@@ -188,3 +189,41 @@ def test_a_link_is_inside_where_no_group_crosses_a_border(node, stride, size, in
     assert crosses != inside
     assert (hardware.link(stride, size) is hardware.inside) == inside
     assert hardware.joining(node).link(stride, size).bandwidth >= hardware.link(stride, size).bandwidth
+
+
+def test_a_group_receives_over_the_links_of_all_its_ranks_in_a_node():
+    """Eight ranks of a node that gather the same have eight links for it; one rank in each node has its own."""
+    hardware = hardware_of("h100")
+    hardware = replace(hardware, inside=replace(hardware.inside, latency=0), across=replace(hardware.across, latency=0))
+    inside, own = 1e9 / hardware.inside.bandwidth, 1e9 / hardware.across.bandwidth
+    assert hardware.collective_seconds("all_gather", 8, 1e9, 1) == pytest.approx(inside)
+    for stride in (1, 2, 4):
+        seconds = hardware.collective_seconds("all_gather", 64 // stride, 1e9, stride)
+        assert seconds == pytest.approx(own / (8 // stride) + inside)
+    assert hardware.collective_seconds("all_gather", 8, 1e9, 8) == pytest.approx(own)
+    apart = hardware.collective_seconds("send", 2, 1e9, 8), hardware.collective_seconds("all_to_all", 16, 1e9)
+    assert apart == pytest.approx((own, own))  # nobody else in the node wants these
+    slow = replace(hardware, inside=replace(hardware.inside, bandwidth=1e9))  # where the way inside is the longer one
+    assert slow.collective_seconds("all_gather", 16, 1e9) == pytest.approx(own)
+
+
+@pytest.mark.parametrize(
+    ("node", "stride", "size", "links"), [(8, 1, 16, 8), (8, 2, 8, 4), (8, 1, 12, 4), (6, 1, 4, 2)]
+)
+def test_the_fewest_links_of_any_group_count(node, stride, size, links):
+    hardware = replace(hardware_of("h100"), node=node)
+    assert hardware.crosses(stride, size) and hardware.links(stride, size) == links
+    groups = [range(first, first + size) for first in range(0, size * node, size)]  # by their places along the axis
+    parts = [Counter(rank * stride // node for rank in group) for group in groups]
+    assert min(min(part.values()) for part in parts) == links
+
+
+def test_products_are_near_those_that_were_measured_on_a_h100():
+    """XLA's table for sm_90, bfloat16: for moments, so what a training reaches is less, and in proportion."""
+    measured = {
+        (4096, 4096, 4096): 783e12, (4096, 4096, 2048): 739e12, (4096, 4096, 512): 543e12, (2048, 2048, 2048): 632e12,
+        (1024, 2048, 2048): 524e12, (1024, 1024, 2048): 350e12, (512, 512, 4096): 175e12, (1024, 1024, 512): 146e12,
+        (256, 256, 4096): 84e12, (4096, 512, 4096): 650e12, (512, 2048, 4096): 431e12,
+    }  # fmt: skip
+    shares = [2 * m * n * k / hardware_of("h100").product_seconds(m, n, k) / of for (m, n, k), of in measured.items()]
+    assert all(0.7 < share < 1.2 for share in shares), shares

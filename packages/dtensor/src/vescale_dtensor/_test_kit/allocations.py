@@ -25,7 +25,6 @@ class Allocations:
     def __init__(self) -> None:
         self._events: list[tuple[int, int, int, int]] = []  # when, address, bytes given or (negative) taken, total
         self._phases: list[tuple[int, int, str]] = []
-        self._before = 0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -51,7 +50,7 @@ class Allocations:
     def total(self, phase: str, time: int = -1) -> int:
         """Bytes at that moment, by the allocator's own count."""
         start, stop, _ = [one for one in self._phases if one[2] == phase][time]
-        return max(total for when, _, _, total in self._events if start <= when <= stop) - self._before
+        return max(total for when, _, _, total in self._events if start <= when <= stop)
 
     def _phase_of(self, when: int) -> str:
         around = ((stop - start, name) for start, stop, name in self._phases if start <= when <= stop)
@@ -69,12 +68,27 @@ class Allocations:
                 self._phases.append((event.start_time_ns, event.end_time_ns, event.name.removeprefix(_PHASE)))
         self._events.sort(key=lambda one: one[0])
         self._phases.sort()
-        self._before = self._events[0][3] - self._events[0][2] if self._events else 0
+        before = self._events[0][3] - self._events[0][2] if self._events else 0
+        self._events = list(_apart(self._events, before))
 
 
 _PHASE, _NONE = "phase: ", (0, "")
 _TURN_S = 0.004
 """What other threads are given after a collective."""
+
+
+def _apart(events: list[tuple[int, int, int, int]], before: int) -> Iterator[tuple[int, int, int, int]]:
+    """With totals of what was allocated since the first event alone: what lived before, and is let go of meanwhile,
+    was never in them."""
+    ours: set[int] = set()
+    for when, address, size, total in events:
+        if size > 0:
+            ours.add(address)
+        elif address in ours:
+            ours.remove(address)
+        else:
+            before += size
+        yield when, address, size, total - before
 
 
 def _sums(live: dict[int, tuple[str, int]]) -> Counter[str]:

@@ -17,8 +17,8 @@ from .ranking import rank
 from .refusals import InfeasibleError, nothing_legal
 
 BAND = (0.09, 0.21)
-"""Error of a step's time by data sheets: what half, and nine of ten, of 279 published runs on A100, H100 and H200 are
-within, that no constant was chosen by (`benchmarks/published_blind.py`). Nothing is said of a run unlike them."""
+"""Error of a step's time by data sheets: what half, and nine of ten, of 279 published runs on A100, H100 and H200 were
+within before any of them had been seen (`benchmarks/published_blind.py`). Nothing is said of a run unlike them."""
 UNITS = ("", "K", "M", "B", "T")
 
 
@@ -56,7 +56,7 @@ def facts(request: Request, chosen: Estimate) -> Iterator[tuple[str, str]]:
     yield "computes in", str(request.dtype).removeprefix("torch.")
     yield "a step", f"{seconds(total)}; {seconds(total * (1 - most))} to {seconds(total * (1 + most))} is the band"
     yield "the band", (
-        f"{most:.0%} either way, as nine of ten of 279 published runs that no constant was chosen by; half were within "
+        f"{most:.0%} either way: nine of ten of 279 published runs were within it before any had been seen, half within "
         f"{half:.0%}"
     )
     if total > 0:

@@ -15,7 +15,7 @@ from .candidates import Candidate, candidates, ways
 from .pricing.cost import BUSY, NOTHING, Cost, Pass, again_of, cost_of, pass_of, positions_of
 from .pricing.hardware import Hardware
 from .pricing.interleaved import Interleaved
-from .pricing.memory import STATES, Held, Memory, memory_of
+from .pricing.memory import Held, Memory, memory_of
 from .pricing.sizes import Sizes, parts_of, sizes_of
 from .stages import Cutter, Part, Stages, bound_of
 from .structure import Structure
@@ -265,7 +265,7 @@ class Pricer:
         shape = (candidate, hardware, batch or self.request.batch, self.request.seq)
         held = [Held(kinds[of[at]], *shape, part=True) for at in found.held(len(self._cuttable))]
         parameters, states, gradients = (
-            sum(sizes) for sizes in zip(*((one.part(3, 4), one.part(1, STATES), one.summed()) for one in held))
+            sum(sizes) for sizes in zip(*((one.parameters(), one.states(), one.summed()) for one in held))
         )
         kept = found.memory - parameters - states - gradients
         if candidate.pp == 1 and len(found.again) in (0, len(held)):

@@ -12,7 +12,7 @@ from math import ceil
 
 from ..candidates import Candidate
 from .context import meeting_seconds
-from .hardware import ATTENTION, Hardware
+from .hardware import Hardware
 from .sizes import Sizes
 
 OPERATORS = 12
@@ -24,7 +24,7 @@ REWRITTEN = 2
 SHOWN = 0.1
 """Share of what is reduced or gathered beside computation that nothing hides."""
 HOPS = 0.3
-"""Share of a pipeline's transfers that computation does not hide."""
+"""Share of a pipeline's transfers that computation does not hide, where it hides anything."""
 
 
 BUSY = ("compute", "elementwise", "tensor", "experts", "context")
@@ -171,7 +171,8 @@ def _attention(sizes: Sizes, hardware: Hardware, positions: int, seq: int) -> fl
         for branch, times in sizes.branches.items()
         if branch.positions_meet
     )
-    return 4 * positions * seq * width / (hardware.flops * ATTENTION)
+    scores = hardware.scores * hardware.itemsize / hardware.bandwidth
+    return positions * seq * width * (4 / (hardware.flops * hardware.attention) + scores)
 
 
 def _elementwise(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int) -> float:
@@ -252,4 +253,5 @@ def _hops(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions: int
     width = max((branch.stream for branch in sizes.branches), default=0)
     moved = positions * width * hardware.itemsize
     hop = hardware.collective_seconds("send", 2, moved, candidate.ranks // 2)
-    return 2 * candidate.microbatches * candidate.virtual * hop * HOPS
+    shown = HOPS if hardware.hidden else 1.0
+    return 2 * candidate.microbatches * candidate.virtual * hop * shown

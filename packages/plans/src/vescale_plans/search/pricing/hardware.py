@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from math import log, prod
+from math import gcd, log, prod
 from typing import Any
 
 from ..._plan.parts import PlanError
@@ -19,6 +19,10 @@ from ..._plan.parts import PlanError
 GIB = 2**30
 VERSION = 1
 """Of the JSON text of a profile."""
+ATTENTION = 0.6
+"""Share of `flops` that a fused attention kernel reaches where nothing was measured."""
+SHARED = ("all_gather", "all_reduce", "reduce_scatter", "broadcast")
+"""Collectives in which ranks of a node receive the same, or add up the same."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,25 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """Bytes per parameter that a system holds; by default as this one does, and steps by AdamW.
+
+    Arguments:
+        parameters: as they are held, and gathered.
+        states: of the optimizer, with a copy of narrower parameters that it steps.
+        gradients: as they are summed.
+        sums: of a pipeline's gradients, how many: the sum over microbatches, and what is added to it.
+        stepping: what an optimizer that goes over all parameters at once makes on the way; 0 of a fused one.
+    """
+
+    parameters: int = 4
+    states: int = 8
+    gradients: int = 4
+    sums: int = 2
+    stepping: int = 4
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One kind of device, and how devices are joined.
 
@@ -102,6 +125,10 @@ class Hardware:
         wide: `flops` in float32, where `itemsize` is less; None for the same.
         once: rows for experts are sent to a node once, and each tensor rank sends its share of them, as Megatron's
             dispatcher does; ours sends each row to every rank that has an expert of it.
+        numbers: that a system holds per parameter.
+        attention: share of `flops` that attention reaches, forward and backward together.
+        scores: reads and writes of attention's scores by memory in each direction, per position that one meets and
+            feature, by kernels that are not fused; 0 for a fused one.
         peak: dense products per second of the data sheet in that dtype, of which utilisation is a share; None where
             it is not known.
         waits: seconds that a rank waits, on average, at a collective that all come to after so many seconds of
@@ -131,6 +158,9 @@ class Hardware:
     waits: Curve | None = field(default=None, repr=False)
     peak: float | None = None
     once: bool = False
+    numbers: Numbers = Numbers()
+    attention: float = ATTENTION
+    scores: float = 0.0
 
     def computing(self, itemsize: int) -> Hardware:
         """The same device at work in numbers of so many bytes: float32 beyond the profile's; nothing that was measured
@@ -145,6 +175,11 @@ class Hardware:
     def crosses(self, stride: int, size: int) -> bool:
         """Whether a group of that axis has ranks in two nodes."""
         return self.node % (stride * size) != 0
+
+    def links(self, stride: int, size: int) -> int:
+        """Links to other nodes that a group of that axis has in a node, one for each of its ranks there; where groups
+        lie askew, at the fewest."""
+        return gcd(self.node // stride, size) if self.node % stride == 0 else 1
 
     def joining(self, ranks: int) -> Hardware:
         """The same for a world of so many ranks: one that fits in a node crosses no border."""
@@ -170,17 +205,25 @@ class Hardware:
     def attention_seconds(self, name: str, flops: float) -> float:
         """Of a fused attention kernel ("attention", "attention_backward", ".causal" of either) by its operations."""
         curve = self.operators.get(name) or self.operators.get(name.partition(".")[0])
-        return curve.at(flops) if curve is not None else self.launch + flops / (self.flops * ATTENTION)
+        return curve.at(flops) if curve is not None else self.launch + flops / (self.flops * self.attention)
 
     def collective_seconds(self, kind: str, size: int, received: float, stride: int = 1) -> float:
-        """Of a collective over an axis of `size` ranks that lie `stride` apart; each receives `received` bytes."""
+        """Of a collective over an axis of `size` ranks that lie `stride` apart; each receives `received` bytes.
+
+        Across nodes what one rank of a group receives in a gather or a sum, all of its node have: it comes over the
+        links of all of them together, and goes on inside, one after the other. (Tensor parallelism over two nodes of
+        H100 took 1.7 times as long in its communication as in one, by nanotron's Ultra-Scale Playbook: 1.9 here.)
+        """
         if size < 2:
             return 0.0
         curves = self.collectives.get(kind)
         if curves:
             return curves[min(curves, key=lambda ranks: abs(log(ranks / size)))].at(received)
         link = self.link(stride, size)
-        return link.latency * (size - 1) ** 0.5 + received / link.bandwidth
+        each = 1 / link.bandwidth
+        if link is self.across and kind in SHARED and (links := self.links(stride, size)) > 1:
+            each = min(each, each / links + 1 / self.inside.bandwidth)
+        return link.latency * (size - 1) ** 0.5 + received * each
 
     def wait_seconds(self, computed: float) -> float:
         """Of a rank for the others, after so many seconds of computation."""
@@ -217,6 +260,8 @@ class Hardware:
                 kind: {int(ranks): _curve(points) for ranks, points in curves.items()}
                 for kind, curves in values.get("collectives", {}).items()
             }
+            if "numbers" in values:
+                values["numbers"] = Numbers(**values["numbers"])
             values["waits"] = _curve(values["waits"]) if values.get("waits") else None
             return cls(**values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -234,10 +279,6 @@ def _computing(hardware: Hardware, itemsize: int) -> Hardware:
         product = Product(product.launch, product.flop * slower, *terms)
     peak = hardware.peak and hardware.peak / slower
     return replace(hardware, itemsize=itemsize, flops=hardware.flops / slower, product=product, peak=peak)
-
-
-ATTENTION = 0.6
-"""Share of `flops` that a fused attention kernel reaches where nothing was measured."""
 
 
 def _curve(points: list) -> Curve:

@@ -13,14 +13,10 @@ from .context import meeting_bytes
 from .hardware import Hardware
 from .sizes import Sizes
 
-STATES = 8
-"""Bytes per parameter of the optimizer's states: two fp32 moments."""
 KEPT_OF_INPUT, KEPT_OF_STREAM = 1, 6
 """Activations kept per position: of a split contraction's input, once; of the stream around a group, in its width."""
 KEPT_OF_ROW = 3
 """Of the rows sorted by expert, in the stream's width: what enters the experts, leaves them, and is weighed."""
-SUMMED = 2
-"""Gradients of all that a stage computes with, in a pipeline: the sum over microbatches, and what is added to it."""
 LOGITS = 3
 """Copies of the last contraction's result that a loss keeps, in fp32."""
 
@@ -63,6 +59,7 @@ class Held:
         self, sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int, part: bool = False
     ) -> None:
         self.sizes, self.candidate, self.hardware, self.seq = sizes, candidate, hardware, seq
+        self.numbers = hardware.numbers
         self.positions = ceil(batch / candidate.dp / candidate.microbatches) * ceil(seq / candidate.cp)
         self.meeting = int(meeting_bytes(sizes, candidate, hardware, self.positions, seq))
         stages = 1 if part else candidate.pp
@@ -82,39 +79,48 @@ class Held:
     def summed(self) -> int:
         """Gradients that are held from one microbatch to the next."""
         if self.candidate.pp > 1:
-            return SUMMED * (self.dense + self.spread) * 4
-        return self.part(2, 4) if self.candidate.microbatches > 1 else 0
+            return self.numbers.sums * (self.dense + self.spread) * self.numbers.gradients
+        return self.part(2, self.numbers.gradients) if self.candidate.microbatches > 1 else 0
+
+    def parameters(self) -> int:
+        """As they are held between steps."""
+        return self.part(3, self.numbers.parameters)
+
+    def states(self) -> int:
+        """Of the optimizer."""
+        return self.part(1, self.numbers.states)
 
     def static(self) -> int:
         """What is held whatever runs."""
-        return self.part(3, 4) + self.part(1, STATES) + self.summed()
+        return self.parameters() + self.states() + self.summed()
 
     def in_stages(self) -> Memory:
         """Of a pipeline, whose stages sum gradients all along, and have gathered what they compute with for good."""
         one = self.candidate
         flight = min(one.microbatches, ahead(one.pp, one.virtual, 0) / one.virtual)
         return Memory(
-            parameters=self.part(3, 4),
+            parameters=self.parameters(),
             gradients=self.summed(),
-            states=self.part(1, STATES),
+            states=self.states(),
             activations=int(flight * self.kept() / self.candidate.pp + self.loss()),
             gathered=self.meeting + int(self.again())
-            + ((self.dense + self.spread) * 4 if self.candidate.zero == 3 else 0),
+            + ((self.dense + self.spread) * self.numbers.parameters if self.candidate.zero == 3 else 0),
         )
 
     def alone(self) -> Memory:
         """Of the worst moment: at the loss, in the last block's backward, in the first one's, at its end, and in the
         optimizer, which on a GPU makes roots of all second moments at once."""
-        narrow = self.hardware.itemsize if self.hardware.itemsize < 4 or self.candidate.zero == 3 else 0
+        numbers, itemsize = self.numbers, self.hardware.itemsize
+        narrow = itemsize if itemsize < numbers.parameters or self.candidate.zero == 3 else 0
         gathered = (2 * self.block + self.outside) * narrow + self.meeting
         spread, gloo = self.candidate.replicas > 1, self.hardware.backend == "gloo"
-        outside, block = (self.outside * 4, self.block * 4) if spread else (0, 0)
+        outside, block = (size * numbers.gradients * spread for size in (self.outside, self.block))
         sums = int(gloo and self.candidate.replicas > 2)  # it adds up in as much again, gathers so; two ranks exchange
         late = int(spread and self.candidate.zero > 1)  # whole gradients on their way to be shards
-        stepped = 0 if gloo else self.part(1, 4)
+        stepped = 0 if gloo else self.part(1, numbers.stepping)
         if gloo and self.candidate.zero in (1, 2):
-            stepped = (1 + sums) * self.part(3, 4) - self.part(2, 4)
-        summed, gradients = self.summed(), self.part(2, 4)
+            stepped = (1 + sums) * self.parameters() - self.part(2, numbers.gradients)
+        summed, gradients = self.summed(), self.part(2, numbers.gradients)
         moments = (
             (summed, self.kept() + self.loss(), gathered + outside),  # the head's gradient comes first
             (summed, self.kept() + self.again(), gathered + outside + block * (1 + sums)),
@@ -123,7 +129,7 @@ class Held:
             (gradients, 0.0, stepped),
         )
         held, kept, more = max(moments, key=sum)
-        return Memory(self.part(3, 4), held, self.part(1, STATES), int(kept), int(more))
+        return Memory(self.parameters(), held, self.states(), int(kept), int(more))
 
     def kept(self) -> float:
         """Of all blocks."""

@@ -50,14 +50,20 @@ SOURCES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "a100": {
             "peak, memory": "NVIDIA A100 data sheet, SXM 80 GB",
-            "flops": "0.80 of the peak: large products of Megatron's reports (SC21)",
+            "flops": "0.80 of the peak: large products of Megatron's reports (SC21); the most that any shape reached"
+            " is 268e12 (ml-engineering's table of achievable products)",
             "bandwidth": "data sheet, 2.04 TB/s",
             "inside": "NVLink 3: 300 GB/s each way, of which NCCL's bus bandwidth is about 230",
             "across": "200 Gb/s a GPU, about 22 GB/s",
         },
         "h100": {
             "peak, memory, bandwidth": "NVIDIA H100 data sheet, SXM",
-            "flops": "0.75 of the peak: large products at full power",
+            "flops, small": "0.75 of the peak: large products for as long as a training runs. For moments, XLA's"
+            " measured table (matmul_interpolator_data.h, sm_90) has 783e12 at 4096 x 4096 x 4096, 632e12 at 2048,"
+            " 543e12 with 512 between, 175e12 at 512 x 512 x 4096: these terms give 0.84, 0.80, 0.86 and 1.15 of it",
+            "attention": "0.60 of flops, 444e12 of all pairs: between FlashAttention-2 without a mask (torch's own"
+            " forward 287e12 to 304e12, pytorch/benchmark, pull request 2296; both directions up to 335e12, arXiv"
+            " 2307.08691) and under a causal one, of which it computes half the pairs",
             "inside": "NVLink 4: 450 GB/s each way; about 370 effective, by a maintainer of NCCL",
             "across": "400 Gb/s a GPU, 45 to 48 GB/s",
         },
