@@ -8,21 +8,23 @@ means, the planner's for that configuration, whether the configuration is in the
 whether it fits by the planner's own account, and what the planner chooses instead among plans with the row's sequence
 parallelism, ZeRO stage and recomputation: what a system did not have, its authors could not choose.
 
-What a row says of its system is data of its hardware: kernels are fused (`stream=8`), Megatron did not overlap the
-reduction of gradients in 2021 and 2022 (`hidden=0`), its dispatcher sends rows to a node once (`once`), torchtitan's
-boards take 500 W. Degrees that were not reported are taken as the planner has them fastest. torchtitan's half of a
-recomputation (of every second product) stands as the selection of modules of which the products are nearest to half
-of the forward's: of Llama's blocks the norms and the feed-forward part, 51%.
+What a row says of its system is data of its hardware: kernels are fused (`stream=8`; what they keep stands in
+`published_kernels.py`), Megatron hid no communication in 2021 and 2022 (`hidden=0`) and wrote attention's scores to
+memory (`scores`), its dispatcher sends rows to a node once (`once`), parameters are held in bfloat16 beside what the
+optimizer steps (`numbers`), torchtitan's boards take 500 W. Degrees that were not reported are taken as the planner has
+them fastest. torchtitan's half of a recomputation (of every second product) stands as the selection of modules of which
+the products are nearest to half of the forward's: of Llama's blocks the feed-forward part.
 
 Blind rows. A row is blind if the constants were frozen before its figures were read. The protocol: (1) a commit holds
 `frozen()`, the hash of the profiles and of the modules that price, in FROZEN, together with BLIND_SOURCES, public
 reports of which no figure is in this file; (2) a later commit enters every run of these reports that qualifies
 (hardware with a profile, degrees, batch and recomputation given, fused attention and norms, no fp8, no context
 parallelism), whatever it says, in `published_blind.csv`, which `published_blind.py` prices; (3) the record says whether
-the hash is still FROZEN. FROZEN is of 2026-11-23: of the three reports, an excerpt of KempnerForge's and the best
-utilisation of Hagemann's had been seen. Since then memory is counted from a step without values, and the modules that
-hold it are in the hash: of its account these rows are no longer blind. Seconds come from `cost`, `hardware` and
-`profiles`, which are as they were.
+the hash is still FROZEN. Of 2026-11-23 (fc53d4f6810b4d87) are the first three reports, of which an excerpt of
+KempnerForge's and the best utilisation of Hagemann's had been seen (`results/2026-11-23-published-blind.json`). On
+2026-11-24 the links of a group, the systems' kernels and numbers, and what a system hides were mended with these rows
+in sight: they are SEEN, and say how well the terms describe, not how well they foretell. FROZEN, and BLIND_SOURCES, are of
+2026-11-24, after that.
 
 `--long`: runs with context parallelism, apart from the others and counted by themselves; no constant was chosen by
 them. torchtitan's have linear layers in fp8, which is not priced (they are priced as in bfloat16, so too slow where
@@ -179,12 +181,10 @@ MIXED = {"parameters": 2, "states": 12, "gradients": 4, "sums": 1, "stepping": 0
 """What Megatron holds per parameter: it and its copy in float32 with both moments, and one sum of gradients."""
 NUMBERS = {"torchtitan": {"stepping": 0}}
 """By source, where it is not MIXED: torchtitan shards parameters in float32 and steps them by a fused kernel."""
-FROZEN = "fc53d4f6810b4d87"
-BLIND_SOURCES = (
-    "MosaicML llm-foundry, scripts/train/benchmarking/README.md",
-    "KempnerForge, benchmarks/mfu_scaling/mfu_scaling.md",
-    "Hagemann et al., Efficient parallelization layouts, arXiv 2311.05610: the sheets of its repository",
-)
+FROZEN = "cd4c1f2efaad0502"
+SEEN = ("llm-foundry", "KempnerForge", "arXiv 2311.05610")
+"""Blind on 2026-11-23: llm-foundry's scripts/train/benchmarking, KempnerForge's benchmarks/mfu_scaling, the sheets."""
+BLIND_SOURCES = ("foundation-model-stack/fms-fsdp, README.md",)
 PRICES = ("cost", "hardware", "interleaved", "memory", "profiles", "sizes")
 PRICING = ("candidates", "ranking", "stages", *(f"pricing/{name}" for name in PRICES))
 

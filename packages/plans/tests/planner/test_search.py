@@ -14,16 +14,21 @@ from torch import nn
 
 from vescale_dtensor.testing import slice_of
 from vescale_plans.search import (
+    Candidate,
     Cutter,
     InfeasibleError,
     Part,
     Request,
     hardware_of,
+    memory_of,
     rank,
     sample_of,
+    sizes_of,
     structure_of,
 )
 from vescale_plans.search.pricer import Pricer
+from vescale_plans.search.pricing.cost import cost_of
+from vescale_plans.search.pricing.hardware import Hardware, Numbers
 from vescale_plans.search.progress import Bar
 from vescale_plans.search.stages import bound_of
 
@@ -227,3 +232,23 @@ def test_products_are_near_those_that_were_measured_on_a_h100():
     }  # fmt: skip
     shares = [2 * m * n * k / hardware_of("h100").product_seconds(m, n, k) / of for (m, n, k), of in measured.items()]
     assert all(0.7 < share < 1.2 for share in shares), shares
+
+
+def test_what_a_system_holds_per_parameter_is_data(structure):
+    """Parameters and gradients in bfloat16, and a copy in float32 that the optimizer steps, are 16 bytes as well."""
+    own = hardware_of("h100")
+    mixed = replace(own, numbers=Numbers(parameters=2, states=12, gradients=2, sums=1, stepping=0))
+    assert Hardware.from_json(mixed.to_json()).numbers == mixed.numbers
+    for candidate in (Candidate(dp=4, zero=1, microbatches=2), Candidate(pp=2, dp=2, microbatches=2, zero=1)):
+        ours, theirs = (memory_of(sizes_of(structure, 1), candidate, one, 8, 32) for one in (own, mixed))
+        assert ours.parameters == 2 * theirs.parameters
+        assert 3 * ours.states == pytest.approx(2 * theirs.states, abs=16)
+        assert ours.gradients == (4 if candidate.pp > 1 else 2) * theirs.gradients
+        assert ours.total > theirs.total
+
+
+def test_a_system_that_hides_nothing_shows_all_of_a_pipeline_s_transfers(structure):
+    sizes, one = sizes_of(structure, 1), Candidate(pp=2, microbatches=4)
+    hardware = replace(hardware_of("h100"), node=1, across=replace(hardware_of("h100").across, bandwidth=1e6))
+    most, some = (cost_of(sizes, one, replace(hardware, hidden=hidden), 8, 32).pipeline for hidden in (0.0, 0.7))
+    assert 3 * some < most < 4 * some

@@ -119,10 +119,9 @@ def test_a_pipeline_is_chosen_by_its_fullest_stage(virtual):
 def test_what_lived_before_is_in_no_total_when_it_goes():
     """A model of an earlier run may be let go of while a later one is measured."""
     earlier = torch.ones(1 << 20)
-    with allocations() as log:
-        with log.phase("step"):
-            kept = torch.ones(1 << 10)
-            del earlier
-            more = torch.ones(1 << 12)
+    with allocations() as log, log.phase("step"):
+        kept = torch.ones(1 << 10)
+        del earlier
+        more = torch.ones(1 << 12)
     assert len(kept) + len(more) == (1 << 10) + (1 << 12)
     assert log.total("step") == sum(log.peak("step").values()) == 4 * ((1 << 10) + (1 << 12))

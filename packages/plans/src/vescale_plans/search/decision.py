@@ -56,8 +56,8 @@ def facts(request: Request, chosen: Estimate) -> Iterator[tuple[str, str]]:
     yield "computes in", str(request.dtype).removeprefix("torch.")
     yield "a step", f"{seconds(total)}; {seconds(total * (1 - most))} to {seconds(total * (1 + most))} is the band"
     yield "the band", (
-        f"{most:.0%} either way: nine of ten of 279 published runs were within it before any had been seen, half within "
-        f"{half:.0%}"
+        f"{most:.0%} either way: nine of ten of 279 published runs were within it before any had been seen, half "
+        f"within {half:.0%}"
     )
     if total > 0:
         yield "positions", f"{number(positions / total)} a second, {number(positions / total / ranks)} of each rank"
