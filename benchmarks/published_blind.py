@@ -11,7 +11,8 @@ is counted how often the planner says of a run that it fits, and of one that did
 
 Taken from the reports' texts or derived from their figures: of arXiv 2311.05610 the batch (2,048 rows of 2,048
 positions, 512 of 8,192) and the table of 128,000 words, which its utilisation and step times agree with; MPT by GPT-2's
-blocks, with tied tables and learned positions, as its counts of parameters show.
+blocks, with tied tables and learned positions, as its counts of parameters show. fms-fsdp shards its 7B and 13B over
+the eight of a node and copies them over nodes, which no candidate does: they stand as sharded over all.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ MODELS = {
     "forge-7B": ("llama", *LLAMA["8B"][1:]), "forge-13B": ("llama", 40, 5120, 40, 8, 17920),
     "forge-70B": ("llama", *LLAMA["70B"][1:]),
     "llama-13B": ("llama", 40, 5120, 40, 40, 13824), "llama-30B": ("llama", 60, 6656, 52, 52, 17920),
-    "llama-65B": ("llama", 80, 8192, 64, 64, 22016),
+    "llama-65B": ("llama", 80, 8192, 64, 64, 22016), "llama2-7B": ("llama2", 32, 4096, 32, 32, 11008),
+    "llama2-13B": ("llama2", 40, 5120, 40, 40, 13824), "llama2-34B": ("llama2", 48, 8192, 64, 8, 22016),
+    "llama2-70B": ("llama2", 80, 8192, 64, 8, 28672),
 }  # fmt: skip
 LATE = ("arXiv 2311.05610",)
 """Whose gradients are reduced when the last backward is through."""
-EAGER = ("llm-foundry",)
+EAGER = ("llm-foundry", "fms-fsdp")
 """Whose elementwise operators and norms are torch's own, one kernel each: no compiler, no fused modules."""
 ATTENTION = {("llm-foundry", "h100"): 0.35}
 """Of kernels of a report's time: the first FlashAttention under a causal mask, both directions together, reached some
@@ -81,7 +84,7 @@ def pricer_of(report: str, model: str, hardware: str, gpus: int, batch: int, seq
         node=NODES.get(report, known.node),
         stream=17 if report in EAGER else known.stream,
         attention=ATTENTION.get((report, hardware), known.attention),
-        numbers=NUMBERS_OF[report],
+        numbers=NUMBERS_OF.get(report, known.numbers),
     )
     limit = MARGIN * known.memory
     return Pricer(Request(structure(MODELS[model]), gpus, batch, seq, known, limit, dtype=torch.bfloat16))
