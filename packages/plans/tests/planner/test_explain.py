@@ -4,9 +4,11 @@ import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
 from html import escape
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from vescale_plans import Plan, PlanError, dry_run
@@ -63,6 +65,19 @@ def test_the_choice_comes_first_and_the_next_are_no_better():
         said = explained.loses(one)
         more = one.cost.total - times[0]
         assert said.startswith("a tie") or float(said.split()[0]) == pytest.approx(more, rel=0.01)
+
+
+def test_no_setting_is_cut_off_where_lines_are_short():
+    console = Console(file=StringIO(), width=56, color_system=None)
+    console.print(made(pin={"checkpointing": True}).explain())
+    text = console.file.getvalue()
+    assert "…" not in text.partition("where the choice spends")[0]
+    assert "checkpointing" in text.replace("\n", "")
+
+
+def test_links_between_nodes_are_counted():
+    said = str(made(world_size=16, hardware="h100", pin={"dp": 16}).explain())
+    assert "crosses boundaries of nodes of 8: 8 links of a node, 46 GB/s each" in said
 
 
 def test_memory_that_binds_is_named():

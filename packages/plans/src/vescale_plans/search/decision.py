@@ -89,7 +89,10 @@ def places(request: Request, candidate: Candidate) -> Iterator[tuple[str, str]]:
             far = hardware.crosses(stride, size)
             link = hardware.across if far else hardware.inside
             where = f"crosses boundaries of nodes of {hardware.node}" if far else "inside a node"
-            yield f"axis {name}", f"{size} ranks {stride} apart, {where}: {link.bandwidth / 1e9:.3g} GB/s a rank"
+            links = hardware.links(stride, size) if far else 1
+            each = f"{links} links of a node, {link.bandwidth / 1e9:.3g} GB/s each"
+            alone = f"{link.bandwidth / 1e9:.3g} GB/s a rank"
+            yield f"axis {name}", f"{size} ranks {stride} apart, {where}: {each if links > 1 else alone}"
         stride *= size
 
 

@@ -102,7 +102,8 @@ class Explanation(Weighed):
 
         table = Table(title="the choice, and the next best", title_justify="left")
         for name in ("", "plan", "s/step", "GiB", "what binds", "loses"):
-            table.add_column(name, justify="right" if name in ("s/step", "GiB") else "left")
+            justify = "right" if name in ("s/step", "GiB") else "left"
+            table.add_column(name, justify=justify, overflow="fold")  # no setting is cut off
         for place, one in enumerate(self.ranked):
             seconds, size = f"{one.cost.total:.4g}", f"{one.memory.total / GIB:.2f}"
             table.add_row(str(place + 1), str(one.candidate), seconds, size, self.binds(one), self.loses(one))
