@@ -152,8 +152,15 @@ def test_a_small_model_is_not_split(small):
 
 
 def test_a_large_model_is_split_inside_a_node(large):
-    best = ranked(large, 512, 512, 4096, hardware_of("h100"))[0]
+    best = ranked(large, 512, 128, 4096, hardware_of("h100"))[0]  # fewer rows than ranks
     assert 1 < best.candidate.tp <= 8
+    assert best.memory.total <= 0.94 * 80 * GIB
+
+
+def test_a_large_model_with_a_row_for_each_rank_need_not_be_split(large):
+    """MosaicML's llm-foundry trained 70B on 512 of these with sharded states alone."""
+    best = ranked(large, 512, 512, 4096, hardware_of("h100"))[0]
+    assert (best.candidate.tp, best.candidate.zero) == (1, 3)
     assert best.memory.total <= 0.94 * 80 * GIB
 
 
