@@ -23,7 +23,8 @@ from sysconfig import get_path
 import torch
 
 MODULE = "vescale_second"
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("device.cpp", "backend.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("device.cpp", "streams.cpp", "backend.cpp"))
+HEADERS = (Path(__file__).with_name("streams.hpp"),)
 FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-w")
 COMPILE_SECONDS = 600.0
 
@@ -62,7 +63,7 @@ def compiler() -> str:
 
 def _fingerprint() -> str:
     digest = hashlib.sha256(f"{torch.__version__} {sys.implementation.cache_tag} {FLAGS}".encode())
-    for source in SOURCES:
+    for source in (*SOURCES, *HEADERS):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -91,7 +92,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(folder: Path, target: Path) -> None:
-    """Two objects side by side, then the module, which appears whole or not at all."""
+    """Objects side by side, then the module, which appears whole or not at all."""
     from torch.utils.cpp_extension import include_paths, library_paths  # a second of imports
 
     command = [compiler(), *FLAGS, f"-DTORCH_EXTENSION_NAME={MODULE}", f"-I{get_path('include')}"]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from . import _work
+from ._extension import extension
 from ._memory import Flight
 from ._queue import DeviceError, Operation, Queue, changed, wait_until, wire
 from ._sites import asker
@@ -95,10 +96,13 @@ groups: list[Communicator] = []
 
 
 def check_at_rest() -> None:
-    """Raises DeviceError where something was started, in any group of this process, and never waited for."""
+    """Raises DeviceError where something was started, in any group of this process, and never waited for, or where
+    streams met over memory that was given back, or over the host's."""
     left = [work.label for group in groups for work in group.undelivered.values()]
     if left:
         raise DeviceError("second: started, and never waited for:\n  " + "\n  ".join(left))
+    if races := extension().races():
+        raise DeviceError("\n".join(dict.fromkeys(races)))
 
 
 def forget_undelivered() -> None:

@@ -42,7 +42,7 @@ def _module(loaded: ModuleType) -> ModuleType:
     module = ModuleType(f"torch.{NAME}")
 
     def synchronize(device: object = None) -> None:
-        loaded.note("synchronize the device")
+        loaded.synchronize()
 
     def set_rng_state(state: torch.Tensor, device: object = NAME) -> None:
         generator.set_state(state)

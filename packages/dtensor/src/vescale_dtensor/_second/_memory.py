@@ -13,6 +13,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ._extension import extension
+
 
 class InFlightError(RuntimeError):
     """Memory that belongs to a collective in flight was written."""
@@ -39,6 +41,9 @@ class Flight:
 
     def __init__(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         self._kept = [*inputs, *outputs]
+        self._inputs, self._outputs = inputs, outputs
+        extension().use("a collective", inputs, outputs)
+        self._clock = extension().clock()
         self._watched: list[tuple[int, bytes, str]] = []
         written = [_span(tensor) for tensor in outputs if tensor.numel()]
         held = [_span(tensor) for tensor in inputs if tensor.numel()]
@@ -61,7 +66,11 @@ class Flight:
         return None
 
     def end(self) -> None:
-        self._kept, self._watched = [], []
+        """The stream of whoever waits comes after it."""
+        extension().wait(self._clock)
+        extension().use("a collective", self._inputs, self._outputs)
+        self._kept = self._inputs = self._outputs = []
+        self._watched = []
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

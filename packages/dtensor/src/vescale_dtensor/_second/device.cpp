@@ -10,10 +10,14 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "streams.hpp"
+
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -33,10 +37,16 @@ constexpr auto kSecond = c10::DeviceType::PrivateUse1;
 py::object* on_wait = nullptr;  // called with what waited; None: nobody listens
 bool listening = false;
 
-void note(const char* what) {
+void tell(const char* what) {
   if (!listening) return;
   py::gil_scoped_acquire gil;
   (*on_wait)(what);
+}
+
+// The host waits for all that the current stream was given.
+void note(const char* what) {
+  streams::host_waits(streams::current());
+  tell(what);
 }
 
 // --- memory ---------------------------------------------------------------------------------------------------------
@@ -44,6 +54,7 @@ void note(const char* what) {
 // Fresh memory is not zero, as on a GPU: a kernel that forgets to write shows.
 struct DeviceAllocator final : c10::Allocator {
   static void release(void* memory) {
+    streams::released(memory);
     std::free(memory);
   }
   c10::DataPtr allocate(size_t bytes) override {
@@ -51,6 +62,7 @@ struct DeviceAllocator final : c10::Allocator {
     if (bytes) {
       TORCH_CHECK(posix_memalign(&memory, 512, bytes) == 0, "second: out of memory, ", bytes, " bytes");
       std::memset(memory, 0xA5, std::min<size_t>(bytes, 1 << 16));
+      streams::allocated(memory);
     }
     return {memory, memory, &release, Device(kSecond, 0)};
   }
@@ -111,13 +123,14 @@ void grow(const Storage& storage, size_t bytes) {
   impl->set_nbytes(bytes);
 }
 
-// --- streams and events: one queue, in which everything runs at once ---------------------------------------------
-
-thread_local c10::StreamId current_stream = 0;
+// --- streams and events ---------------------------------------------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Stream stream(c10::StreamId id) {
     return c10::Stream(c10::Stream::UNSAFE, Device(kSecond, 0), id);
+  }
+  static streams::Clock* clock_of(void* event) {
+    return static_cast<streams::Clock*>(event);
   }
   c10::DeviceType type() const override {
     return kSecond;
@@ -131,7 +144,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(Device) const override {}
   void uncheckedSetDevice(Device) const noexcept override {}
   c10::Stream getStream(Device) const override {
-    return stream(current_stream);
+    return stream(streams::current());
   }
   c10::Stream getDefaultStream(Device) const override {
     return stream(0);
@@ -140,38 +153,47 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return getNewStream(device, 0);
   }
   c10::Stream getNewStream(Device, int) const override {
-    static std::atomic<c10::StreamId> last{0};
-    return stream(++last);
+    return stream(streams::made());
   }
   c10::Stream exchangeStream(c10::Stream next) const override {
-    auto before = stream(current_stream);
-    current_stream = next.id();
-    return before;
+    return stream(streams::exchange(next.id()));
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return 1;
   }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    *event = const_cast<Guard*>(this);  // all work is done when it returns: an event has nothing to hold
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new streams::Clock();
+    *clock_of(*event) = streams::recorded(stream.id());
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event) streams::wait(stream.id(), *clock_of(event));
+  }
+  bool queryEvent(void* event) const override {
+    if (event) streams::host_waits(*clock_of(event));
     return true;
   }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  bool queryStream(const c10::Stream&) const override {
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete clock_of(event);
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    streams::host_waits(stream.id());
     return true;
   }
-  void synchronizeStream(const c10::Stream&) const override {
-    note("synchronize a stream");
+  void synchronizeStream(const c10::Stream& stream) const override {
+    streams::host_waits(stream.id());
+    tell("synchronize a stream");
   }
-  void synchronizeEvent(void*) const override {
-    note("synchronize an event");
+  void synchronizeEvent(void* event) const override {
+    if (event) streams::host_waits(*clock_of(event));
+    tell("synchronize an event");
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
-    note("synchronize the device");
+    streams::host_waits_for_all();
+    tell("synchronize the device");
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    streams::recorded_on(memory.get(), stream.id());
+  }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override {
     return 0;
   }
@@ -226,11 +248,25 @@ at::Generator inner_of(const std::optional<at::Generator>& given) {
 
 // --- the CPU's view of a device tensor, and back -----------------------------------------------------------------------
 
+// What a storage keeps alive, whose memory it has.
+void let_go(void* held) {
+  delete static_cast<Storage*>(held);
+}
+
+// Of the device, in memory that a kernel of the CPU has made.
+void give_back(void* held) {
+  streams::released(static_cast<Storage*>(held)->data());
+  let_go(held);
+}
+
+c10::DataPtr kept_alive(const Storage& storage, Device device) {
+  const bool is_made = device.type() == kSecond;
+  if (is_made) streams::allocated(storage.data());
+  return c10::DataPtr(const_cast<void*>(storage.data()), new Storage(storage), is_made ? &give_back : &let_go, device);
+}
+
 Storage alias(const Storage& storage, Device device, c10::Allocator* allocator) {
-  auto* kept = new Storage(storage);
-  c10::DataPtr data(
-      const_cast<void*>(storage.data()), kept, [](void* held) { delete static_cast<Storage*>(held); }, device);
-  return Storage(Storage::use_byte_size_t(), storage.nbytes(), std::move(data), allocator, true);
+  return Storage(Storage::use_byte_size_t(), storage.nbytes(), kept_alive(storage, device), allocator, true);
 }
 
 Tensor over(const Storage& storage, const Tensor& like, DispatchKey key) {
@@ -317,11 +353,7 @@ void take_over(const Tensor& device, const Tensor& cpu) {
       cpu.storage_offset() == device.storage_offset())
     return;
   if (moved) {
-    auto* kept = new Storage(cpu.storage());
-    c10::DataPtr data(
-        const_cast<void*>(cpu.storage().data()), kept, [](void* held) { delete static_cast<Storage*>(held); },
-        Device(kSecond, 0));
-    device.storage().unsafeGetStorageImpl()->set_data_ptr(std::move(data));
+    device.storage().unsafeGetStorageImpl()->set_data_ptr(kept_alive(cpu.storage(), Device(kSecond, 0)));
     device.storage().unsafeGetStorageImpl()->set_nbytes(cpu.storage().nbytes());
   }
   device.unsafeGetTensorImpl()->set_storage_offset(cpu.storage_offset());
@@ -338,9 +370,12 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Views views;
   std::vector<std::pair<Tensor, Tensor>> given;  // in both guises
   const bool both = takes_both.count(name);
+  streams::Operation operation(op.operator_name().name.c_str());
+  bool written = false;
   auto take = [&](const Tensor& tensor) -> Tensor {
     if (!tensor.defined()) return tensor;
     if (tensor.device().type() == kSecond) {
+      written ? operation.writes(tensor) : operation.reads(tensor);
       given.emplace_back(tensor, views.on_cpu(tensor));
       return given.back().second;
     }
@@ -352,6 +387,8 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   for (size_t i = 0; i < count; i++) {
     auto& value = (*stack)[begin + i];
+    const auto* alias_info = schema.arguments()[i].alias_info();
+    written = alias_info && alias_info->isWrite();
     if (value.isTensor()) {
       value = take(value.toTensor());
     } else if (value.isTensorList()) {
@@ -371,6 +408,15 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   op.callBoxed(stack);
   for (auto& [device, cpu] : given) take_over(device, cpu);
+  auto made = [&](const Tensor& result) {
+    Tensor tensor = views.on_device(result);
+    // A view of an argument is no use of it.
+    const bool is_view = std::any_of(given.begin(), given.end(), [&](const auto& pair) {
+      return tensor.defined() && tensor.has_storage() && pair.first.storage().data() == tensor.storage().data();
+    });
+    if (!is_view && tensor.defined() && tensor.device().type() == kSecond) operation.writes(tensor);
+    return tensor;
+  };
   const auto& returns = schema.returns();
   const auto first = stack->size() - returns.size();
   for (size_t i = 0; i < returns.size(); i++) {
@@ -382,10 +428,10 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       if (written && written->isWrite())
         for (auto& [device, cpu] : given)
           if (cpu.is_same(result)) own = &device;
-      value = own ? *own : views.on_device(result);
+      value = own ? *own : made(result);
     } else if (value.isTensorList()) {
       c10::List<Tensor> list;
-      for (const Tensor& tensor : value.toTensorVector()) list.push_back(views.on_device(tensor));
+      for (const Tensor& tensor : value.toTensorVector()) list.push_back(made(tensor));
       value = list;
     }
   }
@@ -414,11 +460,25 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
 // The host waits for a copy unless it asked not to, and the host's memory is pinned (or, on the way down, read at once).
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool down = from.device().type() == kSecond, up = to.device().type() == kSecond;
-  if (down && !up && from.numel() && !(non_blocking && PinnedAllocator::holds(to.storage().data())))
-    note("copy to the host");
-  if (up && !down && from.numel() && !non_blocking) note("copy from the host");
-  Tensor cpu_to = up ? on_cpu(to) : to;
-  cpu_to.copy_(down ? on_cpu(from) : from);
+  streams::Operation operation("aten::copy_");
+  if (down) operation.reads(from);
+  if (up) operation.writes(to);
+  if (!from.numel()) return to;
+  const Tensor source = down ? on_cpu(from) : from, target = up ? on_cpu(to) : to;
+  if (down && up) {
+    target.copy_(source);
+  } else if (down) {
+    if (non_blocking && PinnedAllocator::holds(to.storage().data()) && to.is_contiguous()) {
+      streams::copied_down(source.to(to.scalar_type()).contiguous(), to);
+    } else {
+      note("copy to the host");
+      target.copy_(source);
+    }
+  } else {
+    if (non_blocking && PinnedAllocator::holds(from.storage().data()) && from.is_contiguous()) streams::copied_up(from);
+    target.copy_(source);
+    if (!non_blocking) note("copy from the host");
+  }
   return to;
 }
 
@@ -428,6 +488,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 c10::Scalar item(const Tensor& tensor) {
+  streams::Operation("aten::item").reads(tensor);
   note("item");
   return on_cpu(tensor).item();
 }
@@ -516,12 +577,15 @@ bool has_compatible_type(const Tensor& self, const Tensor& from) {
 // A GPU counts integers, too; it looks for the range where none is given.
 Tensor histc(const Tensor& self, int64_t bins, const c10::Scalar& lowest, const c10::Scalar& highest) {
   if (lowest.toDouble() == highest.toDouble()) note("histc");
+  streams::Operation("aten::histc").reads(self);
   const Tensor cpu = on_cpu(self);
   const auto found = at::histc(cpu.is_floating_point() ? cpu : cpu.to(c10::kDouble), bins, lowest, highest);
   return Views().on_device(found.to(self.scalar_type()));
 }
 
-void record_stream(Tensor&, c10::Stream) {}
+void record_stream(Tensor& tensor, c10::Stream stream) {
+  streams::recorded_on(tensor.storage().data(), stream.id());
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
@@ -626,5 +690,18 @@ void bind_device(py::module_& m) {
     listening = on_wait != nullptr;
   });
   m.def("note", [](const std::string& what) { note(what.c_str()); });
+  m.def("synchronize", [] {
+    streams::host_waits_for_all();
+    tell("synchronize the device");
+  });
+  m.def("races", &streams::found, "What streams did to each other's memory where nothing could be raised.");
+  m.def("clock", [] { return streams::recorded(streams::current()); }, "All that the current stream was given.");
+  m.def("wait", [](const streams::Clock& clock) { streams::wait(streams::current(), clock); });
+  m.def("use", [](const std::string& name, const std::vector<Tensor>& read, const std::vector<Tensor>& written) {
+    static std::set<std::string> names;  // they are kept with the uses
+    streams::Operation operation(names.insert(name).first->c_str());
+    for (const Tensor& tensor : read) operation.reads(tensor);
+    for (const Tensor& tensor : written) operation.writes(tensor);
+  }, "An operation of the current stream that no kernel stands for.");
   m.def("default_generator", [] { return default_generator(); });
 }
