@@ -16,10 +16,15 @@ ranks the bits are the same in either order, and the whole is one all-reduce in 
 ZeRO stages add the same numbers in the same order. Nothing is copied: what is
 sent is the caller's buffer, what is received is summed from where it arrived. With `sent`
 the numbers travel to their sum in fewer bits, by the same all-to-all on every backend.
+
+On an accelerator what was started on one stream ends on that stream, and whoever asks for it on another comes after:
+memory of the first would else be given to somebody new while the collective still reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from math import prod
 from weakref import ref
 
@@ -41,6 +46,26 @@ from .collectives import (
     is_pair,
 )
 from .compressed import compress, expand, sent_numel
+
+
+def _stream_of(tensor: Tensor) -> torch.Stream | None:
+    """The stream that is given what is started now; None on the host."""
+    return None if tensor.device.type in ("cpu", "meta") else torch.accelerator.current_stream(tensor.device)
+
+
+@contextlib.contextmanager
+def _on(stream: torch.Stream | None, *results: Tensor | None) -> Iterator[None]:
+    """What is done is done on this stream, and the one of now comes after it, and may read `results`."""
+    now = None if stream is None else torch.accelerator.current_stream(stream.device)
+    if now == stream:
+        yield
+        return
+    with stream:
+        yield
+    now.wait_event(stream.record_event())
+    for result in results:
+        if result is not None:
+            result.record_stream(now)
 
 
 class PendingReduction:
@@ -69,7 +94,7 @@ class PendingReduction:
         self._mesh, self._inner, self._outer, self._keep = mesh, inner, outer, keep
         self._group = group = mesh.group(inner)
         self._count = count = mesh.count(inner)
-        self._flat = flat
+        self._flat, self._stream = flat, _stream_of(flat)
         self._numbers, self._sent = flat.numel() // count, sent
         whole = received = flat.nbytes * (count - 1) // count
         self._native = sent is None and _engine(mesh, inner).reduces
@@ -99,9 +124,12 @@ class PendingReduction:
         self._advanced = False
 
     def advance(self) -> None:
-        if self._advanced:
-            return
-        self._advanced = True
+        if not self._advanced:
+            self._advanced = True
+            with _on(self._stream):
+                self._advance()
+
+    def _advance(self) -> None:
         mesh = self._mesh
         _wait(self._work, self._kind, mesh, self._inner)
         self._work = self._travels = None  # gloo's would keep what has arrived
@@ -134,9 +162,10 @@ class PendingReduction:
     def finish(self) -> Tensor:
         """The sum: the whole buffer, or this rank's part of it."""
         self.advance()
-        if self._work is not None:
-            _wait(self._work, self._kind, self._mesh, self._axes)
-            self._work = self._chunk = None
+        with _on(self._stream, self._buffer):
+            if self._work is not None:
+                _wait(self._work, self._kind, self._mesh, self._axes)
+                self._work = self._chunk = None
         return self._buffer
 
 
@@ -145,14 +174,15 @@ class PendingGather:
 
     def __init__(self, out: Tensor, part: Tensor, mesh: Mesh, axes: tuple[int, ...]) -> None:
         self._mesh, self._axes = mesh, axes
-        self._kept = (out, part)
+        self._kept, self._stream = (out, part), _stream_of(out)
         call = _gather_call(mesh, axes)
         received = out.nbytes - part.nbytes
         self._work = _start("all_gather", mesh, self._axes, received, call, _wire(out), _wire(part))
 
     def wait(self) -> None:
         if self._work is not None:
-            _wait(self._work, "all_gather", self._mesh, self._axes)
+            with _on(self._stream, self._kept[0]):
+                _wait(self._work, "all_gather", self._mesh, self._axes)
             self._work = self._kept = None
             left_to_readers.pop(self, None)
 
@@ -180,7 +210,7 @@ class PendingRows:
 
     def __init__(self, rows: Tensor, sends: list[int], receives: list[int], mesh: Mesh, axis: int) -> None:
         self._mesh, self._axes = mesh, (axis,)
-        rows = rows.contiguous()
+        rows, self._stream = rows.contiguous(), _stream_of(rows)
         self._out = out = rows.new_empty((sum(receives), *rows.shape[1:]))
         width = _width(out) * prod(rows.shape[1:])
         received = (out.shape[0] - receives[mesh.coordinate[axis]]) * prod(rows.shape[1:]) * out.element_size()
@@ -192,6 +222,7 @@ class PendingRows:
     def wait(self) -> Tensor:
         """The `receives[r]` rows of each rank r, in rank order."""
         if self._work is not None:
-            _wait(self._work, "all_to_all", self._mesh, self._axes)
+            with _on(self._stream, self._out):
+                _wait(self._work, "all_to_all", self._mesh, self._axes)
             self._work = self._kept = None
         return self._out

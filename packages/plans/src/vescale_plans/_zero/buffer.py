@@ -24,6 +24,7 @@ from vescale_dtensor.engine import PendingReduction, convert, local_only, set_ca
 
 from .parameters import FlatParameters
 from .slot import Sharing, Slot
+from .streams import Streams
 
 SYNC = Cause("gradient sync", direction="backward")
 
@@ -43,6 +44,7 @@ class Buffer(FlatParameters):
         self.tells = False  # while users' hooks run
         self.settled: list[Slot] = []  # whose reduced gradients came, and hooks have not run yet
         self.flat: Tensor | None = None
+        self._streams: Streams | None = None  # that have written to it
         self.filled: set[int] = set()  # who has a gradient pending
         self.came: set[int] = set()  # whom autograd has reached in the backward that runs
         self.parallel: Any = None  # whose it is: a parameter that somebody keeps keeps all that its gradient needs
@@ -59,6 +61,7 @@ class Buffer(FlatParameters):
         fresh = self.flat is None
         if fresh:
             self.flat = torch.empty(self.packing.total, dtype=self.reduce, device=self.device)
+            self._streams = Streams(self.flat)
             for low, high in self._gaps:
                 self.flat[low:high].zero_()
         with local_only():
@@ -88,6 +91,7 @@ class Buffer(FlatParameters):
         slot = self.slots[i]
         if self.flat is None:
             self.open_gradients()
+        self._streams.join()
         with local_only():
             now = _get_grad(slot.parameter)
             if now is slot.gradient:
@@ -126,8 +130,10 @@ class Buffer(FlatParameters):
 
         Returns the reduction, None where other ranks hold the buffer, and the parameters that this rank did not use.
         """
-        flat, missing = self.flat, []
-        if flat is None:
+        missing = []
+        if self.flat is not None:
+            flat = self._streams.take()
+        else:
             flat = torch.zeros(self.packing.total, dtype=self.reduce, device=self.device)
         with local_only():
             for i, slot in enumerate(self.slots):
@@ -138,7 +144,7 @@ class Buffer(FlatParameters):
                     missing.append(i)
                     _fill_negative_zero(flat[slot.start : slot.start + slot.numel])
                 slot.gradient = None
-        self.flat, self.filled, self.came = None, set(), set()
+        self.flat, self._streams, self.filled, self.came = None, None, set(), set()
         if self.is_elsewhere:
             return None, missing  # all it could sum with have none of it either
         set_cause(SYNC)

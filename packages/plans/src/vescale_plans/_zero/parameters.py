@@ -20,9 +20,8 @@ that counts (`expose`). So hooks, ties, names and references of users hold.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import lcm, prod
@@ -92,7 +91,6 @@ class FlatParameters:
         self._pending: PendingGather | None = None
         self._is_shared = False  # as it was when a gather began
         self._is_left = False  # who first reads a parameter waits
-        self._stream: torch.Stream | None = None  # and this one with it
         for slot in self.slots:
             slot.parameter._owner, slot.wait = slot, self.wait
         self._is_whole = False  # whether a block computes with them
@@ -330,9 +328,8 @@ class FlatParameters:
         """`full` is there, and the parameters are it."""
         if self._pending is None:
             return
-        with _on(self._stream):
-            self._pending.wait()
-        self._pending, self.ready, self._stream = None, True, None
+        self._pending.wait()
+        self._pending, self.ready = None, True
         if self._is_left:
             self._is_left = False
             for slot in self.slots:
@@ -346,8 +343,6 @@ class FlatParameters:
         if self._is_shared:
             self.wait()
             return
-        if self.device.type not in ("cpu", "meta"):
-            self._stream = torch.accelerator.current_stream(self.device)
         self._pending.leave(self)
         for slot in self.slots:
             del slot.parameter._layout
@@ -394,18 +389,6 @@ def on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
-
-
-@contextlib.contextmanager
-def _on(stream: torch.Stream | None) -> Iterator[None]:
-    """What waits waits on this stream, and with it on the one of now; None: on that alone."""
-    now = None if stream is None else torch.accelerator.current_stream(stream.device)
-    if now == stream:
-        yield
-        return
-    with stream:
-        yield
-    now.wait_event(stream.record_event())
 
 
 def _is_beside_host(device: torch.device) -> bool:
