@@ -43,7 +43,7 @@ class Case:
         clip: whether gradients are clipped to a norm that they exceed.
         mode: of `parallelize`.
         beside: what is done beside training: "evaluate", "deferred", "save", "async save", "load", "reshard",
-            "record".
+            "record", "streams" (every other step on a stream of its own).
         like_ranks: one device is no reference, the same plan on gloo is: reduced precision.
     """
 
@@ -124,6 +124,13 @@ def _cases() -> Iterator[Case]:
     yield Case("llama-1f1b-tp-sp", "llama", {"pp": 2, "dp": 1, "tp": 2}, {"pipeline": pipeline}, clip=True)
     yield Case("llama-1f1b-static", "llama", {"pp": 2}, {"pipeline": pipeline}, mode="static")
     yield Case("llama-offload", "llama", {"dp": 2}, {"zero": 1, "offload": True}, clip=True)
+    host = {"offload_activations": {"model.layers.*": True}}
+    yield Case("llama-offload-activations", "llama", {"dp": 2}, {"zero": 3, **host}, layers=3, clip=True)
+    host = {f"{field}": {"transformer.h.*": True} for field in ("offload_activations", "checkpointing")}
+    yield Case("gpt-dropout-offload-recompute", "gpt", {"dp": 2}, host, layers=3, dropout=0.1)
+    yield Case("llama-streams", "llama", {"dp": 2}, {"zero": 1}, clip=True, beside="streams")
+    yield Case("llama-streams-zero3", "llama", {"dp": 2}, {"zero": 3}, beside="streams")
+    yield Case("mixtral-experts-streams", "mixtral", {"dp": 2}, {"expert_axis": "dp", "zero": 2}, beside="streams")
     yield Case("llama-bf16", "llama", {"dp": 2}, {"zero": 2, "precision": {"compute": "bfloat16"}}, like_ranks=True)
     int8 = {"compute": "float32", "reduce": "float32", "sent": "int8"}
     yield Case("llama-int8", "llama", {"dp": 2}, {"zero": 2, "precision": int8}, like_ranks=True)
@@ -272,6 +279,14 @@ def _beside(case: Case, step: int, plan: Any, model: nn.Module, optimizer: Any) 
     elif case.beside == "record":
         with _folder() as folder, vescale.record(model, folder / "record", optimizer=optimizer):
             yield state
+        return
+    elif case.beside == "streams" and step % 2 and dist.get_backend() != "gloo":
+        own = torch.accelerator.current_stream()
+        side = torch.Stream(device=own.device)
+        side.wait_stream(own)
+        with side:
+            yield state
+        own.wait_stream(side)
         return
     elif case.beside in ("save", "async save") and step == 1:
         with _folder() as folder:

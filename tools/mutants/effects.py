@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_dtensor._second import _communicator, _memory, _numbers, _queue
+from vescale_dtensor._second._extension import extension
 
 STEPS = 4
 """The trainings' steps, of which the last one's waits are counted."""
@@ -115,6 +116,13 @@ class Survey(Helper):
                 self._copies.append((number, [(one, one._version, _bits(one)) for one in (source, result)]))
         return result
 
+    def stream(self, number: int, function: Callable, *arguments: Any, **keywords: Any) -> Any:
+        stream = getattr(function, "__self__", None)
+        before = _come_after(stream)
+        result = function(*arguments, **keywords)
+        self._saw(number, before is None or _come_after(stream) != before)
+        return result
+
     def finish(self) -> None:
         """What was copied and written later, on either side, needed the copy."""
         with torch._C.DisableTorchFunction():
@@ -198,6 +206,10 @@ class Mutant(Helper):
         return _self_of(function, arguments)
 
 
+    def stream(self, number: int, function: Callable, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+
 class Traffic:
     """What this rank's communicators were given to do: digests of their operations, in order, with what was sent."""
 
@@ -224,6 +236,15 @@ class Traffic:
     def digests(self) -> list[str]:
         """Of the communicators in the order of their first use."""
         return [digest.hexdigest() for digest in self._queues.values()]
+
+
+def _come_after(stream: Any) -> list[int] | None:
+    """What of the other streams this one comes after; None of what is no stream."""
+    if not isinstance(stream, torch.Stream):
+        return None
+    with stream:
+        clock = extension().clock()
+    return [ticks for other, ticks in enumerate(clock) if other != stream.stream_id]
 
 
 def _self_of(function: Callable, arguments: tuple) -> Any:

@@ -11,6 +11,7 @@ A place is a call, a loop, a condition or a pair of statements that fits one of 
     item      the host reads a number of what a call made, in every step
     host      a tensor is made on the host               calls with `device=`, `new_empty` and their like
     clone     `clone` or `contiguous` hands back its own input
+    stream    a stream does not wait for another, or the host for it; memory that another stream reads is not kept
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-KINDS = ("wait", "write", "skip", "order", "tag", "item", "host", "clone")
+KINDS = ("wait", "write", "skip", "order", "tag", "item", "host", "clone", "stream")
 
 WAITS = {"wait", "_wait", "flush", "advance", "finish", "end", "close"}
 STARTS = {
@@ -57,6 +58,7 @@ COMMUNICATES = (
     }
 )
 SENDS = {"send", "_send", "send_object"}
+STREAMS = {"wait_event", "wait_stream", "record_stream", "synchronize"}
 MADE_ON_DEVICE = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
 TAGGED = ("rank", "peer", "has_tags", "_words")
 HELPER = "__mutants__"
@@ -130,6 +132,8 @@ def _kinds(node: ast.AST) -> Iterator[str]:
             yield "host"
         if name in ("clone", "contiguous"):
             yield "clone"
+        if name in STREAMS:
+            yield "stream"
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         name = _name(node.value)
         if name in COMMUNICATES:
@@ -200,7 +204,7 @@ class _Put(ast.NodeTransformer):
         return node
 
     def _put(self, node: ast.AST, number: ast.Constant, kind: str) -> ast.AST:
-        if isinstance(node, ast.Call):  # wait, write, host, clone
+        if isinstance(node, ast.Call):  # wait, write, host, clone, stream
             held = _call(number, ast.Constant(kind), node.func, *node.args, keywords=tuple(node.keywords))
             return ast.copy_location(held, node)
         if isinstance(node, ast.Expr):  # skip, tag

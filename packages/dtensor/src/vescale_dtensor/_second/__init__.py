@@ -1,6 +1,8 @@
 """A second device without hardware, for tests: what is right on it has a chance of being right on CUDA and NCCL.
 
     device.cpp, backend.cpp   the device `second` (torch's PrivateUse1) and the shell of its process group
+    streams.cpp               what its streams have come after, and copies beside the host
+    autocast.cpp              its autocast, which is CUDA's
     _build                    compiles them, once per machine
     _extension                loads what was compiled
     _device                   registers the device; which calls made the host wait for it

@@ -25,6 +25,7 @@
 using at::Tensor;
 using c10::Device;
 using c10::DispatchKey;
+using c10::IntArrayRef;
 using c10::IValue;
 using c10::Storage;
 
@@ -583,6 +584,29 @@ Tensor histc(const Tensor& self, int64_t bins, const c10::Scalar& lowest, const 
   return Views().on_device(found.to(self.scalar_type()));
 }
 
+// What torch asks of a device without libraries for them.
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, IntArrayRef stride,
+                   IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
+  streams::Operation operation("aten::convolution");
+  for (const Tensor* tensor : {&input, &weight}) operation.reads(*tensor);
+  if (bias) operation.reads(*bias);
+  const auto cpu_bias = bias && bias->defined() ? std::optional<Tensor>(on_cpu(*bias)) : std::nullopt;
+  return Views().on_device(at::convolution(
+      on_cpu(input), on_cpu(weight), cpu_bias, stride, padding, dilation, transposed, output_padding, groups));
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& gradient, const Tensor& input, const Tensor& weight, IntArrayRef stride, IntArrayRef padding,
+    IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups, std::array<bool, 3> wanted) {
+  streams::Operation operation("aten::convolution_backward");
+  for (const Tensor* tensor : {&gradient, &input, &weight}) operation.reads(*tensor);
+  const auto found = at::convolution_backward(
+      on_cpu(gradient), on_cpu(input), on_cpu(weight), IntArrayRef({gradient.size(1)}), stride, padding, dilation, transposed,
+      output_padding, groups, wanted);
+  Views views;
+  return {views.on_device(std::get<0>(found)), views.on_device(std::get<1>(found)), views.on_device(std::get<2>(found))};
+}
+
 void record_stream(Tensor& tensor, c10::Stream stream) {
   streams::recorded_on(tensor.storage().data(), stream.id());
 }
@@ -607,6 +631,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", native_dropout);
   m.impl("native_dropout_backward", native_dropout_backward);
   m.impl("histc", histc);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("record_stream", record_stream);
   m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
 }
