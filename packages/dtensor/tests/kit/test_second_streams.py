@@ -1,4 +1,4 @@
-"""Streams of the second device: what is in order only by luck there is an error, and copies beside the host are late."""
+"""Streams of the second device: what is in order by luck alone is an error, and copies beside the host are late."""
 
 import pytest
 import torch

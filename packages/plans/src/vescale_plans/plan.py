@@ -72,6 +72,9 @@ class Plan(PlanFields):
             `position_ids` that begin anew); or "auto", a zigzag where all attention of the model says that it is
             causal, nothing else is known to mix positions, and `context` is "ring" or "auto". What leaves the model
             keeps the layout: it is a DTensor, of which `full_tensor()` is in order.
+        sums: how gradients are summed over ranks that keep all of them (zero=0): "ordered", in the order of the ranks,
+            which other ZeRO stages have too, so that all give the same bits; or "all_reduce", by one collective of the
+            backend, in whatever order that has.
         offload_activations: glob over module names, likewise -> whether what backward needs of what is computed inside
             lies in host memory until then: of a checkpointed module what it was called with, of a regathered activation
             its shard.

@@ -72,6 +72,9 @@ WRONG = {
     "checkpointing by number": lambda: plan(checkpointing={"layers.*": 2}),
     "regather as a list": lambda: plan(regather=["layers.*"]),
     "activations offloaded by a word": lambda: plan(offload_activations={"layers.*": "host"}),
+    "sums by a word": lambda: plan(sums="fast"),
+    "one sum of parts": lambda: plan(sums="all_reduce", zero=2),
+    "one sum in fewer bits": lambda: plan(sums="all_reduce", precision=Precision(sent=torch.int8)),
     "blocks of nothing": lambda: plan(blocks={"*.weight": 0}),
     "a dtype in place of a precision": lambda: plan(precision=torch.bfloat16),
     "a dtype by name": lambda: Precision(compute="bf16"),
@@ -218,6 +221,21 @@ TEXTS = {
         "Plan: offload_activations['layers.*'] is 'host', neither True nor False\n"
         'fix one of: {"layers.*": True}\n'
         '            {"layers.*": False}  # an exception to later globs'
+    ),
+    "sums by a word": (
+        "Plan: sums is 'fast', neither 'ordered' nor 'all_reduce'\n"
+        'fix one of: sums="ordered"     # in the order of ranks\n'
+        '            sums="all_reduce"  # by one collective'
+    ),
+    "one sum of parts": (
+        "Plan: sums='all_reduce' where each rank keeps a part (zero=2)\n"
+        'fix one of: zero=0          # every rank keeps all gradients\n'
+        '            sums="ordered"'
+    ),
+    "one sum in fewer bits": (
+        "Plan: an all-reduce sums in the dtype in which gradients travel\n"
+        'fix one of: Precision(sent=None)  # what travels is what is summed\n'
+        '            sums="ordered"'
     ),
     "blocks of nothing": ("Plan: blocks['*.weight'] is 0, not a positive number\nfix: blocks['*.weight']=1"),
     "a dtype in place of a precision": (

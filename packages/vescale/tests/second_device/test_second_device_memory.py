@@ -143,6 +143,47 @@ def test_blocks_are_gathered_as_far_ahead_as_the_plan_says_and_within_its_bytes(
         assert [one["under way"] for one in seen] == [2, 2, 2, 2, 2, 1]
 
 
+def summed(fields, mesh):
+    """What three steps send, as (collective, asynchronous); their losses and what they make of the parameters."""
+    from vescale_dtensor._second._collectives import Collectives
+
+    begun, original = [], Collectives._collective
+
+    def seen(self, kind, *rest):
+        begun.append((kind, rest[-1]))
+        return original(self, kind, *rest)
+
+    torch.manual_seed(0)
+    plan = vescale.Plan(mesh=mesh, parameters={"*": {}}, data_axis=tuple(mesh), **fields)
+    model, optimizer = vescale.parallelize(plan, Stack(), partial(torch.optim.SGD, lr=0.1))
+    losses = []
+    for step in range(3):
+        loss = model(torch.linspace(-1, 1, 8 * WIDTH, device="second").view(8, WIDTH) * (step + 1))
+        Collectives._collective = seen
+        try:
+            loss.backward()
+        finally:
+            Collectives._collective = original
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return begun, losses, [p.detach().full_tensor().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 4}, {"pods": 2, "dp": 2}])
+def test_gradients_are_summed_by_one_collective_where_the_plan_says_so(mesh):
+    size = 4 if len(mesh) == 2 else mesh["dp"]
+    ordered, at_once = (
+        run_ranks(size, summed, fields, mesh, device="second") for fields in ({}, {"sums": "all_reduce"})
+    )
+    for (many, losses, wanted), (one, others, found) in zip(ordered, at_once):
+        assert one == [("all_reduce", True)] * 3 and len(many) > 3
+        assert others == pytest.approx(losses, rel=1e-6)
+        for value, other in zip(found, wanted):
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-7)
+    assert all(map(torch.equal, at_once[0][2], at_once[-1][2]))  # on all ranks
+
+
 @pytest.mark.parametrize(
     "fields, rule",
     [

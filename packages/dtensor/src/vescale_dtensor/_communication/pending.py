@@ -76,6 +76,7 @@ class PendingReduction:
     them before finishing the first. The buffer belongs to the reduction: with
     keep="whole" the result is written into it. `sent`: a floating dtype or int8 in which what is
     to be summed travels (see `compressed.py`); sums, and what follows them, keep the buffer's dtype.
+    `at_once`: of a whole, one all-reduce of the backend over `inner`, which adds in an order of its own.
 
     Cost, received per rank, for n inner ranks: (n - 1) / n of the buffer for its sum; the same
     again for the whole, the other chunks for a part; the outer axes all-reduce one chunk. `sent`
@@ -90,6 +91,7 @@ class PendingReduction:
         outer: tuple[int, ...],
         keep: str,
         sent: torch.dtype | None = None,
+        at_once: bool = False,
     ) -> None:
         self._mesh, self._inner, self._outer, self._keep = mesh, inner, outer, keep
         self._group = group = mesh.group(inner)
@@ -99,7 +101,7 @@ class PendingReduction:
         whole = received = flat.nbytes * (count - 1) // count
         self._native = sent is None and _engine(mesh, inner).reduces
         pair = sent is None and is_pair(mesh, inner)
-        self._in_place = pair and keep == "whole" and not outer and pairs.sums(flat)
+        self._in_place = keep == "whole" and not outer and (at_once or (pair and pairs.sums(flat)))
         self._own = None  # of a pair: this rank's chunk, beside which the other's arrives
         if sent is not None:
             self._travels = compress(flat.view(count, -1), sent)
@@ -108,7 +110,7 @@ class PendingReduction:
             call, arguments = group.alltoall_base, (_wire(self._buffer), _wire(self._travels), [], [])
         elif self._in_place:
             self._buffer = flat
-            call, arguments = group.allreduce, ([flat],)
+            call, arguments = group.allreduce, ([_summable(flat)],)
         elif pair:
             rows = flat.view(2, -1)
             self._own, self._buffer = rows[group.rank()], flat.new_empty(flat.numel() // 2)

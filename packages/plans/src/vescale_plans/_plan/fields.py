@@ -38,6 +38,7 @@ class PlanFields:
     context: str = "auto"
     context_layout: str = "auto"
     offload_activations: Mapping[str, bool] = field(default_factory=dict)
+    sums: str = "ordered"
 
     @property
     def world_size(self) -> int:

@@ -208,6 +208,18 @@ def _ahead(plan: PlanFields) -> None:
         check_count("Plan", "ahead_bytes", plan.ahead_bytes)
 
 
+def _sums(plan: PlanFields) -> None:
+    if plan.sums not in ("ordered", "all_reduce"):
+        remedies = [('sums="ordered"', "in the order of ranks"), ('sums="all_reduce"', "by one collective")]
+        raise PlanError("Plan", f"sums is {plan.sums!r}, neither 'ordered' nor 'all_reduce'", (), remedies)
+    if plan.sums == "all_reduce" and plan.zero:
+        remedies = [("zero=0", "every rank keeps all gradients"), ('sums="ordered"', "")]
+        raise PlanError("Plan", f"sums='all_reduce' where each rank keeps a part (zero={plan.zero})", (), remedies)
+    if plan.sums == "all_reduce" and plan.precision is not None and plan.precision.sent is not None:
+        remedies = [("Precision(sent=None)", "what travels is what is summed"), ('sums="ordered"', "")]
+        raise PlanError("Plan", "an all-reduce sums in the dtype in which gradients travel", (), remedies)
+
+
 def _expert_axis(plan: PlanFields) -> None:
     if plan.expert_axis is not None:
         _known_axis(plan, "expert_axis", plan.expert_axis)
@@ -259,6 +271,7 @@ CHECKS: tuple[Callable[[PlanFields], None], ...] = (
     _globs,
     _precision,
     _offload,
+    _sums,
     _expert_axis,
     _accumulation,
     _ahead,

@@ -43,6 +43,7 @@ def _settings(plan: PlanFields) -> Iterator[tuple[str, str]]:
     yield "pipeline", _text(plan.pipeline) if plan.pipeline else ""
     yield "accumulation", f"{plan.accumulation} backwards a step" if plan.accumulation > 1 else ""
     yield "precision", _text(plan.precision) if plan.precision else ""
+    yield "gradients", "summed by one all-reduce" if plan.sums == "all_reduce" else ""
     yield "gathered ahead", _ahead(plan) if (plan.prefetch, plan.ahead_bytes) != (1, None) else ""
     hosted = ["optimizer states in host memory"] * plan.offload
     hosted += [f"activations of {glob} {_text(value)}" for glob, value in plan.offload_activations.items()]

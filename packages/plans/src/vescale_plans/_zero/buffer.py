@@ -149,7 +149,9 @@ class Buffer(FlatParameters):
             return None, missing  # all it could sum with have none of it either
         set_cause(SYNC)
         sharing = self.sharing
-        return PendingReduction(flat, sharing.mesh, self.inner, self.outer, self.keep, sharing.sent), missing
+        at_once = sharing.sums == "all_reduce"
+        axes = (self.outer + self.inner, ()) if at_once else (self.inner, self.outer)
+        return PendingReduction(flat, sharing.mesh, *axes, self.keep, sharing.sent, at_once), missing
 
     @property
     def is_hooked(self) -> bool:

@@ -30,6 +30,7 @@ class Sharing:
     compute, reduce, sent: see `Precision`, None for the parameters' own.
     offload: masters, and so optimizer states, on the host.
     prefetch, ahead_bytes: how many blocks are gathered ahead, and the bytes of these, and of reductions under way.
+    sums: see `Plan`.
     """
 
     mesh: Mesh
@@ -41,6 +42,7 @@ class Sharing:
     offload: bool = False
     prefetch: int = 1
     ahead_bytes: int | None = None
+    sums: str = "ordered"
 
 
 class Read(Function):

@@ -151,4 +151,4 @@ def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
     """How the plan shares buffers over the mesh."""
     lead = mesh.axis(plan.zero_axis) if plan.zero_axis is not None else None
     dtypes = (plan.precision.compute, plan.precision.reduce, plan.precision.sent) if plan.precision else (None,) * 3
-    return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload, plan.prefetch, plan.ahead_bytes)
+    return Sharing(mesh, plan.zero, lead, *dtypes, plan.offload, plan.prefetch, plan.ahead_bytes, plan.sums)
