@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vescale
+from vescale_plans._dry.meter import Meter
 
 from .part import Part, run
 
@@ -27,6 +29,13 @@ class Net(nn.Module):
         for up, down in zip(self.ups, self.downs):
             x = x + down(F.gelu(up(x)))
         return x.square().mean()
+
+
+class OfDevice(Meter):
+    """Counts what does not lie on the host."""
+
+    def _note(self, tensor: torch.Tensor, kind: str, relabel: bool = False) -> None:
+        super()._note(tensor, "host" if tensor.device.type == "cpu" else kind, relabel)
 
 
 make = partial(torch.optim.AdamW, lr=1e-3)
@@ -52,15 +61,17 @@ def peak(fields: dict[str, Any], predicted: int, device: str) -> dict[str, Any]:
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     model, optimizer = vescale.parallelize(plan_of(fields), Net(width), make)
     inputs = torch.randn(tokens, width, device=device)
-    for step in range(3):
-        if step == 2 and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        model(inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if device != "cuda":
-        return {"predicted": predicted, "measured": "the second device keeps no statistics"}
-    measured = torch.cuda.max_memory_allocated() - before
+    # The second device keeps no statistics: there a meter counts storages.
+    meter = OfDevice()
+    meter.label([*model.parameters(), *model.buffers()], "parameters")
+    with contextlib.nullcontext() if device == "cuda" else meter:
+        for step in range(3):
+            if step == 2:
+                torch.cuda.reset_peak_memory_stats() if device == "cuda" else meter.mark()
+            model(inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    measured = torch.cuda.max_memory_allocated() - before if device == "cuda" else meter.peak.total()
     off = measured / predicted - 1
     return {"holds": abs(off) <= WITHIN, "predicted": predicted, "measured": measured, "off": round(off, 4)}
 

@@ -21,6 +21,7 @@ from .part import Part, run
 
 LOW = Bounds(2e-2, float("inf"))  # where numbers travel or compute in fewer bits, against one GPU's in float32
 SECONDS = 90  # of a case
+STAGED = ("llama-1f1b-clip", "gpt-dropout-1f1b", "gpt-tied-zbv-clip")
 
 
 def verdict(case: Case, device: str, outcomes: Sequence[Outcome], collectives: str) -> dict[str, Any]:
@@ -39,12 +40,31 @@ def verdict(case: Case, device: str, outcomes: Sequence[Outcome], collectives: s
 
 
 def held(case: Case, part: Part, world: str) -> dict[str, Any]:
-    if "pipeline" in case.fields and world == "cpu":
-        return {"not run": "gloo sends no CUDA tensors; NCCL needs a GPU for each rank"}
     if case.dropout and part.device == "cuda" and case.model != "gpt":
         return {"not run": "attention's dropout on CUDA is no fused kernel's: nothing to compare with"}
     outcomes = run_ranks(case.world, train, case, part.device, timeout=SECONDS, device=world)
-    return verdict(case, part.device, outcomes, "gloo" if world == "cpu" else world)
+    staged = ", transfers between stages through the host" if "pipeline" in case.fields else ""
+    return verdict(case, part.device, outcomes, f"gloo{staged}" if world == "cpu" else world)
+
+
+def through_host(case: Case, device: str) -> Outcome:
+    """The case on this rank, with transfers between stages as gloo's ranks have them that share one GPU."""
+    from vescale_pipeline._transport import p2p, staged
+
+    def wire_of(group: Any, device: torch.device, timeout: timedelta) -> Any:
+        ranks = dist.get_process_group_ranks(group)
+        return staged.Staged(dist.new_group(ranks, backend="gloo")._get_backend(torch.device("cpu")), timeout)
+
+    original, p2p.wire_of = p2p.wire_of, wire_of
+    try:
+        return train(case, device)
+    finally:
+        p2p.wire_of = original
+
+
+def rehearsed_through_host(case: Case) -> dict[str, Any]:
+    outcomes = run_ranks(case.world, through_host, case, "second", timeout=SECONDS, device="second")
+    return verdict(case, "second", outcomes, "second, transfers between stages through the host")
 
 
 def on_nccl(case: Case, folder: str, rank: int) -> None:
@@ -89,6 +109,8 @@ def ask(part: Part) -> None:
         if part.device == "cuda" and part.devices >= case.world:
             part.each(f"{case.name} on nccl", lambda case=case: held_on_nccl(case))
         part.each(case.name, lambda case=case: held(case, part, world))
+    for name in STAGED if part.device == "second" else ():
+        part.each(f"{name} through the host", lambda name=name: rehearsed_through_host(CASES[name]))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,10 @@ PLACED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", [FULL, SMALL, SMALL.override(sums="all_reduce"), library.gpt({"tp": 2}), library.llama({"dp": 2, "tp": 2})])
+@pytest.mark.parametrize(
+    "plan",
+    [FULL, SMALL, SMALL.override(sums="all_reduce"), library.gpt({"tp": 2}), library.llama({"dp": 2, "tp": 2})],
+)
 def test_json_there_and_back(plan):
     text = plan.to_json()
     again = Plan.from_json(text)

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import vescale
-from vescale_dtensor.testing import run_ranks, warm_up
+from gpu.training import STAGED, rehearsed_through_host
+from training_cases import CASES as TRAININGS
+from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")
 
@@ -194,3 +196,10 @@ def test_user_code_on_every_stage_sees_the_device_of_other_stages(device):
         assert found
         for name, value in found.items():
             assert (value - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name
+
+
+@pytest.mark.parametrize("name", slice_of(STAGED, 1))
+def test_transfers_go_through_the_host_where_ranks_share_a_device(name):
+    """As `make gpu` has them on one GPU: gloo sends no tensors of it."""
+    found = rehearsed_through_host(TRAININGS[name])
+    assert found["holds"] and found["collectives"].endswith("through the host"), found

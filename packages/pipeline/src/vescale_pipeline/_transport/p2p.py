@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .._torch_private import _abort_process_group, _storage_Use_Count
 from .messages import UNUSED_TAG, Message, Recorder, Tags
+from .staged import Staged, wire_of
 from .words import LinkError, Words
 
 
@@ -110,7 +111,7 @@ class Link:
         has_tags = device.type == "cpu" or len(ranks) == 1
         self._words = None if has_tags else Words(name, ranks, self.rank, timeout, failed)
         self._group = group
-        self._wire = group._get_backend(device)  # without the dispatcher's share of the cost
+        self._wire = wire_of(group, device, timeout)
         self._tags, self._recorder = tags, recorder or Recorder()
         self.calls = 0
         self._sent: list[tuple[Any, int, Any, Tensor]] = []
@@ -138,6 +139,11 @@ class Link:
             tensors.append(tensor)
             tag += 1
         return Arrival(header, tensors, works, self)
+
+    @property
+    def _is_hosts(self) -> bool:
+        """Whether the connections are gloo's, whatever travels."""
+        return self._words is None or isinstance(self._wire, Staged)
 
     @property
     def has_tags(self) -> bool:
@@ -220,10 +226,11 @@ class Link:
         """Ends all connections: whoever waits for this rank wakes. Safe to call twice."""
         self._sent.clear()
         self._free.clear()
+        is_hosts = self._is_hosts
         group, self._group, self._wire = self._group, None, None
         if group is None or not dist.is_initialized():
             return
-        if self._words is None:
+        if is_hosts:
             dist.destroy_process_group(group)
         else:
             _abort_process_group(group)  # to destroy it waits for what is pending
@@ -233,9 +240,10 @@ class Link:
         group, wire = self._group, self._wire
         if group is None or not dist.is_initialized():
             return
-        if self._words is not None:
+        if not self._is_hosts:
             group.abort()
             return
+        wire = wire.wire if isinstance(wire, Staged) else wire
         # Gloo has no abort; a wait that takes too long closes all pairs of its context.
         peer = (self.rank + 1) % len(self.ranks)
         with contextlib.suppress(RuntimeError):
