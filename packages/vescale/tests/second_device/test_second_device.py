@@ -25,7 +25,7 @@ FAILING: dict[str, str] = {}
 # Waits of veScale's own that a step may have: what a mixture of experts needs to know, once per layer, and what is done
 # beside training. All others train without any.
 OWN = {
-    "mixtral-experts": 2, "mixtral-experts-zero2": 2, "mixtral-capacity": 2,  # of two layers
+    "mixtral-experts": 2, "mixtral-experts-zero2": 2, "mixtral-experts-streams": 2, "mixtral-capacity": 2,  # two layers
     "llama-offload": 1,  # until the gradients are on the host
     "llama-load": 27, "llama-reshard": 27,  # a new model's first calls compare inputs and weights between ranks
     "llama-record": 171,  # what is recorded is read
