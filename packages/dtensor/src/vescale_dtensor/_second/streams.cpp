@@ -55,6 +55,7 @@ std::recursive_mutex lock;
 std::atomic<bool> several{false};
 std::atomic<c10::StreamId> last{0};
 thread_local c10::StreamId now = 0;
+uint64_t began = 0;  // of the device's own stream, when the first other one was made
 std::map<c10::StreamId, Clock> clocks;
 Clock host;
 std::unordered_map<const void*, Memory> memories;
@@ -87,7 +88,7 @@ Memory& of(const void* memory) {
   if (found == memories.end()) {
     // From before there were streams: the device's own has written it.
     const auto* all = static_cast<const char*>(nullptr);
-    found = memories.emplace(memory, Memory{0, {}, {{all, all + PTRDIFF_MAX, 0, 1, true, "what came before"}}}).first;
+    found = memories.emplace(memory, Memory{0, {}, {{all, all + PTRDIFF_MAX, 0, began, true, "what came before"}}}).first;
   }
   return found->second;
 }
@@ -135,7 +136,7 @@ Clock& next(c10::StreamId stream) {
   Clock& clock = clocks[stream];
   join(clock, host);
   if (clock.size() <= static_cast<size_t>(stream)) clock.resize(stream + 1);
-  clock[stream] = std::max<uint64_t>(clock[stream], stream ? 0 : 1) + 1;
+  clock[stream]++;
   return clock;
 }
 
@@ -146,6 +147,8 @@ bool are_there() {
 }
 
 c10::StreamId made() {
+  std::lock_guard guard(lock);
+  if (!several) began = next(0)[0];
   several = true;
   return ++last;
 }
