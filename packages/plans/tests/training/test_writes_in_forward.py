@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+from vescale_dtensor import GradientError
+from vescale_dtensor.testing import raises_on_all, run_ranks, slice_of, warm_up
 from vescale_plans import Plan, Precision, parallelize
 
 warm_up("torch._dynamo", "vescale_plans")
@@ -32,6 +33,8 @@ def set_once(block):
 
 
 WRITES = {
+    "mul_": without_gradient(lambda block: block.weight.mul_(0.9)),
+    "mul_ of .data": lambda block: block.weight.data.mul_(0.9),
     "clamp_": without_gradient(lambda block: block.weight.clamp_(-0.2, 0.2)),
     "clamp_ of .data": lambda block: block.weight.data.clamp_(-0.2, 0.2),
     "clamp_ of detach": lambda block: block.weight.detach().clamp_(-0.2, 0.2),
@@ -151,3 +154,20 @@ def holds_what_was_written(zero):
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_what_is_written_to_a_copy_of_another_dtype_stays(zero):
     run_ranks(2, holds_what_was_written, zero)
+
+
+RECOMPUTED = Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3, checkpointing={"blocks.*": True})
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("write", ["clamp_", "clamp_ of .data", "the first call"])
+def test_a_write_that_changes_nothing_the_second_time_may_be_recomputed(write, zero):
+    run_ranks(2, equals_one_device, {"writes": write}, RECOMPUTED.override(zero=zero))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("write", ["mul_", "mul_ of .data", "the bias"])
+def test_another_is_refused(write, zero):
+    plan = RECOMPUTED.override(zero=zero)
+    says = "is written in the forward of a checkpointed module"
+    raises_on_all(2, GradientError, equals_one_device, {"writes": write}, plan, match=says)

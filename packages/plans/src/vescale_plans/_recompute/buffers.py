@@ -34,7 +34,7 @@ class Buffers:
                 if buffer is not None:
                     copied = known is None or (id(module), name) in known
                     held.append(Held(module, name, buffer, _version(buffer), _copy(buffer) if copied else None))
-        return Found(held, written)
+        return Found(held, written, list(self._module.named_parameters()))
 
 
 class Held(NamedTuple):
@@ -59,13 +59,18 @@ class Held(NamedTuple):
 
 
 class Found:
-    """The buffers that a call has found, and, once it is through, those of them that it changed."""
+    """The buffers that a call has found, and, once it is through, those of them that it changed; and the parameters
+    that it may have written to, of which there are no copies."""
 
-    def __init__(self, held: list[Held], written: set[tuple[int, str]]) -> None:
+    def __init__(self, held: list[Held], written: set[tuple[int, str]], parameters: list[tuple[str, Tensor]]) -> None:
         self._held, self._written = held, written
+        with local_only():
+            self._parameters = [(name, one, _version(one)) for name, one in parameters]
 
     def settle(self) -> None:
         """Raises GradientError for a buffer that is written and was not copied."""
+        with local_only():
+            self._parameters = [each for each in self._parameters if _version(each[1]) != each[2] or _is_lent(each[1])]
         changed = []
         for one in self._held:
             if one.is_written:
@@ -88,7 +93,9 @@ class Found:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """For a while they are what the call found."""
+        """For a while they are what the call found. Raises GradientError for a parameter that is written once more, and
+        is another then: what comes after the write was recomputed with other weights than the call's."""
+        before = [(name, one, _copy(one)) for name, one, _ in self._parameters]
         now = [(one, one.owner._buffers.get(one.name), _copy(one.buffer)) for one in self._held]
         try:
             for one, _, _ in now:
@@ -100,6 +107,30 @@ class Found:
             for one, buffer, value in now:
                 _fill(one.buffer, value)
                 one.owner._buffers[one.name] = buffer
+            _check_unchanged(before)
+
+
+def _check_unchanged(before: list[tuple[str, Tensor, Tensor]]) -> None:
+    with local_only(), torch.no_grad():
+        changed = [name for name, one, copy in before if not torch.equal(one.nan_to_num(), copy.nan_to_num())]
+        for _, one, copy in before if changed else ():
+            one.data.copy_(copy)
+    if changed:
+        raise GradientError(
+            "checkpointing",
+            f"the parameter {changed[0]!r} is written in the forward of a checkpointed module, which runs once more in "
+            "backward: it would be written twice",
+            (),
+            [
+                ("Plan(checkpointing=...)", "without a pattern that matches the module"),
+                ("write before the model is called", "outside of what is recomputed"),
+            ],
+        )
+
+
+def _is_lent(parameter: Tensor) -> bool:
+    """Whether somebody was given its memory, whose writes its version does not tell."""
+    return getattr(parameter.__dict__.get("_owner"), "is_lent", False)
 
 
 def _version(buffer: Tensor) -> int:
