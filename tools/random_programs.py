@@ -33,7 +33,7 @@ REASONS = {
     "reduced for what was written: the reduced values lie in other memory than the base, out of a write's reach",
     "PipelineError: pipeline: the buffer * is written inside a checkpoint": "a recompute happens when other "
     "microbatches have written the buffer; one device would recompute from the value of this one",
-    "PipelineError: pipeline: the buffer * is written in stage *, and read": "an earlier stage has begun the next "
+    "PipelineError: pipeline: the buffer * is written in stage #, and read": "an earlier stage has begun the next "
     "microbatch before a later one has written what it would read",
     "PipelineError: pipeline: the buffer * is written in stages": "as above, between two writers",
     "invalid": "one device raises, too",
