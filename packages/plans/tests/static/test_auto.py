@@ -287,6 +287,64 @@ def test_ranks_that_are_looked_at_and_ranks_that_are_not_compute_together(ranks)
     assert run_ranks(2, compared) == [True, True]
 
 
+class Normed(nn.Module):
+    """Replicated, with parameters of several sizes, whose gradients are pending sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
+
+
+def halved(parameter):
+    parameter.grad.mul_(0.5 + 0 * parameter.grad.norm().item())
+
+
+def put_hooks(model, accumulated):
+    for parameter in model.parameters():
+        if accumulated:
+            parameter.register_post_accumulate_grad_hook(halved)
+        else:
+            parameter.register_hook(lambda grad: grad.clamp(-0.01, 0.01) + 0 * grad.norm())
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["gradients", "accumulated"])
+@pytest.mark.parametrize("late", [False, True], ids=["before the first step", "amid the training"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(mesh={"tp": 2}, parameters={"*": {}}),
+        Plan(mesh={"tp": 2}, parameters={"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}, "*": {}}),
+        Plan(mesh={"dp": 2}, parameters={"*": {}}),
+        Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3),
+    ],
+    ids=["replicated", "tp", "dp", "zero 3"],
+)
+def test_hooks_on_gradients_communicate_in_one_order_whatever_ranks_are_static(plan, late, accumulated):
+    def trained(mode):
+        torch.manual_seed(0)
+        model, optimizer = parallelize(plan, nn.Sequential(Normed(), Normed()), lambda p: torch.optim.SGD(p, lr=0.1),
+                                       mode=mode)  # fmt: skip
+        norms = []
+        for step in range(4):
+            if step == 2 * late:
+                put_hooks(model, accumulated)
+            model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            norms.append([p.grad.norm().item() for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    def compared():
+        alone = torch.distributed.get_rank()
+        return trained("eager") == trained("static" if alone else "eager") == trained("static")
+
+    assert run_ranks(2, compared) == [True, True]
+
+
 def test_what_stays_eager_is_told_by_explain_static_alone(capsys):
     """Static mode warns of a module that is recorded too often; auto does not."""
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import attrgetter, contains, getitem, is_, itemgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import requires_grad
+from vescale_dtensor.engine import local_only, requires_grad
 
 from .reads import Reads, Unchanged
 
@@ -22,12 +22,18 @@ _layout, _forward = attrgetter("_layout"), itemgetter("forward")
 _FORWARD = repeat("forward")
 
 
+def has_gradient_hooks(tensors: Iterable[Tensor]) -> bool:
+    """Whether somebody has hooks on the gradient of one of them, which run amid backward."""
+    with local_only():
+        return any(one._backward_hooks for one in tensors)
+
+
 class Guard:
     """Whether modules are as they were: their forwards, children, parameters (the very objects, their layouts, and
-    whether they are frozen: what a frozen one's gradient would need is not recorded), buffers, hooks; and all that
-    their forwards read beside these (`watch`).
+    whether they are frozen: what a frozen one's gradient would need is not recorded), buffers, hooks (on gradients of
+    parameters there are none, see `judge`); and all that their forwards read beside these (`watch`).
 
-    Asked at every call, so the loops are C's, and modules without hooks are looked at only where somebody has
+    Asked at every call, so the loops are C's, and what had no hooks is looked at only where somebody has
     registered a hook since: every registration, of whatever hook, counts `RemovableHandle.next_id` up. What sites do
     to a module's attributes is no change: they say which forward there should be. Made while all stand.
     """
@@ -81,7 +87,7 @@ class Guard:
 
     def _are_bare(self) -> bool:
         registered = RemovableHandle.next_id
-        if any(self._bare):
+        if any(self._bare) or has_gradient_hooks(self._sharded):
             return False
         self._registered = registered
         return True

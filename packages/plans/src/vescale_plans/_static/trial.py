@@ -43,7 +43,7 @@ from vescale_dtensor.engine import (
 
 from .._apply.containers import map_tensors
 from .frame import Border, Frame, Step, odd_value, parameter_place, tensors_of
-from .guard import FORWARD_HOOKS
+from .guard import FORWARD_HOOKS, has_gradient_hooks
 from .passes import entered
 
 
@@ -60,6 +60,10 @@ def judge(frame: Frame, storages: Storages) -> Difference | None:
     odd = odd_value((frame.args, frame.kwargs)) or odd_value(frame.out)
     if odd:
         return Difference(f"takes or returns a {odd}, which no guard can compare", frame.site.line)
+    if has_gradient_hooks(tensor for tensor in frame.module.parameters() if type(tensor) is DTensor):
+        # A region converts parameters where it begins, so backward comes to them in another order. Hooks communicate,
+        # and whether there is a region is every rank's own finding.
+        return Difference("has a hook on a parameter's gradient, which must run in the same order on all ranks", "")
     tape, reason = _hoisted(frame, storages)
     reason = reason or _forbidden(frame, tape)
     return reason or _tried(frame, tape, storages)
