@@ -14,4 +14,5 @@ PER_RANK = {
 
 SHARED = {
     "_trace.foreign": ("_functions",),  # facts about functions
+    "_torch_private": ("checkpoint._checkpoint_hook",),  # replaced once, at import
 }
