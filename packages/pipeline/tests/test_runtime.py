@@ -4,12 +4,13 @@ Two processes run every case, one after another, once for the module; the tests 
 """
 
 import os
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 
@@ -157,7 +158,17 @@ def run_cases(rank, folder):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(run_cases, (folder,), nprocs=RANKS)
+    # This file as a script: a test module has no name by which a process of its own could import it.
+    commands = [[sys.executable, __file__, str(rank), folder] for rank in range(RANKS)]
+    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        for rank in ranks:
+            told = rank.communicate(timeout=300)[1]
+            assert rank.returncode == 0, told
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
     return [torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(RANKS)]
 
 
@@ -208,3 +219,7 @@ def test_without_gradients_the_last_stage_gives_the_outputs(found):
 def test_what_fails_on_one_rank_fails_on_both_with_one_text(found, name, error, said):
     first, second = (rank[name] for rank in found)
     assert first == second and first[0] == error.__name__ and said in first[1]
+
+
+if __name__ == "__main__":
+    run_cases(int(sys.argv[1]), sys.argv[2])
