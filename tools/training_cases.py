@@ -43,7 +43,8 @@ class Case:
         clip: whether gradients are clipped to a norm that they exceed.
         mode: of `parallelize`.
         beside: what is done beside training: "evaluate", "deferred", "save", "async save", "load", "reshard",
-            "record", "streams" (every other step on a stream of its own).
+            "record", "unread" (a loss whose backward nobody asks for, before another one), "streams" (of two steps the
+            forward alone, and the whole, on a stream of its own).
         like_ranks: one device is no reference, the same plan on gloo is: reduced precision.
     """
 
@@ -125,7 +126,8 @@ def _cases() -> Iterator[Case]:
     yield Case("llama-1f1b-static", "llama", {"pp": 2}, {"pipeline": pipeline}, mode="static")
     yield Case("llama-offload", "llama", {"dp": 2}, {"zero": 1, "offload": True}, clip=True)
     host = {"offload_activations": {"model.layers.*": True}}
-    yield Case("llama-offload-activations", "llama", {"dp": 2}, {"zero": 3, **host}, layers=3, clip=True)
+    host["zero"] = 3
+    yield Case("llama-offload-activations", "llama", {"dp": 2}, host, layers=3, clip=True, beside="unread")
     host = {f"{field}": {"transformer.h.*": True} for field in ("offload_activations", "checkpointing")}
     yield Case("gpt-dropout-offload-recompute", "gpt", {"dp": 2}, host, layers=3, dropout=0.1)
     yield Case("llama-streams", "llama", {"dp": 2}, {"zero": 1}, clip=True, beside="streams")
@@ -232,14 +234,19 @@ def train(case: Case, device: str) -> Outcome:
         with _beside(case, step, plan, model, optimizer) as state:
             model, optimizer = state["model"], state["optimizer"]
             with _waits(device) as found, sdpa_kernel(ATTENTION):
-                losses.append(_step(case, model, optimizer, tokens))
+                losses.append(_step(case, model, optimizer, tokens, state.get("forward on")))
         waits = found
     whole = {name: _whole(parameter) for name, parameter in model.named_parameters()}
     return Outcome([float(loss) for loss in losses], whole, dict(waits))
 
 
-def _step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
-    loss = loss_of(case, model, tokens)
+def _step(
+    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, side: torch.Stream | None
+) -> Tensor:
+    with side or contextlib.nullcontext():
+        loss = loss_of(case, model, tokens)
+    if side is not None:
+        torch.accelerator.current_stream().wait_stream(side)
     loss.backward()
     if case.clip:
         nn.utils.clip_grad_norm_(model.parameters(), NORM)
@@ -280,10 +287,18 @@ def _beside(case: Case, step: int, plan: Any, model: nn.Module, optimizer: Any) 
         with _folder() as folder, vescale.record(model, folder / "record", optimizer=optimizer):
             yield state
         return
+    elif case.beside == "unread" and step == 1:
+        unread, loss = (loss_of(case, model, batches()[0].to(next(model.parameters()).device)) for _ in range(2))
+        loss.backward()
+        del unread  # of which backward had something brought back
+        optimizer.zero_grad()
     elif case.beside == "streams" and step % 2 and dist.get_backend() != "gloo":
         own = torch.accelerator.current_stream()
         side = torch.Stream(device=own.device)
         side.wait_stream(own)
+        if step == 1 and "expert_axis" not in case.fields:  # of experts, gradients are autograd's own: of that stream
+            yield state | {"forward on": side}
+            return
         with side:
             yield state
         own.wait_stream(side)

@@ -31,6 +31,7 @@ SECONDS = 60.0
 
 
 EQUIVALENT = "the same bits were sent, in the same order"
+NOT_REACHED = "never reached"
 
 
 class Seen(NamedTuple):
@@ -47,7 +48,8 @@ class Verdict:
     """What became of a mutant: `caught` is empty where nothing saw it.
 
     One that nothing saw is no mutant where it changes nothing: every rank sent the same bits in the same order on each
-    communicator, nothing was left under way, the host waited nowhere else, and the numbers are right.
+    communicator, nothing was left under way, the host waited nowhere else, and the numbers are right; or where it was
+    never reached, which a survey cannot tell of what asks who else holds a tensor, for it holds some itself.
     """
 
     place: Place
@@ -58,7 +60,7 @@ class Verdict:
 
     @property
     def is_equivalent(self) -> bool:
-        return not self.caught and self.how == EQUIVALENT
+        return not self.caught and self.how in (EQUIVALENT, NOT_REACHED)
 
     def as_json(self) -> dict[str, Any]:
         place = f"{self.place.file}:{self.place.line} in {self.place.function}"
@@ -137,7 +139,7 @@ def verdict(place: Place, case: Case, wanted: Outcome, seen: Seen, which: int) -
         pool.end(case.world, "second")
     outcomes = [one.outcome for one, _ in told]
     if not any(visits for _, visits in told):
-        return judged("", "never reached")
+        return judged("", NOT_REACHED)
     if wrong := wrong_numbers(outcomes, wanted):
         return judged("the numbers", wrong[0][:240])
     if others := other_waits(waits_of(outcomes), seen.waits):

@@ -202,6 +202,46 @@ def test_backward_twice_and_copies():
         assert less < alive
 
 
+def two_losses(use):
+    """Of two forwards, to `use`: it has the second's backward ask for the first's activations, too."""
+    torch.manual_seed(0)
+    plan = Plan({"dp": 2}, {"*": {}}, offload_activations=ALL)
+    model, _ = parallelize(plan, Model())
+    x = torch.randn(BATCH, POSITIONS, WIDTH, generator=torch.Generator().manual_seed(0)).to("second")
+    use(model, x)
+    torch.accelerator.synchronize()
+    return [p.grad.to_local().cpu() for p in model.parameters()]
+
+
+def on_one_stream(model, x):
+    (model(x) + model(2 * x)).backward()
+
+
+def on_two_streams(model, x):
+    own, side = torch.accelerator.current_stream(), torch.Stream(device="second")
+    side.wait_stream(own)
+    with side:
+        first = model(x)
+    own.wait_stream(side)
+    (first + model(2 * x)).backward()
+
+
+def one_unread(model, x):
+    unread, loss = model(x), model(2 * x)
+    loss.backward()
+    del unread
+    model.zero_grad()
+    on_one_stream(model, x)
+
+
+@pytest.mark.parametrize("use", [on_two_streams, one_unread])
+def test_what_is_brought_back_for_a_forward_before(use):
+    """The device's streams see whether the memory is given back while a copy, or another stream, is still at it."""
+    ranks, like = (run_ranks(2, two_losses, one, device="second") for one in (use, on_one_stream))
+    for found, wanted in zip(ranks, like, strict=True):
+        assert all(map(torch.equal, found, wanted))
+
+
 def test_in_the_hosts_own_memory_nothing_moves():
     def run():
         return [ran(PLAN.override(**fields), steps=1)[:2] for fields in ({}, {"offload_activations": ALL})]

@@ -48,10 +48,12 @@ class Moved:
     def __init__(self, root: Tensor, flat: Tensor, kept: Tensor, stay: Stay) -> None:
         self._stay, self._flat, self._host, self._device = stay, flat, kept, flat.device
         self._root, self._version = weakref.ref(root), flat._version
+        self._made_on = None if stay.lane is None else torch.accelerator.current_stream()
         self.saved = self._asked = 0
         self.is_through = False  # all who saved it have asked once
         self._is_back = self._is_written = False
         self._arrived: torch.Event | None = None
+        self._begun_on: torch.Stream | None = None
 
     def holds(self, root: Tensor) -> bool:
         """Whether it is what a tensor over `root` has now. Another tensor over the same storage may count its writes
@@ -62,6 +64,8 @@ class Moved:
         """The device's memory is given back."""
         if self._flat is not None and not self._is_back:
             self._is_written = self._flat._version != self._version
+            if self._made_on is not None and self._made_on != torch.accelerator.current_stream():
+                self._flat.record_stream(self._stay.lane)  # the one that waits for the copy is not the memory's own
         self._flat = None
 
     def begin(self, lane: torch.Stream | None) -> None:
@@ -71,7 +75,8 @@ class Moved:
         self._is_back = True
         self._flat = flat = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
         if lane is not None:
-            lane.wait_event(torch.accelerator.current_stream().record_event())
+            self._begun_on = torch.accelerator.current_stream()  # of the call behind it, perhaps
+            lane.wait_event(self._begun_on.record_event())
         with _along(lane):
             flat.copy_(self._host, non_blocking=True)
             if lane is not None:
@@ -84,12 +89,14 @@ class Moved:
         self._check()
         self.begin(self._stay.lane)
         if self._arrived is not None:
-            torch.accelerator.current_stream().wait_event(self._arrived)
-            self._arrived = None
+            now = torch.accelerator.current_stream()
+            now.wait_event(self._arrived)
+            if now != self._begun_on:
+                self._flat.record_stream(now)
         flat = self._flat
         self._asked += 1
         if self._asked >= self.saved:
-            self._flat, self._asked, self.is_through = None, 0, True
+            self._flat, self._arrived, self._asked, self.is_through = None, None, 0, True
         return flat
 
     def _check(self) -> None:
