@@ -51,6 +51,18 @@ def given_back_while_it_is_read(keeps):
     del x
 
 
+def written_on_another_stream(waits):
+    side = torch.Stream(device=DEVICE)
+    y = torch.ones(8, device=DEVICE) + 1  # the stream is at work
+    y = torch.empty(8, device=DEVICE)
+    if waits:
+        side.wait_stream(now())
+    with side:
+        y.fill_(1)
+    now().wait_stream(side)
+    return y.tolist()
+
+
 def started_on_one_waited_for_on_another():
     import torch.distributed as dist
 
@@ -68,6 +80,7 @@ def started_on_one_waited_for_on_another():
         (lambda: there_and_back(returns=False), "written by aten::mul_ on .* own stream, and was written by aten::add"),
         (lambda: there_and_back(keeps=False), "given back after .* without record_stream"),
         (written_while_it_is_read, "written by aten::add_ on .* own stream, and was read by aten::add on stream"),
+        (lambda: written_on_another_stream(False), "written by aten::fill_ on stream .*, and was .* by whoever had it"),
         (lambda: given_back_while_it_is_read(False), "given back after aten::.* used it"),
         (started_on_one_waited_for_on_another, "and was written by a collective on stream"),
     ],
@@ -80,6 +93,7 @@ def test_memory_of_two_streams_without_an_order_is_an_error(program, message):
 def test_what_is_in_order_is_none():
     def programs():
         given_back_while_it_is_read(True)
+        written_on_another_stream(True)
         x, side = torch.ones(8, device=DEVICE), torch.Stream(device=DEVICE)
         torch.accelerator.synchronize()  # the host gives nothing more until all is done
         with side:

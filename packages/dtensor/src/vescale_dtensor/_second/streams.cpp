@@ -224,7 +224,10 @@ void Operation::uses(const Tensor& tensor, bool written) {
 void allocated(const void* memory) {
   if (!several || !memory) return;
   std::lock_guard guard(lock);
-  memories.insert_or_assign(memory, Memory{now, {}, {}});
+  // Whose memory it was before may still be at work on this stream, as with CUDA's allocator.
+  const auto* all = static_cast<const char*>(nullptr);
+  Use before{all, all + PTRDIFF_MAX, now, at(clocks[now], now), true, "whoever had it before"};
+  memories.insert_or_assign(memory, Memory{now, {}, {std::move(before)}});
 }
 
 void released(const void* memory) {
