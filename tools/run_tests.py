@@ -141,7 +141,9 @@ def run_bazel(bazel: str, tests: Iterable[Target], seconds: float) -> Outcome:
     """`bazel test //...`; Bazel prints the progress, and the log of each target that fails."""
     with tempfile.TemporaryDirectory() as scratch:
         events = Path(scratch, "events.json")
-        command = [bazel, "test", "//...", f"--build_event_json_file={events}"]
+        # A test's home is a folder of its own, in which each target would compile the second device anew.
+        built = f"--test_env=VESCALE_CACHE={Path(environment()['HOME'], '.cache')}"
+        command = [bazel, "test", "//...", built, f"--build_event_json_file={events}"]
         client = subprocess.Popen(command, cwd=TOP, env=environment(), stdin=subprocess.DEVNULL)
         try:
             status = client.wait(timeout=seconds)
