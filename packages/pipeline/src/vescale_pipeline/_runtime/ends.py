@@ -125,8 +125,7 @@ def share_loss(member: Member, call: Call, state: Interpreter, weights: Weights)
         raise PipelineError(
             "pipeline",
             f"ranks {member.link.ranks[member.rank]} and {member.link.ranks[last]} have drawn different random "
-            "numbers in "
-            "this call: something in the forward draws by itself, on one stage only",
+            "numbers in this call: something in the forward draws by itself, on one stage only",
             (),
             [("draw with torch's functions, in modules or in their forward", "these are known on all stages")],
         )

@@ -234,8 +234,7 @@ def _like(known: Header, header: Header, tensors: list, kind: str, stage: int, d
             raise PipelineError(
                 "pipeline",
                 f"what crosses the cut before stage {stage if kind == 'F' else stage + 1} has a different form "
-                "than in the "
-                "microbatch before",
+                "than in the microbatch before",
                 [f"before  {known}", f"now     {header}"],
                 [("let nothing but the shapes of its inputs decide what a forward computes", "")],
             )

@@ -82,8 +82,7 @@ def _cannot_step(optimizer: torch.optim.Optimizer, error: Exception) -> PlanErro
     return PlanError(
         "optimizer.step",
         f"{kind.__name__} is not known to treat each element of a parameter independently, and does not step on "
-        "the shards' "
-        "DTensors",
+        "the shards' DTensors",
         [f"{type(error).__name__}  {why[:200]}"],
         [
             (f"vescale.register_elementwise({kind.__name__})", "before parallelize: it then steps on flat parts"),
