@@ -40,7 +40,7 @@ def plan(ranks: int) -> Plan:
 
 
 def by_plan(mode: str, ranks: int):
-    """The step of a parallelized model; its gradients stay pending."""
+    """The step of a parallelized model; its gradients stay partial."""
     model, _ = vescale.parallelize(plan(ranks), blocks(SIZES), mode=mode)
     mesh = model._vescale.device_mesh
     model._vescale.sync.enabled = False

@@ -5,7 +5,7 @@
 
 A picture is of one axis of three ranks and a tensor of three rows. Above, the value goes from left to right; below, its
 gradient goes from right to left, between the states that the calculus gives for it. A full row is a value, a hatched
-one a part of a sum that is still pending, an empty one is not on this rank.
+one a part of a sum that is still partial, an empty one is not on this rank.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def picture(before: str, after: str, forward: str, backward: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
         f'font-size="13" role="img" aria-label="{before} to {after}">',
         '<rect width="100%" height="100%" fill="white"/>',
-        '<defs><pattern id="pending" width="6" height="6" patternUnits="userSpaceOnUse" '
+        '<defs><pattern id="partial" width="6" height="6" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)"><rect width="6" height="6" fill="white"/>'
         '<line x1="0" y1="0" x2="0" y2="6" stroke="#444" stroke-width="3"/></pattern>'
         '<marker id="tip" markerWidth="9" markerHeight="9" refX="7" refY="4" orient="auto">'
@@ -77,7 +77,7 @@ def _side(state: str, x: float, y: float) -> list[str]:
                      f'fill="#555">rank {rank}</text>')  # fmt: skip
         for part in range(RANKS):
             here = not state.startswith("S") or part == rank
-            fill = "none" if not here else "url(#pending)" if state == "P" else COLOURS[part]
+            fill = "none" if not here else "url(#partial)" if state == "P" else COLOURS[part]
             if state == "S(b)":
                 box = (at + part * 2 * CELL / 3, y, 2 * CELL / 3, 3 * CELL)
                 fill = "#7a4fb5" if here else "none"

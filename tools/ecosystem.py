@@ -31,9 +31,9 @@ TOLD = ("torch", "transformers", "accelerate", "peft")
 
 def make() -> Path:
     """The environment's python; made where it is not there, or was made of another list."""
-    python, stamp = FOLDER / "bin" / "python", FOLDER / "made-of.txt"
+    python, attach = FOLDER / "bin" / "python", FOLDER / "made-of.txt"
     wanted = WANTED.read_text()
-    if not stamp.is_file() or stamp.read_text() != wanted:
+    if not attach.is_file() or attach.read_text() != wanted:
         venv.EnvBuilder(symlinks=True, clear=True).create(FOLDER)
         lend_third_party(FOLDER)
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as kept:
@@ -41,7 +41,7 @@ def make() -> Path:
             kept.flush()
             command = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--disable-pip-version-check"]
             subprocess.run([*command, "-r", WANTED, "-c", kept.name], check=True)
-        stamp.write_text(wanted)
+        attach.write_text(wanted)
     return python
 
 

@@ -205,21 +205,21 @@ def first_line(error: BaseException) -> str:
 
 # --- calls that never arrive -----------------------------------------------------------------
 
-# (call, what is given, what to write instead). d is sharded, p a pending 0-dim integer, r a replicated one.
+# (call, what is given, what to write instead). d is sharded, p a partial 0-dim integer, r a replicated one.
 BYPASSING: tuple[tuple[str, str, str], ...] = (
     ("torch.tensor(d)", "a sharded d", "`d.full_tensor()`, or `d.detach().clone()` to stay sharded"),
     ("torch.Tensor(d)", "a sharded d", "`d.full_tensor()`"),
-    ("torch.tensor(p)", "a pending 0-dim p", ""),
+    ("torch.tensor(p)", "a partial 0-dim p", ""),
     ("torch.tensor(r)", "a replicated 0-dim r", ""),
-    ("torch.full((3,), p)", "a pending 0-dim p", ""),
+    ("torch.full((3,), p)", "a partial 0-dim p", ""),
     ("torch.full((3,), r)", "a replicated 0-dim r", ""),
-    ("torch.add(x, x, alpha=p)", "plain x, a pending 0-dim p", ""),
+    ("torch.add(x, x, alpha=p)", "plain x, a partial 0-dim p", ""),
     ("torch.add(x, x, alpha=r)", "plain x, a replicated 0-dim r", ""),
-    ("torch.add(d, d, alpha=p)", "a sharded d, a pending 0-dim p", ""),
-    ("x.sum(p)", "plain x, a pending 0-dim p as the dim", ""),
-    ("torch.arange(p)", "a pending 0-dim p", ""),
-    ("torch.randint(0, p, (2,))", "a pending 0-dim p", ""),
-    ("torch.zeros(p)", "a pending 0-dim p as the size", ""),
+    ("torch.add(d, d, alpha=p)", "a sharded d, a partial 0-dim p", ""),
+    ("x.sum(p)", "plain x, a partial 0-dim p as the dim", ""),
+    ("torch.arange(p)", "a partial 0-dim p", ""),
+    ("torch.randint(0, p, (2,))", "a partial 0-dim p", ""),
+    ("torch.zeros(p)", "a partial 0-dim p as the size", ""),
     ("torch.as_tensor(d)", "a sharded d", ""),
     ("numpy.asarray(d)", "a sharded d", ""),
     ("torch.from_dlpack(d)", "a sharded d", ""),
@@ -318,7 +318,7 @@ float32 entries whose results are comparable (not random, not uninitialised).
 {table(["answer", "swept", "all", "meaning"], summary)}
 
 An operator that gathers is right, and slow; it says so once, as a `FallbackWarning`, and `register_rule` mends it.
-No collective is not always possible: a sum over the sharded dim is pending, without one, but a sort along it is not.
+No collective is not always possible: a sum over the sharded dim is partial, without one, but a sort along it is not.
 
 ## Entries that raise
 

@@ -29,7 +29,7 @@ AT_ONCE = 20
 
 # Beginning of a kind -> why what one device does is refused.
 REASONS = {
-    "ViewError: copy_: in-place write to a view": "the view is a sum that is still pending, which had to be "
+    "ViewError: copy_: in-place write to a view": "the view is a sum that is still partial, which had to be "
     "reduced for what was written: the reduced values lie in other memory than the base, out of a write's reach",
     "PipelineError: pipeline: the buffer * is written inside a checkpoint": "a recompute happens when other "
     "microbatches have written the buffer; one device would recompute from the value of this one",

@@ -305,9 +305,9 @@ def _beside(case: Case, step: int, plan: Any, model: nn.Module, optimizer: Any) 
         return
     elif case.beside in ("save", "async save") and step == 1:
         with _folder() as folder:
-            pending = vescale.save(folder / "saved", state, asynchronous=case.beside == "async save")
+            saving = vescale.save(folder / "saved", state, asynchronous=case.beside == "async save")
             yield state
-            pending.wait()
+            saving.wait()
         return
     elif case.beside == "load" and step == 2:
         with _folder() as folder:

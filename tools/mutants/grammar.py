@@ -26,7 +26,7 @@ KINDS = ("wait", "write", "skip", "order", "tag", "item", "host", "clone", "stre
 WAITS = {"wait", "_wait", "flush", "advance", "finish", "end", "close"}
 STARTS = {
     *("_start", "_started", "_run", "call", "send", "recv", "post", "swap", "fetch", "updated", "start", "exchange"),
-    *("PendingGather", "PendingReduction", "PendingRows", "InFlight", "Usage", "_send", "_post", "_post_announced"),
+    *("GatherInFlight", "ReductionInFlight", "RowsInFlight", "InFlight", "Usage", "_send", "_post", "_post_announced"),
     "transfer",
 }
 COMMUNICATES = (
@@ -54,7 +54,8 @@ COMMUNICATES = (
             "sum_tied",
             "share_loss",
         ),
-        *("share_buffers", "digest", "assert_ranks_agree", "step", "all_to_all", "let_go", "allreduce", "_open"),
+        *("share_buffers", "digest", "assert_ranks_agree", "step", "all_to_all", "reshard", "release"),
+        *("allreduce", "_open"),
     }
 )
 SENDS = {"send", "_send", "send_object"}

@@ -73,7 +73,7 @@ class Verdict:
 
 @lru_cache(maxsize=1)
 def sources() -> dict[str, Path]:
-    """The engine's files: `plans/_zero/buffer.py`."""
+    """The engine's files: `plans/_zero/bucket.py`."""
     found = {}
     for package in sorted((TOP / "packages").iterdir()):
         for path in sorted(package.glob("src/*/**/*.py")):

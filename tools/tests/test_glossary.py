@@ -31,6 +31,13 @@ NOT_IN_NAMES = {
     r"sever(?:s|ed|ing)?": "copy, copied",
     r"(?:un)?stead(?:y|ied)": "independent (of positions)",
     r"composites?": "decomposed; `rules.composite` stays, for rules that were written with it",
+    r"(?:is_)?pending": "partial; in flight, of a collective; `PendingSave` stays, for it is public",
+    r"settled?": "reduced",
+    r"(?:re)?stamp(?:s|ed|ing)?": "attach, attached",
+    r"borders?": "boundary",
+    r"masters": "full-precision shards",
+    r"lets?_go": "reshard, release",
+    r"erased?": "unwrap",
 }
 ROWS = re.findall(r"^\| (.+) \|$", (TOP / "docs/glossary.md").read_text(), re.MULTILINE)
 NAMED = sorted({span for row in ROWS for span in re.findall(r"`([^`]+)`", row.split(" | ")[-1])})

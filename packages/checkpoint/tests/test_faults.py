@@ -132,8 +132,8 @@ def test_short_writes_are_continued(tmp_path):
 def test_a_background_failure_is_raised_once_by_what_comes_next(tmp_path):
     def run(path, surface):
         with intercepted(failing("fsync", errno.EIO)):
-            pending = save(path, state_of(1), asynchronous=True)
-            while not pending.done:
+            saving = save(path, state_of(1), asynchronous=True)
+            while not saving.done:
                 time.sleep(0.01)
         with pytest.raises(StorageError, match="Input/output error"):
             surface()

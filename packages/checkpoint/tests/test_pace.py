@@ -53,14 +53,14 @@ def saved(path, asynchronous):
     _pace.Pace.rest = lambda self: (seen.append(threading.current_thread().name), rest(self))[1]
     try:
         state = {"w": torch.arange(1 << 20, dtype=torch.float32)}
-        pending = save(path, {"model": state}, asynchronous=asynchronous)
-        pending.wait()
+        saving = save(path, {"model": state}, asynchronous=asynchronous)
+        saving.wait()
     finally:
         _pace.Pace.rest = rest
     found = {"w": torch.zeros(1 << 20)}
     load(path, {"model": found})
     assert torch.equal(found["w"], state["w"])
-    return seen, None if pending._pace is None else pending._pace._hurry.is_set()
+    return seen, None if saving._pace is None else saving._pace._hurry.is_set()
 
 
 def test_the_background_rests_and_the_caller_does_not(tmp_path):

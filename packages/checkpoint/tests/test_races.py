@@ -113,12 +113,12 @@ def test_resharding_beside_a_save_in_the_background(tmp_path):
 
     def run():
         with late_answers("committed", 1.0) if dist.get_rank() else contextlib.nullcontext():
-            pending = save(tmp_path, state_of(1), asynchronous=True)
+            saving = save(tmp_path, state_of(1), asynchronous=True)
             target = state_of(2)
             for _ in range(2):
                 reshard(state_of(3), target)
             assert torch.equal(target["w"].full_tensor(), value_of(3))
-            pending.wait()
+            saving.wait()
 
     run_ranks(2, run, timeout=60)
     check_step(tmp_path, 1)
@@ -128,10 +128,10 @@ def test_values_change_as_soon_as_an_asynchronous_save_returns(tmp_path):
     def run():
         state = {**state_of(1), "notes": [1, {"deep": 2}]}
         with intercepted(slowly("writev")):
-            pending = save(tmp_path, state, asynchronous=True)
+            saving = save(tmp_path, state, asynchronous=True)
             state["w"].to_local().zero_()
             state["notes"][1]["deep"] = state["step"] = 9
-            pending.wait()
+            saving.wait()
 
     run_ranks(2, run)
     state = {"w": torch.zeros(4096, 3), "step": 0, "notes": None}

@@ -50,9 +50,9 @@ def test_what_is_stored_is_what_is_found(tmp_path, step, how):
         with pytest.raises(UnsafeError, match="numpy's arrays and numbers"):  # as any value of numpy's
             save(tmp_path, {"step": step})
         return
-    pending = save(tmp_path, {"x": 1, "step": step if how == "state" else 3}, step=step if how == "argument" else None)
+    saving = save(tmp_path, {"x": 1, "step": step if how == "state" else 3}, step=step if how == "argument" else None)
     number = int(step)
-    assert os.path.basename(pending.path) == f"step-{number:08d}"
+    assert os.path.basename(saving.path) == f"step-{number:08d}"
     for asked in (None, number, step):
         state = {"x": 0}
         assert load(tmp_path, state, step=asked).step == number and state["x"] == 1

@@ -75,7 +75,7 @@ def test_values_gradients_and_generator(name):
         for pair in places:
             value = torch.randint(-9, 9, (5, 6, 7), generator=torch.Generator().manual_seed(1))
             function = seeded(DROPOUTS[name])
-            # Whole numbers, so that the parts of a pending sum add up without rounding but the products'.
+            # Whole numbers, so that the parts of a partial sum add up without rounding but the products'.
             compare(function, [value.double().requires_grad_()], [pair], mesh, rtol=1e-12, atol=1e-12)
             assert torch.equal(*function.after), pair
 
@@ -126,7 +126,7 @@ def test_masks_bitwise(dtype):
 
 
 def test_a_mask_of_a_pending_input_is_equal_on_all_ranks_and_nothing_is_communicated():
-    def pending():
+    def masked():
         from vescale_dtensor.debug import comm_trace
 
         x = from_local(torch.ones(3, 8), mesh_of(2, 2), (P, S(0)), shape=(6, 8))
@@ -135,12 +135,12 @@ def test_a_mask_of_a_pending_input_is_equal_on_all_ranks_and_nothing_is_communic
         assert len(trace) == 0 and out.placements == (P, S(0))
         return out.to_local()
 
-    by_rank = run(pending)
+    by_rank = run(masked)
     assert torch.equal(by_rank[0], by_rank[2]) and torch.equal(by_rank[1], by_rank[3])
 
 
 def test_rrelu_tells_counts_and_moves_no_values():
-    """Forward, backward and the generator bitwise; what is cut in parts or pending is gathered."""
+    """Forward, backward and the generator bitwise; what is cut in parts or partial is gathered."""
 
     def leaky():
         from vescale_dtensor.debug import comm_trace

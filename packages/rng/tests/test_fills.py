@@ -138,7 +138,7 @@ def same(function, value, device_mesh, placements, generator=False):
     assert type(found) is DTensor and found.dtype == wanted.dtype, case
     layout = found._layout.base
     mine = shard_of(wanted, layout, layout.mesh.coordinate)
-    if layout.is_pending and any(at for at, p in zip(layout.mesh.coordinate, placements) if isinstance(p, Partial)):
+    if layout.is_partial and any(at for at, p in zip(layout.mesh.coordinate, placements) if isinstance(p, Partial)):
         mine = torch.zeros_like(mine)
     local = found.to_local()
     assert bits(local).equal(bits(mine)), f"{case}\n{local}\n{mine}"

@@ -241,14 +241,14 @@ def in_background(job: SaveJob) -> PendingSave:
         except Exception as error:
             failed = error if isinstance(error, CheckpointError) and job.session._failed else job.session.fail(error)
             failed.__cause__ = None if failed is error else error
-            pending._error = failed
+            save._error = failed
         finally:
             job.session.close()
 
-    pending = PendingSave(job.path, threading.Thread(target=run, name="vescale-checkpoint-save"), pace)
+    save = PendingSave(job.path, threading.Thread(target=run, name="vescale-checkpoint-save"), pace)
     try:
-        pending._thread.start()
-        _in_flight = pending
+        save._thread.start()
+        _in_flight = save
     except RuntimeError as error:  # no thread to be had: the others are told, as theirs wait for this rank
         try:
             job._give_up(error)
@@ -256,26 +256,26 @@ def in_background(job: SaveJob) -> PendingSave:
             job.session.close()
     finally:
         returning.set()  # not before: a thread at work keeps the interpreter for itself for milliseconds
-    return pending
+    return save
 
 
-def settle(*, raises: bool = True) -> None:
+def wait_for_save(*, raises: bool = True) -> None:
     """Waits for the save in flight, if there is one. Raises its failure, unless it is to be raised later."""
     global _in_flight
-    pending = _in_flight
-    if pending is None:
+    save = _in_flight
+    if save is None:
         return
     if not raises:
-        pending._join()
+        save._join()
         return
     _in_flight = None
-    pending.wait()
+    save.wait()
 
 
 def close() -> None:
     """Waits for the save in flight and raises its failure; frees the staging memory. A later save works as before."""
     _staging.clear()
-    settle()
+    wait_for_save()
 
 
 def _tell_at_exit() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._job import settle
+from ._job import wait_for_save
 from .format._box import Box, Piece, intersect, shape_of, volume, window
 from .format._dtypes import SIZES
 from .io._memory import view_of, without_collector
@@ -49,7 +49,7 @@ def reshard(source: Mapping[str, Any], target: MutableMapping[str, Any]) -> Repo
     needs, once, by all-to-alls of ROUND_BYTES per rank; catalogues as for `save`, and the boxes that
     each rank needs.
     """
-    settle(raises=False)  # a session's keys are forgotten in the next, so that no two may be open at a time
+    wait_for_save(raises=False)  # a session's keys are forgotten in the next, so that no two may be open at a time
     with session_of("reshard") as session, without_collector(), torch.no_grad():
         contents = contents_of(source)
         catalogue = _agreed(session, catalogue_of(contents, session.size, mesh_ranks))

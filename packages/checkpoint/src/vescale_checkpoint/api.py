@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ._errors import CheckpointError, MismatchError
-from ._job import PendingSave, SaveJob, in_background, settle
+from ._job import PendingSave, SaveJob, in_background, wait_for_save
 from .format._step import step_number
 from .format._text import printable
 from .io._memory import without_collector
@@ -60,7 +60,7 @@ def save(
     `close`. Communication: some hundred bytes per rank through the process group's store
     (catalogues as well, where ranks hold different tensors), and each rank's checksums to rank 0.
     """
-    settle()
+    wait_for_save()
     asynchronous = asynchronous and not in_one_process()  # where a thread of a rank's would not wait for its turn
     session = open_session("save")
     try:
@@ -122,7 +122,7 @@ def load(
     """
     if verify not in (True, False, "first"):
         raise MismatchError("load", f"verify={verify!r} is none of True, False, 'first'")
-    settle(raises=False)
+    wait_for_save(raises=False)
     choice = Choice(only, rename, cast, missing, extra)
     touched: list[str] = []
     try:

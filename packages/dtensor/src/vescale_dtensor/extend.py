@@ -179,7 +179,7 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
                 [repr(layout)],
                 [("tensor.redistribute(...) to Shard or Replicate first", "an all-to-all or all-gather")],
             )
-    # Gradients of torch's replicated tensors are replicated: I. One that is pending here would count n times.
+    # Gradients of torch's replicated tensors are replicated: I. One that is partial here would count n times.
     states = [INVARIANT if state is VARYING else state for state in layout.states]
     tensor = convert(tensor, layout.with_states(states), "to_torch")
     stride = torch.empty(layout.shape, device="meta").stride()

@@ -13,7 +13,7 @@ PER_RANK = {
     "_debugger.quiet": ("_doing",),
     "_dispatch.dispatch": ("_entry_of", "_table"),
     "_communication.events": (
-        *("_current", "_direction", "listeners", "module_path", "settlers", "copying", "strict_depth"),
+        *("_current", "_direction", "listeners", "module_path", "finishers", "copying", "strict_depth"),
         *("told_of", "watch"),
     ),
     "_communication.flight": ("note", "ring", "transfers"),
@@ -36,7 +36,7 @@ SHARED = {
     # by object, and objects are a rank's own
     "_communication.collectives": ("_ENGINES", "_under_way"),
     "_communication.flight": ("lines",),
-    "_communication.pending": ("left_to_readers",),
+    "_communication.in_flight": ("left_to_readers",),
     "_context.lazy": ("_met",),
     "_context.pins": ("pins",),
     "_context.transfer": ("_greeted",),

@@ -1,6 +1,6 @@
 """The contracts of design section 3 that live in this package, each by the case that broke an obvious implementation.
 
-Contracts 8 (ragged flattens), 9 (pending and reduced gradients) and 10 (exit) are tested where
+Contracts 8 (ragged flattens), 9 (partial and reduced gradients) and 10 (exit) are tested where
 they live: the view rules, vescale_plans.
 """
 
@@ -58,8 +58,8 @@ def spread(tensor, *placements) -> DTensor:
     return distribute_tensor(tensor, grid(), placements)
 
 
-def pending(tensor, axis=1) -> DTensor:
-    """A DTensor that is pending on one axis, with another part of the sum on each rank."""
+def partial(tensor, axis=1) -> DTensor:
+    """A DTensor that is partial on one axis, with another part of the sum on each rank."""
     mesh = grid()
     local = tensor.detach() - 3.0 if mesh.get_coordinate()[axis] == 0 else torch.full_like(tensor, 3.0)
     places = [P if a == axis else R for a in range(2)]
@@ -76,7 +76,7 @@ def close(have, want, what="") -> None:
 REGION = {
     "x": ((4, 6), (Shard(0), Shard(1))),  # gathered on tp inside the region
     "w1": ((6, 8), (R, Shard(1))),
-    "w2": ((8, 6), (R, Shard(0))),  # pending on tp after it, reduced by tanh
+    "w2": ((8, 6), (R, Shard(0))),  # partial on tp after it, reduced by tanh
     "w3": ((6, 4), (R, R)),
 }
 
@@ -169,7 +169,7 @@ def test_2_backward_takes_a_gradient_of_any_layout() -> None:
         x, seed = whole(4, 6), whole(4, 6, seed=9, grad=False)
         x.sin().backward(seed)
         for places in LAYOUTS:
-            for given in (seed, spread(seed, R, R), spread(seed, Shard(1), R), pending(seed)):
+            for given in (seed, spread(seed, R, R), spread(seed, Shard(1), R), partial(seed)):
                 d = spread(x.detach().requires_grad_(), *places)
                 d.sin().backward(gradient=given)
                 close(d.grad, x.grad, f"{places} {given}")
@@ -184,7 +184,7 @@ def test_2_backward_takes_a_gradient_of_any_layout() -> None:
     run_ranks(4, run)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "pending"])
+@pytest.mark.parametrize("kind", ["replicated", "partial"])
 def test_2_a_replicated_or_pending_loss_counts_once(kind) -> None:
     def run() -> None:
         x = whole(4, 6)
@@ -192,7 +192,7 @@ def test_2_a_replicated_or_pending_loss_counts_once(kind) -> None:
         for places in [(R, R)] if kind == "replicated" else [(Shard(0), R), (Shard(0), Shard(1)), (R, Shard(0))]:
             d = spread(x.detach().requires_grad_(), *places)
             loss = d.square().sum()
-            assert loss.mesh_layout.is_pending == (kind == "pending")
+            assert loss.mesh_layout.is_partial == (kind == "partial")
             loss.backward()
             close(d.grad, x.grad)
             d.grad = None
@@ -209,7 +209,7 @@ def test_2_gradients_are_read_and_assigned_in_any_layout() -> None:
         x, value = whole(4, 6), whole(4, 6, seed=3, grad=False)
         for places in LAYOUTS:
             d = spread(x.detach().requires_grad_(), *places)
-            for given in (value, spread(value, R, R), spread(value, R, Shard(0)), pending(value)):
+            for given in (value, spread(value, R, R), spread(value, R, Shard(0)), partial(value)):
                 d.grad = given
                 close(d.grad, value, places)
             d.square().sum().backward()  # accumulates onto what was assigned
@@ -305,8 +305,8 @@ def test_3_a_registered_function_has_the_gradients_of_one_device() -> None:
         assert type(function.apply(x, w)) is torch.Tensor
         for px in [(R, R), (Shard(0), R), (R, Shard(1))]:
             dw = spread(w.detach().requires_grad_(), R, R)
-            dx = pending(x) if px == (R, R) else spread(x.detach().requires_grad_(), *px)
-            function.apply(dx.redistribute(px), dw).sin().sum().backward()  # I on tp, where x was pending
+            dx = partial(x) if px == (R, R) else spread(x.detach().requires_grad_(), *px)
+            function.apply(dx.redistribute(px), dw).sin().sum().backward()  # I on tp, where x was partial
             close(dw.grad, w.grad, px)
             close(dx.grad, x.grad, px)
 
@@ -360,7 +360,7 @@ def test_4_a_plain_tensor_without_a_graph_is_taken_as_whole() -> None:
     run_ranks(4, run)
 
 
-# --- 5: what is pending --------------------------------------------------------------
+# --- 5: what is partial --------------------------------------------------------------
 
 LINEAR = {
     "add": lambda p, r: p + p,
@@ -401,11 +401,11 @@ def test_5_constants_enter_a_pending_sum_once(name) -> None:
         function = (LINEAR | NOT_LINEAR)[name]
         p, r = whole(4, 6), whole(4, 6, seed=1)
         want = function(p, r)
-        dp, dr = pending(p), spread(r.detach().requires_grad_(), R, R)
+        dp, dr = partial(p), spread(r.detach().requires_grad_(), R, R)
         with comm_trace() as trace:
             have = function(dp, dr)
         if name in LINEAR:
-            assert trace.count() == 0 and have.mesh_layout.is_pending, name
+            assert trace.count() == 0 and have.mesh_layout.is_partial, name
         close(have, want, name)
         if want.requires_grad:
             want.sum().backward()
@@ -428,7 +428,7 @@ def test_5_partial_of_another_kind_than_sum() -> None:
         }.items():  # fmt: skip
             d = DTensor.from_local(parts[rank].clone(), mesh, [R, Partial(kind)])
             close(d, want, kind)
-            assert d.mesh_layout.is_pending == (kind in ("sum", "avg"))
+            assert d.mesh_layout.is_partial == (kind in ("sum", "avg"))
         whole_numbers = DTensor.from_local(
             torch.tensor([2, 3], dtype=torch.int32) + rank, mesh, [R, Partial("product")]
         )
@@ -436,7 +436,7 @@ def test_5_partial_of_another_kind_than_sum() -> None:
         local = parts[rank].clone().requires_grad_()
         averaged = DTensor.from_local(local, mesh, [R, Partial("avg")])
         averaged.sin().sum().backward()
-        once = mesh.get_coordinate()[0] == 0  # the local tensor is R on dp: its gradient is pending there
+        once = mesh.get_coordinate()[0] == 0  # the local tensor is R on dp: its gradient is partial there
         torch.testing.assert_close(local.grad, parts.mean(0).cos() / 2 * once)
         with pytest.raises(GradientError, match="has no gradient"):
             DTensor.from_local(local, mesh, [R, Partial("max")])
@@ -466,7 +466,7 @@ def test_6_a_replicated_number_is_read_on_one_rank_alone() -> None:
 
 def test_6_repr_never_communicates() -> None:
     def run() -> list[str]:
-        tensors = [spread(whole(4, 6), Shard(0), R), pending(whole(2)), spread(whole(4, 6), R, R)]
+        tensors = [spread(whole(4, 6), Shard(0), R), partial(whole(2)), spread(whole(4, 6), R, R)]
         tensors.append(tensors[0].sin())
         if torch.distributed.get_rank() != 1:
             return []

@@ -1,7 +1,7 @@
 """Every name that torch.Tensor has, and what a DTensor answers: the table is the documentation.
 
     operator    in torch's own operator database: `test_operator_database` holds it against one device
-    global      one device's answer, here compared on sharded, uneven, ragged, flat, pending and replicated tensors
+    global      one device's answer, here compared on sharded, uneven, ragged, flat, partial and replicated tensors
     error       a typed error where the shard is not the whole tensor; one device's answer where it is
     local       of this rank's object, by intent: the engine's own handles, or torch's internals
     refused     of kinds of tensors that no DTensor is (sparse, quantized, named): raises, as for a dense plain tensor
@@ -28,7 +28,7 @@ from vescale_dtensor.testing import run_ranks
 WHOLE = torch.arange(15.0).view(5, 3) + 1
 PLACES = {
     "replicated": Replicate(), "sharded": Shard(1), "uneven": Shard(0), "ragged": RaggedShard((0,), (0, 5)),
-    "flat": RaggedShard((0, 1), (7, 8)), "pending": Partial(),
+    "flat": RaggedShard((0, 1), (7, 8)), "partial": Partial(),
 }  # fmt: skip
 
 GLOBAL = {

@@ -22,7 +22,7 @@ from vescale_dtensor.testing import run_ranks
 WHOLE = torch.arange(24.0).view(4, 6) / 2 + 1
 PLACES = {
     "replicated": Replicate(), "rows": Shard(0), "columns": Shard(1), "uneven": RaggedShard((0,), (1, 3)),
-    "pending": Partial(),
+    "partial": Partial(),
 }  # fmt: skip
 
 
@@ -404,7 +404,7 @@ def local_answers():
             loss = (x * x).sum()
         loss.backward()
         held = [tuple(one.to_local().shape) if type(one) is DTensor else tuple(one.shape) for one in seen]
-        local = (4, 6) if place in ("replicated", "pending") else tuple(x.to_local().shape)
+        local = (4, 6) if place in ("replicated", "partial") else tuple(x.to_local().shape)
         if not seen or set(held) != {local}:
             wrong.append((place, held, local))
     return wrong

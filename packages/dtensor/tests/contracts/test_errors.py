@@ -232,7 +232,7 @@ CASES = {
     ),
     "sizes that hold another number of elements": (ShapeError, lambda: sharded(4, 6).view(5, 5)),
     "a view that moves its shards, under strict": (ImplicitCommunicationError, strict_view),
-    "a pending sum that must be reduced, under strict": (ImplicitCommunicationError, strict_relu),
+    "a partial sum that must be reduced, under strict": (ImplicitCommunicationError, strict_relu),
     "a write to a copied view": (ViewError, write_to_copy),
     "a write to the base of a copied view": (ViewError, write_to_base),
     "a plain tensor with a graph": (PlainTensorError, plain_meets),
@@ -333,20 +333,20 @@ def test_a_failing_local_function_keeps_its_own_error_and_notes_the_operands() -
 )
 def test_a_rank_that_dies_in_a_collective_is_an_error_on_the_others(kind, elements) -> None:
     def run() -> None:
-        from vescale_dtensor._layouts.state import INVARIANT, PENDING, VARYING
+        from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, VARYING
         from vescale_dtensor._layouts.state import sharded as cut
 
         ends = {
-            "all_reduce": (PENDING, INVARIANT), "all_gather": (cut(0), VARYING), "reduce_scatter": (PENDING, cut(0)),
+            "all_reduce": (PARTIAL, INVARIANT), "all_gather": (cut(0), VARYING), "reduce_scatter": (PARTIAL, cut(0)),
             "all_to_all": (cut(0), cut(1)),
         }[kind]  # fmt: skip
         from vescale_dtensor._conversions.convert import convert
         from vescale_dtensor._layouts.layout import layout_of
-        from vescale_dtensor._tensor.tensor import stamp
+        from vescale_dtensor._tensor.tensor import attach
 
         m = engine_mesh(mesh_of(4, names=("tp",)))
         source, target = (layout_of(m, (state,), (8, elements // 8)) for state in ends)
-        x = stamp(torch.ones(source.local_shape), source)
+        x = attach(torch.ones(source.local_shape), source)
         convert(x, target, "warm-up")
         if dist.get_rank() == 2:
             time.sleep(0.1)

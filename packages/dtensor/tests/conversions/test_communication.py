@@ -17,7 +17,7 @@ from vescale_dtensor._test_kit.oracle import spread
 from vescale_dtensor.testing import raises_on_all, run_ranks
 
 PLACES = {
-    "replicated": Replicate(), "sharded": Shard(0), "pending": Partial(), "uneven": Shard(1),
+    "replicated": Replicate(), "sharded": Shard(0), "partial": Partial(), "uneven": Shard(1),
     "ragged": RaggedShard((0,), (0, 4)), "flat": RaggedShard((0, 1), (5, 7)),
 }  # fmt: skip
 
@@ -72,7 +72,7 @@ def test_what_is_global_already_is_left_as_it_is(place):
     def left(place):
         for call in ALIKE.values():
             for value in (None, torch.tensor(1.1)):
-                if value is not None and place not in ("replicated", "pending"):
+                if value is not None and place not in ("replicated", "partial"):
                     continue
                 for grad in (False, True):
                     tensor = _spread(place, value)

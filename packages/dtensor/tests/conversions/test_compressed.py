@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vescale_dtensor import comm_trace
 from vescale_dtensor._communication.compressed import BLOCK, compress, expand, sent_numel
 from vescale_dtensor._layouts.mesh import mesh_of as engine_mesh
-from vescale_dtensor.engine import PendingReduction
+from vescale_dtensor.engine import ReductionInFlight
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 
@@ -58,7 +58,7 @@ def reduced(numbers, sent, keep):
     mesh = engine_mesh(device_mesh)
     parts = [rows_of(1, numbers, seed).view(-1) for seed in range(4)]
     with comm_trace() as trace:
-        found = PendingReduction(parts[torch.distributed.get_rank()].clone(), mesh, (1,), (0,), keep, sent).finish()
+        found = ReductionInFlight(parts[torch.distributed.get_rank()].clone(), mesh, (1,), (0,), keep, sent).finish()
     if sent is not None:
         parts = [expand(compress(part.view(2, -1), sent), numbers // 2, torch.float32).view(-1) for part in parts]
     wanted = (parts[0] + parts[1]) + (parts[2] + parts[3])

@@ -18,7 +18,7 @@ from vescale_dtensor import (
     comm_trace,
     distribute_tensor,
 )
-from vescale_dtensor._layouts.state import INVARIANT, PENDING, VARYING
+from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, VARYING
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
 R, P = Replicate(), Partial()
@@ -162,7 +162,7 @@ def test_replicate_keeps_its_state_or_is_the_one_whose_backward_is_cheap() -> No
         assert states(R, P) == (VARYING, INVARIANT)
         once = distribute_tensor(full, grid(), [P, R]).redistribute([R, R])
         assert once.redistribute([R, R]) is once
-        assert once.redistribute([Shard(0), P]).mesh_layout.states[1] is PENDING
+        assert once.redistribute([Shard(0), P]).mesh_layout.states[1] is PARTIAL
 
     run_ranks(4, run)
 

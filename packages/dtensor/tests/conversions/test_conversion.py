@@ -1,7 +1,7 @@
 """Conversions: the planner (pure), and every pair of design section 3 on real ranks, forward, backward, twice backward.
 
 The definition: a layout says how the locals of all ranks denote one full tensor (shards
-are put side by side, pending parts are added, replicas are equal). A conversion keeps
+are put side by side, partial parts are added, replicas are equal). A conversion keeps
 what is denoted; so does its backward for the gradient, whose layout is `layout.gradient`.
 """
 
@@ -30,12 +30,12 @@ from vescale_dtensor._conversions.convert import alias, convert
 from vescale_dtensor._layouts.layout import Layout, layout_of
 from vescale_dtensor._layouts.mesh import Mesh, mesh_of
 from vescale_dtensor._layouts.region import divides
-from vescale_dtensor._layouts.state import INVARIANT, PENDING, VARYING, State, sharded
-from vescale_dtensor._tensor.tensor import stamp
+from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, VARYING, State, sharded
+from vescale_dtensor._tensor.tensor import attach
 from vescale_dtensor.testing import in_turns, run_ranks, slice_of
 from vescale_dtensor.testing import mesh_of as device_mesh_of
 
-I, R, P, S0, S1 = INVARIANT, VARYING, PENDING, sharded(0), sharded(1)
+I, R, P, S0, S1 = INVARIANT, VARYING, PARTIAL, sharded(0), sharded(1)
 GROUPED = sharded(0, groups=2)
 LINE, GRID = Mesh((4,), ("tp",)), Mesh((2, 2), ("dp", "tp"))
 
@@ -208,11 +208,11 @@ def at(layout: Layout, coordinate) -> tuple:
 
 
 def locals_of(full: torch.Tensor, layout: Layout, seed: int) -> dict[tuple, torch.Tensor]:
-    """Locals of all ranks that denote `full`; on pending axes every rank holds another part."""
-    pending = [axis for axis, state in enumerate(layout.states) if state is PENDING]
+    """Locals of all ranks that denote `full`; on partial axes every rank holds another part."""
+    partial = [axis for axis, state in enumerate(layout.states) if state is PARTIAL]
     parts = {}
     rest = full
-    for place in reversed(list(itertools.product(*[range(layout.mesh.sizes[axis]) for axis in pending]))):
+    for place in reversed(list(itertools.product(*[range(layout.mesh.sizes[axis]) for axis in partial]))):
         if not any(place):
             parts[place] = rest
         else:
@@ -224,9 +224,9 @@ def locals_of(full: torch.Tensor, layout: Layout, seed: int) -> dict[tuple, torc
             )
             rest = rest if full.dtype is torch.bool else rest - parts[place]
     return {
-        coordinate: parts[tuple(coordinate[axis] for axis in pending)][at(layout, coordinate)]
+        coordinate: parts[tuple(coordinate[axis] for axis in partial)][at(layout, coordinate)]
         if layout.ndim
-        else parts[tuple(coordinate[axis] for axis in pending)]
+        else parts[tuple(coordinate[axis] for axis in partial)]
         for coordinate in coordinates(layout.mesh)
     }
 
@@ -263,7 +263,7 @@ def run_cases(cases: list[Case]) -> list[tuple]:
             full = numbers(case.shape, case.dtype, 1000 * number + seed)
             return locals_of(full, layout, 1000 * number + seed + 100)[mesh.coordinate].clone()
 
-        x = stamp(mine(source, 0), source).requires_grad_(differentiable)
+        x = attach(mine(source, 0), source).requires_grad_(differentiable)
         y = convert(x, target)
         assert y.mesh_layout is target and y.shape == torch.Size(case.shape)
         if not differentiable:
@@ -354,12 +354,12 @@ def test_lazy_conjugates_and_negatives_travel_as_what_they_mean() -> None:
         for lazy, eager in ((full.conj(), full.conj().resolve_conj()), (torch._neg_view(full), -full)):
             local = lazy[mesh.coordinate[0] : mesh.coordinate[0] + 1]
             assert local.is_conj() or local.is_neg()
-            shard = stamp(local, layout_of(mesh, (S0,), (4, 2)))
+            shard = attach(local, layout_of(mesh, (S0,), (4, 2)))
             whole = convert(shard, shard.mesh_layout.invariant).to_local()
             assert torch.equal(whole.resolve_conj().resolve_neg(), eager)
             moved = convert(shard, layout_of(mesh, (S1,), (4, 2)))
             assert torch.equal(moved.full_tensor().resolve_conj().resolve_neg(), eager)
-            total = stamp(lazy.detach(), layout_of(mesh, (P,), (4, 2))).full_tensor()
+            total = attach(lazy.detach(), layout_of(mesh, (P,), (4, 2))).full_tensor()
             assert torch.equal(total.resolve_conj().resolve_neg(), 4 * eager)
 
     run_ranks(4, run)

@@ -42,9 +42,9 @@ def test_pending_to_flat_and_back() -> None:
         mesh = mesh_of(2, 2, names=("dp", "tp"))
         rank = torch.distributed.get_rank()
         local = torch.arange(15.0).view(5, 3) * (rank + 1)
-        pending = DTensor.from_local(local, mesh, (Partial(), Replicate()))
+        partial = DTensor.from_local(local, mesh, (Partial(), Replicate()))
         for units in [(4, 11), (0, 15)]:
-            cut = pending.redistribute((RaggedShard((0, 1), units), Replicate()))
+            cut = partial.redistribute((RaggedShard((0, 1), units), Replicate()))
             wanted = torch.arange(15.0) * (4 if rank % 2 == 0 else 6)
             assert torch.equal(cut.to_local(), wanted[: units[0]] if rank < 2 else wanted[units[0] :])
             again = cut.redistribute((Partial(), Replicate())).redistribute((Replicate(), Replicate()))

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from vescale_dtensor._communication import pairs
 from vescale_dtensor._communication.collectives import all_gather, all_reduce, scatter_recipe
-from vescale_dtensor._communication.pending import PendingGather, PendingReduction
+from vescale_dtensor._communication.in_flight import GatherInFlight, ReductionInFlight
 from vescale_dtensor._layouts.mesh import Mesh, mesh_of
 from vescale_dtensor.testing import run_ranks
 
@@ -39,15 +39,15 @@ def _exchanged(dtype):
     assert _bits(gathered) == _bits(torch.stack(each))
     out = torch.zeros(2 * NUMEL, dtype=dtype)
     out.view(2, -1)[rank] = mine
-    PendingGather(out, out.view(2, -1)[rank], mesh, (0,)).wait()
+    GatherInFlight(out, out.view(2, -1)[rank], mesh, (0,)).wait()
     assert _bits(out) == _bits(torch.cat(each))
     if dtype is torch.bool:
         return
     total = each[0] + each[1]
     assert _bits(all_reduce(mine, mesh, (0,))) == _bits(total)
     for keep, wanted in (("whole", total), ("part", total.view(2, -1)[rank])):
-        first = PendingReduction(mine.clone(), mesh, (0,), (), keep)
-        second = PendingReduction(2 * mine, mesh, (0,), (), keep)
+        first = ReductionInFlight(mine.clone(), mesh, (0,), (), keep)
+        second = ReductionInFlight(2 * mine, mesh, (0,), (), keep)
         second.advance()
         assert _bits(first.finish()) == _bits(wanted)
         assert _bits(second.finish()) == _bits(2 * wanted)

@@ -81,9 +81,9 @@ def alike(tensor):
     return tensor.redistribute([*tensor.placements[:-1], R])
 
 
-def gradients(program, take, x, b, c, pending=False):
+def gradients(program, take, x, b, c, partial=False):
     leaves = [one.requires_grad_() for one in (x, b, c)]
-    b, c = (one * 2 if pending else alike(one * 2) for one in (b, c))
+    b, c = (one * 2 if partial else alike(one * 2) for one in (b, c))
     with scope():
         out = program(x, b, c.sin(), TAKES[take])
     loss = (out.square() * 0.1).sum()
@@ -96,14 +96,14 @@ def whole(length):
     return [torch.randn(4, length, width, generator=generator, dtype=torch.double) for width in (WIDTH, STATES, STATES)]
 
 
-def both(program, take, length, sizes, pending) -> int:
+def both(program, take, length, sizes, partial) -> int:
     mesh = mesh_of(*sizes, names=("dp", "tp")[-len(sizes) :])
     wanted = gradients(PROGRAMS[program], take, *whole(length))
     rows = [Shard(0)] * (len(sizes) - 1)
     placements = [[*rows, Shard(2)], [*rows, Partial()], [*rows, Partial()]]
     cut = [distribute_tensor(one, mesh, where) for one, where in zip(whole(length), placements)]
     with comm_trace() as trace:
-        found = gradients(PROGRAMS[program], take, *cut, pending)
+        found = gradients(PROGRAMS[program], take, *cut, partial)
     for one, other in zip(found, wanted):
         torch.testing.assert_close(one.full_tensor() if isinstance(one, DTensor) else one, other)
     return len(trace)
@@ -116,10 +116,10 @@ def test_what_a_scan_sends_does_not_grow_with_its_length(take):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("sizes, pending", [((2,), False), ((2,), True), ((2, 2), False)])
-def test_gradients_are_one_devices(program, sizes, pending):
+@pytest.mark.parametrize("sizes, partial", [((2,), False), ((2,), True), ((2, 2), False)])
+def test_gradients_are_one_devices(program, sizes, partial):
     for take in ("select", "from the end", "wide"):
-        run_ranks(2 * len(sizes), both, program, take, 6, sizes, pending)
+        run_ranks(2 * len(sizes), both, program, take, 6, sizes, partial)
 
 
 def parts(length) -> list[tuple[int, int]]:

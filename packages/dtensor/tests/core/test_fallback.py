@@ -177,9 +177,9 @@ def test_out_forms():
                     assert found is out and out.placements == (S(0), S(1))
                 want = torch.hypot(a, b)
                 torch.testing.assert_close(out.full_tensor(), want)
-                pending = spread(torch.zeros(5, 3), mesh, (P, S(0)))
-                torch.mul(da, db, out=pending)
-                torch.testing.assert_close(pending.full_tensor(), a * b)
+                partial = spread(torch.zeros(5, 3), mesh, (P, S(0)))
+                torch.mul(da, db, out=partial)
+                torch.testing.assert_close(partial.full_tensor(), a * b)
                 values, indices = da.new_zeros(5), da.new_zeros(5, dtype=torch.long)
                 found = torch.max(da, 1, out=(values, indices))
                 assert found[0] is values and found[1] is indices

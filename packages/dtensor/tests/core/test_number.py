@@ -119,11 +119,11 @@ def _integers(mesh):
     idx = torch.tensor([3, 4, 2, 5, 3])
     d = distribute_tensor(idx, mesh, [Shard(0)])
     counts = distribute_tensor(torch.tensor([1, 0, 1, 1, 1]), mesh, [Shard(0)])
-    yield "pending sum", counts.sum(), 4
+    yield "partial sum", counts.sum(), 4
     yield "view of a shard on the first rank", d[0], 3
     yield "view of a shard on the last rank", d[4], 3
     yield "maximum", d.max(), 5
-    yield "pending from local", from_local(torch.tensor(1 + dist.get_rank()), mesh, [Partial()]), 3
+    yield "partial from local", from_local(torch.tensor(1 + dist.get_rank()), mesh, [Partial()]), 3
     yield "replicated", distribute_tensor(torch.tensor(4), mesh, [Replicate()]), 4
     yield "squeezed", counts.sum(0, keepdim=True).squeeze(), 4
     yield "copied", counts.sum().clone().detach(), 4
@@ -134,7 +134,7 @@ def _numbers(mesh):
     x = torch.tensor([0.25, 1.0, 0.5, 0.75, 0.0])
     d = distribute_tensor(x, mesh, [Shard(0)])
     w = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
-    yield "pending sum", d.sum(), 2.5
+    yield "partial sum", d.sum(), 2.5
     yield "mean of a shard", d.mean(), 0.5
     yield "with gradient", (w * 1).sum(), 2.5
     yield "view of a shard", d[3], 0.75
@@ -184,7 +184,7 @@ def test_a_number_is_the_global_one_however_it_is_read(kind):
 
 
 def _trained(mesh):
-    """A loss that stays pending, read in every way between forward and backward; (gradients, collectives)."""
+    """A loss that stays partial, read in every way between forward and backward; (gradients, collectives)."""
     x = torch.arange(6.0).view(3, 2) / 4
     w = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
     scale = torch.nn.Parameter(distribute_tensor(torch.tensor(3.0), mesh, [Replicate()]))
@@ -211,7 +211,7 @@ def test_gradients_pass_through_numbers():
         assert torch.equal(grad, x.grad) and torch.equal(of_scale, scale.grad)
         assert read.tolist() == [scale.grad.item()] * 2
         assert seen == [3.5, (x * 2).sum().item()]
-        assert before == 0, "a pending loss is read by nobody: nothing is reduced"
+        assert before == 0, "a partial loss is read by nobody: nothing is reduced"
 
 
 def test_what_would_write_to_a_number_in_place_is_refused():

@@ -58,14 +58,14 @@ def test_every_collective_has_its_cause() -> None:
             loss = model(x)
             forward = len(trace)
             loss.backward()
-        # forward: relu of a pending product, per layer; and the loss over dp
+        # forward: relu of a partial product, per layer; and the loss over dp
         assert trace.count(direction="forward") == forward == 3
         assert trace.count(kind="all_reduce", direction="forward", axes="tp") == 2
         assert trace.count(function="relu", module="layers.0") == 1
         assert trace.count(module="layers") == trace.count(module="layers", axes=("tp",))
         assert trace.count(function="redistribute", axes="dp") == 1
-        # backward: what entered the second column-parallel product, alike on all ranks, comes back pending;
-        # the batch, in state R, wants its gradient pending
+        # backward: what entered the second column-parallel product, alike on all ranks, comes back partial;
+        # the batch, in state R, wants its gradient partial
         back = trace.select(direction="backward")
         assert back and all(event.cause.function == "matmul" and event.axes == ("tp",) for event in back)
         assert {event.cause.module for event in back} == {"layers.1"}
@@ -111,12 +111,12 @@ def test_the_table_has_one_row_per_cause() -> None:
 
 def test_traces_nest_and_end() -> None:
     def run() -> None:
-        pending = distribute_tensor(torch.ones(2), grid(), [R, Partial()])
+        partial = distribute_tensor(torch.ones(2), grid(), [R, Partial()])
         with comm_trace() as outer:
             with comm_trace() as inner:
-                pending.full_tensor()
-            pending.full_tensor()
-        pending.full_tensor()
+                partial.full_tensor()
+            partial.full_tensor()
+        partial.full_tensor()
         assert (len(inner), len(outer)) == (1, 2)
         with pytest.raises(ZeroDivisionError), comm_trace() as broken:
             1 / 0  # noqa: B018
@@ -131,8 +131,8 @@ def test_a_conversion_over_an_axis_of_one_is_not_a_collective() -> None:
         x = distribute_tensor(torch.randn(4, 6, requires_grad=True), mesh, [R, Shard(0)])
         with comm_trace() as trace:
             y = x.redistribute([R, Shard(1)]).redistribute([R, R])
-            pending = distribute_tensor(torch.ones(4), mesh, [R, Partial()]).redistribute([R, R])
-            (y.sum() + pending.sum()).redistribute([R, R])
+            partial = distribute_tensor(torch.ones(4), mesh, [R, Partial()]).redistribute([R, R])
+            (y.sum() + partial.sum()).redistribute([R, R])
         assert not trace.events
         y.sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), torch.ones(4, 6))
@@ -148,15 +148,15 @@ def test_strict_allows_what_was_asked_for_and_what_is_free() -> None:
         x = distribute_tensor(torch.randn(4, 6), grid(), [Shard(0), Shard(1)])
         w = distribute_tensor(torch.randn(6, 8), grid(), [R, R])
         with strict():
-            pending = x @ w  # a slice of w: free
-            whole = pending.redistribute([Shard(0), R])
+            partial = x @ w  # a slice of w: free
+            whole = partial.redistribute([Shard(0), R])
             torch.relu(whole)
             whole.full_tensor()
             with pytest.raises(ImplicitCommunicationError, match="all_reduce on 'tp'"):
-                torch.relu(pending)
+                torch.relu(partial)
             with strict(), pytest.raises(ImplicitCommunicationError):
-                torch.relu(pending)
-        torch.relu(pending)
+                torch.relu(partial)
+        torch.relu(partial)
         assert events.strict_depth == 0
 
     run_ranks(4, run)

@@ -12,12 +12,12 @@ import pytest
 from vescale_dtensor._layouts.drawing import draw, parts
 from vescale_dtensor._layouts.layout import Layout, layout_of
 from vescale_dtensor._layouts.mesh import Mesh
-from vescale_dtensor._layouts.state import INVARIANT, PENDING, VARYING, flat, sharded
+from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, VARYING, flat, sharded
 
 MESH = Mesh((2, 4), ("dp", "tp"), (0, 0))
 STATES = {
     "sharded": (INVARIANT, sharded(0)),
-    "pending": (PENDING, sharded(1)),
+    "partial": (PARTIAL, sharded(1)),
     "both dims": (sharded(0), sharded(1)),
     "twice": (sharded(1), sharded(1)),
     "interleaved": (VARYING, sharded(0, 2)),
@@ -50,13 +50,13 @@ def texts(layout: Layout) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7,), (2, 3, 5), (4096, 16384), (8, 1)])
-@pytest.mark.parametrize("states", [(INVARIANT, VARYING), (PENDING, VARYING), (sharded(0), PENDING)])
+@pytest.mark.parametrize("states", [(INVARIANT, VARYING), (PARTIAL, VARYING), (sharded(0), PARTIAL)])
 def test_every_shape_has_a_picture_that_names_all_ranks(shape: tuple[int, ...], states: tuple) -> None:
     if not shape and states[0].is_sharded:
-        states = (PENDING, PENDING)
+        states = (PARTIAL, PARTIAL)
     layout = layout_of(MESH, states, shape)
     _, svg = texts(layout)
-    assert svg.startswith("<svg") and ("url(#pending)" in svg) == (layout.is_pending and 0 not in shape)
+    assert svg.startswith("<svg") and ("url(#partial)" in svg) == (layout.is_partial and 0 not in shape)
     named = set()
     for title in [one.text for one in ElementTree.fromstring(svg).iter() if one.tag.endswith("title")][1:]:
         named |= {int(word.strip(",")) for word in title.split()[1:]}
@@ -65,8 +65,8 @@ def test_every_shape_has_a_picture_that_names_all_ranks(shape: tuple[int, ...], 
 
 
 def test_the_caption_says_what_to_see(tmp_path: Path) -> None:
-    picture = draw(layout_of(MESH, (PENDING, sharded(2)), (3, 4, 8)))
-    written, _ = texts(layout_of(MESH, (PENDING, sharded(2)), (3, 4, 8)))
+    picture = draw(layout_of(MESH, (PARTIAL, sharded(2)), (3, 4, 8)))
+    written, _ = texts(layout_of(MESH, (PARTIAL, sharded(2)), (3, 4, 8)))
     assert written[0] == "[3, 4, 8] on (dp=2, tp=4)"
     assert "dp: hatched, each of 2 ranks holds a summand of every element" in written
     assert "tp: dim 2 is cut, Shard(dim=2) over 4 ranks" in written

@@ -295,7 +295,7 @@ def _centred(sizes):
     for mean in (x.mean(), x.mean(0), x.mean(1, keepdim=True)):
         for centred in (x - mean, mean - x, torch.lerp(x, mean, 1.0) - x):
             assert centred.placements == x.placements
-            scaled = centred / 1e-6  # of pending parts, what is left of their sum's rounding
+            scaled = centred / 1e-6  # of partial parts, what is left of their sum's rounding
             assert (0.01 + scaled.mean()).item() == pytest.approx(0.01, rel=1e-6)
 
 

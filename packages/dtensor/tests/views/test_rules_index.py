@@ -238,7 +238,7 @@ def test_random_indices(many):
 
 
 def test_masks_and_labels():
-    """Pending booleans and integers are summed exactly."""
+    """Partial booleans and integers are summed exactly."""
 
     def work():
         mask = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)) > 0

@@ -138,7 +138,7 @@ def test_searches():
 
 
 def test_vocabulary_parallel_pick_is_free():
-    """The logits stay sharded by vocabulary, the picked ones are pending: nothing moves."""
+    """The logits stay sharded by vocabulary, the picked ones are partial: nothing moves."""
 
     def work():
         mesh = mesh_of(2, 2)
@@ -171,7 +171,7 @@ def test_free_where_the_dim_is_whole():
             where = torch.tensor([4, 0, 3])
             assert compare(call, [x, where, source], [(S1, S2), (R, R), (S1, S2)], mesh) == []
             assert compare(call, [x, where, source], [(S0, S2), (R, R), (R, S2)], mesh) == []  # writes its own rows
-        # what every rank adds from its part of the source is pending, and the base enters once
+        # what every rank adds from its part of the source is partial, and the base enters once
         assert compare(lambda x, i, s: x.index_add(0, i, s), [x, rows, source], [(R, R), (S0, R), (S0, R)], mesh) == []
 
     run_ranks(4, work)

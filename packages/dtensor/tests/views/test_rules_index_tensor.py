@@ -74,7 +74,7 @@ def test_reading(name):
 
 
 def test_embedding_like_on_a_sharded_dim():
-    """A small result is pending, from each rank's rows; a large one reads the whole tensor."""
+    """A small result is partial, from each rank's rows; a large one reads the whole tensor."""
 
     def work():
         few = checked(lambda x, i: x[i], [real(40, 3), torch.tensor([3, -1, 17])], [(S0, R), (R, R)], mesh_of(2, 2))

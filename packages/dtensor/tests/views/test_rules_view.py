@@ -30,7 +30,7 @@ from vescale_dtensor import (
 )
 from vescale_dtensor._communication import events as _events
 from vescale_dtensor._layouts.layout import canonical_states
-from vescale_dtensor._layouts.state import INVARIANT, PENDING, sharded
+from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, sharded
 from vescale_dtensor._rules.registry import Call, Operand
 from vescale_dtensor._rules.views.view import reshape_to
 from vescale_dtensor._test_kit.oracle import ImaginedMesh, compare, imagined_layout, placements_for, shard_of
@@ -95,7 +95,7 @@ def factorisations(draw):
             cuts = sorted(draw(st.lists(st.integers(0, size), min_size=count - 1, max_size=count - 1)))
             states.append(sharded(dim, 1, tuple(b - a for a, b in itertools.pairwise([0, *cuts, size]))))
         else:
-            states.append({"S": sharded(dim), "I": INVARIANT, "P": PENDING}[kind])
+            states.append({"S": sharded(dim), "I": INVARIANT, "P": PARTIAL}[kind])
     return shapes[0], shapes[1], sizes, states
 
 
@@ -185,7 +185,7 @@ PATTERNS = [
     ("qkv back", (2, 4, 3, 4, 2), lambda x: x.reshape(2, 4, 24), S(3), InterleavedShard(2, 3)),
     ("grouped heads", (2, 8, 4, 2), lambda x: x.view(2, 4, 2, 4, 2), S(1), S(1)),
     ("transposed", (2, 4, 3, 2), lambda x: x.transpose(1, 2).reshape(2, 3, 8), S(1), S(2)),
-    ("pending", (2, 4, 8), lambda x: x.view(8, 4, 2), P, P),
+    ("partial", (2, 4, 8), lambda x: x.view(8, 4, 2), P, P),
     ("replicated", (2, 4, 8), lambda x: x.view(8, 4, 2), R, R),
 ]
 

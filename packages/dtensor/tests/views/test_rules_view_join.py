@@ -81,7 +81,7 @@ SPLITS = [
     ("q and kv", (2, 24), lambda x: x.split([16, 8], -1), InterleavedShard(1, 3), [InterleavedShard(1, 2), S(1)]),
     ("halves of four", (2, 32), lambda x: x.chunk(2, -1), InterleavedShard(1, 4), [InterleavedShard(1, 2)] * 2),
     ("another dim", (4, 6), lambda x: x.split(2, 1), S(0), [S(0)] * 3),
-    ("pending", (4, 6), lambda x: x.split(2, 1), P, [P] * 3),
+    ("partial", (4, 6), lambda x: x.split(2, 1), P, [P] * 3),
     ("one piece", (4, 6), lambda x: x.split(6, 1), S(1), [S(1)]),
     ("layers", (3, 8), lambda x: x.unbind(0), S(1), [S(0)] * 3),
 ]
@@ -187,7 +187,7 @@ JOINS = [
     ("q and kv", [(2, 16), (2, 8)], 1, [InterleavedShard(1, 2), S(1)], InterleavedShard(1, 3)),
     ("a replicated one is sliced", [(2, 8), (2, 16)], 1, [S(1), R], InterleavedShard(1, 3)),
     ("another dim", [(4, 8), (4, 2)], 1, [S(0), S(0)], S(0)),
-    ("pending and whole", [(4, 8), (4, 2)], 1, [P, R], P),
+    ("partial and whole", [(4, 8), (4, 2)], 1, [P, R], P),
 ]
 
 

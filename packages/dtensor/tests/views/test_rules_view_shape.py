@@ -76,7 +76,7 @@ PATTERNS = [
     ("key-value heads, stretched", (2, 4, 3), lambda x: x.unsqueeze(2).expand(2, 4, 2, 3).reshape(2, 8, 3), S(1), S(1)),
     ("repeat", (4, 6), lambda x: x.repeat(3, 1), S(0), InterleavedShard(0, 3)),
     ("uneven repeat", (5, 6), lambda x: x.repeat(3, 1), S(0), InterleavedShard(0, 3)),
-    ("pending", (4, 6), lambda x: x.repeat(2, 2), P, P),
+    ("partial", (4, 6), lambda x: x.repeat(2, 2), P, P),
     ("a grouped cut", (4, 12), lambda x: x.t(), InterleavedShard(1, 3), InterleavedShard(0, 3)),
 ]
 

@@ -49,7 +49,7 @@ run_backward = Variable._execution_engine.run_backward
 # `GraphExecGroup` that may use the same saved tensor.
 _checkpoint_hook = checkpoint._checkpoint_hook
 
-# Ends a group without waiting for what is pending in it. Instead: a public `dist.abort_process_group`.
+# Ends a group without waiting for what is in flight in it. Instead: a public `dist.abort_process_group`.
 _abort_process_group = distributed_c10d._abort_process_group
 
 # The store of the process group, through which stages tell failures. Instead: a public `dist.get_default_store`.

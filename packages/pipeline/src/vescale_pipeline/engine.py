@@ -6,8 +6,8 @@ a promise.
 
 from ._runtime.microbatches import split as split
 from ._runtime.ownership import Ownership as Ownership
-from ._runtime.ownership import let_go as let_go
 from ._runtime.ownership import ownership as ownership
+from ._runtime.ownership import release as release
 from ._runtime.runtime import READING as READING
 from ._runtime.runtime import Runtime as Runtime
 from ._runtime.stage import Codec as Codec

@@ -56,7 +56,7 @@ _storage_Use_Count = torch._C._storage_Use_Count
 # Calls a function at the end of the backward that runs. Instead: a public one.
 queue_callback = Variable._execution_engine.queue_callback
 
-# Ends a group without waiting for what is pending in it. Instead: a public `dist.abort_process_group`.
+# Ends a group without waiting for what is in flight in it. Instead: a public `dist.abort_process_group`.
 _abort_process_group = distributed_c10d._abort_process_group
 
 # What batch norms have in common, and what convolutions do. Instead: their public classes, listed.

@@ -3,7 +3,7 @@
 transformers describes a style by what a module does to its local tensors. Here the
 layouts are enough: a style says how parameters lie and what the module takes and
 gives, and the engine does the rest (gradients of replicated weights, a bias that is
-added once, experts whose outputs are pending sums). Styles that exist only to
+added once, experts whose outputs are partial sums). Styles that exist only to
 correct local arithmetic are therefore nothing here. Pure; transformers is not imported.
 """
 

@@ -215,7 +215,7 @@ class Plan(PlanFields):
     def complete(self, model: nn.Module, sample: Any = None) -> Plan:
         """The plan with boundaries where cut parameters alone leave open when a sum of parts is made whole.
 
-        Without them sums stay pending until something needs them, each reader for itself: right, with several times
+        Without them sums stay partial until something needs them, each reader for itself: right, with several times
         the traffic. What the plan says already stands; `plan.diff(plan.complete(model))` shows what is added.
 
         Arguments:

@@ -64,19 +64,19 @@ def test_parts_add_up_to_the_batch(zero):
 
 def starts(zero):
     """Sums over ranks that one step of `PARTS` backwards starts."""
-    from vescale_plans._zero import buffer
+    from vescale_plans._zero import bucket
 
-    count, start = [0], buffer.Buffer.start
+    count, start = [0], bucket.Bucket.start
 
     def counted(self):
         count[0] += 1
         return start(self)
 
-    buffer.Buffer.start = counted
+    bucket.Bucket.start = counted
     try:
         in_parts(zero)
     finally:
-        buffer.Buffer.start = start
+        bucket.Bucket.start = start
     return count[0] / STEPS
 
 

@@ -88,14 +88,14 @@ def test_ranks_that_are_shown_one_device_each_take_it(a_gpu, monkeypatch):
 )
 def test_tensors_lie_where_the_world_has_a_backend_of_its_own(a_gpu, monkeypatch, backends, wanted):
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=Group(backends=backends)))
-    assert join.device_type() == wanted == join.settle_device(nn.Linear(2, 2))
+    assert join.device_type() == wanted == join.choose_device(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("backends", [{"cpu": "gloo", "cuda": "gloo"}, {"cpu": "fake", "cuda": "fake"}])
 def test_a_backend_of_both_leaves_it_to_the_model(a_gpu, monkeypatch, backends):
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=Group(backends=backends)))
     there = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 0))]))
-    assert join.settle_device(there) == "cuda" == join.device_type()
+    assert join.choose_device(there) == "cuda" == join.device_type()
 
 
 def test_nothing_changes_without_an_accelerator(monkeypatch):

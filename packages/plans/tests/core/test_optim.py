@@ -373,18 +373,18 @@ def test_the_state_of_a_number_goes_into_the_plain_state_dict_and_back(zero):
 def in_bfloat16(steps):
     """One device: float32 masters, bfloat16 copies that compute, gradients summed in float32."""
     torch.manual_seed(0)
-    master = Net()
-    optimizer = torch.optim.AdamW(master.parameters(), lr=0.01)
+    shard = Net()
+    optimizer = torch.optim.AdamW(shard.parameters(), lr=0.01)
     losses = []
     for step in range(steps):
-        model = copy.deepcopy(master).bfloat16()
+        model = copy.deepcopy(shard).bfloat16()
         loss = model(batch(step).bfloat16())
         loss.backward()
-        for p, q in zip(master.parameters(), model.parameters()):
+        for p, q in zip(shard.parameters(), model.parameters()):
             p.grad = q.grad.float()
         optimizer.step()
         losses.append(loss.item())
-    return losses, {n: p.detach() for n, p in master.named_parameters()}
+    return losses, {n: p.detach() for n, p in shard.named_parameters()}
 
 
 def test_precision_keeps_masters_and_computes_in_another_dtype():
@@ -446,13 +446,13 @@ def test_masters_on_the_host_give_the_same():
                 offloaded = on_the_host_beside(partial(train, plan, make))
                 assert plain[0] == offloaded[0]
                 assert all(torch.equal(p, offloaded[1][n]) for n, p in plain[1].items())
-                slots = [offloaded[2]._vescale.sync.slot_of(p) for p in offloaded[2].parameters()]
-                buffers = [buffer for unit in offloaded[2]._vescale.sync.units for buffer in unit.buffers]
-                for slot in slots:
-                    # A master of its own is the only one, and the optimizer's; one within `full` has a copy.
+                params = [offloaded[2]._vescale.sync.param_of(p) for p in offloaded[2].parameters()]
+                buffers = [buffer for unit in offloaded[2]._vescale.sync.units for buffer in unit.buckets]
+                for param in params:
+                    # A shard of its own is the only one, and the optimizer's; one within `full` has a copy.
                     hosted = zero == 3 or precision is not None
-                    assert slot.is_copied is not hosted and all(b.hosted is hosted for b in buffers)
-                    assert (slot.optimized.untyped_storage()._cdata == slot.master.untyped_storage()._cdata) is hosted
+                    assert param.is_copied is not hosted and all(b.hosted is hosted for b in buffers)
+                    assert (param.optimized.untyped_storage()._cdata == param.shard.untyped_storage()._cdata) is hosted
 
     run_ranks(4, run, timeout=120)
 

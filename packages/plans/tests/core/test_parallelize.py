@@ -92,8 +92,8 @@ def test_gradients_equal_one_device(checkpointed):
         for model in (one, many):
             model(ids, targets).backward()
         assert_same_gradients(one, many)
-        # Reduced once, over dp for what tp shards, over both for the rest: what is left is not pending.
-        assert not any(p.grad.mesh_layout.is_pending for p in many.parameters() if p.grad is not None)
+        # Reduced once, over dp for what tp shards, over both for the rest: what is left is not partial.
+        assert not any(p.grad.mesh_layout.is_partial for p in many.parameters() if p.grad is not None)
         assert many.unused.weight.grad is None
 
     run_ranks(4, run)
@@ -134,7 +134,7 @@ def test_gradients_read_between_are_whole_and_stay_right():
             many(*data(seed=1)).backward()
         one(*data(seed=0)).backward()
         one(*data(seed=1)).backward()
-        assert_same_gradients(one, many)  # settled and pending parts, folded by reading
+        assert_same_gradients(one, many)  # settled and partial parts, folded by reading
         one(*data(seed=2)).backward()
         many(*data(seed=2)).backward()
         assert_same_gradients(one, many)

@@ -196,14 +196,14 @@ def test_what_lies_where():
         torch.manual_seed(0)
         model, optimizer = parallelize(plan_of("dp2 tp2", 3), Net(), ADAMW)
         weight = model.blocks[1].up.weight
-        buffers = {b for unit in model._vescale.sync.units for b in unit.buffers}
+        buffers = {b for unit in model._vescale.sync.units for b in unit.buckets}
         seen = []
 
         def look(module, *_):
             with local_only():
                 seen.append((type(weight._layout.states[0].kind), tuple(weight.shape)))
             open_ = [b for b in buffers if b.full.untyped_storage().nbytes()]
-            names = {slot.name.rpartition(".")[0] for b in open_ for slot in b.slots}
+            names = {param.name.rpartition(".")[0] for b in open_ for param in b.params}
             assert "blocks.1.up" in names and "blocks.0.up" not in names, names
 
         model.blocks[1].up.register_forward_hook(look)

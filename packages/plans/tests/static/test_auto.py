@@ -288,7 +288,7 @@ def test_ranks_that_are_looked_at_and_ranks_that_are_not_compute_together(ranks)
 
 
 class Normed(nn.Module):
-    """Replicated, with parameters of several sizes, whose gradients are pending sums."""
+    """Replicated, with parameters of several sizes, whose gradients are partial sums."""
 
     def __init__(self):
         super().__init__()

@@ -675,7 +675,7 @@ def compared(programs, plan):
 
 
 def test_an_input_that_is_added_up_at_one_use_alone():
-    """What `local_map` gives has a pending gradient, and in a sum one that is not; its values are the same."""
+    """What `local_map` gives has a partial gradient, and in a sum one that is not; its values are the same."""
     assert [found["mapped"] for found in run_ranks(2, compared, [mapped], TENSOR)] == [([], 1)] * 2
 
 

@@ -376,8 +376,8 @@ def test_a_copy_has_memory_of_its_own(kind):
         def storages(one):
             found = {}
             for unit in one._vescale.sync.units:
-                for buffer in unit.buffers:
-                    for tensor in (buffer.full, buffer.master):
+                for buffer in unit.buckets:
+                    for tensor in (buffer.full, buffer.shard):
                         found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
             for tensor in (*one.parameters(), *one.buffers()):
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -110,7 +110,7 @@ WRONG = {
     "a dim that is not there": lambda: fits(parameters=places(("*.norm.*", {"tp": Shard(1)}))),
     "groups that do not divide": lambda: fits(parameters=places(("*.q_proj.*", {"tp": InterleavedShard(0, 5)}))),
     "units for other ranks": lambda: fits(parameters=places(("*.q_proj.*", {"tp": RaggedShard((0,), (1, 2, 3))}))),
-    "a parameter that is a pending sum": lambda: fits(parameters=places(("*.norm.*", {"tp": Partial()}))),
+    "a parameter that is a partial sum": lambda: fits(parameters=places(("*.norm.*", {"tp": Partial()}))),
     "a tied parameter in two places": lambda: fits(parameters=places(("embed.weight", {"tp": Shard(0)}))),
     "a boundary of no module": lambda: fits(boundaries={"*.atention": Boundary(input={"tp": Replicate()})}),
     "a boundary of a list": lambda: fits(boundaries={"layers": Boundary(output={"tp": Replicate()})}),
@@ -349,7 +349,7 @@ TEXTS = {
         "  tensor  [12, 12] on (dp=2, tp=2)\n"
         "fix: give 2 units, none negative"
     ),
-    "a parameter that is a pending sum": (
+    "a parameter that is a partial sum": (
         "Plan: parameters['*.norm.*'] places 'layers.0.norm.weight' as a sum not yet reduced over axis 'tp', but "
         "a parameter is a value\n"
         "  layers.0.norm.weight  [12]\n"

@@ -33,7 +33,7 @@ from vescale_dtensor.engine import (
     verdict,
 )
 from vescale_pipeline import Schedule, generate, verify
-from vescale_pipeline.engine import Codec, Runtime, let_go, ownership
+from vescale_pipeline.engine import Codec, Runtime, ownership, release
 from vescale_plans import Plan, PlanError
 
 from ._scaler import lines
@@ -63,7 +63,7 @@ def pipelined(
     ranks, group = _line(device_mesh, list(plan.mesh).index(axis))
     place = ranks.index(dist.get_rank())
     device = torch.device(device_mesh.device_type)
-    let_go(model, {name for stage in schedule.stages_of(place) for name in owned.names_of(stage)}, device)
+    release(model, {name for stage in schedule.stages_of(place) for name in owned.names_of(stage)}, device)
     stage_plan = plan.override(mesh=others, pipeline=None)
 
     def finish() -> None:

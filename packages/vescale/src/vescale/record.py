@@ -3,7 +3,7 @@
 Hooks on every module note its outputs and the gradients of its outputs; the optimizer's
 step notes gradients, its state and the parameters. A rank measures the elements that it
 holds (`_digest`); once per step rank 0 collects the numbers, adds up the parts, and holds
-replicas against each other. Values that are still pending sums are reduced first.
+replicas against each other. Values that are still partial sums are reduced first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def record(
     Numbers, not values, are recorded: a digest of every bit, a sketch, the norm and the largest absolute value. Calls
     that a checkpoint makes again in the backward are not recorded, nor modules inside of an experts module.
     Communication: per step a gather to rank 0 and a broadcast over the world, and an all-reduce for each value that is
-    a pending sum. No value that the run computes changes. Without `record` no hook is installed.
+    a partial sum. No value that the run computes changes. Without `record` no hook is installed.
 
     Raises VescaleError: the path cannot be written, the model runs in static mode.
 
@@ -214,7 +214,7 @@ class Recorder:
             self._note(("update", module, 0, leaf), tensor)
 
     def _note(self, place: Place, tensor: Tensor) -> None:
-        """Measures this rank's part. Cost: an all-reduce where the value is a pending sum."""
+        """Measures this rank's part. Cost: an all-reduce where the value is a partial sum."""
         if not self._is_open or tensor.is_meta:
             return
         while place in self._noted:  # a second backward through the same graph
@@ -226,7 +226,7 @@ class Recorder:
             boxes = [(tuple((0, size) for size in shape), 0)] if tensor.numel() else []
             if type(tensor) is DTensor:
                 layout = tensor.mesh_layout
-                if layout.is_pending:
+                if layout.is_partial:
                     layout = layout.reduced
                     tensor = convert(tensor, layout, "record")
                 tensor, coordinate = tensor.to_local(), layout.mesh.coordinate

@@ -224,7 +224,7 @@ BUGS = {
     gradient_of_activation_scaled: ("transformer.h.1.mlp.c_fc", "backward", "gradient of output"),
     parameter_not_stepped: ("transformer.ln_f", "update", "weight"),
 }
-# In the reproducible mode a pending sum lies on the first rank, whole: what rank 1 draws for its zeros has no effect.
+# In the reproducible mode a partial sum lies on the first rank, whole: what rank 1 draws for its zeros has no effect.
 EXACT_BUGS = {bug: place for bug, place in BUGS.items() if bug is not dropout_off} | {
     first_dropout_off: ("transformer.drop", "forward", "output"),
     one_bit: ("transformer.h.0.mlp.gelu", "forward", "output"),
@@ -461,7 +461,7 @@ def layouts():
 def test_a_digest_does_not_depend_on_the_layout(dtype, tmp_path):
     def measured(folder):
         generator = torch.Generator().manual_seed(7)
-        # Without zeros: where a pending sum is made, -0.0 + 0.0 is 0.0, another bit.
+        # Without zeros: where a partial sum is made, -0.0 + 0.0 is 0.0, another bit.
         value = torch.randn(4, 5, 12, generator=generator).mul_(64).floor_().add_(0.5).to(dtype)
         mesh = mesh_of(2, 2, names=("a", "b"))
         model = torch.nn.Module()

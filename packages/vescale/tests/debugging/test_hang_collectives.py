@@ -36,9 +36,9 @@ def meeting(planted, names, sizes, device, ends):
 
     _work.HANG_SECONDS = 60
     mesh, errors = mesh_of(*sizes, names=names), []
-    pending, cut = given(mesh, device)
+    partial, cut = given(mesh, device)
     for name in names:  # makes groups
-        reduced(pending, name)
+        reduced(partial, name)
     for line in flight.lines:
         line.board = None
     if hang._watch is not None:
@@ -48,8 +48,8 @@ def meeting(planted, names, sizes, device, ends):
     def run():
         try:
             for _ in range(BEFORE):
-                reduced(pending, names[0])
-            planted(pending, cut, dist.get_rank())
+                reduced(partial, names[0])
+            planted(partial, cut, dist.get_rank())
         except Exception as error:
             errors.append(str(error))
 
@@ -65,7 +65,7 @@ def meeting(planted, names, sizes, device, ends):
 
 def given(mesh, device):
     """What is converted, made before anything is planted: to make it, ranks compare what they have."""
-    pending = {
+    partial = {
         axis: from_local(
             torch.ones(5, device=device),
             mesh,
@@ -74,42 +74,42 @@ def given(mesh, device):
         for axis in mesh.mesh_dim_names
     }
     cut = from_local(torch.ones(5, device=device), mesh, [Shard(0)] + [Replicate()] * (mesh.ndim - 1))
-    return pending, cut
+    return partial, cut
 
 
-def reduced(pending, axis):
+def reduced(partial, axis):
     """The sum over one axis; everywhere else the value is whole."""
-    one = pending[axis] * 1.0  # a value of its own: conversions are remembered
+    one = partial[axis] * 1.0  # a value of its own: conversions are remembered
     return one.redistribute(placements=[Replicate()] * one.device_mesh.ndim)
 
 
-def skips_one(pending, cut, rank):
+def skips_one(partial, cut, rank):
     if rank == 0:
-        reduced(pending, "dp")  # skipped on rank 1
+        reduced(partial, "dp")  # skipped on rank 1
     cut.full_tensor()
-    reduced(pending, "dp")
+    reduced(partial, "dp")
 
 
-def in_another_order(pending, cut, rank):
+def in_another_order(partial, cut, rank):
     """Around the mesh each waits for the next one: 0 for 1 (tp), 1 for 3 (dp), 3 for 2 (tp), 2 for 0 (dp)."""
     for axis in ("tp", "dp") if rank in (0, 3) else ("dp", "tp"):
-        reduced(pending, axis)
+        reduced(partial, axis)
 
 
-def reads_alone(pending, cut, rank):
+def reads_alone(partial, cut, rank):
     """What is written most: a rank that prints alone."""
     if rank == 0:
         print(cut.sum().item())
     for _ in range(3):
-        reduced(pending, "dp")
+        reduced(partial, "dp")
 
 
-def computes_alone(pending, cut, rank):
+def computes_alone(partial, cut, rank):
     """The others' next collective takes the place of the one that a rank made alone, until all are to read."""
     if rank == 1:
-        reduced(pending, "dp")
+        reduced(partial, "dp")
     for _ in range(3):
-        reduced(pending, "dp")
+        reduced(partial, "dp")
     print(cut.sum().item())
 
 
@@ -151,7 +151,7 @@ def test_axes_in_another_order_are_named_with_their_lines():
     for axis in ("dp", "tp"):
         assert f"over axis '{axis}'" in verdicts[0], verdicts[0]
     assert "rank 1 has none over it among the last 50" in verdicts[0], verdicts[0]  # it was long ago
-    line = next(number for number, text in enumerate(LINES, 1) if text == "        reduced(pending, axis)")
+    line = next(number for number, text in enumerate(LINES, 1) if text == "        reduced(partial, axis)")
     for rank, one in enumerate(reports):
         (waits,) = one["waiting"]
         assert waits["axes"] == (["tp"] if rank in (0, 3) else ["dp"]) and rank in waits["ranks"]

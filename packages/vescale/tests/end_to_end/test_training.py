@@ -169,7 +169,7 @@ def test_sequence_parallel_communicates_the_megatron_minimum(name):
         for direction in ("forward", "backward"):
             wanted = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 0, "all_to_all": 0}
             assert {kind: counts[direction, kind] for kind in wanted} == wanted, trace
-        # One bucket pending on dp (sharded weights), one on dp and tp (norms): each reduced once.
+        # One bucket partial on dp (sharded weights), one on dp and tp (norms): each reduced once.
         assert syncs == 2, trace
 
 

@@ -142,7 +142,7 @@ def trained_twice(kind, virtual, name):
 
 
 def gathered(model):
-    buffers = [buffer for unit in model._vescale.sync.units for buffer in unit.buffers if buffer.lets_go]
+    buffers = [buffer for unit in model._vescale.sync.units for buffer in unit.buckets if buffer.reshards]
     return sum(buffer.full.untyped_storage().nbytes() for buffer in buffers)
 
 

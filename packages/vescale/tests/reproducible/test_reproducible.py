@@ -77,7 +77,7 @@ class Hearing(torch.nn.Module):
 
 
 def plan_hearing(mesh):
-    """Channels between the two are split: the second's sum over them is pending."""
+    """Channels between the two are split: the second's sum over them is partial."""
     split = {"first.*": {"tp": Shard(0)}, "second.weight": {"tp": Shard(1)}, "*": {}}
     return vescale.Plan(mesh=mesh, parameters=split, data_axis="dp")
 

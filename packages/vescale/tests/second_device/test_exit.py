@@ -1,4 +1,4 @@
-"""At a process's end nothing that is pending holds it: NCCL, and the second device as it, wait for that for good."""
+"""At a process's end nothing that is partial holds it: NCCL, and the second device as it, wait for that for good."""
 
 import os
 import socket
@@ -70,7 +70,7 @@ def ended(tmp_path, case):
     return [rank.returncode for rank in ranks], said
 
 
-ABORTED = "at the end something is pending that no rank answers: it is aborted"
+ABORTED = "at the end a collective is in flight that no rank answers: it is aborted"
 
 
 @in_turns(3)

@@ -95,7 +95,7 @@ def test_a_model_and_batches_of_the_host_train_on_the_device_without_waits(zero)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("precise", [True, False])
-def test_offloaded_states_and_masters_lie_on_the_host(kind, zero, precise):
+def test_offloaded_states_and_shards_lie_on_the_host(kind, zero, precise):
     def run():
         precision = None if precise else vescale.Precision(torch.bfloat16)
         plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero, precision=precision)
@@ -103,10 +103,10 @@ def test_offloaded_states_and_masters_lie_on_the_host(kind, zero, precise):
         far = train(plan.override(offload=True), kind)
         assert_close(far, near)
         for parameter in far[2].parameters():
-            slot = far[2]._vescale.sync.slot_of(parameter)
+            param = far[2]._vescale.sync.param_of(parameter)
             hosted = zero == 3 or not precise
-            assert slot.optimized.device.type == "cpu" and slot.optimized.is_pinned()
-            assert slot.master.device.type == ("cpu" if hosted else "second")
+            assert param.optimized.device.type == "cpu" and param.optimized.is_pinned()
+            assert param.shard.device.type == ("cpu" if hosted else "second")
 
     on_second(2, run)
 
@@ -226,8 +226,8 @@ def test_a_failure_in_a_pipeline_wakes_who_waits_and_leaves_nothing_pending():
         with pytest.raises(PipelineError, match="rank 1 raised in stage 1, F of microbatch 0: ZeroDivisionError"):
             model(batch(1))
         group = runtime.link._group
-        pending = [w.label for g in _communicator.groups for w in g.undelivered.values()]
-        return group is None, pending
+        left = [w.label for g in _communicator.groups for w in g.undelivered.values()]
+        return group is None, left
 
     assert on_second(2, run) == [(True, []), (True, [])]
     pool.end(2, "second")

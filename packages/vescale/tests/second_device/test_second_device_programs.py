@@ -354,9 +354,9 @@ def resumed(device, plan):
         generators, folder = torch.get_device_module(device), [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder)
         state = {"model": model, "optimizer": optimizer, "schedule": schedule, "random": generators.get_rng_state()}
-        pending = vescale.save(folder[0], state, step=2, asynchronous=True)
+        saving = vescale.save(folder[0], state, step=2, asynchronous=True)
         step(7)
-        pending.wait()
+        saving.wait()
         other = plan.override(zero=0 if plan.zero == 3 else 3) if plan.mesh["dp"] > 1 else plan
         model, optimizer = started(device, other, Language(dropout=0.1))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)

@@ -87,7 +87,7 @@ def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[
 
     Arguments: the number of ranks, and a function that gives a DeviceMesh's global ranks.
 
-    Raises UnsafeError for tensors that cannot be stored: pending sums, sparse and quantised ones.
+    Raises UnsafeError for tensors that cannot be stored: partial sums, sparse and quantised ones.
     """
     alone = (Holder(None, tuple(range(world))),)
     known: dict[Layout, tuple[tuple[Holder, ...], tuple[int, ...]]] = {}
@@ -110,7 +110,7 @@ def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[
                     mesh = layout.mesh
                     if id(mesh) not in ranks:
                         ranks[id(mesh)] = tuple(ranks_of(mesh.device_mesh))
-                    found = (Holder(_settled(layout, name), ranks[id(mesh)]),), tuple(layout.shape)
+                    found = (Holder(_reduced(layout, name), ranks[id(mesh)]),), tuple(layout.shape)
                     known[layout] = found
                 entries.append(Entry(name, dtype, found[1], ties.get(name, ()), found[0], ""))
             else:
@@ -119,8 +119,8 @@ def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[
     return Catalogue(tuple(entries), contents.values, contents.plan)
 
 
-def _settled(layout: Layout, name: str) -> Layout:
-    if layout.is_pending:
+def _reduced(layout: Layout, name: str) -> Layout:
+    if layout.is_partial:
         raise UnsafeError(
             "save", f"{name!r} is a sum that is not reduced yet: no rank holds its value", [repr(layout)],
             [("tensor.redistribute(...) to Replicate() or Shard()", "the ranks' parts are summed")],

@@ -61,7 +61,7 @@ class Report:
         against = "" if self.least is None else f"; the plan's cut weights need {self.least}"
         lines = [f"{self.sent} collectives{against}"]
         if self.boundaries:
-            lines.append("boundaries that save what sums left pending cost:")
+            lines.append("boundaries that save what sums left partial cost:")
             lines += [f"    {name!r}: Boundary(output={dict(said)!r})," for name, said in self.boundaries.items()]
         return "\n".join([*lines, *map(str, self.advice)]) if self.boundaries or self.advice else (
             lines[0] + ": nothing to save"
@@ -97,7 +97,7 @@ def _told(event: Event, moved: Moved, reduced: set, left: Mapping, open_sums: Ma
     """Reason and remedy of a conversion that need not be; None of one that the cut weights take."""
     kinds = {moved.kinds.get(axis) for axis in event.axes}
     on = " and ".join(map(repr, event.axes))
-    sums = "the boundaries above, at what leaves these sums pending" if open_sums else ""
+    sums = "the boundaries above, at what leaves these sums partial" if open_sums else ""
     if moved.parameter:
         return (
             f"the weight {moved.parameter}, cut over {on}, is made to fit what it meets",
@@ -111,7 +111,7 @@ def _told(event: Event, moved: Moved, reduced: set, left: Mapping, open_sums: Ma
             maker = f"boundaries={{{moved.made_in!r}: Boundary(output=...)}}, " if moved.made_in else ""
             return f"a sum of parts over {on} is added up once more", sums or f"{maker}or plan.complete(model, batch)"
         if left:
-            return f"a sum of parts over {on} that its maker left pending is added up by its readers", sums
+            return f"a sum of parts over {on} that its maker left partial is added up by its readers", sums
         return None
     if again:
         maker = f" of {moved.made_in!r}" if moved.made_in else ""

@@ -108,7 +108,7 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
             raise _failure(error, kind, mesh, axes) from error
         noted[0] = DONE
         if event is not None:
-            events.settle(event)
+            events.finish(event)
         return out
 
     return gather
@@ -226,7 +226,7 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
             raise _failure(error, kind, mesh, axes) from error
         noted[0] = DONE
         if event is not None:
-            events.settle(event)
+            events.finish(event)
         if pair:
             return out.add_(mine.view(shape))
         return out if native else _ordered_sum(out.view(count, *shape))
@@ -264,7 +264,7 @@ def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Call
         raise _failure(error, kind, mesh, axes) from error
     noted[0] = DONE
     if event is not None:
-        events.settle(event)
+        events.finish(event)
 
 
 def _start(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1):
@@ -291,7 +291,7 @@ def _wait(work, kind: str, mesh: Mesh, axes: tuple[int, ...]) -> None:
         raise _failure(error, kind, mesh, axes) from error
     noted[0] = DONE
     if event is not None:
-        events.settle(event)
+        events.finish(event)
 
 
 # What was started, by the id of its work, which _wait gets: its entry in the recorder, and what was announced.

@@ -66,7 +66,7 @@ class Event:
 
 
 listeners: list[Callable[[Event], None]] = []
-settlers: list[Callable[[Event], None]] = []  # told, after the listeners, when the collective is done
+finishers: list[Callable[[Event], None]] = []  # told, after the listeners, when the collective is done
 module_path: Callable[[], str] = lambda: ""  # set by debug while somebody traces
 told_of: Callable[..., Moved | None] = lambda *operand: None  # (tensor, source, target); set by debug, too
 strict_depth = 0
@@ -112,11 +112,11 @@ def announce(kind: str, axes: tuple[str, ...], received: int, count: int = 1) ->
     return event
 
 
-def settle(event: Event | None) -> None:
+def finish(event: Event | None) -> None:
     """Says that an announced collective is done; None: it was announced to nobody."""
     if event is not None:
-        for settler in settlers:
-            settler(event)
+        for finisher in finishers:
+            finisher(event)
 
 
 @contextlib.contextmanager
@@ -127,12 +127,12 @@ def watched(begins: Callable[[Event], None], ends: Callable[[Event], None]) -> I
     collective is only handed over; what is told are the host's times.
     """
     listeners.append(begins)
-    settlers.append(ends)
+    finishers.append(ends)
     try:
         yield
     finally:
         listeners.remove(begins)
-        settlers.remove(ends)
+        finishers.remove(ends)
 
 
 def current_module() -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from .._errors import CommunicationError, InternalError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
-from .._layouts.state import PENDING
+from .._layouts.state import PARTIAL
 from . import events, flight
 from .collectives import _failure
 from .flight import DONE, FAILED, READS, WAITING, Line
@@ -152,7 +152,7 @@ def compare_reads(mesh: ReadMesh, layout: Layout, local: Tensor) -> None:
         own = torch.zeros(3 + _CARRIED // 8, dtype=torch.int64)
         own[0] = mesh._beside.line((axis,)).count
         own[1], own[2] = zlib.crc32(what.encode()), zlib.crc32(_place(line).encode())
-        carries = len(axes) == 1 and layout.states[axis] is PENDING and 0 < local.nbytes <= _CARRIED
+        carries = len(axes) == 1 and layout.states[axis] is PARTIAL and 0 < local.nbytes <= _CARRIED
         if carries:
             own[3:].view(torch.uint8)[: local.nbytes] = _bytes(local)
         rows = _gathered(own, mesh, axis)

@@ -22,9 +22,9 @@ from .._dispatch.arguments import collect, substitute
 from .._dispatch.dispatch import look_into, ordinary_call
 from .._errors import ImplicitCommunicationError, VescaleError
 from .._layouts.layout import Layout
-from .._layouts.state import INVARIANT, PENDING, State, sharded
+from .._layouts.state import INVARIANT, PARTIAL, State, sharded
 from .._rules.registry import Entry
-from .._tensor.tensor import DTensor, local_only, stamp
+from .._tensor.tensor import DTensor, attach, local_only
 from . import events
 
 NAMED = 2  # fixes in a message
@@ -123,7 +123,7 @@ def _layouts(layout: Layout) -> list[tuple[float, Layout]]:
     """Layouts to try in an operand's place, with the elements that are received for each; its own is among them."""
     found = {layout: 0.0}
     for axis, state in enumerate(layout.states):
-        if layout.mesh.sizes[axis] > 1 and (state.is_sharded or state is PENDING):
+        if layout.mesh.sizes[axis] > 1 and (state.is_sharded or state is PARTIAL):
             for before in list(found):
                 for other in _others(layout, axis):
                     states = [*before.states]
@@ -143,7 +143,7 @@ def _others(layout: Layout, axis: int) -> list[State]:
 
 def _blank(x: DTensor, layout: Layout) -> DTensor:
     with local_only():
-        return stamp(torch.zeros(layout.local_shape, dtype=x.dtype, device=x.device), layout)
+        return attach(torch.zeros(layout.local_shape, dtype=x.dtype, device=x.device), layout)
 
 
 def _remedy(names: list[str], tensors: list[DTensor], fix: dict[int, Layout]) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from .._rules.products.attention import described_attention
 from .._rules.registry import TABLE, Operand
 from .._rules.solvers.owned import held_ranges
 from .._rules.traits import Trait
-from .._tensor.tensor import DTensor, local_only, stamp
+from .._tensor.tensor import DTensor, attach, local_only
 from .._torch_private import _make_wrapper_subclass
 from .choice import RING, pinned
 from .described import Description, MaskFunction, NotDescribedError
@@ -74,7 +74,7 @@ class DescribedMask(Tensor):
         if self._mask is None:
             batch, _, _, columns = self._rows.shape
             held = self._description.held(((0, batch),), held_ranges(self._rows, 2))
-            self._mask = stamp(held.rows(columns), self._rows)
+            self._mask = attach(held.rows(columns), self._rows)
         return self._mask
 
     @classmethod

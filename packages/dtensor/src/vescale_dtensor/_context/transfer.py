@@ -65,7 +65,7 @@ def wait(started: UnderWay | None, mesh: Mesh, axis: int, kind: str) -> None:
     except RuntimeError as error:
         raise _failure(error, kind, mesh, (axis,)) from error
     started.noted[0] = DONE
-    events.settle(started.event)
+    events.finish(started.event)
 
 
 def group_sends(mesh: Mesh, axis: int) -> bool:

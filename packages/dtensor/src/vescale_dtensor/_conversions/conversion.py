@@ -38,7 +38,7 @@ from functools import lru_cache
 from math import prod
 
 from .._layouts.layout import Layout
-from .._layouts.state import INVARIANT, PENDING, VARYING, State
+from .._layouts.state import INVARIANT, PARTIAL, VARYING, State
 
 STEP = {
     ("I", "R"): "nothing",
@@ -120,7 +120,7 @@ def plan(source: Layout, target: Layout) -> tuple[Step, ...]:
         return ()
     choices = [
         {source.states[axis], target.states[axis], INVARIANT, VARYING}
-        | ({PENDING} if PENDING in (source.states[axis], target.states[axis]) else set())
+        | ({PARTIAL} if PARTIAL in (source.states[axis], target.states[axis]) else set())
         for axis in range(source.mesh.ndim)
     ]
     tick = 0  # a tie goes to the path found first, on every rank alike

@@ -19,7 +19,7 @@ from .._errors import ImplicitCommunicationError, PlainTensorError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT
-from .._tensor.tensor import DTensor, local_only, stamp
+from .._tensor.tensor import DTensor, attach, local_only
 from .._torch_private import _are_functorch_transforms_active
 from .._torch_private import _disabled_torch_function_impl as _disabled
 from .conversion import communicates, plan
@@ -97,7 +97,7 @@ def to_plain(tensor: DTensor) -> Tensor:
 
 def from_plain(local: Tensor, layout: Layout) -> DTensor:
     """A DTensor over the storage of `local`, differentiable."""
-    return stamp(alias(local), layout)
+    return attach(alias(local), layout)
 
 
 def on_device(tensor: Tensor, mesh: Mesh) -> Tensor:
@@ -224,7 +224,7 @@ def _make(tensor: Tensor, source: Layout, target: Layout, fresh: bool, own: bool
             return tensor
         else:
             out = _moved(tensor, route, own)
-        out = stamp(out, target)
+        out = attach(out, target)
         if not own:
             remember(tensor, target, out, moves=not route.is_alias)
         return out

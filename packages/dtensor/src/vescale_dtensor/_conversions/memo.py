@@ -20,7 +20,7 @@ import weakref
 from torch import Tensor, is_grad_enabled
 
 from .._layouts.layout import Layout
-from .._layouts.state import INVARIANT, PENDING, VARYING
+from .._layouts.state import INVARIANT, PARTIAL, VARYING
 from .._torch_private import _get_sequence_nr
 
 
@@ -86,12 +86,12 @@ def recall(source: Tensor, target: Layout) -> Tensor | None:
 
 
 def whole_already(source: Tensor, layout: Layout) -> Layout | None:
-    """Of a pending tensor the layout in which an open scope remembers its sum: who asks next need not add up again what
+    """Of a partial tensor the layout in which an open scope remembers its sum: who asks next need not add up again what
     comes of its parts. Call with dispatch disabled."""
     if "_conversions" not in source.__dict__:
         return None
     for whole in (INVARIANT, VARYING):
-        target = layout.with_states([whole if state is PENDING else state for state in layout.states])
+        target = layout.with_states([whole if state is PARTIAL else state for state in layout.states])
         if recall(source, target) is not None:
             return target
     return None

@@ -6,7 +6,7 @@ from torch import is_grad_enabled
 
 from .._communication import events
 from .._communication.reads import compare_reads, over, reading_mesh
-from .._tensor.tensor import DTensor, local_only, stamp
+from .._tensor.tensor import DTensor, attach, local_only
 from .._torch_private import _are_functorch_transforms_active
 from .convert import convert, read
 from .memo import recall, remember
@@ -32,6 +32,6 @@ def convert_to_read(tensor: DTensor, cause: object) -> DTensor:
             return known
         events.set_cause(cause, tensor, source, target)
         compare_reads(apart, source, tensor)
-        out = stamp(route_of(over(apart, source), over(apart, target))(tensor).detach(), target)
+        out = attach(route_of(over(apart, source), over(apart, target))(tensor).detach(), target)
         remember(tensor, target, out)
         return out

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .._layouts.layout import Layout, layout_of
-from .._tensor.tensor import DTensor, stamp
+from .._tensor.tensor import DTensor, attach
 from .conversion import communicates
 from .memo import recall, times_seen
 
@@ -52,4 +52,4 @@ def as_slice(make: Make, tensor: Tensor, source: Layout, target: Layout) -> Tens
     if found.stride() != base.stride():
         return None
     place = found.storage_offset() + tensor.storage_offset() - base.storage_offset()
-    return stamp(found.as_strided(tensor.size(), tensor.stride(), place), target)
+    return attach(found.as_strided(tensor.size(), tensor.stride(), place), target)

@@ -123,7 +123,7 @@ def route_of(source: Layout, target: Layout) -> Route:
 
 atexit.register(route_of.cache_clear)  # routes hold process groups, which must not outlive the interpreter
 
-# While the reproducible mode is on, what becomes pending is whole on the axis's first rank and -0.0 on the others, so
+# While the reproducible mode is on, what becomes partial is whole on the axis's first rank and -0.0 on the others, so
 # that no later sum over ranks has an order (`_reproducible/tree.py`).
 whole_on_first = False
 

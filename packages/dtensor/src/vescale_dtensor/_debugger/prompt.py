@@ -221,7 +221,7 @@ def _completing(complete: Callable) -> Iterator[None]:
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
     """Traces and timelines that are open do not hear what a person asks for."""
-    kept = [(one, one[:]) for one in (events.listeners, events.settlers)]
+    kept = [(one, one[:]) for one in (events.listeners, events.finishers)]
     for one, _ in kept:
         one.clear()
     try:

@@ -5,7 +5,7 @@
     decision = entry.cache[key]            (a miss asks the rule, once)
     convert what does not fit              (differentiable, remembered)
     run the function on the local tensors, dispatch disabled
-    stamp the result with its layout
+    attach the result with its layout
 
 Budget: at most 1.25x an empty `__torch_function__` that only calls the function
 (design section 4). Of the 3 us that such a pass-through takes on a slow CPU core,
@@ -27,12 +27,12 @@ from .._conversions.convert import alias, convert_operand, describe, read, refus
 from .._conversions.memo import whole_already
 from .._errors import InternalError, MeshError, VescaleError
 from .._layouts.layout import Layout, layout_of
-from .._layouts.state import INVARIANT, PENDING
+from .._layouts.state import INVARIANT, PARTIAL
 from .._rules.doors.communication import refuse_operator
 from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from .._rules.traits import Trait
 from .._tensor.loans import borrow
-from .._tensor.tensor import DTensor, below_autograd, local_only, stamp, watch_autograd
+from .._tensor.tensor import DTensor, attach, below_autograd, local_only, watch_autograd
 from .._torch_private import OpOverload
 from .._torch_private import _disabled_torch_function_impl as _run_local
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
@@ -46,7 +46,7 @@ from .number import takes_number, with_numbers
 from .order import in_order
 from .signature import Signature, solve
 
-# Functions whose result may be an operand, or in its memory: one that stays pending must then be the very one.
+# Functions whose result may be an operand, or in its memory: one that stays partial must then be the very one.
 _HANDS_ON = Trait.VIEW | Trait.METADATA | Trait.MOVES
 _LENDS = frozenset({Tensor.to, Tensor.type_as})
 
@@ -206,7 +206,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
             signature = decision
             decision = solve(asked, signature)
             if decision is None and inplace:
-                decision = forms.pending_in_place(asked, signature)
+                decision = forms.partial_in_place(asked, signature)
     if decision is None:
         decision = Decision(decomposition=fallback.gathered(function))
     decision.untracked = tuple(i for i, t in enumerate(tensors) if type(t) is DTensor and t._layout.is_untracked)
@@ -221,7 +221,7 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     if len(operands) > 1 and function not in _LENDS and not entry.traits & _HANDS_ON:
         moved = {i for i, target in enumerate(decision.targets) if target is not None}
         stay = set(range(len(operands))) - moved - set(decision.mutated)
-        decision.pending = tuple(sorted(i for i in stay if PENDING in operands[i].states))
+        decision.partial = tuple(sorted(i for i in stay if PARTIAL in operands[i].states))
     # A plain tensor without gradient holds the same values whether it is called I or R.
     decision.targets = tuple(
         None if target is None or (operand.plain and is_alias(operand.layout, target)) else target
@@ -243,9 +243,9 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     plain = [t for t in tensors if type(t) is not DTensor]
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)
-    more = decision.targets or decision.untracked or decision.mutated or decision.watched or decision.pending
+    more = decision.targets or decision.untracked or decision.mutated or decision.watched or decision.partial
     more = more or isinstance(function, OpOverload)
-    more = more or isinstance(decision.out, Layout) and decision.out.is_number  # `stamp` has more to do
+    more = more or isinstance(decision.out, Layout) and decision.out.is_number  # `attach` has more to do
     decision.ready = seen and not more
     return decision
 
@@ -292,7 +292,7 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
         if decision.watched:
             borrow(out, tensors)
         return out
-    if decision.pending:
+    if decision.partial:
         summed = _summed(decision, function, tensors)
         if summed is not tensors:
             queue = iter(summed)
@@ -339,7 +339,7 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
 
 
 def _summed(decision: Decision, function: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """The operands, with the sum in place of each that would stay pending although somebody had it added up before.
+    """The operands, with the sum in place of each that would stay partial although somebody had it added up before.
 
     Not while hooks pack what backward saves: a checkpoint's recomputation finds nothing remembered of what enters it,
     and has to save what its first pass did.
@@ -347,7 +347,7 @@ def _summed(decision: Decision, function: Any, tensors: list[Tensor]) -> list[Te
     if _saved_tensors_hooks(True) is not None:
         return tensors
     found = tensors
-    for index in decision.pending:
+    for index in decision.partial:
         tensor = tensors[index]
         source = tensor._layout.base
         with local_only():
@@ -359,7 +359,7 @@ def _summed(decision: Decision, function: Any, tensors: list[Tensor]) -> list[Te
 
 
 def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: Any = ()) -> Any:
-    """Stamps what a local function returned. Never restamps an object that the function was given."""
+    """Attaches layouts to what a local function returned; never anew to an object that the function was given."""
     if layout is None:
         return out
     kind = type(out)
@@ -367,16 +367,16 @@ def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: A
         if kind is Tensor:
             if decision.plain and (_among(out, inputs) or _among(out, originals)):
                 out = alias(out)
-            return stamp(out, layout if is_grad_enabled() else layout.untracked)
+            return attach(out, layout if is_grad_enabled() else layout.untracked)
         if kind is DTensor:
             if out._layout.base is layout:
                 return out
             if decision.mutated and out is inputs[0]:  # squeeze_, transpose_: self has another layout now
                 out._layout = layout.untracked if out._layout.is_untracked else layout
                 return out
-            return stamp(alias(out), layout if is_grad_enabled() else layout.untracked)
+            return attach(alias(out), layout if is_grad_enabled() else layout.untracked)
         if isinstance(out, Tensor):
-            return stamp(alias(out), layout)
+            return attach(alias(out), layout)
         return out
     if isinstance(out, Tensor) or len(out) != len(layout):
         raise InternalError("a rule stated other outputs than the function has", stated=layout, found=type(out))

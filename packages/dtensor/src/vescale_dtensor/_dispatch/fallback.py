@@ -22,7 +22,7 @@ from .._errors import OperatorError
 from .._layouts.layout import layout_of
 from .._layouts.state import INVARIANT
 from .._rules.registry import is_inplace
-from .._tensor.tensor import DTensor, local_only, stamp
+from .._tensor.tensor import DTensor, attach, local_only
 from .._torch_private import OpOverload, OpOverloadPacket
 from .arguments import substitute
 from .copies import check_writable, mark_copy
@@ -76,7 +76,7 @@ def gathered(function: Callable, *, local: Callable | None = None, lacks: str = 
                 if _version(full) != version or any(source is target for target in targets):
                     written[id(full)] = source
                     _write_back(function, source, full)
-        return _stamped(out, wholes, written, plains)
+        return _attached(out, wholes, written, plains)
 
     return run
 
@@ -142,11 +142,11 @@ def _write_back(function: Callable, target: DTensor, full: Tensor) -> None:
     if full.data_ptr() == target.data_ptr() and layout.is_replicated and not full.requires_grad:
         return
     check_writable(function, target)
-    source = stamp(full.detach() if not full.requires_grad else alias(full), layout.invariant)
+    source = attach(full.detach() if not full.requires_grad else alias(full), layout.invariant)
     target.copy_(convert_operand(source, layout.invariant, layout, "write-back"))
 
 
-def _stamped(out: Any, wholes: list, written: dict[int, DTensor], plains: list[Tensor]) -> Any:
+def _attached(out: Any, wholes: list, written: dict[int, DTensor], plains: list[Tensor]) -> Any:
     if isinstance(out, Tensor):
         if id(out) in written:
             return written[id(out)]
@@ -160,14 +160,14 @@ def _stamped(out: Any, wholes: list, written: dict[int, DTensor], plains: list[T
                     out = mark_copy(out, source)
         mesh = wholes[0][0]._layout.mesh
         layout = layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(out.shape))
-        return stamp(out, layout if is_grad_enabled() else layout.untracked)
+        return attach(out, layout if is_grad_enabled() else layout.untracked)
     if isinstance(out, (tuple, list)):
-        items = [_stamped(item, wholes, written, plains) for item in out]
+        items = [_attached(item, wholes, written, plains) for item in out]
         if type(out) in (tuple, list):
             return type(out)(items)
         return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
     if isinstance(out, dict):
-        return {name: _stamped(item, wholes, written, plains) for name, item in out.items()}
+        return {name: _attached(item, wholes, written, plains) for name, item in out.items()}
     return out
 
 

@@ -52,7 +52,7 @@ def _stays(traits: Trait, call: Call) -> bool:
 
 
 def on_flat(call: Call, signature: Signature) -> Decision | None:
-    """On flat shards; None when the function looks at dims, or a pending operand would have to be reduced in place."""
+    """On flat shards; None when the function looks at dims, or a partial operand would have to be reduced in place."""
     flat = [operand for operand in call.operands if operand.layout.flat_axis is not None]
     lead = flat[0].layout
     outputs = set(signature.outputs)
@@ -69,7 +69,7 @@ def on_flat(call: Call, signature: Signature) -> Decision | None:
         all(call.operands[i].layout is lead for i in together) and len(together) == len(full)
         for together in signature.linear
     )
-    if lead.is_pending and not linear:
+    if lead.is_partial and not linear:
         if call.inplace:
             return None
         lead = lead.reduced

@@ -1,7 +1,7 @@
 """`out=` forms, and in-place forms on a tensor that cannot take the result as it lies, by way of the plain form.
 
 out=                  run without it, then `out.copy_(result)`: `out` keeps its layout
-in place, pending     self is reduced, written in place, and put back pending (on the first rank: free)
+in place, partial     self is reduced, written in place, and put back partial (on the first rank: free)
 in place, plain       self, which all ranks hold alike, is written as the DTensor that it is (I); where a gradient is to
                       flow through it, it is one from there on, the same object
 """
@@ -19,7 +19,7 @@ from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT
 from .._rules.registry import Call, Decision, Operand, decomposed
-from .._tensor.tensor import DTensor, local_only, stamp
+from .._tensor.tensor import DTensor, attach, local_only
 from .arguments import collect
 from .fallback import gathered
 from .signature import Signature, solve
@@ -60,10 +60,10 @@ def plain_in_place(function: Callable) -> Decision:
         if is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             for tensor in (own, own._base):  # what is written through a view is the view's base
                 if type(tensor) is Tensor:
-                    stamp(tensor, _invariant(tensor, mesh))
+                    attach(tensor, _invariant(tensor, mesh))
             return function(own, *args, **kwargs)
         with local_only():
-            view = stamp(own.detach(), _invariant(own, mesh).untracked)
+            view = attach(own.detach(), _invariant(own, mesh).untracked)
         out = function(view, *args, **kwargs)
         return own if out is view else out
 
@@ -74,10 +74,10 @@ def _invariant(tensor: Tensor, mesh: Mesh) -> Layout:
     return layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(tensor.shape))
 
 
-def pending_in_place(call: Call, signature: Signature) -> Decision | None:
-    """For an in-place call that self's layout forbids because self is pending; None when that is not why."""
+def partial_in_place(call: Call, signature: Signature) -> Decision | None:
+    """For an in-place call that self's layout forbids because self is partial; None when that is not why."""
     own = call.operands[0]
-    if not own.layout.is_pending or not (call.args and call.args[0] is own):
+    if not own.layout.is_partial or not (call.args and call.args[0] is own):
         return None
     reduced = own.layout.reduced
     operands = [Operand(reduced, False, own.index), *call.operands[1:]]

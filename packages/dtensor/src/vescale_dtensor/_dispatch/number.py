@@ -1,8 +1,8 @@
-"""Numbers: tensors of one element that is pending or another rank's, and C++ that reads them.
+"""Numbers: tensors of one element that is partial or another rank's, and C++ that reads them.
 
 `torch.full((3,), p)`, `torch.arange(p)`, `plain.narrow(0, 0, p)`, `torch.tensor(p)` take a tensor as a number, or as
 data, and read it in C++ without asking `__torch_function__`: each rank would take its own part for the sum. So a
-DTensor of one element that is not replicated, and no other tensor, carries torch's Python dispatch key (`stamp`), and
+DTensor of one element that is not replicated, and no other tensor, carries torch's Python dispatch key (`attach`), and
 all that reaches its memory comes to `below_dispatch`. Dispatch is disabled there when the engine's own local run does
 it, and the part is meant; else somebody below the engine reads it, and is handed the value (a collective of one
 number, on every rank, as for `item()`).

@@ -10,7 +10,7 @@ its own; the choices are
 
     I         all operands I
     R         all operands R
-    P         the operands of one entry of `linear` pending, the addends too, the rest R
+    P         the operands of one entry of `linear` partial, the addends too, the rest R
     S(label)  operands that have the label sharded on it, the rest R (addends P if it is summed)
 
 where only cuts that some operand has already are tried. The choice with the least
@@ -28,7 +28,7 @@ from math import prod
 from .._conversions.conversion import axis_cost
 from .._layouts.layout import Layout, layout_of
 from .._layouts.region import cut_sizes, divides
-from .._layouts.state import INVARIANT, PENDING, VARYING, State, sharded
+from .._layouts.state import INVARIANT, PARTIAL, VARYING, State, sharded
 from .._rules.registry import Call, Decision, Operand
 
 Label = Hashable
@@ -43,9 +43,9 @@ class Signature:
     Arguments:
         inputs: labels per dim of each tensor operand, in the order of the call.
         outputs: labels per dim of each output.
-        summed: labels that the operator sums over: sharded, the output is pending.
-        linear: alternatives, each a set of operands that may be pending together.
-        addends: operands that are added once (a bias): pending when the output is.
+        summed: labels that the operator sums over: sharded, the output is partial.
+        linear: alternatives, each a set of operands that may be partial together.
+        addends: operands that are added once (a bias): partial when the output is.
         whole: labels that must not be sharded.
         shapes: the outputs' shapes; by default each label's extent, and 1 for None.
         single: whether the function returns a bare tensor.
@@ -137,14 +137,14 @@ def _choices(signature: Signature, operands: list[Operand], axis: int, fixed: in
     yield (INVARIANT,) * n, (INVARIANT,) * len(outputs)
     yield (VARYING,) * n, (VARYING,) * len(outputs)
     states = [operand.states[axis] for operand in operands]
-    if PENDING in states:
-        summands = max(operand.layout.numel for operand, state in zip(operands, states) if state is PENDING)
-        stays = fixed is not None and states[fixed] is PENDING
+    if PARTIAL in states:
+        summands = max(operand.layout.numel for operand, state in zip(operands, states) if state is PARTIAL)
+        stays = fixed is not None and states[fixed] is PARTIAL
         for together in signature.linear:
             if not stays and any(states[i].kind == "S" and operands[i].layout.numel > summands for i in together):
                 continue  # free, but for `x - x.mean()` the sum of all of x is due then, of parts that cancel
-            pending = {*together, *signature.addends}
-            yield tuple(PENDING if i in pending else VARYING for i in range(n)), (PENDING,) * len(outputs)
+            partial = {*together, *signature.addends}
+            yield tuple(PARTIAL if i in partial else VARYING for i in range(n)), (PARTIAL,) * len(outputs)
     for label, cut in _cuts(signature, operands, axis):
         summed = label in signature.summed
         if not summed and any(label not in labels for labels in outputs):
@@ -152,11 +152,11 @@ def _choices(signature: Signature, operands: list[Operand], axis: int, fixed: in
         yield (
             tuple(
                 cut.at(labels.index(label)) if label in labels
-                else PENDING if summed and i in signature.addends
+                else PARTIAL if summed and i in signature.addends
                 else VARYING
                 for i, labels in enumerate(signature.inputs)
             ),
-            tuple(cut.at(labels.index(label)) if label in labels else PENDING for labels in outputs),
+            tuple(cut.at(labels.index(label)) if label in labels else PARTIAL for labels in outputs),
         )  # fmt: skip
     if signature.extra is not None:
         yield from signature.extra(axis)

@@ -18,7 +18,7 @@ WIDTH, HEIGHT, LEFT, TOP = 480, 240, 70, 64
 _LEAST_SIDE, _LETTER, _LINE = 56, 6.6, 16
 _MOST_CHARACTERS = 84
 HATCH = (
-    '<defs><pattern id="pending" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<defs><pattern id="partial" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<line x1="0" y1="0" x2="0" y2="8" stroke="#000" stroke-opacity="0.35" stroke-width="3"/></pattern></defs>'
 )
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
@@ -95,7 +95,7 @@ def rectangles(
             at = (x + width * left / columns, y + height * top / rows)
             sides = (width * (right - left) / columns, height * (bottom - top) / rows)
             colour = COLOURS[i % len(COLOURS)]
-            drawn.append(_part(*at, *sides, colour, sorted(by_place[place]), hatched=layout.is_pending))
+            drawn.append(_part(*at, *sides, colour, sorted(by_place[place]), hatched=layout.is_partial))
     return drawn
 
 
@@ -140,7 +140,7 @@ def _part(x: float, y: float, w: float, h: float, colour: str, ranks: list[int],
     said = _listed(ranks)
     text = f'<g><title>{said}</title><rect {where} fill="{colour}" stroke="#333"/>'
     if hatched:
-        text += f'<rect {where} fill="url(#pending)"/>'
+        text += f'<rect {where} fill="url(#partial)"/>'
     for label in (said, ", ".join(map(str, ranks))):
         if len(label) * _LETTER <= w and h >= 13:
             text += f'<text x="{x + w / 2:.1f}" y="{y + h / 2 + 4:.1f}" text-anchor="middle">{label}</text>'

@@ -19,14 +19,14 @@ from .._errors import InternalError, MeshError, PlacementError
 from ..placement import InterleavedShard, Partial, Placement, RaggedShard, Replicate, Shard
 from .mesh import Mesh, mesh_of
 from .region import Box, Ranges, boxes, cut, cut_sizes, divides, flat_cut
-from .state import INVARIANT, PENDING, VARYING, State, flat, sharded
+from .state import INVARIANT, PARTIAL, VARYING, State, flat, sharded
 
 
 class Layout:
     """Mesh, state per mesh axis, global shape. Make one with `layout_of`.
 
     Every layout has an `untracked` twin, with which tensors made under no_grad
-    are stamped: should such a tensor turn up with a grad_fn, somebody's autograd
+    are attached: should such a tensor turn up with a grad_fn, somebody's autograd
     Function attached it and our conversions inside left no trace (design section
     3, contract 3). Both have a `watched` twin, of tensors whose owner hears of the
     views that are taken of them (`_tensor/loans.py`). `base` is the ordinary one of the four.
@@ -57,7 +57,7 @@ class Layout:
     states: tuple[State, ...]
     shape: torch.Size
     flat_axis: int | None  # the axis whose ranks hold parts of the flattened shard, if there is one
-    is_number: bool  # one element, pending or sharded: a number that not every rank holds (`_dispatch/number.py`)
+    is_number: bool  # one element, partial or sharded: a number that not every rank holds (`_dispatch/number.py`)
 
     @property
     def numel(self) -> int:
@@ -91,13 +91,13 @@ class Layout:
         return all(state.is_replicated for state in self.states)
 
     @property
-    def is_pending(self) -> bool:
-        return any(state is PENDING for state in self.states)
+    def is_partial(self) -> bool:
+        return any(state is PARTIAL for state in self.states)
 
     @property
     def reduced(self) -> Layout:
-        """The same with what is pending added up: whole and alike on the ranks of those axes (I)."""
-        return self.with_states([INVARIANT if state is PENDING else state for state in self.states])
+        """The same with what is partial added up: whole and alike on the ranks of those axes (I)."""
+        return self.with_states([INVARIANT if state is PARTIAL else state for state in self.states])
 
     @property
     def is_exact(self) -> bool:
@@ -278,7 +278,7 @@ def canonical_states(
             states.append(replicated)
             continue
         if isinstance(placement, Partial):
-            states.append(PENDING)
+            states.append(PARTIAL)
             continue
         if isinstance(placement, RaggedShard):
             if len(placement.dims) != 1:

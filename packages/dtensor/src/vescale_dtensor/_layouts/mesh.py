@@ -128,14 +128,14 @@ class Mesh:
         return f"({', '.join(f'{name}={size}' for name, size in zip(self.names, self.sizes))})"
 
 
-def _let_go() -> None:
+def _release() -> None:
     """At exit: a process group that outlives the interpreter may abort the process, destroyed or not."""
     for mesh in _meshes:
         mesh._groups.clear()
 
 
 _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
-atexit.register(_let_go)
+atexit.register(_release)
 
 
 def mesh_of(device_mesh: DeviceMesh | Mesh) -> Mesh:

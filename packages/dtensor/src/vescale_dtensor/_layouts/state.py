@@ -4,7 +4,7 @@ Users write placements; the engine keeps states, because a replicated value has
 two kinds of gradient (design section 3):
 
     S(d)  sharded on dim d                               gradient S(d)
-    P     pending sum                                    gradient R
+    P     partial sum                                    gradient R
     I     replicated; every rank does the same with it   gradient I
     R     replicated; ranks do different work with it    gradient P
 
@@ -23,7 +23,7 @@ from ..placement import InterleavedShard, Partial, Placement, RaggedShard, Repli
 
 
 class State:
-    """One mesh axis of a layout. Make one with `sharded(...)`, `flat(...)`, or use `PENDING`, `INVARIANT`, `VARYING`.
+    """One mesh axis of a layout. Make one with `sharded(...)`, `flat(...)`, or use `PARTIAL`, `INVARIANT`, `VARYING`.
 
     `dim` is the tensor dim that is cut; of a flat state, how many dims are flattened.
     """
@@ -90,11 +90,11 @@ class State:
         return (_restore, (self.kind, self.dim, self.groups, self.units, self.order))
 
 
-PENDING = State("P")
+PARTIAL = State("P")
 INVARIANT = State("I")
 VARYING = State("R")
-_GRADIENT = {"S": None, "F": None, "P": VARYING, "I": INVARIANT, "R": PENDING}
-_UNSHARDED = {"P": PENDING, "I": INVARIANT, "R": VARYING}
+_GRADIENT = {"S": None, "F": None, "P": VARYING, "I": INVARIANT, "R": PARTIAL}
+_UNSHARDED = {"P": PARTIAL, "I": INVARIANT, "R": VARYING}
 
 
 _sharded: dict[tuple, State] = {}

@@ -12,9 +12,9 @@ All additions are additions of two tensors, element by element, which round alik
 depends on how a kernel walks through its input. Half precision is added up in float32 and rounded once. What is
 left of a count of blocks when its factors of two are used up (3) is added from left to right.
 
-The result is complete on every rank. Where a layout calls it pending (P) it is kept on the axis's first rank, and
+The result is complete on every rank. Where a layout calls it partial (P) it is kept on the axis's first rank, and
 the others hold -0.0, the number that changes no sum: so whatever a later conversion adds up, it adds one
-contribution, and no order is left to choose. This holds for every pending tensor while the mode is on.
+contribution, and no order is left to choose. This holds for every partial tensor while the mode is on.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from .._dispatch.arguments import collect, substitute
 from .._dispatch.dispatch import call_entry
 from .._layouts.layout import Layout
 from .._rules.registry import Entry
-from .._tensor.tensor import DTensor, local_only, stamp
+from .._tensor.tensor import DTensor, attach, local_only
 from .grid import ReproducibleError
 
 
@@ -68,7 +68,7 @@ def converted(tensor: Tensor, source: Layout, target: Layout, own: bool) -> Tens
     if known is not None:
         return known if _origin(known) is None else _made(tensor, known, route_of(source, target))
     route = route_of(source, target)
-    out = stamp(convert_tracked(tensor, route, own), target)
+    out = attach(convert_tracked(tensor, route, own), target)
     out._origin = Origin(base, route, (base._version, out._version))
     if not own:
         remember(base, target, out)
@@ -95,7 +95,7 @@ def _made(source: Tensor, known: Tensor, route: Route | None) -> Tensor:
     base = _base(known)
     out = Again.apply(source, (known,), route)
     if type(known) is DTensor:
-        out = stamp(out, known._layout)
+        out = attach(out, known._layout)
         out._stands_for, out._is_free = base, True
         out._origin = base.__dict__.get("_origin") or Origin(base, None, (base._version, out._version))
     return out

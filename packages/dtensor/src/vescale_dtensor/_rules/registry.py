@@ -28,7 +28,7 @@ from .._torch_private import OpOverload
 from .traits import NONE, Trait
 
 # What a rule may say about an output: a layout, a tuple of them, or None for "leave it alone".
-Stamp = Any
+Out = Any
 
 
 class Operand:
@@ -94,15 +94,15 @@ class Decision:
     """What to do for one function on given layouts.
 
     targets: per operand (in the order of the call), the layout it must have, or
-    None for "as it is". out: what to stamp. run: the local function, or None for
+    None for "as it is". out: what to attach. run: the local function, or None for
     the called one; it gets all arguments, converted. decomposition: a Python function
-    to run on the DTensors instead, with dispatch on. pending: operands that stay sums of
+    to run on the DTensors instead, with dispatch on. partial: operands that stay sums of
     parts, unless the sum is remembered. explanation: for `strict()`, why
     an operand must move, and remedies (code, cost).
     """
 
     targets: tuple[Layout | None, ...] = ()
-    out: Stamp = None
+    out: Out = None
     run: Callable | None = None
     decomposition: Callable | None = None
     untracked: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class Decision:
     plain: bool = False
     copies: bool = False
     watched: bool = False
-    pending: tuple[int, ...] = ()
+    partial: tuple[int, ...] = ()
     explanation: tuple[str, tuple[tuple[str, str], ...]] | None = None
     ready: bool = field(default=False)
 

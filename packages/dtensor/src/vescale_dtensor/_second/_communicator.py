@@ -45,16 +45,16 @@ class Communicator:
             queue.close()
 
     def shutdown(self) -> None:
-        """Waits for what is pending; after `HANG_SECONDS` raises DeviceError where NCCL would go on waiting."""
+        """Waits for what is queued; after `HANG_SECONDS` raises DeviceError where NCCL would go on waiting."""
         if self._closed:
             return
         queues = (self._main, *self._pairs.values())
-        ended = wait_until(lambda: not any(queue.pending for queue in queues), _work.HANG_SECONDS)
-        pending = [entry.label for queue in queues for entry in queue.pending]
+        ended = wait_until(lambda: not any(queue.queued for queue in queues), _work.HANG_SECONDS)
+        queued = [entry.label for queue in queues for entry in queue.queued]
         self.abort()
         self._closed = "destroyed"
         if not ended:
-            raise DeviceError("second: to destroy a group hangs while something is pending:\n  " + "\n  ".join(pending))
+            raise DeviceError("second: to destroy a group hangs while something is queued:\n  " + "\n  ".join(queued))
 
     def _close(self, how: str) -> None:
         self._closed = self._closed or how
@@ -63,8 +63,8 @@ class Communicator:
 
     def what_hangs(self, operation: Operation, seconds: float) -> str:
         with changed:
-            queue = next((q for q in (self._main, *self._pairs.values()) if operation in q.pending), self._main)
-            first = queue.pending[0] if queue.pending else operation
+            queue = next((q for q in (self._main, *self._pairs.values()) if operation in q.queued), self._main)
+            first = queue.queued[0] if queue.queued else operation
             lines = [f"second: rank {self.rank} of {self.size} waited {seconds:g} s for {operation.label}"]
             if first is not operation:
                 lines.append(f"  before it in its queue  {first.label}")

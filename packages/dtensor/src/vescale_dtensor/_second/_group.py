@@ -7,8 +7,8 @@
                       communicator's own stream. A send ends when its receive was reached, and not before
     tensors           of the device, contiguous, of NCCL's dtypes
     wait(timeout)     blocks the host, as `barrier` does; `wait()` alone does not
-    abort             ends what is pending here, with an error; the other ranks notice nothing
-    destroy           waits for what is pending, as NCCL does: here until `HANG_SECONDS`
+    abort             ends what is queued here, with an error; the other ranks notice nothing
+    destroy           waits for what is queued, as NCCL does: here until `HANG_SECONDS`
 
 Sums are made as a ring makes them: of the n chunks, chunk c begins with rank c + 1. Whoever waits longer than
 `HANG_SECONDS` is told what it waits for, and what the other ranks did last.

@@ -133,11 +133,11 @@ class Queue:
             changed.notify_all()
 
     @property
-    def pending(self) -> list[Operation]:
+    def queued(self) -> list[Operation]:
         return list(self._entries)
 
     def fail(self, error: Exception) -> None:
-        """Ends all that is pending, with an error."""
+        """Ends all that is queued, with an error."""
         with changed:
             for entry in self._entries:
                 entry.fail(error)

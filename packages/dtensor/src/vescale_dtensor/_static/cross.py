@@ -1,4 +1,4 @@
-"""A conversion between plain tensors, made ready both ways: what a region runs at its borders.
+"""A conversion between plain tensors, made ready both ways: what a region runs at its boundaries.
 
 Nothing is looked up when it runs: route, way back and cause are bound when the region is
 found, and nothing is remembered. Four Python calls forward and five backward, as a

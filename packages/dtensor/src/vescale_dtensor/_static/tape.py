@@ -6,7 +6,7 @@ storage. Storages are held weakly: the number is never given twice, and nothing 
 alive. What is on a tape, in order:
 
     Op          a local operator: its arguments with refs in place of tensors, its results
-    Conversion  a change of layout, as a whole; by a plan's border, or by dispatch
+    Conversion  a change of layout, as a whole; by a plan's boundary, or by dispatch
     Crossing    another module was called
 """
 
@@ -100,7 +100,7 @@ class Op:
 
 @dataclass(slots=True)
 class Conversion:
-    """`source` under the layout `before` became `result` under `after`. `by`: whose border it is; None: dispatch's."""
+    """`source` under the layout `before` became `result` under `after`. `by`: whose boundary it is, or None."""
 
     source: Tensor
     before: Layout

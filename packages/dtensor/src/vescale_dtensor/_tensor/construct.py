@@ -1,7 +1,7 @@
 """Making DTensors: from a whole tensor, from shards, from a factory; and moving them.
 
 A replicated DTensor made here is in state R: it may be a parameter, and what ranks
-do with it may differ, so its gradient is pending until it is reduced.
+do with it may differ, so its gradient is partial until it is reduced.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .._conversions.steps import route_of
 from .._errors import GradientError, PlacementError, ShapeError
 from .._layouts.layout import Layout, canonical_states, layout_of
 from .._layouts.mesh import Mesh, mesh_of
-from .._layouts.state import INVARIANT, PENDING, VARYING
+from .._layouts.state import INVARIANT, PARTIAL, VARYING
 from ..placement import Partial, Placement, RaggedShard
 from .loans import borrow
-from .tensor import DTensor, local_only, stamp
+from .tensor import DTensor, attach, local_only
 
 
 def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -42,7 +42,7 @@ def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Seque
         if moved is local and (shares_storage(local, tensor) or local.untyped_storage().nbytes() > local.nbytes):
             moved = own_copy(local)
         local = moved
-    return stamp(local, layout).requires_grad_(tensor.requires_grad)
+    return attach(local, layout).requires_grad_(tensor.requires_grad)
 
 
 def from_local(
@@ -126,7 +126,7 @@ def _redistributed(layout: Layout, placements: tuple[Placement, ...]) -> Layout:
                 "redistribute",
                 f"Partial({placement.reduce_op!r}) on axis {axis} cannot be made from a value",
                 [repr(layout)],
-                [("Partial()", "a pending sum"), ("Replicate()", "the value itself")],
+                [("Partial()", "a partial sum"), ("Replicate()", "the value itself")],
             )
     wanted = canonical_states("redistribute", placements, layout.mesh, layout.shape)
     states = [_replicated(now) if goal is VARYING else goal for now, goal in zip(layout.states, wanted)]
@@ -136,7 +136,7 @@ def _redistributed(layout: Layout, placements: tuple[Placement, ...]) -> Layout:
 def _replicated(now):
     if now.is_replicated:
         return now
-    return INVARIANT if now is PENDING else VARYING
+    return INVARIANT if now is PARTIAL else VARYING
 
 
 # --- factories --------------------------------------------------------------------
@@ -160,7 +160,7 @@ def full(
         *size, fill_value = size
     size = _size(size)
     layout = _layout("full", size, device_mesh, placements)
-    holds = all(layout.mesh.coordinate[a] == 0 for a, s in enumerate(layout.states) if s is PENDING)
+    holds = all(layout.mesh.coordinate[a] == 0 for a, s in enumerate(layout.states) if s is PARTIAL)
     options.setdefault("dtype", torch.get_default_dtype() if isinstance(fill_value, float) else None)
     local = torch.full(
         layout.local_shape,
@@ -168,14 +168,14 @@ def full(
         device=options.pop("device", layout.mesh.device_type),
         **options,
     )
-    return stamp(local, layout).requires_grad_(requires_grad)
+    return attach(local, layout).requires_grad_(requires_grad)
 
 
 def empty(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], requires_grad=False, **options) -> DTensor:
     """`torch.empty` of global `size`, allocating only the shard."""
     layout = _layout("empty", _size(size), device_mesh, placements)
     local = torch.empty(layout.local_shape, device=options.pop("device", layout.mesh.device_type), **options)
-    return stamp(local, layout).requires_grad_(requires_grad)
+    return attach(local, layout).requires_grad_(requires_grad)
 
 
 def rand(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], **options) -> DTensor:
@@ -227,7 +227,7 @@ def _layout(operation: str, shape, device_mesh, placements) -> Layout:
                 operation,
                 f"Partial({placement.reduce_op!r}) cannot be made from a whole tensor",
                 [f"placements  {placements}"],
-                [("Partial()", "a pending sum: the first rank holds the value"), ("Replicate()", "the value itself")],
+                [("Partial()", "a partial sum: the first rank holds the value"), ("Replicate()", "the value itself")],
             )
     placements = tuple(Partial() if isinstance(p, Partial) else p for p in placements)
     mesh = mesh_of(device_mesh)
@@ -316,7 +316,7 @@ def _reduced(tensor: DTensor, axis: int, operation: str) -> DTensor:
     with local_only():
         if operation == "avg":
             local = tensor / layout.mesh.sizes[axis]
-            return stamp(local, layout)
+            return attach(local, layout)
         reduce = _REDUCE.get(operation)
         if reduce is None:
             raise PlacementError(
@@ -334,4 +334,4 @@ def _reduced(tensor: DTensor, axis: int, operation: str) -> DTensor:
             )
         local = reduce(all_gather(tensor.detach(), layout.mesh, (axis,)))
     states = layout.states[:axis] + (INVARIANT,) + layout.states[axis + 1 :]
-    return stamp(local, layout.with_states(states))
+    return attach(local, layout.with_states(states))

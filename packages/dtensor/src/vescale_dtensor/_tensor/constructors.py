@@ -30,7 +30,7 @@ from .._torch_private import (
     _set_default_tensor_type,
     replace_set_default_tensor_type,
 )
-from .tensor import DTensor, local_only, stamp
+from .tensor import DTensor, attach, local_only
 
 Answer = Callable[[Callable, tuple, dict], Any]
 
@@ -111,7 +111,7 @@ def _laid_out(original: Callable, args: tuple, kwargs: dict) -> Any:
     if copied:
         out = source.to(device=got.device, dtype=got.dtype, copy=True)
     else:
-        out = stamp(alias(source), source._layout)
+        out = attach(alias(source), source._layout)
     return out.requires_grad_() if given else out
 
 

@@ -1,7 +1,7 @@
 """Gradients at the boundary: what a user assigns, passes to backward, or sees in a hook.
 
 The gradient of a DTensor of layout L has the layout `L.gradient` (design section 3,
-contract 2). Whatever comes in is converted to it; whatever goes out is stamped with it.
+contract 2). Whatever comes in is converted to it; whatever goes out has it attached.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT, VARYING
 from .._torch_private import _current_graph_task_id
-from .tensor import DTensor, local_only, plain_class, plain_grad, set_plain_grad, settle, source_of, stamp
+from .tensor import DTensor, attach, local_only, plain_class, plain_grad, set_plain_grad, set_reduced_grad, source_of
 
 
 def grad_of(tensor: DTensor) -> DTensor | None:
-    """`tensor.grad`: a DTensor, pending on the axes where this is a replicated parameter, until it was reduced."""
+    """`tensor.grad`: a DTensor, partial on the axes where this is a replicated parameter, until it was reduced."""
     with local_only():
-        pending = plain_grad(tensor)
-    settled = tensor.__dict__.get("_settled_grad")
-    if pending is None:
-        return settled
-    if type(pending) is not DTensor:
-        pending = _stamped_grad(tensor, pending)
-    if settled is None:
-        return pending
-    del tensor.__dict__["_settled_grad"]
-    return fold(pending, settled)
+        partial = plain_grad(tensor)
+    reduced = tensor.__dict__.get("_reduced_grad")
+    if partial is None:
+        return reduced
+    if type(partial) is not DTensor:
+        partial = _grad_with_layout(tensor, partial)
+    if reduced is None:
+        return partial
+    del tensor.__dict__["_reduced_grad"]
+    return fold(partial, reduced)
 
 
-def _stamped_grad(tensor: DTensor, pending: Tensor) -> DTensor:
-    stamped = stamp(pending, tensor._layout.base.gradient)
-    if stamped is not pending:
+def _grad_with_layout(tensor: DTensor, partial: Tensor) -> DTensor:
+    attached = attach(partial, tensor._layout.base.gradient)
+    if attached is not partial:
         with local_only():
-            set_plain_grad(tensor, stamped)
-    return stamped
+            set_plain_grad(tensor, attached)
+    return attached
 
 
 def set_grad(tensor: DTensor, value: Tensor | None) -> None:
-    """`tensor.grad = value`: converted to the gradient's layout, as pending or as reduced as it comes."""
-    settled = None
+    """`tensor.grad = value`: converted to the gradient's layout, as partial or as reduced as it comes."""
+    reduced = None
     if value is not None:
         owner = tensor.__dict__.get("_owner")
-        settled = value if is_settled(tensor, value) else None if owner is None else owner.reduced(value)
-        value = as_gradient_of(tensor, value, "grad") if settled is None else None
-    settle(tensor, settled)
+        reduced = value if is_reduced_gradient(tensor, value) else None if owner is None else owner.reduced(value)
+        value = as_gradient_of(tensor, value, "grad") if reduced is None else None
+    set_reduced_grad(tensor, reduced)
     with local_only():
         set_plain_grad(tensor, value)
 
@@ -79,25 +79,25 @@ def converted_gradient(value: Tensor, layout: Layout, operation: str) -> DTensor
     return convert_plain(value, layout.mesh, layout.gradient, operation)
 
 
-def is_settled(tensor: DTensor, value: Tensor) -> bool:
-    """Whether `value` is a gradient of `tensor` that was reduced already: I where it would be pending."""
+def is_reduced_gradient(tensor: DTensor, value: Tensor) -> bool:
+    """Whether `value` is a gradient of `tensor` that was reduced already: I where it would be partial."""
     if type(value) is not DTensor or value._layout.base is tensor._layout.base.gradient:
         return False
-    return value._layout.base is settled_layout(tensor)
+    return value._layout.base is reduced_grad_layout(tensor)
 
 
-def settled_layout(tensor: DTensor) -> Layout:
-    """The layout of `tensor`'s gradient after its reduction over the pending axes."""
+def reduced_grad_layout(tensor: DTensor) -> Layout:
+    """The layout of `tensor`'s gradient after its reduction over the partial axes."""
     return tensor._layout.base.gradient.reduced
 
 
-def fold(pending: DTensor, settled: DTensor) -> DTensor:
-    """Adds the settled gradient into the pending one, in place: read between two backwards under `no_sync`."""
+def fold(partial: DTensor, reduced: DTensor) -> DTensor:
+    """Adds the reduced gradient into the partial one, in place: read between two backwards under `no_sync`."""
     with torch.no_grad():
-        added = convert(settled, pending._layout.base, "grad")
+        added = convert(reduced, partial._layout.base, "grad")
         with local_only():
-            pending.add_(added)
-    return pending
+            partial.add_(added)
+    return partial
 
 
 # What is called at the end of the backward that runs, in the order of its coming.
@@ -321,10 +321,10 @@ def _gradient(layout: Layout | None, found: Tensor | None, mesh: Mesh | None) ->
     if found is None:
         return None
     if layout is not None:
-        return stamp(alias(found), layout)
+        return attach(alias(found), layout)
     if type(found) is not Tensor or found.grad_fn is None or mesh is None:
         return found
-    return stamp(alias(found), layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(found.shape)))
+    return attach(alias(found), layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(found.shape)))
 
 
 def _engine_grad(roots, inputs, starts, options):
@@ -372,7 +372,7 @@ def register_hook(function: Any, args: tuple, kwargs: dict) -> Any:
     layout = layout_of_gradient(tensor)
 
     def wrapped(gradient: Tensor) -> Tensor | None:
-        seen = stamp(alias(gradient), layout)
+        seen = attach(alias(gradient), layout)
         answer = hook(seen)
         if answer is None:
             return None

@@ -18,7 +18,7 @@ from .._conversions.convert import alias, convert
 from .._layouts.layout import Layout
 from .._torch_private import BackwardHookFunction as TorchsFunction
 from .gradient import converted_gradient
-from .tensor import DTensor, stamp
+from .tensor import DTensor, attach
 
 Gradients = Sequence[Tensor | None]
 _plain_apply = TorchsFunction.apply
@@ -48,7 +48,7 @@ def _register_global(node: Any, hook: Callable) -> Any:
     layouts = node.layouts
 
     def wrapped(inputs: Gradients, outputs: Gradients) -> Gradients | None:
-        answer = hook(_stamped(inputs, layouts), _stamped(outputs, layouts))
+        answer = hook(_attached(inputs, layouts), _attached(outputs, layouts))
         if answer is None:
             return None
         return tuple(_local(gradient, layout) for gradient, layout in zip(answer, layouts))
@@ -65,9 +65,9 @@ def _local(gradient: Tensor | None, layout: Layout | None) -> Tensor | None:
 _Node.register_hook = _register_global
 
 
-def _stamped(gradients: Gradients, layouts: Sequence[Layout | None]) -> Gradients:
+def _attached(gradients: Gradients, layouts: Sequence[Layout | None]) -> Gradients:
     return tuple(
-        gradient if gradient is None or layout is None else stamp(alias(gradient), layout.gradient)
+        gradient if gradient is None or layout is None else attach(alias(gradient), layout.gradient)
         for gradient, layout in zip(gradients, layouts)
     )
 
@@ -84,7 +84,7 @@ def _apply(*tensors: Tensor) -> tuple[Tensor, ...]:
     outs = _on_shards(*[alias(one) if type(one) is DTensor else one for one in given])
     node = next(out.grad_fn for out in outs if out.grad_fn is not None)
     node.layouts = [None if layout is None else layout.base for layout in layouts]
-    return tuple(out if layout is None else stamp(out, layout) for out, layout in zip(outs, layouts))
+    return tuple(out if layout is None else attach(out, layout) for out, layout in zip(outs, layouts))
 
 
 def see_globally() -> None:

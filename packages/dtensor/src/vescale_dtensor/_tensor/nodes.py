@@ -20,7 +20,7 @@ from .._conversions.convert import alias
 from .._errors import GradientError
 from .._layouts.layout import Layout
 from .gradient import converted_gradient, layout_of_gradient
-from .tensor import DTensor, local_only, stamp
+from .tensor import DTensor, attach, local_only
 
 # Of what lies between the asking code and the answer, by name: torch hands a getter on, and modes may hear of it first.
 _ON_THE_WAY = ("__torch_function__", "dispatch", "_general", "call_entry", "ordinary_call", "__get__", "__call__")
@@ -145,7 +145,7 @@ class GlobalNode(Node):
 
 
 def _seen(gradients: tuple, layout: Layout) -> tuple:
-    return tuple(None if one is None else stamp(alias(one), layout) for one in gradients)
+    return tuple(None if one is None else attach(alias(one), layout) for one in gradients)
 
 
 def _below(gradient: Tensor | None, layout: Layout) -> Tensor | None:

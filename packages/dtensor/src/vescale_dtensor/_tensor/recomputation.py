@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 
 from .._layouts.layout import Layout
 from .._torch_private import _CheckpointFrame, _NoopSaveInputs
-from .tensor import DTensor, stamp
+from .tensor import DTensor, attach
 
 Layouts = Sequence[Layout | None]
 
@@ -53,7 +53,7 @@ def _layouts_of(values: Sequence[Any]) -> Layouts | None:
 def _restored(values: Sequence[Any], layouts: Layouts) -> list[Any]:
     """`values` with the tensors that came back as plain shards under their layouts."""
     return [
-        stamp(value, layout)
+        attach(value, layout)
         if layout is not None and isinstance(value, Tensor) and type(value) is not DTensor
         else value
         for value, layout in zip(values, layouts, strict=True)

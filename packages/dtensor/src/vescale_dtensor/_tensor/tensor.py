@@ -225,8 +225,8 @@ def watch_autograd() -> None:
     is_global = _is_global_above_autograd
 
 
-# The class is what `stamp` gives to a fresh local result, whatever the layout.
-def stamp(local: Tensor, layout: Layout) -> DTensor:
+# The class is what `attach` gives to a fresh local result, whatever the layout.
+def attach(local: Tensor, layout: Layout) -> DTensor:
     """Makes a fresh plain tensor the DTensor of `layout`. Copies nothing, and adds no autograd node but to a
     number that not every rank holds, which becomes another object, heard of when C++ reads it (`_dispatch/number.py`).
 
@@ -268,34 +268,34 @@ def plain_class(tensor: DTensor) -> type[Tensor]:
     return LocalNumber if tensor._layout.is_number else Tensor
 
 
-def take_pending_grad(tensor: DTensor) -> Tensor | None:
+def take_partial_grad(tensor: DTensor) -> Tensor | None:
     """Removes and returns the local gradient that autograd has accumulated and nobody has reduced yet."""
     with local_only():
-        pending = plain_grad(tensor)
-        if pending is not None:
+        partial = plain_grad(tensor)
+        if partial is not None:
             set_plain_grad(tensor, None)
-    return pending
+    return partial
 
 
 def drop_gradients(tensors: Iterable[Tensor]) -> None:
     """`tensor.grad = None` for each, DTensor or not."""
     with local_only():
         for tensor in tensors:
-            tensor.__dict__.pop("_settled_grad", None)
+            tensor.__dict__.pop("_reduced_grad", None)
             set_plain_grad(tensor, None)
 
 
-def settle(tensor: DTensor, gradient: DTensor | None) -> None:
-    """Makes `gradient`, already reduced over the axes where it was pending, the settled part of `tensor.grad`.
+def set_reduced_grad(tensor: DTensor, gradient: DTensor | None) -> None:
+    """Makes `gradient`, already reduced over the axes where it was partial, the reduced part of `tensor.grad`.
 
     It is kept apart from what autograd accumulates: a later backward's gradient is
-    pending again, and the sum of the two would be neither (design section 3,
+    partial again, and the sum of the two would be neither (design section 3,
     contract 9).
     """
     if gradient is None:
-        tensor.__dict__.pop("_settled_grad", None)
+        tensor.__dict__.pop("_reduced_grad", None)
     else:
-        tensor._settled_grad = gradient
+        tensor._reduced_grad = gradient
 
 
 def requires_grad(tensor: Tensor) -> bool:

@@ -28,12 +28,12 @@ def spread(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placeme
     mesh = mesh_of(device_mesh)
     if not any(isinstance(p, Partial) for p in placements):
         return distribute_tensor(tensor, device_mesh, placements)
-    pending = [axis for axis, p in enumerate(placements) if isinstance(p, Partial)]
+    partial = [axis for axis, p in enumerate(placements) if isinstance(p, Partial)]
     parts = 1
-    for axis in pending:
+    for axis in partial:
         parts *= mesh.sizes[axis]
     mine = 0
-    for axis in pending:
+    for axis in partial:
         mine = mine * mesh.sizes[axis] + mesh.coordinate[axis]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def spread(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placeme
             torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor.dtype) for _ in range(parts - 1)
         ]  # whole numbers, so that small values add up without rounding away
         part = tensor - sum(others) if mine == 0 else others[mine - 1]
-        cut = [Replicate() if axis in pending else p for axis, p in enumerate(placements)]
+        cut = [Replicate() if axis in partial else p for axis, p in enumerate(placements)]
         local = distribute_tensor(part, device_mesh, cut).to_local()
     out = from_local(local, device_mesh, placements, shape=tuple(tensor.shape))
     return out.detach().requires_grad_(tensor.requires_grad)

@@ -215,10 +215,10 @@ class Draw:
         self.leaf_values.append(self.leaves[-1].tensor().detach())
         return ~(len(self.leaves) - 1)
 
-    def placements(self, shape: tuple[int, ...], pending: bool) -> tuple[Placement, ...]:
+    def placements(self, shape: tuple[int, ...], partial: bool) -> tuple[Placement, ...]:
         out: list[Placement] = []
         for count in self.sizes:
-            kinds: list[Placement] = [Replicate(), *([Partial()] * 2 if pending else [])]
+            kinds: list[Placement] = [Replicate(), *([Partial()] * 2 if partial else [])]
             for dim, size in enumerate(shape):
                 kinds.append(Shard(dim))
                 free = all(getattr(p, "dim", None) != dim for p in out)

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _second
-from .._communication.pending import end_left
+from .._communication.in_flight import end_left
 from .._dispatch import fallback
 from .._torch_private import all_groups
 

@@ -64,7 +64,7 @@ def ownership(model: nn.Module, cuts: Sequence[str], owners: Mapping[str, int] |
     )
 
 
-def let_go(model: nn.Module, owned: Collection[str], device: torch.device | None = None) -> None:
+def release(model: nn.Module, owned: Collection[str], device: torch.device | None = None) -> None:
     """Takes all parameters but the `owned` ones off the model; placeholders stand where they were.
 
     A parameter's object becomes the placeholder, so that whoever else holds it does not compute with what it was.

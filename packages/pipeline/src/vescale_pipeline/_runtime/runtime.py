@@ -40,7 +40,7 @@ from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
 from .microbatches import loss_weights, split
-from .ownership import Ownership, disown_buffers, let_go
+from .ownership import Ownership, disown_buffers, release
 from .skeleton import Run, Station
 from .stage import Codec, Stage, check_uses
 
@@ -98,7 +98,7 @@ class Runtime:
         self._beginning = beginning
         link = link(ranks, device, timeout, group, name, tags, is_known, recorder)
         mine = schedule.stages_of(link.rank)
-        let_go(model, {name for stage in mine for name in owned.names_of(stage)})
+        release(model, {name for stage in mine for name in owned.names_of(stage)})
         disown_buffers(model, owned, mine)
         parameters = dict(model.named_parameters())
         stages = {

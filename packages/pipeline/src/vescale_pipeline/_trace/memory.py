@@ -223,9 +223,9 @@ class Memories:
         for slot, value in zip(self._slots, before):
             slot.put(_snapshot(value))
         yield
-        self._of[stage] = [self._settled(slot.get(), old, values) for slot, old in zip(self._slots, before)]
+        self._of[stage] = [self._reduced(slot.get(), old, values) for slot, old in zip(self._slots, before)]
 
-    def _settled(self, value: Any, before: Any, values: dict[int, Tensor]) -> Any:
+    def _reduced(self, value: Any, before: Any, values: dict[int, Tensor]) -> Any:
         tensors = tensors_in(value)
         if any(type(tensor) is Placeholder and tensor.key not in values for tensor in tensors):
             return before

@@ -233,7 +233,7 @@ class Link:
         if is_hosts:
             dist.destroy_process_group(group)
         else:
-            _abort_process_group(group)  # to destroy it waits for what is pending
+            _abort_process_group(group)  # to destroy it waits for what is in flight
 
     def wake(self) -> None:
         """From another thread: whoever waits here for a transfer gets an error. The connections are closed later."""

@@ -42,16 +42,16 @@ def alternate(shape: Shape, rank: int, hop: int, split: bool) -> list[Action]:
 def delay_weights(order: list[Action], delay: int) -> list[Action]:
     """Every B as an I, and its W after `delay` further ones."""
     split: list[Action] = []
-    pending: list[Action] = []
+    delayed: list[Action] = []
     for action in order:
         if action.kind != "B":
             split.append(action)
             continue
         split.append(action._replace(kind="I"))
-        pending.append(action._replace(kind="W"))
-        if len(pending) > delay:
-            split.append(pending.pop(0))
-    return split + pending
+        delayed.append(action._replace(kind="W"))
+        if len(delayed) > delay:
+            split.append(delayed.pop(0))
+    return split + delayed
 
 
 def _in_rounds(shape: Shape, stages: list[int]) -> list[tuple[int, int]]:

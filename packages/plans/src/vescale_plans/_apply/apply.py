@@ -31,7 +31,7 @@ from .given.aliases import check_aliases
 from .given.arguments import check_arguments, check_made, check_values
 from .given.identity import Became, become
 from .given.wrappers import check_unwrapped
-from .join import join, keep_stage_mesh, make_mesh, settle_device
+from .join import choose_device, join, keep_stage_mesh, make_mesh
 from .loss import LossFn
 from .together import together
 
@@ -148,7 +148,7 @@ def _parallelized(
         experts = find_experts(plan, model)
         placed = place_experts(plan, model, experts, fitted.parameters)
         sums = checksums(model)
-        device = settle_device(model)
+        device = choose_device(model)
         if mode == "compile":
             check_compiler("parallelize", "inductor", device)
     check_same_plan(plan, device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import (
     INVARIANT,
-    PENDING,
+    PARTIAL,
     VARYING,
     canonical_states,
     close_scope,
@@ -35,7 +35,7 @@ class Converter:
     def __call__(self, tensor: Tensor) -> Tensor:
         running = passes.running
         if running is not None:
-            return running.at_border(self, tensor)
+            return running.at_boundary(self, tensor)
         return self.convert(tensor)
 
     def convert(self, tensor: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Converter:
         for name, now, goal in zip(mesh.names, layout.states, wanted):
             if name not in self._placements or (goal is VARYING and now.is_replicated):
                 goal = now
-            elif goal is VARYING and now is PENDING:
+            elif goal is VARYING and now is PARTIAL:
                 goal = INVARIANT  # after a sum the value is alike on all ranks; its backward is free
             states.append(goal)
         return layout.with_states(states)

@@ -24,6 +24,7 @@ from vescale_dtensor import (
 from vescale_dtensor.engine import (
     INVARIANT,
     Mesh,
+    attach,
     canonical_states,
     check_entering,
     convert,
@@ -34,7 +35,6 @@ from vescale_dtensor.engine import (
     mesh_of,
     on_device,
     sharded,
-    stamp,
 )
 
 from .._plan.fields import PlanFields
@@ -128,7 +128,7 @@ class RootBoundary:
         return convert(tensor, layout.with_states(states), "batch (zigzag)")
 
     def _leave(self, root: nn.Module, args: tuple, output: Any) -> Any:
-        """A pending number (a loss) becomes whole here, so that `loss.item()` never communicates."""
+        """A partial number (a loss) becomes whole here, so that `loss.item()` never communicates."""
         if type(output) is DTensor and output._layout.shape:
             return None
         return map_tensors(output, _whole_number)
@@ -154,11 +154,11 @@ def distributed(tensor: Tensor, mesh: Mesh, cuts: Cuts, lengths: Collection[int]
     made = convert_plain(tensor, mesh, layout, "batch")
     with local_only():
         local = on_device(made, mesh)
-        return made if local is made else stamp(local, layout)
+        return made if local is made else attach(local, layout)
 
 
 def _whole_number(tensor: Tensor) -> Tensor:
-    if type(tensor) is not DTensor or tensor.ndim or not tensor.mesh_layout.is_pending:
+    if type(tensor) is not DTensor or tensor.ndim or not tensor.mesh_layout.is_partial:
         return tensor
     return convert(tensor, tensor.mesh_layout.reduced, "loss (root boundary)")
 

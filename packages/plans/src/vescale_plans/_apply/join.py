@@ -92,7 +92,7 @@ def _own_index(devices: int) -> int:
 def leave() -> None:
     """Ends all process groups; safe to call twice.
 
-    NCCL waits for what is pending, for good. So that is aborted where this rank or another one raised, who answers no
+    NCCL waits for what is in flight, for good. So that is aborted where this rank or another one raised, who answers no
     more, and after `TIMEOUT`, which a line on stderr says.
     """
     if not dist.is_initialized():
@@ -109,7 +109,7 @@ def leave() -> None:
         ending.join(LOOK_S)
     if raised_here() or ending.is_alive():
         if ending.is_alive():
-            print("vescale: at the end something is pending that no rank answers: it is aborted", file=sys.stderr)
+            print("vescale: at the end a collective is in flight that no rank answers: it is aborted", file=sys.stderr)
         with contextlib.suppress(RuntimeError):  # of what has ended meanwhile
             _abort_process_group()
         if ending.is_alive():  # Python would end it amid C++, which ends the process by SIGABRT
@@ -141,20 +141,20 @@ def device_type() -> str:
     """Where the tensors of the joined world lie.
 
     On the accelerator, where the world has a backend made for it. One that serves the host as well (gloo, as whoever
-    joined chose) leaves it to the first model, see `settle_device`.
+    joined chose) leaves it to the first model, see `choose_device`.
     """
     device = accelerator()
     backend = _served_by(device)
     if device == "cpu" or backend is None or backend in _HOSTS_TOO:
-        return _settled.get(dist.group.WORLD, "cpu")
+        return _chosen.get(dist.group.WORLD, "cpu")
     return device
 
 
-def settle_device(model: nn.Module) -> str:
+def choose_device(model: nn.Module) -> str:
     """`device_type`; where either is possible, the world's tensors lie from now on where `model`'s parameters do."""
     first = next(model.parameters(), None)
     if first is not None and first.device.type == accelerator() and _served_by(first.device.type) is not None:
-        _settled[dist.group.WORLD] = first.device.type
+        _chosen[dist.group.WORLD] = first.device.type
     return device_type()
 
 
@@ -166,7 +166,7 @@ def _served_by(device: str) -> str | None:
         return None
 
 
-_settled: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by world
+_chosen: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by world
 
 
 def make_mesh(plan: PlanFields) -> DeviceMesh:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import INVARIANT, PENDING, VARYING, State, convert, from_plain, layout_of
+from vescale_dtensor.engine import INVARIANT, PARTIAL, VARYING, State, convert, from_plain, layout_of
 
 from .._apply.containers import map_tensors, tensors_in
 from .._apply.generators import random_states, same_states, set_random_states
@@ -185,7 +185,7 @@ class Call:
         for i, part in enumerate(moved.index_select(0, order).split(route.load)):
             # What travels has one dtype on all ranks, those too whose experts computed nothing.
             given.append(self.compute(members.spread.first + i, part).to(part.dtype) if route.asked[i] else part)
-        return self._over_splits(torch.cat(given).index_select(0, back), PENDING)
+        return self._over_splits(torch.cat(given).index_select(0, back), PARTIAL)
 
     def _over_splits(self, rows: Tensor, inside: State) -> Tensor:
         """Into or out of experts that are split inside: alike outside, different work or parts of a sum within."""

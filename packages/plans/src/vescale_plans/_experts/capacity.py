@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor import Layout
 from vescale_dtensor.debug import Cause
-from vescale_dtensor.engine import PendingGather, set_cause
+from vescale_dtensor.engine import GatherInFlight, set_cause
 
 
 def capacities(indices: Tensor, layout: Layout, experts: int, factor: float, name: str) -> Tensor:
@@ -33,7 +33,7 @@ def capacities(indices: Tensor, layout: Layout, experts: int, factor: float, nam
         return torch.full_like(counts, capacity)
     set_cause(Cause("expert capacity", name))
     mesh, everyone = layout.mesh, counts.new_empty(layout.mesh.count(axes) * experts)
-    PendingGather(everyone, counts, mesh, axes).wait()
+    GatherInFlight(everyone, counts, mesh, axes).wait()
     place = 0
     for axis in axes:
         place = place * mesh.sizes[axis] + mesh.coordinate[axis]

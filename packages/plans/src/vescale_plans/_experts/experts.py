@@ -14,10 +14,10 @@ The module's own forward computes, unmodified, on the experts that this rank hol
 Both exchanges are all-to-alls of exactly the rows that have to move, so nothing is padded, or dropped without a
 capacity (`capacity.py`); one small all-to-all of counts goes ahead, the only time the host waits for the
 device; a shared expert runs while the first is under way (`beside.py`). Backward makes the same two the other
-way. Gradients of the experts are complete over the expert axis, and pending over the others like any parameter's.
+way. Gradients of the experts are complete over the expert axis, and partial over the others like any parameter's.
 
-Other mesh axes follow from the layouts: tokens sharded over a data axis leave expert gradients pending over it; expert
-weights sharded over a tensor axis leave the result pending there.
+Other mesh axes follow from the layouts: tokens sharded over a data axis leave expert gradients partial over it; expert
+weights sharded over a tensor axis leave the result partial there.
 
 In the reproducible mode the tokens stay and the experts come: which rows meet in a product must not depend on the mesh.
 Forward sees the tokens as they are, and weights gathered over the expert axis, as under a plan without it.
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import (
     INVARIANT,
-    PENDING,
+    PARTIAL,
     VARYING,
     Mesh,
     State,
@@ -172,7 +172,7 @@ def total_load(experts: Spread, load: list[int], replicas: tuple[int, ...]) -> l
 def split_axes(
     parameters: Iterable[tuple[str, DTensor]], experts: int
 ) -> tuple[frozenset[int], dict[str, tuple[int, ...]]]:
-    """The axes over which the weights of single experts are split: what forward returns is pending there; and the
+    """The axes over which the weights of single experts are split: what forward returns is partial there; and the
     parameters that are whole on some of these axes."""
     states = {key: parameter.mesh_layout.states for key, parameter in parameters}
     split = {axis for own in states.values() for axis, state in enumerate(own) if state.is_sharded and axis != experts}
@@ -318,7 +318,7 @@ class _Call:
             back = Back.apply(output, self._route).view(self._shape)
             output = (back * self._weights.unsqueeze(-1).to(back.dtype)).sum(1)
         states = [
-            PENDING if axis in boundary.split and not state.is_sharded else state
+            PARTIAL if axis in boundary.split and not state.is_sharded else state
             for axis, state in enumerate(self._rows)
         ]
         result = from_plain(output, layout_of(boundary.mesh, tuple(states), self._was.shape))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor.debug import Cause
-from vescale_dtensor.engine import Mesh, PendingRows, set_cause
+from vescale_dtensor.engine import Mesh, RowsInFlight, set_cause
 
 from .capacity import counted, positions
 
@@ -63,7 +63,7 @@ class Route:
         told = counts if called is None else 2 * counts + called
         set_cause(Cause("expert counts", spread.name))
         sizes = (spread.held, [spread.local] * spread.ranks)
-        arrived = PendingRows(told, *sizes, spread.mesh, spread.axis).wait()
+        arrived = RowsInFlight(told, *sizes, spread.mesh, spread.axis).wait()
         if dry:
             arrived = counts.split(spread.held)[spread.mine].repeat(spread.ranks)
         arrived = arrived.view(spread.ranks, spread.local)
@@ -78,7 +78,7 @@ class Route:
         if self._drops:
             travel = sum(self.sends)
             self.order, self.back = self.order[:travel], self.back.clamp(max=travel)
-        self._under_way: PendingRows | None = None
+        self._under_way: RowsInFlight | None = None
 
     def arrived_ids(self) -> Tensor:
         """The local expert of every row that arrived: by rank of origin, then by expert."""
@@ -93,14 +93,14 @@ class Route:
         under_way, self._under_way = self._under_way, None
         return (under_way or self._send(copies, direction)).wait()
 
-    def _send(self, copies: Tensor, direction: str) -> PendingRows:
+    def _send(self, copies: Tensor, direction: str) -> RowsInFlight:
         set_cause(Cause("expert dispatch", self.spread.name, direction=direction))
         rows = copies.index_select(0, self.order)
-        return PendingRows(rows, self.sends, self.receives, self.spread.mesh, self.spread.axis)
+        return RowsInFlight(rows, self.sends, self.receives, self.spread.mesh, self.spread.axis)
 
     def returned(self, rows: Tensor, direction: str) -> Tensor:
         set_cause(Cause("expert combine", self.spread.name, direction=direction))
-        back = PendingRows(rows, self.receives, self.sends, self.spread.mesh, self.spread.axis).wait()
+        back = RowsInFlight(rows, self.receives, self.sends, self.spread.mesh, self.spread.axis).wait()
         if self._drops:
             back = torch.cat([back, back.new_zeros(1, *back.shape[1:])])
         return back.index_select(0, self.back)

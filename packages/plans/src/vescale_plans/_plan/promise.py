@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, Layout, Placement, distribute_tensor
-from vescale_dtensor.engine import convert, local_only, stamp
+from vescale_dtensor.engine import attach, convert, local_only
 from vescale_rng import is_deferred, materialize_shard
 
 _SOURCE = "_promised"
@@ -34,7 +34,7 @@ def promise_copy(held: DTensor, layout: Layout, requires_grad: bool) -> nn.Param
 def _blank(source: Tensor, layout: Layout, requires_grad: bool) -> nn.Parameter:
     local = torch.empty(layout.local_shape, dtype=source.dtype, device=layout.mesh.device_type)
     local.untyped_storage().resize_(0)
-    found = nn.Parameter(stamp(local, layout), requires_grad=requires_grad)
+    found = nn.Parameter(attach(local, layout), requires_grad=requires_grad)
     setattr(found, _SOURCE, source)
     return found
 

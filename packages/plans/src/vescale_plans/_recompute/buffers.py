@@ -67,7 +67,7 @@ class Found:
         with local_only():
             self._parameters = [(name, one, _version(one)) for name, one in parameters]
 
-    def settle(self) -> None:
+    def check_written(self) -> None:
         """Raises GradientError for a buffer that is written and was not copied."""
         with local_only():
             self._parameters = [each for each in self._parameters if _version(each[1]) != each[2] or _is_lent(each[1])]

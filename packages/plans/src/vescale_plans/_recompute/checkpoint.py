@@ -102,7 +102,7 @@ class Again:
 
     def returns(self) -> None:
         """The forward is through: which hooks come after it, and which buffers it has written."""
-        self._found.settle()
+        self._found.check_written()
         module = self._module
         with_kwargs, _ = global_forward_hook_kinds()
         everywhere = [

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vescale_dtensor import DTensor, GradientError, Layout
-from vescale_dtensor.engine import local_only, stamp
+from vescale_dtensor.engine import attach, local_only
 
 from .._zero.parameters import on_host
 
@@ -85,7 +85,7 @@ class Moved:
 
     def whole(self) -> Tensor:
         """Back on the device; kept there until all who saved it have asked. Call with dispatch disabled."""
-        self._stay.settle()
+        self._stay.wait_for_copies()
         self._check()
         self.begin(self._stay.lane)
         if self._arrived is not None:
@@ -129,11 +129,11 @@ class Stay:
 
     def leave(self) -> None:
         """What computes from here on may have the memory."""
-        self.settle()
+        self.wait_for_copies()
         for moved in self._alive():
             moved.leave()
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """What computes from here on waits until all of it is on the host."""
         if self._left is not None:
             torch.accelerator.current_stream().wait_event(self._left)
@@ -253,7 +253,7 @@ class Argument(NamedTuple):
 
     def tensor(self) -> Tensor:
         tensor = self.placed.tensor()
-        return (tensor if self.layout is None else stamp(tensor, self.layout)).requires_grad_(self.requires_grad)
+        return (tensor if self.layout is None else attach(tensor, self.layout)).requires_grad_(self.requires_grad)
 
 
 def _parked(host: Host, one: Any) -> Any:

@@ -30,7 +30,7 @@ class Step:
 
 
 @dataclass
-class Border:
+class Boundary:
     """What is converted when plain tensors enter a module, and when its result leaves it, in order."""
 
     before: tuple[Step, ...] = ()
@@ -39,10 +39,10 @@ class Border:
     def __bool__(self) -> bool:
         return bool(self.before or self.after)
 
-    def inside(self) -> Border:
-        """The border of a module inside a region, where tensors have no layout: without what moves nothing."""
+    def inside(self) -> Boundary:
+        """The boundary of a module inside a region, where tensors have no layout: without what moves nothing."""
         before, after = (tuple(s for s in steps if not s.route.moves_nothing) for steps in (self.before, self.after))
-        return Border(before, after)
+        return Boundary(before, after)
 
 
 @dataclass
@@ -61,11 +61,11 @@ class Frame:
     layouts: list[Layout | None] = field(default_factory=list)
     out: Any = None
     outputs: list[Layout | None] = field(default_factory=list)
-    border: Border = field(default_factory=Border)
-    conversions: dict[int | str, Tensor] = field(default_factory=dict)  # what the border made of inputs and parameters
-    sources: dict[int, Tensor] = field(default_factory=dict)  # what the border converts into the output
-    moved: frozenset[Route] = frozenset()  # conversions that the border makes of a parameter, not of what it became
-    crossed: dict[Any, Step] = field(default_factory=dict)  # borders of a plan between it and what it calls
+    boundary: Boundary = field(default_factory=Boundary)
+    conversions: dict[int | str, Tensor] = field(default_factory=dict)  # what it made of inputs and parameters
+    sources: dict[int, Tensor] = field(default_factory=dict)  # what the boundary converts into the output
+    moved: frozenset[Route] = frozenset()  # conversions that the boundary makes of a parameter, not of what it became
+    crossed: dict[Any, Step] = field(default_factory=dict)  # boundaries of a plan between it and what it calls
     reason: Difference | None = None
     reads: Reads | None = None  # of its own code; None where that cannot be looked through
     returns: Value | None = None  # what is known of its result
@@ -100,7 +100,7 @@ def _first_tensor(args: tuple, kwargs: dict) -> int | str | None:
 
 
 def layout_at(tensor: Tensor) -> Layout | None:
-    """The layout that a tensor crosses a border with; None for a plain one."""
+    """The layout that a tensor crosses a boundary with; None for a plain one."""
     return tensor._layout if type(tensor) is DTensor else None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import erase
+from vescale_dtensor.engine import unwrap
 
 from .._torch_private import global_forward_hooks, has_global_backward_hooks
 
@@ -17,12 +17,12 @@ _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dt
 
 
 def take_key(args: tuple, kwargs: dict) -> tuple[tuple | None, list[DTensor]]:
-    """The key, or None where an argument cannot be compared; and the inputs that it erased, for `restore`."""
+    """The key, or None where an argument cannot be compared; and the inputs that it unwrapped, for `wrap`."""
     found: list = []
     tensors: list[Tensor] = []
     if not (_describe(args, found, tensors) and (not kwargs or _describe(kwargs, found, tensors))):
         return None, []
-    erased = erase(tensors)
+    unwrapped = unwrap(tensors)
     for tensor in tensors:
         found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad))
     if len(tensors) > 1 and len({*map(id, tensors)}) < len(tensors):  # one tensor in several places
@@ -32,7 +32,7 @@ def take_key(args: tuple, kwargs: dict) -> tuple[tuple | None, list[DTensor]]:
     found.append(torch.is_inference_mode_enabled())
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         found += [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
-    return tuple(found), erased
+    return tuple(found), unwrapped
 
 
 def _describe(value: Any, found: list, tensors: list[Tensor]) -> bool:

@@ -1,6 +1,6 @@
 """Which pass is running: none (eager), one that is recorded, a trial, or a region of plain code.
 
-Sites (modules under static mode) and the converters of a plan's borders ask it what to do.
+Sites (modules under static mode) and the converters of a plan's boundaries ask it what to do.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Pass(Protocol):
     def enter(self, site: Any, args: tuple, kwargs: dict) -> Any:
         """`site`'s module is called: its forward, or what stands for it."""
 
-    def at_border(self, converter: Any, tensor: Tensor) -> Tensor:
-        """A plan's border meets a tensor."""
+    def at_boundary(self, converter: Any, tensor: Tensor) -> Tensor:
+        """A plan's boundary meets a tensor."""
 
 
 running: Pass | None = None

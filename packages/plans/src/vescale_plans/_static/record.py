@@ -18,9 +18,9 @@ from vescale_dtensor.engine import (
     current_cause,
     local_only,
     refs_of,
-    restore,
     set_watch,
     user_line,
+    wrap,
 )
 
 from .frame import Frame, layout_at, tensors_of
@@ -54,8 +54,8 @@ class Recording:
 
     def enter(self, site: Any, args: tuple, kwargs: dict) -> Any:
         """Runs a module's forward as a frame of its own."""
-        key, erased = take_key(args, kwargs)
-        restore(erased)
+        key, unwrapped = take_key(args, kwargs)
+        wrap(unwrapped)
         frame = Frame(site, args, kwargs, key, Guard(site.module, site.static))
         self.root = self.root or frame
         if self._stack:
@@ -84,8 +84,8 @@ class Recording:
         if not self._stack:
             frame.forget()
 
-    def at_border(self, converter: Any, tensor: Tensor) -> Tensor:
-        """Converts, noting whose border it is."""
+    def at_boundary(self, converter: Any, tensor: Tensor) -> Tensor:
+        """Converts, noting whose boundary it is."""
         before, self._by = self._by, converter
         try:
             return converter.convert(tensor)
@@ -112,8 +112,8 @@ class Recording:
 
 
 def _outside(frame: Frame) -> Difference | None:
-    """What hooks and borders say against a region."""
-    if frame.site.has_odd_border():
+    """What hooks and boundaries say against a region."""
+    if frame.site.has_odd_boundary():
         return Difference("has a boundary of the plan that changes its parameters for the call", frame.site.line)
     for child in frame.children:
         if child.site.has_foreign_hooks():

@@ -14,14 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import (
-    convert_erased,
+    attach,
     convert_numbered,
+    convert_unwrapped,
     crossing,
-    erase,
     number_of,
     requires_grad,
-    restore,
-    stamp,
+    unwrap,
+    wrap,
 )
 
 from .._apply.boundary import replaceable
@@ -30,7 +30,7 @@ from .._apply.generators import random_states, set_random_states
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from .._torch_private import compiler_errors, functorch_config
 from . import passes
-from .frame import Border, Frame, Step, parameter_place, tensors_of
+from .frame import Boundary, Frame, Step, parameter_place, tensors_of
 from .guard import FORWARD_HOOKS
 
 
@@ -44,11 +44,11 @@ class StaleRegion(BaseException):
 
 @dataclass
 class Nested:
-    """A module inside a region: what its border converts, and, for one that draws by region, its layouts."""
+    """A module inside a region: what its boundary converts, and, for one that draws by region, its layouts."""
 
-    border: Border
+    boundary: Boundary
     drawn: tuple[Layout | None, ...] | None = None
-    first: int | str | None = None  # the argument that a plan's border converts, where that is a tensor itself
+    first: int | str | None = None  # the argument that a plan's boundary converts, where that is a tensor itself
 
 
 class Eager:
@@ -63,15 +63,15 @@ class Region:
     """How one module runs under one key. Made from its frame, when that and all frames below are static."""
 
     def __init__(
-        self, frame: Frame, nested: dict[Any, Nested], borders: dict[Any, Step], unseen: set[Any], backend: str = ""
+        self, frame: Frame, nested: dict[Any, Nested], boundaries: dict[Any, Step], unseen: set[Any], backend: str = ""
     ) -> None:
         self.site = frame.site
-        self.border = frame.border
+        self.boundary = frame.boundary
         self.nested = nested  # every module that the recorded pass called
         self.unseen = unseen
-        self._borders = borders
+        self._boundaries = boundaries
         self._outputs = tuple(frame.outputs)
-        self._stamps = any(layout is not None for layout in frame.outputs)
+        self._attaches = any(layout is not None for layout in frame.outputs)
         module = frame.module
         self._weights = [tensor for tensor in module.parameters() if type(tensor) is DTensor]
         self._others = [tensor for tensor in module.buffers() if type(tensor) is DTensor]
@@ -90,14 +90,14 @@ class Region:
         return self._compiled is not None
 
     def _is_one_graph(self) -> bool:
-        """Whether a compiler can see all of it: borders of the plan, and no leaf that draws or converts by itself."""
+        """Whether a compiler can see all of it: boundaries of the plan, and no leaf that draws or converts itself."""
         return all(
-            not nested.border and nested.drawn is None and self._hooks_of(site) is not None
+            not nested.boundary and nested.drawn is None and self._hooks_of(site) is not None
             for site, nested in self.nested.items()
         )
 
-    def run(self, args: tuple, kwargs: dict, erased: list[DTensor]) -> Any:
-        """The module's forward on plain tensors; `erased` are its inputs, plain already. Communicates as in eager."""
+    def run(self, args: tuple, kwargs: dict, unwrapped: list[DTensor]) -> Any:
+        """The module's forward on plain tensors; `unwrapped`: its inputs, plain already. Communicates as in eager."""
         hooked = _saved_tensors_hooks(True) is not None
         if hooked:  # a hook keeps the very object that an operator saves, where that has no gradient
             args, kwargs = _apart((args, kwargs))
@@ -106,7 +106,7 @@ class Region:
         before, passes.running = passes.running, self
         state = random_states() if self._random else None
         if self._others:
-            erased += erase(self._others)
+            unwrapped += unwrap(self._others)
         plain, sharded = nn.Parameter, DTensor
         for tensor in self._weights:
             tensor.__class__ = plain
@@ -116,7 +116,7 @@ class Region:
             held.update(straight)
         try:
             forward = self.site.forward if self._compiled is None else self._through_compiler
-            out = self._across(self.border, self.site, forward, args, kwargs)
+            out = self._across(self.boundary, self.site, forward, args, kwargs)
         except StaleRegion:
             if state is not None:
                 set_random_states(state)
@@ -132,12 +132,12 @@ class Region:
                 self._keep_registered()
             for tensor in self._weights:
                 tensor.__class__ = sharded
-            restore(erased)
+            wrap(unwrapped)
             if made:
-                restore(made)
+                wrap(made)
         if hooked:
             out = _apart(out)
-        return self._stamp(out) if self._stamps else out
+        return self._attach(out) if self._attaches else out
 
     def _keep_registered(self) -> None:
         """Hooks that somebody registered while the region ran stay registered."""
@@ -185,7 +185,7 @@ class Region:
         return None if before is None or after is None else (before, after)
 
     def _straightened(self) -> Iterator[tuple[dict, dict, dict]]:
-        """Of each module inside whose hooks are a plan's borders and scopes: its attributes, what they are for the
+        """Of each module inside whose hooks are a plan's boundaries and scopes: its attributes, what they are for the
         time that the region runs, when its forward converts by itself and it has no hooks, and what they are else.
 
         Only where no conversion is shared: then scopes, which are hooks too, have nothing to remember.
@@ -194,15 +194,15 @@ class Region:
             hooks = self._hooks_of(site)
             if not hooks or not (hooks[0] or hooks[1]):
                 continue
-            ways = [[self._way(self._borders[c]) for c in found if c in self._borders] for found in hooks]
-            inner = self._entering(site) if nested.border or nested.drawn else site.forward
+            ways = [[self._way(self._boundaries[c]) for c in found if c in self._boundaries] for found in hooks]
+            inner = self._entering(site) if nested.boundary or nested.drawn else site.forward
             forward = _across_once(inner, nested.first, *ways)
             held = site.module.__dict__
             straight = {**{hooks: OrderedDict() for hooks in FORWARD_HOOKS}, "forward": forward}
             yield held, straight, {hooks: held[hooks] for hooks in FORWARD_HOOKS}
 
     def _way(self, step: Step) -> Callable[[Tensor], Tensor]:
-        """A conversion of a plan's border, as a function; one operator where a compiler is to trace it."""
+        """A conversion of a plan's boundary, as a function; one operator where a compiler is to trace it."""
         route, cause = step.route, step.cause
         if self._compiled is None:
             return crossing(route, cause)
@@ -212,16 +212,16 @@ class Region:
     def _entering(self, site: Any) -> Callable:
         return lambda *args, **kwargs: self.enter(site, args, kwargs)
 
-    def _stamp(self, out: Any) -> Any:
+    def _attach(self, out: Any) -> Any:
         layouts = self._outputs
         if type(out) is Tensor:
-            return out if layouts[0] is None else stamp(out, layouts[0])
+            return out if layouts[0] is None else attach(out, layouts[0])
         before, numbers = tensors_of(out), False
         after = list(before)
         for i, (tensor, layout) in enumerate(zip(before, layouts, strict=True)):
             if layout is not None and type(tensor) is not DTensor:
-                after[i] = stamp(tensor, layout)
-                numbers = numbers or after[i] is not tensor  # all else is stamped where it stands
+                after[i] = attach(tensor, layout)
+                numbers = numbers or after[i] is not tensor  # all else is attached where it stands
         return _filled(out, after) if numbers else out
 
     def enter(self, site: Any, args: tuple, kwargs: dict) -> Any:
@@ -231,27 +231,27 @@ class Region:
             raise StaleRegion(site.name)
         if nested.drawn is not None:
             return self._draw(nested, site, args, kwargs)
-        if nested.border:
-            return self._across(nested.border, site, site.forward, args, kwargs)
+        if nested.boundary:
+            return self._across(nested.boundary, site, site.forward, args, kwargs)
         return site.forward(*args, **kwargs)
 
-    def _across(self, border: Border, site: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        if not border:
+    def _across(self, boundary: Boundary, site: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if not boundary:
             return forward(*args, **kwargs)
         swapped = []
         try:
-            if border.before:
+            if boundary.before:
                 inputs = None
-                for step in border.before:
+                for step in boundary.before:
                     if isinstance(step.at, str):
                         owner, name = parameter_place(site.module, step.at)
                         swapped.append((owner, name, owner[name]))
-                        owner[name] = convert_erased(owner[name], step.route, step.cause, self._made)
+                        owner[name] = convert_unwrapped(owner[name], step.route, step.cause, self._made)
                         continue
                     if inputs is None:
                         inputs = tensors_of((args, kwargs))
                     old = inputs[step.at]
-                    new = convert_erased(old, step.route, step.cause, self._made)
+                    new = convert_unwrapped(old, step.route, step.cause, self._made)
                     inputs = [new if tensor is old else tensor for tensor in inputs]
                 if inputs is not None:
                     args, kwargs = _filled((args, kwargs), inputs)
@@ -259,10 +259,10 @@ class Region:
         finally:
             for owner, name, parameter in reversed(swapped):
                 owner[name] = parameter
-        if border.after:
+        if boundary.after:
             outputs = tensors_of(out)
-            for step in border.after:
-                outputs[step.at] = convert_erased(outputs[step.at], step.route, step.cause, self._made)
+            for step in boundary.after:
+                outputs[step.at] = convert_unwrapped(outputs[step.at], step.route, step.cause, self._made)
             out = _filled(out, outputs)
         return out
 
@@ -271,29 +271,29 @@ class Region:
         inputs = tensors_of((args, kwargs))
         for i, layout in enumerate(nested.drawn):
             if layout is not None:
-                inputs[i] = stamp(inputs[i], layout)
+                inputs[i] = attach(inputs[i], layout)
         args, kwargs = _filled((args, kwargs), inputs)
         own = [tensor for tensor in site.module.parameters() if "_layout" in tensor.__dict__]
-        restore(own)
+        wrap(own)
         passes.running = None
         try:
             out = site.forward(*args, **kwargs)
         finally:
             passes.running = self
-            erase((*own, *inputs))
-        erase(tensors_of(out))
+            unwrap((*own, *inputs))
+        unwrap(tensors_of(out))
         return out
 
-    def at_border(self, converter: Any, tensor: Tensor) -> Tensor:
-        """A plan's border inside the region."""
-        step = self._borders.get(converter)
+    def at_boundary(self, converter: Any, tensor: Tensor) -> Tensor:
+        """A plan's boundary inside the region."""
+        step = self._boundaries.get(converter)
         if step is None:
             return tensor
-        return convert_erased(tensor, step.route, converter, self._made)
+        return convert_unwrapped(tensor, step.route, converter, self._made)
 
 
 def _across_once(inner: Callable, first: int | str | None, before: list[Callable], after: list[Callable]) -> Callable:
-    """`inner` with the conversions of a plan's border around it."""
+    """`inner` with the conversions of a plan's boundary around it."""
     if not before and not after:
         return inner
     if first == 0 and len(before) == len(after) == 1:

@@ -136,8 +136,8 @@ class Site:
         backward = self.module._backward_hooks or self.module._backward_pre_hooks
         return bool(backward) or any(not knows_plain(hook) for hook in hooks)
 
-    def has_odd_border(self) -> bool:
-        """Whether a border of ours stands on the module that changes what its forward computes with."""
+    def has_odd_boundary(self) -> bool:
+        """Whether a boundary of ours stands on the module that changes what its forward computes with."""
         return any(is_ours(hook) and not knows_plain(hook) and not is_checkpoints(hook) for hook in self._hooks)
 
     @property

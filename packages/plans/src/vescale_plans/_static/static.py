@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from vescale_dtensor.engine import Difference, check_order, grad_state, is_strict, restore
+from vescale_dtensor.engine import Difference, check_order, grad_state, is_strict, wrap
 
 from .._plan.parts import PlanError
 from .._torch_private import _are_functorch_transforms_active, _len_torch_function_stack
@@ -61,7 +61,7 @@ class Static:
                 needed.add(site)
             for region in _regions_of(site):
                 needed |= region.unseen
-                needed |= {inner for inner, nested in region.nested.items() if nested.border or nested.drawn}
+                needed |= {inner for inner, nested in region.nested.items() if nested.boundary or nested.drawn}
         for site in self.sites.values():
             stands = site in needed or (self._runtime is not None and site.verdict is UNSEEN)
             site.stand(stands and not (site.retired and site is not self.root))
@@ -116,7 +116,7 @@ class Static:
             self._count_step(self._steps + 1)
         if site.retired or is_strict() or _len_torch_function_stack() or _are_functorch_transforms_active():
             return site.forward(*args, **kwargs)
-        key, erased = take_key(args, kwargs)
+        key, unwrapped = take_key(args, kwargs)
         try:
             if key is None or foreign_global_hooks():
                 region = None
@@ -128,11 +128,11 @@ class Static:
                         break
             if type(region) is Region and not (grad_state()[1] and region.may_save_itself()):
                 try:
-                    return region.run(args, kwargs, erased)
+                    return region.run(args, kwargs, unwrapped)
                 except StaleRegion:
                     region = _MISS
         finally:
-            restore(erased)
+            wrap(unwrapped)
         if region is _MISS:
             return self._record(site, key, args, kwargs)
         return site.forward(*args, **kwargs)
@@ -159,7 +159,7 @@ class Static:
         self._arm(site.module)
         try:
             out = recording.run(site, args, kwargs)
-            self._settle(recording.root)
+            self._decide(recording.root)
         finally:
             self._place()
         return out
@@ -197,7 +197,7 @@ class Static:
 
     # --- what was found --------------------------------------------------------------
 
-    def _settle(self, root: Frame) -> None:
+    def _decide(self, root: Frame) -> None:
         """Makes the largest static frames regions, and notes the verdict on every module that was called."""
         self._register()
         verdicts: dict[Site, tuple[str, Difference | None]] = {}
@@ -230,18 +230,18 @@ def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Regi
     if frame.key is None:
         return None, Difference("takes something that no guard can compare", frame.site.line)
     nested: dict[Site, Nested] = {}
-    borders: dict[Any, Any] = {}
+    boundaries: dict[Any, Any] = {}
     waiting = [frame]
     while waiting:
         one = waiting.pop()
         for converter, step in one.crossed.items():
-            if borders.setdefault(converter, step) != step:
+            if boundaries.setdefault(converter, step) != step:
                 return None, Difference("meets a boundary of the plan with inputs in two layouts", frame.site.line)
         for child in one.children:
             if child.reason is not None and not child.draws:
                 return None, Difference(f"calls {child.site.name}, which is eager", child.reason.line)
-            border = child.border if child.draws else child.border.inside()
-            found = Nested(border, tuple(child.layouts) if child.draws else None, child.first)
+            boundary = child.boundary if child.draws else child.boundary.inside()
+            found = Nested(boundary, tuple(child.layouts) if child.draws else None, child.first)
             if nested.setdefault(child.site, found) != found:
                 return None, Difference(f"calls {child.site.name} with inputs in two layouts", child.site.line)
             waiting.append(child)
@@ -251,7 +251,7 @@ def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Regi
         return None, Difference(f"finds another {changed} in one of the modules that it calls", frame.site.line)
     frame.guard.watch(reads)
     unseen = {sites[id(m)] for m in frame.module.modules()} - set(nested) - {frame.site}
-    return Region(frame, nested, borders, unseen, backend), None
+    return Region(frame, nested, boundaries, unseen, backend), None
 
 
 def _reads_of(frame: Frame) -> Reads:

@@ -30,19 +30,19 @@ from vescale_dtensor.engine import (
     Taping,
     communicates,
     convert,
-    erase,
     first_difference,
     graph_difference,
     is_users,
     local_only,
     refs_of,
-    restore,
     route_between,
     same_bits,
+    unwrap,
+    wrap,
 )
 
 from .._apply.containers import map_tensors
-from .frame import Border, Frame, Step, odd_value, parameter_place, tensors_of
+from .frame import Boundary, Frame, Step, odd_value, parameter_place, tensors_of
 from .guard import FORWARD_HOOKS, has_gradient_hooks
 from .passes import entered
 
@@ -56,7 +56,7 @@ class _Left(BaseException):
 
 
 def judge(frame: Frame, storages: Storages) -> Difference | None:
-    """Why the module's own code cannot run on plain tensors, or None; sets the frame's border."""
+    """Why the module's own code cannot run on plain tensors, or None; sets the frame's boundary."""
     odd = odd_value((frame.args, frame.kwargs)) or odd_value(frame.out)
     if odd:
         return Difference(f"takes or returns a {odd}, which no guard can compare", frame.site.line)
@@ -73,7 +73,7 @@ def judge(frame: Frame, storages: Storages) -> Difference | None:
 
 
 def _hoisted(frame: Frame, storages: Storages) -> tuple[list, Difference | None]:
-    """The tape without the conversions of the module's own input, parameters and output, which go to its border."""
+    """The tape without the conversions of the module's own input, parameters and output, which go to its boundary."""
     parameters = {id(p): name for name, p in frame.module.named_parameters(remove_duplicate=False)}
     inputs = {id(tensor): i for i, tensor in enumerate(frame.inputs)}
     outputs = {id(tensor): i for i, tensor in enumerate(tensors_of(frame.out))}
@@ -112,7 +112,7 @@ def _hoisted(frame: Frame, storages: Storages) -> tuple[list, Difference | None]
         for item in rest
         if type(item) is Conversion
     }
-    frame.border = Border(
+    frame.boundary = Boundary(
         tuple(Step(at, route_between(i.before, i.after), i.cause) for at, i in before.items()),
         tuple(Step(at, route_between(i.before, i.after), i.cause) for at, i in after.items()),
     )
@@ -229,7 +229,7 @@ class _Trial:
         self._given = iter([item for item in tape if type(item) is not Op])
         self._next = next(self._given, None)
         self._taping = taping
-        self.met: list[tuple[Tensor, Tensor]] = []  # what modules and borders were given when recorded, and now
+        self.met: list[tuple[Tensor, Tensor]] = []  # what modules and boundaries were given when recorded, and now
 
     def enter(self, site: Any, args: tuple, kwargs: dict) -> Any:
         item = self._next
@@ -243,7 +243,7 @@ class _Trial:
         given = dict(zip(map(id, item.frame.inputs), tensors_of((args, kwargs))))
         return map_tensors(item.frame.out, lambda tensor: given.get(id(tensor), tensor))  # it may hand back its input
 
-    def at_border(self, converter: Any, tensor: Tensor) -> Tensor:
+    def at_boundary(self, converter: Any, tensor: Tensor) -> Tensor:
         item = self._next
         if type(item) is not Conversion or item.by is not converter:
             return tensor
@@ -273,7 +273,7 @@ def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
         elif type(item) is Crossing:
             known += [*item.frame.inputs, *tensors_of(item.frame.out)]
     done = tensors_of(frame.out)
-    erased = erase(known)
+    unwrapped = unwrap(known)
     swapped = [*_swap(frame), *_quiet_hooks(tape)]
     try:
         taping.tapes.append([])
@@ -298,7 +298,7 @@ def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
     finally:
         for owner, name, usual in swapped:
             owner[name] = usual
-        restore(erased)
+        wrap(unwrapped)
 
 
 def _check(op: Op, taping: Taping, made: set[int], frame: Frame) -> None:
@@ -319,7 +319,7 @@ def _made_on(tape: list) -> set[int]:
 
 
 def _entering(frame: Frame) -> tuple[tuple, dict]:
-    """What the module takes, inputs that its border converts replaced by what they became."""
+    """What the module takes, inputs that its boundary converts replaced by what they became."""
     replaced = {id(frame.inputs[at]): new for at, new in frame.conversions.items() if isinstance(at, int)}
     return map_tensors((frame.args, frame.kwargs), lambda tensor: replaced.get(id(tensor), tensor))
 
@@ -335,14 +335,14 @@ def _swap(frame: Frame) -> list[tuple[dict, str, Tensor]]:
 
 
 def _quiet_hooks(tape: list) -> list[tuple[dict, str, Any]]:
-    """Takes all hooks but a plan's borders off the modules that are called: in a trial they are not run again."""
+    """Takes all hooks but a plan's boundaries off the modules that are called: in a trial they are not run again."""
     usual = []
     for module in {item.frame.module for item in tape if type(item) is Crossing}:
         held = module.__dict__
         for name in FORWARD_HOOKS:
             usual.append((held, name, held[name]))
-            borders = [(key, hook) for key, hook in held[name].items() if hasattr(hook, "converter")]
-            held[name] = OrderedDict(borders)
+            boundaries = [(key, hook) for key, hook in held[name].items() if hasattr(hook, "converter")]
+            held[name] = OrderedDict(boundaries)
     return usual
 
 
@@ -367,7 +367,7 @@ def _compare(
             if not same_bits(one, other):
                 return Difference("gives other bits", frame.site.line)
         # Modules answer with what they gave, graph and all, so that gradients of what they took are looked at apart: a
-        # border may convert an input whose gradient alone differs (R to I), and a module may have taken it as it was.
+        # boundary may convert an input whose gradient alone differs (R to I), and a module may have taken it as it was.
         taken = graph_difference([one for one, _ in met], [other for _, other in met], bool(copied), frame.moved)
         if taken is not None:
             what = f"calls a module with a value whose gradient would flow in another way ({taken.what})"

@@ -1,1 +1,1 @@
-"""Data parallelism and ZeRO 0 to 3: flat buffers, their reductions, and optimizers over shards."""
+"""Data parallelism and ZeRO 0 to 3: flat buckets, their reductions, and optimizers over shards."""

@@ -1,4 +1,4 @@
-"""Reductions of buffers on their way, and what ranks tell each other about them."""
+"""Reductions of buckets on their way, and what ranks tell each other about them."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from vescale_dtensor.engine import Mesh, PendingGather, set_cause
+from vescale_dtensor.engine import GatherInFlight, Mesh, set_cause
 
-from .buffer import SYNC, Buffer
-from .slot import Slot
+from .bucket import SYNC, Bucket
+from .sharded_parameter import ShardedParameter
 
 MOST = 2
 """Sums under way before the oldest is waited for: bounds the memory of gradients under ZeRO-2 and 3."""
 
 
 class InFlight:
-    """The reduction of one buffer's gradients, started and on its way."""
+    """The reduction of one bucket's gradients, started and on its way."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
-        self.pending, self.missing = buffer.start()
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.running, self.missing = bucket.start()
         self.usage: Usage | None = None  # its own, where it is finished before the others
 
     @property
     def nbytes(self) -> int:
         """Of the gradients that it holds while it is under way."""
-        return 0 if self.pending is None else self.buffer.packing.total * self.buffer.reduce.itemsize
+        return 0 if self.running is None else self.bucket.packing.total * self.bucket.reduce.itemsize
 
     def advance(self) -> None:
-        if self.pending is not None:
-            self.pending.advance()
+        if self.running is not None:
+            self.running.advance()
 
     def finish(self, usage: Usage | None = None) -> None:
-        summed = self.buffer.master[:0] if self.pending is None else self.pending.finish()
+        summed = self.bucket.shard[:0] if self.running is None else self.running.finish()
         usage = self.usage or usage
-        self.buffer.settle(summed, self.missing, None if usage is None else usage.anywhere)
+        self.bucket.hand_out(summed, self.missing, None if usage is None else usage.anywhere)
         if self.usage is not None:
             self.usage.close()
 
@@ -60,34 +60,34 @@ class Usage:
     """
 
     def __init__(self, flights: Sequence[InFlight], mesh: Mesh) -> None:
-        axes = tuple(sorted({axis for flight in flights for axis in flight.buffer.axes}))
+        axes = tuple(sorted({axis for flight in flights for axis in flight.bucket.axes}))
         self._at: dict[int, int] = {}
         mine: list[int] = []
         for flight in flights:
             missing = set(flight.missing)
-            for i, slot in enumerate(flight.buffer.slots):
-                at = self._at.setdefault(id(slot), len(mine))
+            for i, param in enumerate(flight.bucket.params):
+                at = self._at.setdefault(id(param), len(mine))
                 if at == len(mine):
                     mine.append(0)
                 mine[at] |= i not in missing
         self._everyone: list[int] | None = None
-        self._pending: PendingGather | None = None
+        self._gathering: GatherInFlight | None = None
         if axes:
-            part = _on_device(bytes(mine), flights[0].buffer.device)
+            part = _on_device(bytes(mine), flights[0].bucket.device)
             self._out = part.new_empty(mesh.count(axes) * len(mine))
             set_cause(SYNC)
-            self._pending = PendingGather(self._out, part, mesh, axes)
+            self._gathering = GatherInFlight(self._out, part, mesh, axes)
 
-    def anywhere(self, slot: Slot) -> bool:
+    def anywhere(self, param: ShardedParameter) -> bool:
         if self._everyone is None:
-            self._pending.wait()
+            self._gathering.wait()
             self._everyone = self._out.view(-1, len(self._at)).amax(0).tolist()
-        return bool(self._everyone[self._at[id(slot)]])
+        return bool(self._everyone[self._at[id(param)]])
 
     def close(self) -> None:
         """Waits, so that nothing stays under way."""
-        if self._pending is not None:
-            self._pending.wait()
+        if self._gathering is not None:
+            self._gathering.wait()
 
 
 def _on_device(values: bytes, device: torch.device) -> Tensor:
@@ -108,21 +108,21 @@ class Apart:
     What sums norms over `parameters()`, or counts steps, would otherwise meet other parameters on every rank.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], mesh: Mesh) -> None:
-        self._buffers, self._mesh = buffers, mesh
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh) -> None:
+        self._buckets, self._mesh = buckets, mesh
         self._axes = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
 
     def tell(self) -> None:
         """Cost: an all-gather of a byte per parameter."""
-        mine = [slot.parameter.grad is not None for buffer in self._buffers for slot in buffer.slots]
+        mine = [param.parameter.grad is not None for bucket in self._buckets for param in bucket.params]
         if not mine:
             return
-        part = _on_device(bytes(mine), self._buffers[0].device)
+        part = _on_device(bytes(mine), self._buckets[0].device)
         out = part.new_empty(self._mesh.count(self._axes) * len(mine))
         set_cause(SYNC)
-        PendingGather(out, part, self._mesh, self._axes).wait()
+        GatherInFlight(out, part, self._mesh, self._axes).wait()
         used = out.view(-1, len(mine)).amax(0).tolist()
-        for buffer in self._buffers:
-            if buffer.is_elsewhere:
-                buffer.used_elsewhere(used[: len(buffer.slots)])
-            used = used[len(buffer.slots) :]
+        for bucket in self._buckets:
+            if bucket.is_elsewhere:
+                bucket.used_elsewhere(used[: len(bucket.params)])
+            used = used[len(bucket.params) :]

@@ -1,6 +1,6 @@
 """Optimizers over sharded parameters: what a user's optimizer is given, and when.
 
-    elementwise            while it steps, plain Parameters: this rank's flat parts of the masters
+    elementwise            while it steps, plain Parameters: this rank's flat parts of the full-precision shards
     matrix (a list)        while it steps, whole matrices, each on one rank of the data axis (`matrix.py`)
     sparse gradients       refused
     anything else          the DTensors themselves: right, by the rules of dtensor, not fast
@@ -32,7 +32,7 @@ from .._plan.parts import PlanError
 from .matrix import Owners
 from .optim_kinds import MATRIX, elementwise_methods, without_hooks
 from .optim_states import ShardedStates, take_in_early
-from .slot import Slot
+from .sharded_parameter import ShardedParameter
 from .zero import DataParallel
 
 
@@ -42,7 +42,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     if kind is torch.optim.SparseAdam:
         raise PlanError(
             "parallelize",
-            "SparseAdam takes sparse gradients, but flat buffers hold dense ones",
+            "SparseAdam takes sparse gradients, but flat buckets hold dense ones",
             (),
             [("torch.optim.Adam", "dense gradients"), ("nn.Embedding(..., sparse=False)", "")],
         )
@@ -58,7 +58,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     optimizer._whole = methods is None and kind not in MATRIX
     if scheduled:
         optimizer.step = _scheduled_step(optimizer)
-    if methods is None and any(buffer.offloads for unit in data_parallel.units for buffer in unit.buffers):
+    if methods is None and any(bucket.offloads for unit in data_parallel.units for bucket in unit.buckets):
         raise PlanError(
             "parallelize",
             f"offload=True keeps optimizer states on the host, and {kind.__name__} steps on the device",
@@ -66,10 +66,10 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
             [("offload=False", ""), ("torch.optim.AdamW", "treats every element alone: it can step on the host")],
         )
     if kind in MATRIX:
-        slots = [data_parallel.slot_of(p) for group in optimizer.param_groups for p in group["params"]]
+        params = [data_parallel.param_of(p) for group in optimizer.param_groups for p in group["params"]]
         sharing = data_parallel.sharing
         lead = sharing.lead if sharing.lead is not None and sharing.mesh.sizes[sharing.lead] > 1 else None
-        optimizer._owners = Owners([slot for slot in slots if slot is not None], sharing.mesh, lead)
+        optimizer._owners = Owners([param for param in params if param is not None], sharing.mesh, lead)
     elif methods is not None:
         take_in_early(optimizer)
     return optimizer
@@ -122,7 +122,7 @@ class Sharded(ShardedStates):
 
     @torch.optim.Optimizer.profile_hook_step  # hooks run around all of it, where parameters and gradients are global
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """As the optimizer's own: gradients still pending are reduced first, parameters follow after."""
+        """As the optimizer's own: gradients still partial are reduced first, parameters follow after."""
         own_step = self._own_step()
         if self._whole:
             if closure is not None:
@@ -178,56 +178,56 @@ class Sharded(ShardedStates):
         """Plain Parameters, with the local parts of the gradients, in the places of the DTensors."""
         own: list[DTensor] = []
         lent: list[nn.Parameter] = []
-        slots: list[Slot] = []
+        params: list[ShardedParameter] = []
         shown = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
             inside = []
             for parameter in group["params"]:
-                slot = self._parallel.slot_of(parameter)
-                if slot is None or slot.optimized is None:
+                param = self._parallel.param_of(parameter)
+                if param is None or param.optimized is None:
                     inside.append(parameter)
                     continue
-                plain = self._lend(slot)
+                plain = self._lend(param)
                 inside.append(plain)
                 own.append(parameter)
                 lent.append(plain)
-                slots.append(slot)
+                params.append(param)
             group["params"] = inside
         self._is_inside = True
         self._rename(own, lent)
-        if self._parallel.sharing.mesh.device_type != "cpu" and any(slot.arriving is not None for slot in slots):
-            torch.accelerator.current_stream().synchronize()  # gradients and masters are on the host
+        if self._parallel.sharing.mesh.device_type != "cpu" and any(param.arriving is not None for param in params):
+            torch.accelerator.current_stream().synchronize()  # gradients and full-precision shards are on the host
         try:
             yield
-            for slot in slots:
-                self._take_back(slot)
+            for param in params:
+                self._take_back(param)
         finally:
-            for group, params in zip(self.param_groups, shown):
-                group["params"] = params
+            for group, given in zip(self.param_groups, shown):
+                group["params"] = given
             self._rename(lent, own)
             self._is_inside = False
             for plain in lent:
                 plain.grad = None
 
-    def _lend(self, slot: Slot) -> nn.Parameter:
+    def _lend(self, param: ShardedParameter) -> nn.Parameter:
         """The plain parameter that steps in a DTensor's place, with its gradient."""
         if self._owners is not None:
-            return self._owners.bring(slot, slot.parameter.grad)
-        plain, gradient = slot.optimized, _local_gradient(slot)
-        if slot.arriving is not None and gradient is not None:
-            gradient = slot.arriving.copy_(gradient, non_blocking=True)
-        if slot.is_copied:  # the master may have been loaded or written since
+            return self._owners.bring(param, param.parameter.grad)
+        plain, gradient = param.optimized, _local_gradient(param)
+        if param.arriving is not None and gradient is not None:
+            gradient = param.arriving.copy_(gradient, non_blocking=True)
+        if param.is_copied:  # the full-precision shard may have been loaded or written since
             with torch.no_grad():
-                plain.copy_(slot.master, non_blocking=True)
+                plain.copy_(param.shard, non_blocking=True)
         plain.grad = gradient
         return plain
 
-    def _take_back(self, slot: Slot) -> None:
+    def _take_back(self, param: ShardedParameter) -> None:
         if self._owners is not None:
-            self._owners.send_back(slot)
-        elif slot.is_copied:
+            self._owners.send_back(param)
+        elif param.is_copied:
             with torch.no_grad():
-                slot.master.copy_(slot.optimized, non_blocking=True)  # written again after the next step's wait
+                param.shard.copy_(param.optimized, non_blocking=True)  # written again after the next step's wait
 
     def _rename(self, before: list[Tensor], after: list[Tensor]) -> None:
         """The state of each parameter of `before` becomes that of its other in `after`, in the order it had."""
@@ -252,19 +252,19 @@ def _on_parts(name: str) -> Any:
     return method
 
 
-def _local_gradient(slot: Slot) -> Tensor | None:
+def _local_gradient(param: ShardedParameter) -> Tensor | None:
     """This rank's part of a parameter's reduced gradient, a view where it lies so already."""
-    gradient = slot.parameter.grad
+    gradient = param.parameter.grad
     if gradient is None:
         return None
     layout = gradient.mesh_layout
-    # Pending over axes of one rank it is whole, and nothing moves.
-    if layout is not slot.gradient_layout and route_between(layout, slot.gradient_layout).recipe:
-        gradient = convert(gradient, slot.gradient_layout, "step")
+    # Partial over axes of one rank it is whole, and nothing moves.
+    if layout is not param.gradient_layout and route_between(layout, param.gradient_layout).recipe:
+        gradient = convert(gradient, param.gradient_layout, "step")
     with local_only():
         local = gradient.detach()
-        local = local if local.dtype is slot.optimized.dtype else local.to(slot.optimized.dtype)
-        return local.view(size=slot.optimized.shape)
+        local = local if local.dtype is param.optimized.dtype else local.to(param.optimized.dtype)
+        return local.view(size=param.optimized.shape)
 
 
 def _reducing(closure: Any, data_parallel: DataParallel) -> Any:

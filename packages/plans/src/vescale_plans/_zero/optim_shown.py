@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .slot import Slot
+from .sharded_parameter import ShardedParameter
 
 
 class _Shown(MutableMapping, dict):
@@ -65,15 +65,15 @@ class ShownState(_Shown):
         # Libraries that move a state to a device make another of its class, from a plain dict.
         return super().__new__(cls) if of else dict(items)
 
-    def __init__(self, items: dict[str, Any], optimizer: Any, slot: Slot | None) -> None:
-        self._items, self._optimizer, self._slot = items, optimizer, slot
+    def __init__(self, items: dict[str, Any], optimizer: Any, param: ShardedParameter | None) -> None:
+        self._items, self._optimizer, self._param = items, optimizer, param
 
     def __getitem__(self, key: str) -> Any:
-        return self._optimizer._as_dtensor(key, self._items[key], self._slot)
+        return self._optimizer._as_dtensor(key, self._items[key], self._param)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        is_state = isinstance(value, Tensor) and self._slot is not None
-        self._items[key] = self._optimizer._taken_in(key, value, self._slot) if is_state else value
+        is_state = isinstance(value, Tensor) and self._param is not None
+        self._items[key] = self._optimizer._taken_in(key, value, self._param) if is_state else value
 
 
 class ShownStates(_Shown):
@@ -87,7 +87,7 @@ class ShownStates(_Shown):
         return self._optimizer._held_states
 
     def __getitem__(self, parameter: Tensor) -> ShownState:
-        return ShownState(self._items[parameter], self._optimizer, self._optimizer._parallel.slot_of(parameter))
+        return ShownState(self._items[parameter], self._optimizer, self._optimizer._parallel.param_of(parameter))
 
     def __setitem__(self, parameter: Tensor, state: Any) -> None:
         if not isinstance(state, Mapping):

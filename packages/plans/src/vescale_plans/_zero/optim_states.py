@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
-from vescale_dtensor.engine import convert, convert_plain, local_only, stamp
+from vescale_dtensor.engine import attach, convert, convert_plain, local_only
 
 from .matrix import Owners
 from .optim_shown import ShownState, ShownStates
-from .slot import Slot
+from .sharded_parameter import ShardedParameter
 from .zero import DataParallel
 
 _COUNTS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -80,17 +80,17 @@ class ShardedStates:
         states = self._held_states
         given = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, parameter in zip(given, self._held()):
-            slot = self._parallel.slot_of(parameter)
-            if slot is not None and slot.optimized is not None and not self._whole and parameter in states:
+            param = self._parallel.param_of(parameter)
+            if param is not None and param.optimized is not None and not self._whole and parameter in states:
                 own = states[parameter]
                 for name, value in state_dict["state"].get(key, {}).items():
                     if isinstance(value, Tensor) and name in own and name not in _COUNTS:
-                        own[name] = self._own_part(own[name], value, slot)
+                        own[name] = self._own_part(own[name], value, param)
 
-    def _own_part(self, loaded: Tensor, given: Tensor, slot: Slot) -> Tensor:
+    def _own_part(self, loaded: Tensor, given: Tensor, param: ShardedParameter) -> Tensor:
         """Of a state as it was given, this rank's part, plain, in the shape in which it steps; of one that is not of
         the parameter's shape what torch made of it."""
-        plain, layout = self._plain_of(slot)
+        plain, layout = self._plain_of(param)
         if tuple(given.shape) != layout.shape:
             return loaded
         if type(given) is DTensor:
@@ -100,7 +100,7 @@ class ShardedStates:
         with local_only():
             kind = plain.dtype if given.is_floating_point() else given.dtype
             part = part.as_subclass(Tensor).to(device=plain.device, dtype=kind, copy=True)
-            return part.view(self._owners.local_shape(slot) if self._owners is not None else plain.shape)
+            return part.view(self._owners.local_shape(param) if self._owners is not None else plain.shape)
 
     def sharded_state_dict(self, *, materialize: bool = False) -> dict[str, Any]:
         """State by parameter name, tensors as DTensors over the real memory: writing a shard changes the optimizer.
@@ -150,20 +150,20 @@ class ShardedStates:
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
 
-    def _as_dtensor(self, key: str, value: Any, slot: Slot | None) -> Any:
-        if slot is None or self._whole or type(value) is not Tensor or key in _COUNTS:
+    def _as_dtensor(self, key: str, value: Any, param: ShardedParameter | None) -> Any:
+        if param is None or self._whole or type(value) is not Tensor or key in _COUNTS:
             return value
-        plain, layout = self._plain_of(slot)
+        plain, layout = self._plain_of(param)
         if plain is None:  # frozen since before `parallelize`: its state is as the optimizer made it
             return value
         if value.numel() != prod(layout.local_shape) or value.ndim != plain.ndim:
             return value
-        return stamp(value.detach().view(layout.local_shape), layout)
+        return attach(value.detach().view(layout.local_shape), layout)
 
-    def _taken_in(self, key: str, value: Tensor, slot: Slot) -> Tensor:
+    def _taken_in(self, key: str, value: Tensor, param: ShardedParameter) -> Tensor:
         """What the optimizer keeps of a tensor that somebody puts into a state: of the parameter's shape, this rank's
         part, over the same memory where it lies so already; else all of it, plain."""
-        plain, layout = (None, None) if self._whole else self._plain_of(slot)
+        plain, layout = (None, None) if self._whole else self._plain_of(param)
         if plain is None or tuple(value.shape) != layout.shape or key in _COUNTS:
             return value.full_tensor().detach() if type(value) is DTensor and not self._whole else value
         if type(value) is DTensor:
@@ -171,24 +171,24 @@ class ShardedStates:
         else:
             part = convert_plain(value.detach(), layout.mesh, layout, "optimizer.state")
         with local_only():
-            shape = self._owners.local_shape(slot) if self._owners is not None else plain.shape
+            shape = self._owners.local_shape(param) if self._owners is not None else plain.shape
             return part.detach().as_subclass(Tensor).to(plain.device).reshape(shape).contiguous()
 
     def _materialize(self) -> None:
         """Steps over throw-away zeros with zero gradients: what that makes is the state before the first step."""
         waiting = [
-            (group, parameter, slot)
+            (group, parameter, param)
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter not in self._held_states and (slot := self._parallel.slot_of(parameter)) is not None
-            and slot.optimized is not None
+            if parameter not in self._held_states and (param := self._parallel.param_of(parameter)) is not None
+            and param.optimized is not None
         ]  # fmt: skip
         if not waiting:
             return
         kept_groups, kept_state, own_step = self.param_groups, self._held_states, self._own_step()
-        for group, parameter, slot in waiting:
-            shape = self._owners.local_shape(slot) if self._owners is not None else slot.optimized.shape
-            blank = nn.Parameter(torch.zeros(shape, dtype=slot.optimized.dtype, device=slot.optimized.device))
+        for group, parameter, param in waiting:
+            shape = self._owners.local_shape(param) if self._owners is not None else param.optimized.shape
+            blank = nn.Parameter(torch.zeros(shape, dtype=param.optimized.dtype, device=param.optimized.device))
             blank.grad = torch.zeros_like(blank)
             self.param_groups, self._held_states = [{**group, "params": [blank]}], defaultdict(dict)
             self._is_inside = True
@@ -211,11 +211,11 @@ class ShardedStates:
     def _held(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _plain_of(self, slot: Slot) -> tuple[nn.Parameter, Layout]:
+    def _plain_of(self, param: ShardedParameter) -> tuple[nn.Parameter, Layout]:
         """The parameter whose shape a state has, and the layout of such a state."""
         if self._owners is not None:
-            return self._owners.plain(slot), self._owners.layout(slot)
-        return slot.optimized, slot.gradient_layout
+            return self._owners.plain(param), self._owners.layout(param)
+        return param.optimized, param.gradient_layout
 
 
 def _number(value: Any) -> float | None:
@@ -226,13 +226,13 @@ def _number(value: Any) -> float | None:
 
 
 def take_in_early(optimizer: torch.optim.Optimizer) -> None:
-    """State that the constructor made for DTensors (Adagrad's sums): their local parts, cut like the masters."""
+    """State that the constructor made for DTensors (Adagrad's sums): their local parts, cut like the shards."""
     for parameter, values in optimizer._held_states.items():
-        slot = optimizer._parallel.slot_of(parameter)
+        param = optimizer._parallel.param_of(parameter)
         for key, value in values.items():
-            if type(value) is DTensor and slot is not None:
-                local = convert(value, slot.gradient_layout, "step")
+            if type(value) is DTensor and param is not None:
+                local = convert(value, param.gradient_layout, "step")
                 with local_only():
-                    like = slot.master if slot.optimized is None else slot.optimized
+                    like = param.shard if param.optimized is None else param.optimized
                     own = torch.empty(like.shape, dtype=local.dtype, device=like.device)
                     values[key] = own.copy_(local.reshape(own.shape))

@@ -1,12 +1,12 @@
-"""Packing: where each tensor lies in a flat buffer that ranks share in equal, contiguous parts. Pure.
+"""Packing: where each tensor lies in a flat bucket that ranks share in equal, contiguous parts. Pure.
 
-Part r is [r * part, (r + 1) * part). A tensor is contiguous and may lie across borders of
-parts; a border inside it may only fall between two of its blocks (rows that belong
+Part r is [r * part, (r + 1) * part). A tensor is contiguous and may lie across boundaries of
+parts; a boundary inside it may only fall between two of its blocks (rows that belong
 together: quantisation tiles, heads), counted from its start. Tensors keep their order, or
 are sorted by falling block, whichever gives the shorter part; gaps are padding.
 
 The heuristic is that of veScale-FSDP (arXiv 2602.22437, planning): a part that is a
-multiple of the blocks lets whole tensors lie across borders without gaps, so the
+multiple of the blocks lets whole tensors lie across boundaries without gaps, so the
 candidates for `part` are multiples of a block, or of the least common multiple of some;
 for each, the shortest part that takes all tensors is found by bisection, placing them
 greedily. A placement is one walk over the tensors.
@@ -47,7 +47,7 @@ class Packing:
         return min(max(low, 0), numel), min(max(high, 0), numel)
 
     def gaps(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """The half-open ranges of the buffer in which no tensor lies, of which each rank holds `sizes` elements."""
+        """The half-open ranges of the bucket in which no tensor lies, of which each rank holds `sizes` elements."""
         found, at = [], 0
         for start, size in sorted(zip(self.starts, sizes)):
             found.append((at, start))
@@ -64,7 +64,7 @@ def pack(sizes: Sequence[int], ranks: int, *, blocks: Sequence[int] | None = Non
     """A packing of tensors of `sizes` elements over `ranks`.
 
     Arguments:
-        blocks: per tensor, elements that must stay together; 1 where any border will do.
+        blocks: per tensor, elements that must stay together; 1 where any boundary will do.
         align: every tensor, and every part, starts at a multiple of so many elements.
 
     Tensors that one part cannot take without splitting a block make it longer.
@@ -124,15 +124,15 @@ def _place(sized: list[tuple[int, int]], ranks: int, part: int, align: int) -> l
     at, total, starts = 0, ranks * part, []
     for size, block in sized:
         at = -(-at // align) * align
-        border = (at // part + 1) * part
-        if block > 1 and at + size > border:
+        boundary = (at // part + 1) * part
+        if block > 1 and at + size > boundary:
             step = lcm(block, align)
-            start = border - (border - at) // step * step  # the border is whole blocks away
-            if part % block and start + size > border + part:  # and the next one would not be
-                start = border
+            start = boundary - (boundary - at) // step * step  # the boundary is whole blocks away
+            if part % block and start + size > boundary + part:  # and the next one would not be
+                start = boundary
                 if size > part:
                     start += part - part // step * step
-                    if start + size > border + 2 * part:
+                    if start + size > boundary + 2 * part:
                         return None
             at = start
         starts.append(at)

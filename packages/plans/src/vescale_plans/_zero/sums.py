@@ -1,4 +1,4 @@
-"""The sums of a backward over ranks: when the gradients of each unit's buffers start on their way, and their end.
+"""The sums of a backward over ranks: when the gradients of each unit's buckets start on their way, and their end.
 
 They start in one fixed order, that of the units reversed, so that all ranks start the
 same collectives whatever each of them used. A gradient that comes again after its sum
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .buffer import Buffer
+from .bucket import Bucket
 from .in_flight import Apart, InFlight, Usage, newest
-from .slot import Sharing
+from .sharded_parameter import Sharing
 from .units import Unit
 
 
@@ -29,12 +29,12 @@ class Sums:
         self._next = 0
         self._running: list[InFlight] = []
 
-    def look_at(self, units: Sequence[Unit], apart: Sequence[Buffer]) -> None:
+    def look_at(self, units: Sequence[Unit], apart: Sequence[Bucket]) -> None:
         """From here on these are summed.
 
         Arguments:
             units: of a model, the root last.
-            apart: the trained buffers that some ranks hold alone.
+            apart: the trained buckets that some ranks hold alone.
         """
         self.order = [unit for unit in reversed(units) if unit.reduced]
         self._apart = Apart(apart, self._sharing.mesh)
@@ -51,17 +51,17 @@ class Sums:
 
     def _start(self, unit: Unit) -> None:
         with torch.no_grad():
-            for buffer in unit.reduced:
-                self._running.append(flight := InFlight(buffer))
-                if buffer.is_hooked and self._sharing.zero >= 2:
+            for bucket in unit.reduced:
+                self._running.append(flight := InFlight(bucket))
+                if bucket.is_hooked and self._sharing.zero >= 2:
                     flight.usage = Usage([flight], self._sharing.mesh)
             under_way = newest(self._running, self._sharing.ahead_bytes)
             for flight in self._running[: len(self._running) - under_way]:
                 flight.advance()
-            while len(self._running) > under_way and self._running[0].buffer.is_hooked:  # its gradients may go then
+            while len(self._running) > under_way and self._running[0].bucket.is_hooked:  # its gradients may go then
                 flight = self._running.pop(0)
                 flight.finish()
-                flight.buffer.tell()
+                flight.bucket.tell()
 
     def finish(self) -> None:
         """The backward is through: starts what is left, waits for all, and hands out the reduced gradients."""
@@ -69,7 +69,7 @@ class Sums:
             unit.started = True
         self._start_in_order()
         for unit in self.order:  # what came again after its sum had started
-            self._running += [InFlight(buffer) for buffer in unit.reduced if buffer.flat is not None]
+            self._running += [InFlight(bucket) for bucket in unit.reduced if bucket.flat is not None]
         running, self._running = self._running, []
         usage = Usage(running, self._sharing.mesh) if self._sharing.zero >= 2 else None
         for flight in running:
@@ -80,14 +80,14 @@ class Sums:
             usage.close()
         self._apart.tell()
         for flight in running:
-            flight.buffer.tell()
+            flight.bucket.tell()
         self._begin_anew()
 
-    def leave_pending(self) -> None:
-        """The backward is through, and its gradients stay pending."""
+    def leave_partial(self) -> None:
+        """The backward is through, and its gradients stay partial."""
         for unit in self.order:
-            for buffer in unit.reduced:
-                buffer.leave_pending()
+            for bucket in unit.reduced:
+                bucket.leave_partial()
         self._begin_anew()
 
     def _begin_anew(self) -> None:

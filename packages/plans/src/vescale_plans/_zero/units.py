@@ -1,4 +1,4 @@
-"""Units: a model's blocks with their buffers, and which parameters share one.
+"""Units: a model's blocks with their buckets, and which parameters share one.
 
 A `Unit` is one block of the model, or below ZeRO-3 several, gathered and reduced together; the root, with what lies in
 no block, is the last. When they are gathered and reduced is `zero.py`'s.
@@ -12,16 +12,16 @@ from math import prod
 from torch import nn
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import PENDING
+from vescale_dtensor.engine import PARTIAL
 
 from .._apply.blocks import blocks_of, owners
-from .buffer import Buffer
-from .slot import Sharing, holders
+from .bucket import Bucket
+from .sharded_parameter import Sharing, holders
 
-# Below ZeRO-3 blocks share buffers of a quarter of the model, within these bounds: fewer collectives than one per
+# Below ZeRO-3 blocks share buckets of a quarter of the model, within these bounds: fewer collectives than one per
 # block, and still some that start while backward runs.
 BUCKET_BYTES, LEAST_BUCKET_BYTES, BUCKETS = 25 << 20, 1 << 20, 4
-# Parameters of a block that are pending over other axes than most go to the root when they are this few, relatively:
+# Parameters of a block that are partial over other axes than most go to the root when they are this few, relatively:
 # one collective for all norms of a model instead of one per block.
 _FEW = 1 / 16
 
@@ -40,65 +40,65 @@ class Pass:
 class Unit:
     """Blocks that are gathered and reduced together."""
 
-    def __init__(self, name: str, modules: list[nn.Module], buffers: list[Buffer]) -> None:
-        self.name, self.modules, self.buffers = name, modules, buffers
-        self.fetched = [buffer for buffer in buffers if buffer.separate]
-        self.look_at_buffers()
-        self.is_open = not self.fetched
+    def __init__(self, name: str, modules: list[nn.Module], buckets: list[Bucket]) -> None:
+        self.name, self.modules, self.buckets = name, modules, buckets
+        self.unsharded = [bucket for bucket in buckets if bucket.separate]
+        self.look_at_buckets()
+        self.is_open = not self.unsharded
         self.next: dict[bool, Unit | None] = {False: None, True: None}  # by whether this is a backward
         self.started = False
         self.touched = False
         self.entered: list[Pass] = []  # calls that have not returned
         self.passes: set[Pass] = set()  # in backward, those that a gradient has reached
 
-    def look_at_buffers(self) -> None:
-        self.reduced = [buffer for buffer in self.buffers if buffer.reduces]
+    def look_at_buckets(self) -> None:
+        self.reduced = [bucket for bucket in self.buckets if bucket.reduces]
         # Autograd may keep gradients that nobody sums yet, as it does on one device: they come in the sum's dtype.
-        self.may_wait = not self.fetched and all(buffer.reduce is buffer.dtype for buffer in self.reduced)
+        self.may_wait = not self.unsharded and all(bucket.reduce is bucket.dtype for bucket in self.reduced)
 
     @property
     def nbytes(self) -> int:
         """Of what is gathered for it."""
-        return sum(buffer.packing.total * buffer.compute.itemsize for buffer in self.fetched)
+        return sum(bucket.packing.total * bucket.compute.itemsize for bucket in self.unsharded)
 
-    def fetch(self) -> None:
-        for buffer in self.fetched:
-            buffer.fetch()
+    def start_unshard(self) -> None:
+        for bucket in self.unsharded:
+            bucket.start_unshard()
 
-    def open(self) -> None:
-        """The block computes with whole parameters from here on."""
+    def unshard(self) -> None:
+        """The block computes with full parameters from here on."""
         if self.is_open:
             return
-        self.fetch()
-        for buffer in self.fetched:
-            buffer.begin_whole()
+        self.start_unshard()
+        for bucket in self.unsharded:
+            bucket.begin_unsharded()
         self.is_open = True
 
     def hide(self) -> None:
-        """Outside of the model's calls parameters are the masters, so that a write to one stays; what was gathered is
-        kept for the backward that comes."""
-        for buffer in self.fetched:
-            buffer.end_whole()
-        self.is_open = not self.fetched
+        """Outside of the model's calls parameters are the full-precision shards, so that a write to one stays; what was
+        gathered is kept for the backward that comes."""
+        for bucket in self.unsharded:
+            bucket.end_unsharded()
+        self.is_open = not self.unsharded
 
-    def close(self) -> None:
-        if self.is_open or any(buffer.is_gathered for buffer in self.fetched):
-            for buffer in self.fetched:
-                buffer.let_go()
-        self.is_open = not self.fetched
+    def reshard(self) -> None:
+        if self.is_open or any(bucket.is_gathered for bucket in self.unsharded):
+            for bucket in self.unsharded:
+                bucket.reshard()
+        self.is_open = not self.unsharded
 
     def open_gradients(self) -> None:
         self.touched = True
-        for buffer in self.reduced:
-            buffer.open_gradients()
+        for bucket in self.reduced:
+            bucket.open_gradients()
 
     @property
     def is_intact(self) -> bool:
-        return all(buffer.is_intact for buffer in self.buffers)
+        return all(bucket.is_intact for bucket in self.buckets)
 
     @property
     def is_full(self) -> bool:
-        return all(buffer.is_full for buffer in self.reduced)
+        return all(bucket.is_full for bucket in self.reduced)
 
 
 def units_of(
@@ -114,27 +114,27 @@ def units_of(
             named.setdefault(owner[id(parameter)], []).append((name, parameter))
     groups: list[tuple[list[str], list[nn.Module], list[tuple[str, DTensor]]]] = []
     root = list(named.get(-1, ()))
-    whole = sharing.zero >= 3 or sharing.compute is not None
+    apart = sharing.zero >= 3 or sharing.compute is not None
     every = [one for members in named.values() for one in members]
     limit = min(max(_bytes(every) // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
     for index, (name, module) in enumerate(blocks):
         mine, few = _without_few(named.get(index, []))
         root += few
-        if groups and not whole and _bytes(groups[-1][2]) + _bytes(mine) <= limit:
+        if groups and not apart and _bytes(groups[-1][2]) + _bytes(mine) <= limit:
             names, modules, members = groups[-1]
             groups[-1] = ([*names, name], [*modules, module], members + mine)
         elif mine:
             groups.append(([name], [module], mine))
     rooted = [model]
-    if groups and not whole and _bytes(groups[0][2]) + _bytes(root) <= limit:
+    if groups and not apart and _bytes(groups[0][2]) + _bytes(root) <= limit:
         _, modules, members = groups.pop(0)  # the last that backward reaches, as the root's are
         rooted, root = [model, *modules], root + members
-    units = [Unit(", ".join(n), modules, _buffers(m, sharing, rows)) for n, modules, m in groups]
-    return [*units, Unit("", rooted, _buffers(root, sharing, rows))]
+    units = [Unit(", ".join(n), modules, _buckets(m, sharing, rows)) for n, modules, m in groups]
+    return [*units, Unit("", rooted, _buckets(root, sharing, rows))]
 
 
 def _without_few(named: list[tuple[str, DTensor]]) -> tuple[list, list]:
-    """A block's parameters, and those few that are pending over other axes than most of it."""
+    """A block's parameters, and those few that are partial over other axes than most of it."""
     if not named:
         return [], []
     sizes: dict[tuple, int] = {}
@@ -146,15 +146,15 @@ def _without_few(named: list[tuple[str, DTensor]]) -> tuple[list, list]:
 
 
 def _key(parameter: DTensor) -> tuple:
-    """What parameters of one buffer have in common: the axes over which their gradients are pending, and more."""
+    """What parameters of one bucket have in common: the axes over which their gradients are partial, and more."""
     layout = parameter.mesh_layout
     states = layout.gradient.states
-    axes = tuple(a for a, state in enumerate(states) if state is PENDING and layout.mesh.sizes[a] > 1)
+    axes = tuple(a for a, state in enumerate(states) if state is PARTIAL and layout.mesh.sizes[a] > 1)
     return axes, parameter.dtype, parameter.device, parameter.requires_grad, holders(layout)
 
 
-def _buffers(named: list[tuple[str, DTensor]], sharing: Sharing, rows: Mapping[str, int]) -> list[Buffer]:
-    """The parameters by what they have in common, cut where a buffer would outgrow its size below ZeRO-3."""
+def _buckets(named: list[tuple[str, DTensor]], sharing: Sharing, rows: Mapping[str, int]) -> list[Bucket]:
+    """The parameters by what they have in common, cut where a bucket would outgrow its size below ZeRO-3."""
     groups: list[tuple[tuple, list]] = []
     for name, parameter in named:
         key = _key(parameter)
@@ -162,7 +162,7 @@ def _buffers(named: list[tuple[str, DTensor]], sharing: Sharing, rows: Mapping[s
         if mine is None or (sharing.zero < 3 and _bytes(mine) + _bytes([(name, parameter)]) > BUCKET_BYTES):
             groups.append((key, mine := []))
         mine.append((name, parameter))
-    return [Buffer(group, key[0], sharing, [rows.get(name, 0) for name, _ in group]) for key, group in groups]
+    return [Bucket(group, key[0], sharing, [rows.get(name, 0) for name, _ in group]) for key, group in groups]
 
 
 def _bytes(named: list[tuple[str, DTensor]]) -> int:

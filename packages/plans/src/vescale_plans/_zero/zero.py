@@ -1,10 +1,10 @@
-"""Data parallelism, ZeRO 0-3: when buffers are gathered, let go, filled with gradients and reduced.
+"""Data parallelism, ZeRO 0-3: when buckets are gathered, resharded, filled with gradients and reduced.
 
-Of units (`units.py`) of buffers (`buffer.py`):
+Of units (`units.py`) of buckets (`bucket.py`):
 
     forward    before a block runs its parameters are gathered (ZeRO-3; a cast under a precision), and the block
-               that came next in the last pass is started; after it they are let go
-    backward   the first gradient that reaches a block's output gathers them again and opens its gradient buffer;
+               that came next in the last pass is started; after it they are resharded
+    backward   the first gradient that reaches a block's output gathers them again and opens its gradient bucket;
                when all of the block's gradients are there, or those of its inputs, their sum over ranks starts
     its end    what has not started does; all sums are waited for and handed out as `param.grad`
 
@@ -38,14 +38,14 @@ from vescale_dtensor.engine import (
 
 from .._apply.containers import map_tensors
 from .._torch_private import DisableTorchFunction, _current_graph_task_id, queue_callback
-from .buffer import Buffer
-from .slot import Sharing, Slot
+from .bucket import Bucket
+from .sharded_parameter import ShardedParameter, Sharing
 from .sums import Sums
 from .units import Pass, Unit, units_of
 
 
 class DataParallel:
-    """A model's buffers, and the hooks that move them."""
+    """A model's buckets, and the hooks that move them."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class DataParallel:
         """`closed`: lists whose members are no blocks, for not all ranks run them."""
         self.sharing = sharing
         self.units = units_of(model, sharing, rows or {}, closed)
-        self._slots: dict[Tensor, Slot] = {}
+        self._params: dict[Tensor, ShardedParameter] = {}
         for unit in self.units:
-            for buffer in unit.buffers:
-                self._slots.update((slot.parameter, slot) for slot in buffer.slots)
-                self._listen(unit, buffer, range(len(buffer.slots)))
+            for bucket in unit.buckets:
+                self._params.update((param.parameter, param) for param in bucket.params)
+                self._listen(unit, bucket, range(len(bucket.params)))
         self._sums = Sums(sharing)
-        self._look_at_buffers()
+        self._look_at_buckets()
         self._touched = False
         self._asked = 0  # the backward whose end is waited for
         # Whether the backward that runs makes a graph, and whether one from before may run again: a graph that a
@@ -86,7 +86,7 @@ class DataParallel:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Gradients stay pending; the next backward outside reduces their sum."""
+        """Gradients stay partial; the next backward outside reduces their sum."""
         saved, self.enabled = self.enabled, False
         try:
             yield
@@ -95,7 +95,7 @@ class DataParallel:
 
     @contextlib.contextmanager
     def in_parts(self) -> Iterator[None]:
-        """A call that is run in parts, forward and backward (a pipeline's): its gradients stay pending, and what its
+        """A call that is run in parts, forward and backward (a pipeline's): its gradients stay partial, and what its
         parts gather stays gathered until the backward that releases them; without gradients, until the end."""
         self.holds = True
         try:
@@ -107,58 +107,58 @@ class DataParallel:
             self.rest()
 
     def take_in(self) -> None:
-        """Parameters that somebody has given other memory lie in their buffers again, with the values that they have:
-        before anything reads a buffer. Cost: a look at each parameter."""
+        """Parameters that somebody has given other memory lie in their buckets again, with the values that they have:
+        before anything reads a bucket. Cost: a look at each parameter."""
         for unit in self.units:
             if not unit.is_intact:
-                unit.close()
-                for buffer in unit.buffers:
-                    if not buffer.is_intact:
-                        self._listen(unit, buffer, buffer.take_in())
-                unit.is_open = not unit.fetched
-        frozen = [(unit, buffer) for unit, buffer in self._frozen if buffer.is_thawed]
+                unit.reshard()
+                for bucket in unit.buckets:
+                    if not bucket.is_intact:
+                        self._listen(unit, bucket, bucket.take_in())
+                unit.is_open = not unit.unsharded
+        frozen = [(unit, bucket) for unit, bucket in self._frozen if bucket.is_thawed]
         if frozen:
             self._thaw(frozen)
 
-    def _thaw(self, thawed: list[tuple[Unit, Buffer]]) -> None:
-        """Parameters that were frozen when their buffers were made are trained from here on. A gradient that one of
-        them has by now is pending, and summed with the next ones, or before the step."""
-        for unit, buffer in thawed:
-            buffer.thaw()
-            unit.look_at_buffers()
-            self._listen(unit, buffer, range(len(buffer.slots)))
-        self._look_at_buffers()
+    def _thaw(self, thawed: list[tuple[Unit, Bucket]]) -> None:
+        """Parameters that were frozen when their buckets were made are trained from here on. A gradient that one of
+        them has by now is partial, and summed with the next ones, or before the step."""
+        for unit, bucket in thawed:
+            bucket.thaw()
+            unit.look_at_buckets()
+            self._listen(unit, bucket, range(len(bucket.params)))
+        self._look_at_buckets()
 
-    def _look_at_buffers(self) -> None:
-        every = [(unit, buffer) for unit in self.units for buffer in unit.buffers]
-        self._frozen = [(unit, buffer) for unit, buffer in every if not buffer.differentiable]
-        apart = [buffer for _, buffer in every if buffer.differentiable and buffer.holders]
+    def _look_at_buckets(self) -> None:
+        every = [(unit, bucket) for unit in self.units for bucket in unit.buckets]
+        self._frozen = [(unit, bucket) for unit, bucket in every if not bucket.differentiable]
+        apart = [bucket for _, bucket in every if bucket.differentiable and bucket.holders]
         self._sums.look_at(self.units, apart)
         self._needs_end = bool(apart) or bool(self._sums.order)
 
-    def _listen(self, unit: Unit, buffer: Buffer, which: Iterable[int]) -> None:
-        """Hears when autograd has added to the gradients of these of the buffer's parameters."""
-        for i in which if buffer.reduces else ():
-            parameter = buffer.slots[i].parameter
+    def _listen(self, unit: Unit, bucket: Bucket, which: Iterable[int]) -> None:
+        """Hears when autograd has added to the gradients of these of the bucket's parameters."""
+        for i in which if bucket.reduces else ():
+            parameter = bucket.params[i].parameter
             with DisableTorchFunction():  # in a forward, of which nothing of it is
                 if (hooks := parameter._post_accumulate_grad_hooks) is None:
                     trained = parameter.requires_grad  # torch hangs no hook on what is frozen
                     parameter.requires_grad_(True)
-                    parameter.register_post_accumulate_grad_hook(self._arrival(unit, buffer, i))
+                    parameter.register_post_accumulate_grad_hook(self._arrival(unit, bucket, i))
                     parameter.requires_grad_(trained)
                 else:  # an exchange of tensors takes their hooks from autograd, not from the objects
                     parameter._post_accumulate_grad_hooks = hooks
 
     def flush(self) -> None:
-        """Reduces whatever is still pending: before an optimizer step that follows `paused` backwards only.
+        """Reduces whatever is still partial: before an optimizer step that follows `paused` backwards only.
 
         Afterwards no parameter is on its way: a step may write.
         """
         self.take_in()
         for unit in self.units:
-            for buffer in unit.reduced:
-                if buffer.has_pending():
-                    buffer.open_gradients()
+            for bucket in unit.reduced:
+                if bucket.has_partial():
+                    bucket.open_gradients()
                     self._touched = True
         saved, self.enabled = self.enabled, True
         try:
@@ -166,45 +166,45 @@ class DataParallel:
         finally:
             self.enabled = saved
         for unit in self.units:
-            for buffer in unit.buffers:
-                if not buffer.separate:
-                    buffer.wait()
+            for bucket in unit.buckets:
+                if not bucket.separate:
+                    bucket.wait()
 
     @property
     def tells(self) -> bool:
         """Whether users' hooks on gradients run, with parameters at rest already."""
-        return any(buffer.tells for unit in self.units for buffer in unit.buffers)
+        return any(bucket.tells for unit in self.units for bucket in unit.buckets)
 
     def rest(self) -> None:
-        """Parameters are the masters, where they are not the same memory: a write to one stays. What is gathered ahead
-        goes: it may be older than a write."""
+        """Parameters are the full-precision shards, where they are not the same memory: a write to one stays. What is
+        gathered ahead goes: it may be older than a write."""
         for unit in self.units:
-            unit.close()
+            unit.reshard()
 
     def updated(self) -> None:
-        """The masters have changed: parameters follow. Cost: below ZeRO-3 an all-gather of each buffer, which the next
-        forward waits for where it first reads a parameter of it, as does whoever reads one before."""
+        """The full-precision shards have changed: parameters follow. Cost: below ZeRO-3 an all-gather of each
+        bucket, which the next forward waits for where it first reads one of it, as does whoever reads one before."""
         forget_all()
         for unit in (self.units[-1], *self.units[:-1]):  # as a forward reads them
-            for buffer in unit.buffers:
-                buffer.updated()
-            unit.is_open = not unit.fetched
+            for bucket in unit.buckets:
+                bucket.updated()
+            unit.is_open = not unit.unsharded
         self._made_graph = False
         for unit in self.units:
-            for buffer in unit.buffers:
-                if not buffer.separate:
-                    buffer.leave_under_way()
+            for bucket in unit.buckets:
+                if not bucket.separate:
+                    bucket.leave_under_way()
 
-    def slot_of(self, parameter: Tensor) -> Slot | None:
-        """The parameter's place in its buffer, None for a tensor that is no parameter of the model."""
-        return self._slots.get(parameter)
+    def param_of(self, parameter: Tensor) -> ShardedParameter | None:
+        """The parameter's place in its bucket, None for a tensor that is no parameter of the model."""
+        return self._params.get(parameter)
 
     def on_host(self) -> list[Tensor]:
-        """What of the buffers lies on the host: offloaded masters, or their copies, and where gradients arrive."""
-        buffers = [buffer for unit in self.units for buffer in unit.buffers]
-        slots = [slot for buffer in buffers for slot in buffer.slots if slot.arriving is not None]
-        masters = [buffer.master for buffer in buffers if buffer.hosted]
-        return masters + [slot.arriving for slot in slots] + [slot.optimized for slot in slots if slot.is_copied]
+        """What of the buckets lies on the host: offloaded shards, or their copies, and where gradients arrive."""
+        buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        params = [param for bucket in buckets for param in bucket.params if param.arriving is not None]
+        shards = [bucket.shard for bucket in buckets if bucket.hosted]
+        return shards + [param.arriving for param in params] + [param.optimized for param in params if param.is_copied]
 
     # --- forward --------------------------------------------------------------------------
 
@@ -217,10 +217,10 @@ class DataParallel:
         def leave(_: nn.Module, args: tuple, output: Any) -> None:
             self._leave(unit, output, root)
 
-        if unit.fetched:
+        if unit.unsharded:
             module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         # That a gradient has reached the model is known from its output, so that all ranks take part in the sums.
-        if unit.fetched or (root and module is unit.modules[0]):
+        if unit.unsharded or (root and module is unit.modules[0]):
             module.register_forward_hook(leave)
 
     def _begin(self, root: nn.Module, args: tuple) -> None:
@@ -259,20 +259,20 @@ class DataParallel:
             map_tensors(inputs, watch)
 
     def _open(self, unit: Unit, backward: bool) -> None:
-        if unit.is_open and not unit.fetched:
+        if unit.is_open and not unit.unsharded:
             return
         if not (unit.is_open or unit.is_intact):
-            self.take_in()  # which converts, where the parameters' layouts are not the buffer's
+            self.take_in()  # which converts, where the parameters' layouts are not the bucket's
         with DisableTorchFunction():  # nothing of it is the forward's: a pipeline's dry run must not see it
-            unit.open()
+            unit.unshard()
             last = self._last[backward]
             if last is not unit:
                 if last is not None:
                     last.next[backward] = unit
                 self._last[backward] = unit
-            self._fetch_ahead(unit, backward)
+            self._unshard_ahead(unit, backward)
 
-    def _fetch_ahead(self, unit: Unit, backward: bool) -> None:
+    def _unshard_ahead(self, unit: Unit, backward: bool) -> None:
         """Starts to gather the blocks that came next in the last pass, as many and as large as the plan allows."""
         room, following = self.sharing.ahead_bytes, unit
         for _ in range(self.sharing.prefetch):
@@ -283,14 +283,14 @@ class DataParallel:
             if room is not None and room < 0:
                 return
             if not following.is_open:
-                following.fetch()
+                following.start_unshard()
             if following is self.units[-1]:  # with it a backward ends
                 return
 
     def _leave(self, unit: Unit, output: Any, root: bool) -> None:
         if root:
             self._last[False] = None
-        if (unit.may_wait and not self.enabled) or not (unit.fetched or self._needs_end):
+        if (unit.may_wait and not self.enabled) or not (unit.unsharded or self._needs_end):
             return
         in_graph = False
         entry = unit.entered.pop() if unit.entered else Pass()
@@ -305,16 +305,16 @@ class DataParallel:
 
         if torch.is_grad_enabled():
             map_tensors(output, watch)
-        if unit.fetched and _current_graph_task_id() == -1:
+        if unit.unsharded and _current_graph_task_id() == -1:
             # The root's parameters, and those of the block that backward begins with, are needed again at once.
             stays = in_graph and (root or unit is self.units[-2])
             if root and not self._keeps_open:
                 with DisableTorchFunction():
                     for each in {unit, self.units[-2] if len(self.units) > 1 else unit}:
-                        each.hide() if in_graph else each.close()
+                        each.hide() if in_graph else each.reshard()
             elif not stays and not self._keeps_open:
                 with DisableTorchFunction():
-                    unit.close()
+                    unit.reshard()
 
     # --- backward -------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class DataParallel:
         if entry not in unit.passes:
             unit.passes.add(entry)
             entry.left = entry.inputs
-        if unit.fetched:
+        if unit.unsharded:
             self._open(unit, True)
         if not unit.touched:
             unit.open_gradients()
@@ -340,32 +340,32 @@ class DataParallel:
         unit.passes.discard(entry)
         if unit.passes:
             return
-        if self.enabled and not unit.started and any(buffer.filled for buffer in unit.reduced):
+        if self.enabled and not unit.started and any(bucket.filled for bucket in unit.reduced):
             self._sums.start(unit)
         if not self._keeps_open:
-            unit.close()
+            unit.reshard()
 
     @property
     def _keeps_open(self) -> bool:
         return self.holds or self._makes_graph or self._made_graph
 
-    def _arrival(self, unit: Unit, buffer: Buffer, i: int) -> Callable[[Tensor], None]:
+    def _arrival(self, unit: Unit, bucket: Bucket, i: int) -> Callable[[Tensor], None]:
         """The hook of a parameter: autograd has added to its gradient.
 
         It holds nothing: autograd keeps hooks where no garbage collector sees them, and a model that one of them holds
-        would stay for ever. The parameter itself holds its buffer, and that all of this.
+        would stay for ever. The parameter itself holds its bucket, and that all of this.
         """
-        buffer.parallel = self
-        held = weakref.ref(unit), weakref.ref(buffer)
+        bucket.parallel = self
+        held = weakref.ref(unit), weakref.ref(bucket)
 
         def arrived(parameter: Tensor) -> None:
-            unit, buffer = held[0](), held[1]()
-            self = buffer.parallel
-            if unit.may_wait and not self.enabled and buffer.flat is None:
+            unit, bucket = held[0](), held[1]()
+            self = bucket.parallel
+            if unit.may_wait and not self.enabled and bucket.flat is None:
                 return
             self._ask_for_the_end()
             unit.touched = True
-            buffer.arrived(i)
+            bucket.arrived(i)
             if self.enabled and not unit.started and unit.is_full:
                 self._sums.start(unit)
 
@@ -390,7 +390,7 @@ class DataParallel:
             if self.enabled:
                 self._sums.finish()
             else:
-                self._sums.leave_pending()
+                self._sums.leave_partial()
         self._last[True] = None
         for unit in self.units:
             unit.touched = False
@@ -400,7 +400,7 @@ class DataParallel:
         self._makes_graph = False
         for unit in self.units:
             if not self._keeps_open:
-                unit.close()
+                unit.reshard()
 
 
 def _at_the_end(call: Callable[[], None]) -> None:

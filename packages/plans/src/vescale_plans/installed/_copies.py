@@ -1,11 +1,11 @@
 """`copy.deepcopy` of a parallelized model, or of one of its modules: a parallelized model of its own.
 
 The modules are copied as they were without what `parallelize` put on them, the users' own hooks with them; the same is
-then put on the copy. Its parameters lie in flat buffers of its own, filled from the memory of the original's: a rank's
+then put on the copy. Its parameters lie in flat buckets of its own, filled from the memory of the original's: a rank's
 shard from a rank's shard. As on one device a copied parameter has no gradient, and none of its hooks.
 
-Cost: no communication, so that one rank alone may copy; but where the copy's buffers are cut otherwise than the
-original's (under ZeRO-3, of modules whose parameters have been frozen or thawed since, or that shared a buffer), where
+Cost: no communication, so that one rank alone may copy; but where the copy's buckets are cut otherwise than the
+original's (under ZeRO-3, of modules whose parameters have been frozen or thawed since, or that shared a bucket), where
 each parameter is converted, on all ranks.
 """
 
@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 from torch import nn
 
 from vescale_dtensor import OperatorError
-from vescale_dtensor.engine import stamp
+from vescale_dtensor.engine import attach
 
 from .._plan.promise import promise_copy
 from .._static.key import is_ours
 from .._static.site import Site
 from .._static.static import run_static
-from .._zero.slot import Slot
+from .._zero.sharded_parameter import ShardedParameter
 from ._recipe import install
 
 _COPIER = "__deepcopy__"
@@ -75,9 +75,9 @@ def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Modu
         )
     held.sync.take_in()
     for parameter in module.parameters():
-        slot = held.sync.slot_of(parameter)
-        if slot is not None:
-            memo.setdefault(id(parameter), _promised(slot))
+        param = held.sync.param_of(parameter)
+        if param is not None:
+            memo.setdefault(id(parameter), _promised(param))
     names = {id(each): name for name, each in root.named_modules()}
     recipe = held.recipe.below(names[id(module)]) if id(module) in names else None
     modules = [each for each in module.modules() if getattr(each.__dict__.get(_COPIER), "root", None) is root]
@@ -94,10 +94,10 @@ def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Modu
     return copied
 
 
-def _promised(slot: Slot) -> nn.Parameter:
+def _promised(param: ShardedParameter) -> nn.Parameter:
     """The copy's parameter: no memory yet, its values are the original's at rest."""
-    value, layout = slot.at_rest
-    return promise_copy(stamp(value.detach(), layout), slot.full_layout, slot.parameter.requires_grad)
+    value, layout = param.at_rest
+    return promise_copy(attach(value.detach(), layout), param.full_layout, param.parameter.requires_grad)
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

@@ -25,7 +25,7 @@ from .._experts.structure import Experts
 from .._plan.least import Reads, least_collectives, open_sums
 from .._recompute.host import Host
 from .._recompute.recompute import install_recompute
-from .._zero.slot import Sharing
+from .._zero.sharded_parameter import Sharing
 from .._zero.zero import DataParallel
 from ..plan import Boundary, Plan
 

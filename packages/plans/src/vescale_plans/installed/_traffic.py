@@ -90,18 +90,18 @@ class FirstStep:
         left = open_sums(self._plan, self._root)
         if any(mesh_of(self._root._vescale.device_mesh).coordinate) or self._sent <= (OPEN if left else MUCH) * least:
             return
-        pending = ""
+        partial = ""
         if left:
             globs = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in left))
             more = f" and {len(globs) - 3} more" if len(globs) > 3 else ""
-            pending = (
+            partial = (
                 f" What {', '.join(globs[:3])}{more} give stays a sum of parts, which each reader adds up: "
                 f"parallelize(plan.complete(model, batch), ...) saves up to {self._sent - least}."
             )
         _log.warning(
             "the model's first %s sent %d collectives, and the plan's cut weights need %d.%s Each line and its cause: "
             "vescale.comm_trace(model) as trace, then print(trace.advice())",
-            "step" if backward else "forward", self._sent, least, pending,
+            "step" if backward else "forward", self._sent, least, partial,
         )  # fmt: skip
 
 

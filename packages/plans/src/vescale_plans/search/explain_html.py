@@ -161,7 +161,7 @@ def mesh(weighed: Weighed) -> str:
     one = weighed.chosen.candidate
     names = weighed.request.structure.block_names
     starts = [names.index(cut) for cut in weighed.chosen.cuts]
-    borders = [0, *starts, len(names)]
+    bounds = [0, *starts, len(names)]
     stages, replicas, ranks = (
         min(number, SHOWN[name]) for number, name in ((one.pp, "stages"), (one.replicas, "replicas"), (one.tp, "ranks"))
     )
@@ -170,7 +170,7 @@ def mesh(weighed: Weighed) -> str:
     for stage in range(stages):
         left = 20 + stage * wide
         own = range(stage, one.pp * one.virtual, one.pp)
-        held = sum(borders[at + 1] - borders[at] for at in own) if names else 0
+        held = sum(bounds[at + 1] - bounds[at] for at in own) if names else 0
         title = f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}" if one.pp > 1 else "every rank"
         made.append(_text(left, 16, title, bold=True))
         made.append(_text(left, 32, f"{held} blocks" if names else ""))

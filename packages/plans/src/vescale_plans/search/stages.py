@@ -69,9 +69,9 @@ class Stages:
 
     def held(self, parts: int) -> list[int]:
         """Of so many parts, those of the fullest rank."""
-        borders, ranks = [*self.starts, parts], len(self.starts) // self.virtual
+        bounds, ranks = [*self.starts, parts], len(self.starts) // self.virtual
         stages = range(self.fullest, len(self.starts), ranks)
-        return [at for stage in stages for at in range(*borders[stage : stage + 2])]
+        return [at for stage in stages for at in range(*bounds[stage : stage + 2])]
 
 
 @dataclass(frozen=True)
@@ -162,14 +162,14 @@ class Cutter:
 
     def made(self, starts: Sequence[int]) -> Stages | None:
         """The cut at these parts, with the least that is computed again; None where it is none, or does not fit."""
-        borders = [*starts, len(self.parts)]
-        if len(set(borders)) < len(borders) or not all(self.parts[start].cuttable for start in starts[1:]):
+        bounds = [*starts, len(self.parts)]
+        if len(set(bounds)) < len(bounds) or not all(self.parts[start].cuttable for start in starts[1:]):
             return None
-        stages = [self.stage(at, *borders[at : at + 2]) for at in range(len(starts))]
+        stages = [self.stage(at, *bounds[at : at + 2]) for at in range(len(starts))]
         if None in stages:
             return None
         again: set[int] = set()
-        for stage, first, past in zip(stages, borders, borders[1:]):
+        for stage, first, past in zip(stages, bounds, bounds[1:]):
             for kind, number in stage.again.items():
                 again.update([at for at in range(first, past) if self.parts[at].again == kind][:number])
         fullest = max(range(len(stages)), key=lambda at: stages[at].memory)

@@ -26,7 +26,7 @@ import torch
 from torch import Generator, Tensor
 
 from vescale_dtensor import Layout
-from vescale_dtensor.engine import PENDING, global_stride
+from vescale_dtensor.engine import PARTIAL, global_stride
 
 from .._cuda.fill import check_not_named, fill_parts, generator_on, is_followed
 from .._cuda.numbers import fused_dropout_
@@ -115,7 +115,7 @@ def _from_the_outermost(strides: Sequence[int], shape: Sequence[int]) -> tuple[i
 def fill(local: Tensor, layout: Layout, draw: Draw, *, fresh: bool = False, like: Tensor | None = None) -> Tensor:
     """Overwrites this rank's shard `local` (plain) with its part of the draw of the whole; returns it.
 
-    A pending tensor is drawn on the first rank of the axis and zero on the others, whose
+    A partial tensor is drawn on the first rank of the axis and zero on the others, whose
     generators go along. On a meta tensor nothing is drawn, as on one device. fresh: nobody has cut `local`
     out of another tensor. like: the shard, as it lies, of what one device's fresh tensor would be made like.
     """
@@ -180,7 +180,7 @@ def _place_philox(local: Tensor, layout: Layout | None, draw: Draw, key: Key) ->
     if layout is None:
         shape = tuple(local.shape)
         parts = [(local, Region(shape, tuple(((0, size),) for size in shape)))]
-    elif any(state is PENDING and at for state, at in zip(layout.states, layout.mesh.coordinate)):
+    elif any(state is PARTIAL and at for state, at in zip(layout.states, layout.mesh.coordinate)):
         return local.zero_()
     else:
         parts = parts_of(local, layout, range(layout.ndim))
@@ -194,7 +194,7 @@ Part = tuple[Tensor, Region]
 
 
 def _place(local: Tensor, layout: Layout, draw: Draw, fresh: bool, like: Tensor | None = None) -> Tensor:
-    zero = any(state is PENDING and at for state, at in zip(layout.states, layout.mesh.coordinate))
+    zero = any(state is PARTIAL and at for state, at in zip(layout.states, layout.mesh.coordinate))
     order = _in_rows(layout.shape)
     if layout.flat_axis is None:
         order = order_of(local if like is None else like, layout, fresh)

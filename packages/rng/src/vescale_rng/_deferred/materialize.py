@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, Layout, Placement, distribute_tensor
-from vescale_dtensor.engine import stamp
+from vescale_dtensor.engine import attach
 
 from .._journal import fingerprint_of
 from .._torch_private import OpOverload, tree_flatten, tree_map, tree_map_only
@@ -48,18 +48,18 @@ def distribute(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Pla
     if not is_deferred(tensor):
         return distribute_tensor(tensor, device_mesh, placements)
     layout = distribute_tensor(tensor._slot.meta, device_mesh, placements)._layout.base
-    if layout.is_pending:
+    if layout.is_partial:
         whole = value_of(tensor._slot)
         return distribute_tensor(whole, device_mesh, placements).requires_grad_(tensor.requires_grad)
     local = materialize_shard(tensor, layout).to(layout.mesh.device_type)
-    return stamp(local, layout).requires_grad_(tensor.requires_grad)
+    return attach(local, layout).requires_grad_(tensor.requires_grad)
 
 
 def materialize_shard(tensor: Deferred, layout: Layout) -> Tensor:
     """This rank's part of a deferred tensor under a layout, a flat one too, as a plain tensor on the tensor's device.
 
     Only the shard is made, where every call that the value depends on allows it; else the whole, cut and let go. The
-    layout has nothing pending. No communication.
+    layout has nothing partial. No communication.
     """
     with torch.no_grad():
         local = None if layout.is_replicated else _shard(tensor._slot, layout)

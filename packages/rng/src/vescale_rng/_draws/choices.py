@@ -3,7 +3,7 @@
 What torch does on CPU for one sample, or without replacement (ATen/native/Distributions.cpp, multinomial): the
 probabilities over exponential numbers, drawn like them; the largest wins. With replacement
 (ATen/native/cpu/MultinomialKernel.cpp) a uniform number in double precision for each sample, row by row, and the first
-category whose cumulated probability is no less. Probabilities that are cut along a row, or pending, are gathered.
+category whose cumulated probability is no less. Probabilities that are cut along a row, or partial, are gathered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor import DTensor, Layout
-from vescale_dtensor.engine import gathered, handler, local_only, stamp
+from vescale_dtensor.engine import attach, gathered, handler, local_only
 
 from .._cpu.stream import Draw, fill
 from .fills import draws_for
@@ -35,7 +35,7 @@ def multinomial(function: Callable, args: tuple, kwargs: dict) -> Any:
         and own.device.type == "cpu"
         and own.shape[1] > 0
         and (given.get("replacement", False) or samples <= own.shape[1])
-        and not own._layout.is_pending
+        and not own._layout.is_partial
         and own._layout.flat_axis is None
         and not own._layout.axes_of(1)
     )
@@ -48,7 +48,7 @@ def multinomial(function: Callable, args: tuple, kwargs: dict) -> Any:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         drawn = _by_search if given.get("replacement", False) and samples > 1 else _by_race
         layouts = layout, layout.with_shape((own._layout.shape[0], samples))
-        return stamp(drawn(local, samples, *layouts, {"generator": given.get("generator")}), layouts[1])
+        return attach(drawn(local, samples, *layouts, {"generator": given.get("generator")}), layouts[1])
 
 
 def _by_race(local: Tensor, samples: int, probabilities: Layout, results: Layout, seeded: dict) -> Tensor:

@@ -2,8 +2,8 @@
 
     dropout            noise as the input: its part is drawn in the order of the input's memory
     feature forms      one number per sample and channel: dims of one index, whole where the input is cut there
-    alpha forms        times the noise, plus what keeps mean and variance: a constant, added once where pending
-    pending input      the noise is whole and equal on all ranks: the product is linear in the input
+    alpha forms        times the noise, plus what keeps mean and variance: a constant, added once where partial
+    partial input      the noise is whole and equal on all ranks: the product is linear in the input
     nothing drawn      p = 0, p = 1, or not training: no number is taken
 
 What torch does on CPU (ATen/native/Dropout.cpp): noise = empty_like(input).bernoulli_(1 - p).div_(1 - p), then the
@@ -26,15 +26,15 @@ from torch import Tensor
 from vescale_dtensor import DTensor, Layout, register_rule
 from vescale_dtensor.engine import (
     INVARIANT,
-    PENDING,
+    PARTIAL,
     TABLE,
+    attach,
     body_of,
     check_writable,
     gathered,
     handler,
     layout_of,
     local_only,
-    stamp,
 )
 from vescale_dtensor.rules import Call, decomposed
 
@@ -85,20 +85,20 @@ def _drop(p: float, feature: bool, alpha: bool, inplace: bool, on_device: Callab
         # On the shards: a checkpoint that finds a DTensor among what autograd saved compares its global shape.
         with local_only():
             if not (feature or alpha or inplace or draws_for(x)):
-                return stamp(_fused(x, layout, p), layout if torch.is_grad_enabled() else layout.untracked)
+                return attach(_fused(x, layout, p), layout if torch.is_grad_enabled() else layout.untracked)
             noise = _noise(x, layout, p, feature)
             if not alpha and x.device.type not in ("cpu", "meta"):
                 kept, scale = noise.bool(), scale_of(p, noise.dtype)
                 del noise
                 out = x.mul_(kept).mul_(scale) if inplace else (x * kept).mul_(scale)
-                return x if inplace else stamp(out, layout if torch.is_grad_enabled() else layout.untracked)
+                return x if inplace else attach(out, layout if torch.is_grad_enabled() else layout.untracked)
             noise, shift = _scaled(noise, layout, p, alpha)
             out = x.mul_(noise) if inplace else x * noise
             if shift is not None:
                 out = out.add_(shift)
         if inplace:
             return x
-        return stamp(out, layout if torch.is_grad_enabled() else layout.untracked)
+        return attach(out, layout if torch.is_grad_enabled() else layout.untracked)
 
     return run
 
@@ -133,13 +133,13 @@ def _noise(x: Tensor, layout: Layout, p: float, feature: bool) -> Tensor:
 
 
 def _scaled(noise: Tensor, layout: Layout, p: float, alpha: bool) -> tuple[Tensor, Tensor | None]:
-    """What the input is multiplied by, and what is then added: where it is pending, on the first rank only."""
+    """What the input is multiplied by, and what is then added: where it is partial, on the first rank only."""
     with torch.no_grad():
         if not alpha:
             return noise.div_(1 - p), None
         scale = 1 / sqrt((_SELU * _SELU * p + 1) * (1 - p))
         shift = noise.add(-1).mul_(_SELU * scale).add_(_SELU * scale * p)
-        elsewhere = any(at and state is PENDING for at, state in zip(layout.mesh.coordinate, layout.states))
+        elsewhere = any(at and state is PARTIAL for at, state in zip(layout.mesh.coordinate, layout.states))
         return noise.mul_(scale), None if elsewhere else shift
 
 

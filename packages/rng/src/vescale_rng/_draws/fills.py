@@ -2,7 +2,7 @@
 
     uniform_, normal_, random_, ...   the shard's part, in place; nothing is communicated, old values do not count
     nn.init.*                         torch's own formulas, which call the fills
-    *_like                            in the layout of the input; whole where that is pending
+    *_like                            in the layout of the input; whole where that is partial
     bernoulli_ with a tensor          uniform numbers in the layout of the target, compared with the probabilities
     torch.normal                      standard normal numbers, times std, plus mean, as torch's CPU kernel does
 
@@ -24,12 +24,12 @@ from torch import Tensor
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import (
     TABLE,
+    attach,
     check_writable,
     gathered,
     handler,
     local_only,
     requires_grad,
-    stamp,
 )
 
 from .._cpu.stream import Draw, fill
@@ -69,10 +69,10 @@ def draw_into(own: DTensor, draw: Draw, *, fresh: bool = False, like: DTensor | 
 
 
 def empty_as(own: DTensor, **options: Any) -> DTensor:
-    """`empty_like(own, **options)`, laid out alike; whole where `own` is pending."""
+    """`empty_like(own, **options)`, laid out alike; whole where `own` is partial."""
     layout = own._layout.reduced
     with torch.no_grad(), local_only():
-        return stamp(torch.empty_like(own.detach(), **options), layout)
+        return attach(torch.empty_like(own.detach(), **options), layout)
 
 
 @handler(_FILLS)
@@ -90,10 +90,10 @@ def _bernoulli_in_place(own: DTensor, p: Tensor, *, generator: torch.Generator |
     """One where a uniform number, of double precision if p is, lies below p; else zero."""
     if p.dtype not in _REAL:
         raise RuntimeError(f"bernoulli_: probabilities are floating-point numbers, not {p.dtype}")
-    pending = type(p) is DTensor and p._layout.is_pending
+    partial = type(p) is DTensor and p._layout.is_partial
     with torch.no_grad():
         with local_only():
-            if not pending and not p.is_meta and not bool(((p >= 0) & (p <= 1)).all()):
+            if not partial and not p.is_meta and not bool(((p >= 0) & (p <= 1)).all()):
                 raise RuntimeError("bernoulli_: expected every probability to be at least 0 and at most 1")
         uniform = empty_as(own, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
         drawn = draw_into(uniform, Draw(Tensor.uniform_, (), {"generator": generator}), fresh=True, like=own) < p

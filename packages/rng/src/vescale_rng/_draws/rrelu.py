@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor import DTensor, Layout, register_rule
-from vescale_dtensor.engine import TABLE, check_writable, gathered, local_only, stamp
+from vescale_dtensor.engine import TABLE, attach, check_writable, gathered, local_only
 from vescale_dtensor.rules import Call, decomposed
 
 from .._cpu.stream import Draw, fill, fill_region
@@ -47,14 +47,14 @@ def _drawing(function: Callable, lower: float, upper: float, inplace: bool) -> C
         seeded = kwargs.get("generator") is not None or function is not F.rrelu and len(args) > 4
         known = x.dtype in (torch.float32, torch.float64) and upper - lower > 1e-6 and not seeded and x.numel()
         plain = all(state.in_one_piece and state.units is None for state in layout.states)
-        if not known or not plain or layout.is_pending or not draws_for(x):
+        if not known or not plain or layout.is_partial or not draws_for(x):
             return gathered(function)(*args, **kwargs)
         if inplace:
             check_writable("rrelu_", x)
         noise = _noise(x, layout, lower, upper)
         with local_only():
             out = x.mul_(noise) if inplace else x * noise
-        return x if inplace else stamp(out, layout if torch.is_grad_enabled() else layout.untracked)
+        return x if inplace else attach(out, layout if torch.is_grad_enabled() else layout.untracked)
 
     return run
 
@@ -90,7 +90,7 @@ def _runs(below: Tensor, layout: Layout) -> tuple[int, Ranges]:
     counts = layout.with_shape((*layout.shape[:last], ranks))
     mine = below.flatten(last).sum(-1, keepdim=True)
     sizes = mine.view(-1).tolist()
-    everyone = stamp(mine, counts.untracked).full_tensor().contiguous()  # cut along a later dim it may not be
+    everyone = attach(mine, counts.untracked).full_tensor().contiguous()  # cut along a later dim it may not be
     ends = everyone.view(-1).cumsum(0)
     starts = ends.view(everyone.shape) - everyone
     for dim, held in enumerate(counts.region_at(counts.mesh.coordinate)):

@@ -27,7 +27,7 @@ _amp_foreach_non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check
 # Calls a function at the end of the backward that runs. Instead: a public one.
 queue_callback = Variable._execution_engine.queue_callback
 
-# Ends a group without waiting for what is pending in it. Instead: a public `dist.abort_process_group`.
+# Ends a group without waiting for what is in flight in it. Instead: a public `dist.abort_process_group`.
 _abort_process_group = distributed_c10d._abort_process_group
 
 

@@ -102,7 +102,7 @@ def agreed(failed: str | None, group: Any) -> str | None:
 
 
 def abandoned(groups: list[Any]) -> None:
-    """Ends what is pending: destroying a group would wait for it."""
+    """Ends what is in flight: destroying a group would wait for it."""
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             _abort_process_group(group)

@@ -127,7 +127,7 @@ class Planned:
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Gradients inside stay pending where the plan keeps them whole (ZeRO 0 and 1)."""
+        """Gradients inside stay partial where the plan keeps them whole (ZeRO 0 and 1)."""
         with no_sync(model) if self.plan.zero < 2 else contextlib.nullcontext():
             yield
 

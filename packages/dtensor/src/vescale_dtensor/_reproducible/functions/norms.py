@@ -50,7 +50,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _square_sum(x: Tensor) -> Tensor:
-    if type(x) is DTensor and x._layout.is_pending:  # reduced once, not once per factor
+    if type(x) is DTensor and x._layout.is_partial:  # reduced once, not once per factor
         x = convert(x, x._layout.reduced)
     x = wide(x)
     if type(x) is DTensor and not _in_blocks(x._layout.base):

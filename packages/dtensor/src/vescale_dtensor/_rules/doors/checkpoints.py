@@ -20,7 +20,7 @@ from ..._tensor.tensor import DTensor, local_only
 
 def _boxes(tensor: DTensor) -> Sequence[Box]:
     layout = tensor._layout.base
-    if layout.is_pending:
+    if layout.is_partial:
         raise OperatorError(
             "torch.distributed.checkpoint",
             "no rank holds a sum that is not reduced yet, only its terms",

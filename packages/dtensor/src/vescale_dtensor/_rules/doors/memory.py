@@ -61,7 +61,7 @@ def address(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 class GlobalStorage:
-    """What `untyped_storage()` and `storage()` of a sharded or pending tensor answer: identity and the global size.
+    """What `untyped_storage()` and `storage()` of a sharded or partial tensor answer: identity and the global size.
 
     `data_ptr()` is a number of this storage alone, the same for all tensors in it, and no address; of a tensor in a
     part of a larger buffer (parameters under ZeRO) it is the part's. Its bytes cannot be read.

@@ -1,10 +1,10 @@
 """What torch.optim and torch.nn.utils call on lists of tensors: `_foreach_*`, `_fused_*`, the gradient scaler's check.
 
     foreach     elementwise item by item: item i of all lists takes one layout (in place: self's), items differ
-    fused       all lists take the parameters' layouts, pending gradients are reduced
+    fused       all lists take the parameters' layouts, partial gradients are reduced
     norm        local sums of powers, one reduction for all items that lie alike
 
-A list whose items do not fit (a nonlinear step in place on a pending tensor) is
+A list whose items do not fit (a nonlinear step in place on a partial tensor) is
 walked through with the functions of single tensors, each under its own rule.
 
 torch.nn.utils takes lists for types that it knows only (`_foreach_supported_types`); ours is one: one reduction for all
@@ -24,8 +24,8 @@ from ..._conversions.conversion import is_alias
 from ..._conversions.convert import convert, convert_plain
 from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import Layout, layout_of
-from ..._layouts.state import PENDING
-from ..._tensor.tensor import DTensor, local_only, stamp
+from ..._layouts.state import PARTIAL
+from ..._tensor.tensor import DTensor, attach, local_only
 from ..._torch_private import (
     _amp_foreach_non_finite_check_and_unscale_,
     _foreach_max,
@@ -41,7 +41,7 @@ from ..traits import Trait
 if DTensor not in _foreach_supported_types:
     _foreach_supported_types.append(DTensor)
 
-# Which tensors of an item may be pending together, per function; an entry that names a tensor not given is dropped.
+# Which tensors of an item may be partial together, per function; an entry that names a tensor not given is dropped.
 _LINEAR = {
     "neg": [(0,)], "clone": [(0,)], "zero": [(0,)], "copy": [(0, 1)], "add": [(0, 1)], "sub": [(0, 1)],
     "mul": [(0,), (1,)], "div": [(0,)], "lerp": [(0, 1)], "addcmul": [(0, 1), (0, 2)], "addcdiv": [(0, 1)],
@@ -157,7 +157,7 @@ def foreach_powsum(call: Call) -> Decision:
 
 @rule(_foreach_norm, traits=Trait.LISTS)
 def foreach_norm(call: Call) -> Decision:
-    """Per item the sum of |x|^p, pending where x is sharded; one all-reduce for all items of the same states."""
+    """Per item the sum of |x|^p, partial where x is sharded; one all-reduce for all items of the same states."""
     return decomposed(_norms)
 
 
@@ -177,13 +177,13 @@ def _norms(tensors, ord=2, dtype=None):
 
 
 def _power_sum(x: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
-    """The sum of |x|^ord, pending where x is cut.
+    """The sum of |x|^ord, partial where x is cut.
 
     Squares are summed in float64, so that the norm of the same values is the same number, to the bit of a
     float32, however they are cut.
     """
     x = x if dtype is None else x.to(dtype)
-    if type(x) is DTensor and x._layout.is_pending:  # reduced once, not once per use
+    if type(x) is DTensor and x._layout.is_partial:  # reduced once, not once per use
         x = convert(x, x._layout.reduced)
     squares = ord == 2 and x.is_floating_point() and not (torch.is_grad_enabled() and x.requires_grad)
     if not squares and (type(x) is not DTensor or x._layout.flat_axis is None):
@@ -194,7 +194,7 @@ def _power_sum(x: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
         return total
     layout = x._layout.base
     total.__class__ = Tensor
-    return stamp(total, layout_of(layout.mesh, [PENDING if s.kind in "SF" else s for s in layout.states], ()))
+    return attach(total, layout_of(layout.mesh, [PARTIAL if s.kind in "SF" else s for s in layout.states], ()))
 
 
 def _powers(x: Tensor, ord: float) -> Tensor:
@@ -222,7 +222,7 @@ def _sum_of_squares(local: Tensor) -> Tensor:
 
 @rule(_FUSED, traits=Trait.LISTS | Trait.ELEMENTWISE)
 def fused(call: Call) -> Decision:
-    """Parameters keep their layouts; states lie as they do; gradients are converted to them (pending: reduced).
+    """Parameters keep their layouts; states lie as they do; gradients are converted to them (partial: reduced).
 
     `grad_scale` makes the function write gradients too: then converted ones are copied back.
     """
@@ -234,7 +234,7 @@ def fused(call: Call) -> Decision:
     for at, items in enumerate(lists):
         for parameter, operand in zip(parameters, items):
             lead = parameter.layout
-            if parameter.plain or lead.is_pending:
+            if parameter.plain or lead.is_partial:
                 return decomposed(_aligned(call.function))
             writes = at != 1 or scales
             if operand.shape == parameter.shape and operand.layout is not lead:
@@ -308,18 +308,18 @@ def _lead(parameter: Tensor) -> Layout | None:
 def check_and_unscale(function, args, kwargs):
     """Gradients are scaled where they lie; what any rank found is known to all (one all-reduce of one number).
 
-    A pending gradient is checked as it is and again reduced, because a finite sum can overflow.
+    A partial gradient is checked as it is and again reduced, because a finite sum can overflow.
     """
     gradients, found, inverse = args
     layouts = [g._layout.base for g in gradients if type(g) is DTensor]
     seen = found.detach().clone()
     for gradient in gradients:
-        if type(gradient) is DTensor and gradient._layout.is_pending:
+        if type(gradient) is DTensor and gradient._layout.is_partial:
             whole = convert(gradient, gradient._layout.base.invariant, function)
             seen = torch.maximum(seen, (~torch.isfinite(whole).all()).to(seen.dtype).to_local())
     with local_only():
         function(list(gradients), seen, inverse)
         mesh = layouts[0].mesh
-        local = stamp(seen.detach().clone(), layout_of(mesh, (PENDING,) * mesh.ndim, tuple(seen.shape)))
+        local = attach(seen.detach().clone(), layout_of(mesh, (PARTIAL,) * mesh.ndim, tuple(seen.shape)))
     total = convert(local, local._layout.base.invariant, function).to_local()
     found.copy_((total > 0).to(found.dtype))

@@ -1,6 +1,6 @@
 """Where a tensor becomes a Python value or crosses Python's protocols: item, bool, numpy, deepcopy, pickle, data.
 
-The value is the global tensor's, so on a sharded or pending tensor these communicate
+The value is the global tensor's, so on a sharded or partial tensor these communicate
 and must be called on every rank; on a replicated one they do not.
 """
 
@@ -16,7 +16,7 @@ from ..._conversions.memo import forget
 from ..._conversions.reading import convert_to_read
 from ..._errors import OperatorError
 from ..._tensor.loans import borrow
-from ..._tensor.tensor import DTensor, local_only, stamp
+from ..._tensor.tensor import DTensor, attach, local_only
 from ..._torch_private import _is_torch_function_enabled, _TensorBase_int
 from ..registry import handler
 from ..traits import VIEWS, Trait
@@ -79,12 +79,12 @@ def deep_copy(function, args, kwargs):
             )
         needs_grad = tensor.requires_grad
         fresh = tensor.detach().clone(memory_format=torch.preserve_format)
-    fresh = stamp(fresh, layout.base).requires_grad_(needs_grad)
+    fresh = attach(fresh, layout.base).requires_grad_(needs_grad)
     memo[id(tensor)] = fresh
     if getattr(tensor, "_is_param", False):
         fresh._is_param = True
         return fresh
-    skipped = {"_layout", "_conversions", "_settled_grad", "_owner", "_loan", "_source"}
+    skipped = {"_layout", "_conversions", "_reduced_grad", "_owner", "_loan", "_source"}
     for name, item in tensor.__dict__.items():
         if name not in skipped:
             setattr(fresh, name, copy.deepcopy(item, memo))
@@ -138,7 +138,7 @@ def get_data(function, args, kwargs):
         owner.is_lent = True
     with local_only():
         data = function(tensor)
-    data = stamp(data, tensor._layout.base)
+    data = attach(data, tensor._layout.base)
     borrow(data, [tensor])
     return data
 

@@ -16,7 +16,7 @@ from ..._layouts.layout import layout_of
 from ..._layouts.state import INVARIANT
 from ..._tensor.tensor import DTensor
 from ..registry import Call, decomposed, rule
-from ..solvers.parts import plain, rows, settled
+from ..solvers.parts import plain, reduced, rows
 from ..traits import Trait
 
 
@@ -25,7 +25,7 @@ def _on_all_shards(function, compare: Callable[[Tensor, Tensor], bool], first: T
     with torch.no_grad():
         if type(first) is not DTensor:
             return _on_all_shards(function, lambda a, b: compare(b, a), second, first)
-        first = settled(first.detach(), function)
+        first = reduced(first.detach(), function)
         layout = first._layout.base
         source = second._layout.base if type(second) is DTensor else layout.invariant
         second = convert_operand(second.detach(), source, layout, function)

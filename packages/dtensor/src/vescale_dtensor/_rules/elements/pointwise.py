@@ -1,7 +1,7 @@
 """Elementwise functions, with broadcasting.
 
 sharded inputs      stay sharded, the others are sliced or used whole
-pending inputs      P + P -> P; linear in one P (the others R) -> P; anything else reduces first
+partial inputs      P + P -> P; linear in one P (the others R) -> P; anything else reduces first
 in place            self keeps its layout, the others are converted to it
 """
 
@@ -16,7 +16,7 @@ from ..._torch_private import _special
 from ..registry import TABLE, Call, Decision, Operand, both, decomposed, rule
 from ..traits import ELEMENTWISE, Trait
 
-# f(x) with f not linear: a pending input is reduced first.
+# f(x) with f not linear: a partial input is reduced first.
 NONLINEAR = """abs absolute acos acosh arccos arccosh angle arcsin arcsinh arctan arctanh asin asinh atan atanh atan2
     arctan2 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil clamp
     clamp_max clamp_min clip copysign cos cosh digamma eq erf erfc erfinv exp exp2 expm1 fix float_power floor
@@ -26,7 +26,7 @@ NONLINEAR = """abs absolute acos acosh arccos arccosh angle arcsin arcsinh arcta
     logical_not logical_or logical_xor logit lt maximum minimum mvlgamma nan_to_num ne nextafter not_equal
     polygamma pow reciprocal relu remainder round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh
     trunc xlogy addcdiv gcd lcm threshold celu selu polar""".split()
-# f(x) linear in x: pending stays pending.
+# f(x) linear in x: partial stays partial.
 LINEAR = "neg negative positive conj_physical resolve_conj resolve_neg deg2rad rad2deg".split()
 LINEAR_VIEWS = [*both("conj", "real", "imag"), Tensor.real.__get__, Tensor.imag.__get__]
 _DUNDER = {
@@ -174,7 +174,7 @@ def cast(call: Call):
 
 @rule([getattr(Tensor, name) for name in _ROUNDING_CASTS], traits=ELEMENTWISE)
 def rounding_cast(call: Call):
-    """To an integer or bool: not linear, a pending input reduces first."""
+    """To an integer or bool: not linear, a partial input reduces first."""
     return elementwise(call)
 
 
@@ -197,7 +197,7 @@ def _to_other(tensor: Tensor, other: Tensor, *args, **kwargs) -> Tensor:
 
 @rule(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, traits=ELEMENTWISE | Trait.METADATA)
 def filled_like(call: Call):
-    """Like the input's layout; values do not count, so a pending input gives a whole result, and nothing moves."""
+    """Like the input's layout; values do not count, so a partial input gives a whole result, and nothing moves."""
     if len(call.operands) > 1:
         return elementwise(call)
     return Decision(out=call.operands[0].layout.reduced)
@@ -205,7 +205,7 @@ def filled_like(call: Call):
 
 @rule(Tensor.zero_, torch.zero_, traits=ELEMENTWISE | Trait.LINEAR)
 def zero_(call: Call):
-    """Zero is zero in any layout, pending included."""
+    """Zero is zero in any layout, partial included."""
     return elementwise(call, linear=[(0,)])
 
 

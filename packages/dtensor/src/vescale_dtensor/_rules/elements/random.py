@@ -6,7 +6,7 @@ registers rules that draw the part alone.) Nothing is communicated where the old
 values do not count:
 
     fills, nn.init, *_like       drawn whole, sliced into the layout
-    dropout                      the mask is drawn whole and sliced; the input stays as it lies, pending too
+    dropout                      the mask is drawn whole and sliced; the input stays as it lies, partial too
     dropout that drops nothing   the input itself, in any layout
     all others                   the fallback: inputs gathered
 """
@@ -92,7 +92,7 @@ def constant(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 @handler(torch.rand_like, torch.randn_like, torch.randint_like, traits=Trait.DRAWS | Trait.METADATA)
 def like(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """In the input's layout; where that is pending the result is whole."""
+    """In the input's layout; where that is partial the result is whole."""
     kwargs = dict(kwargs)
     own, *rest = args if args else (kwargs.pop("input"),)
     layout = own._layout.reduced

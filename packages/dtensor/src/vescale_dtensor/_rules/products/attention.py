@@ -6,7 +6,7 @@ k's, v's sequence sharded  gathered
 all three, on one axis     stay sharded, and meet in a ring, or by an all-to-all over heads, or k and v are gathered:
                            context parallelism (`_context/choice.py` says which)
 grouped queries            kv heads sharded like q's where both divide, else whole, each rank taking its own
-v pending                  the result is linear in it -> P
+v partial                  the result is linear in it -> P
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     table sharded by row       each rank looks up the ids it holds, zeros elsewhere -> P
     table sharded by column    the result is sharded on its last dim
     ids sharded                the result is sharded alike, the table is whole
-    table pending              the look-up is linear in it -> P
+    table partial              the look-up is linear in it -> P
 
 No communication in any of these, forward or backward.
 """
@@ -67,12 +67,12 @@ def _decide(call: Call, ids: Operand, weight: Operand, *, padding_idx, max_norm,
     labels = {id(ids): places, id(weight): ("v", "c")}
     # Frequencies are those of the ids of all ranks, and of whole rows.
     whole = {"v", *places} if by_frequency else ()
-    pending = tuple(i for i, operand in enumerate(call.operands) if operand is weight)
+    partial = tuple(i for i, operand in enumerate(call.operands) if operand is weight)
     decision = solve(
         call,
         Signature(
             [labels[id(operand)] for operand in call.operands], [(*places, "c")],
-            summed={"v"}, whole=whole, linear=[pending], shapes=[(*ids.shape, weight.shape[1])],
+            summed={"v"}, whole=whole, linear=[partial], shapes=[(*ids.shape, weight.shape[1])],
         ),
     )  # fmt: skip
     if decision is not None:

@@ -2,7 +2,7 @@
 
 contracted dim sharded on both      -> P (a bias then enters on the first rank only)
 batch, row or column dim sharded    stays sharded; the other operand whole
-one operand pending                 -> P, the other whole
+one operand partial                 -> P, the other whole
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _chain(matrices):
 
 @rule(torch.einsum)
 def einsum(call: Call):
-    """Any equation in letters; the sum of a sharded letter is pending."""
+    """Any equation in letters; the sum of a sharded letter is partial."""
     equation = call.args[0]
     if not isinstance(equation, str):
         return None

@@ -2,7 +2,7 @@
 
     batch dims sharded      free: each rank solves its own
     core dims sharded       whole, as the batch's next free cut or everywhere; without a batch the fallback gathers
-    pending                 Fourier transforms and integrals are linear in it; linear algebra reduces first
+    partial                 Fourier transforms and integrals are linear in it; linear algebra reduces first
 
 A function that raises for some values (a singular matrix: `inv`, `cholesky`, `solve`,
 `svd` without convergence) has no row: its error would come to some ranks only, and the

@@ -5,7 +5,7 @@
     batch_norm, eval        local
     group_norm              batch sharded: local; channels sharded between groups: local
     instance_norm           batch and channels sharded: local
-    pending input           reduces first
+    partial input           reduces first
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..._layouts.mesh import Mesh
 from ..._layouts.state import INVARIANT
 from ..._tensor.tensor import DTensor
 from ..registry import Call, Operand, decomposed, rule
-from ..solvers.parts import plain, settled, splits, stamped
+from ..solvers.parts import attached, plain, reduced, splits
 from .reduce import upcast
 
 
@@ -100,14 +100,14 @@ def _batch_norm(
     input, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
 ) -> DTensor:  # fmt: skip
     """Training, on statistics over all shards."""
-    x = upcast(settled(input, "batch_norm"))
+    x = upcast(reduced(input, "batch_norm"))
     dims = [dim for dim in range(x.ndim) if dim != 1]
     count = prod(x.shape[dim] for dim in dims)
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    mean = settled(x.mean(dims, keepdim=True), "batch_norm")
+    mean = reduced(x.mean(dims, keepdim=True), "batch_norm")
     distance = x - mean
-    variance = settled((distance * distance).mean(dims, keepdim=True), "batch_norm")
+    variance = reduced((distance * distance).mean(dims, keepdim=True), "batch_norm")
     out = distance * (variance + eps).rsqrt()
     if weight is not None:
         out = out * _channelwise(weight, x._layout.mesh, x.ndim)
@@ -125,7 +125,7 @@ def _channelwise(values: Tensor, mesh: Mesh, ndim: int) -> DTensor:
     """[C] as [1, C, 1, ...]; plain values are I."""
     layout = values._layout.base if type(values) is DTensor else layout_of(mesh, (INVARIANT,) * mesh.ndim, values.shape)
     rest = (1,) * (ndim - 2)
-    return stamped(plain(values).view(1, -1, *rest), _with_dim(layout, 1, (1, *layout.shape, *rest)))
+    return attached(plain(values).view(1, -1, *rest), _with_dim(layout, 1, (1, *layout.shape, *rest)))
 
 
 def _with_dim(layout: Layout, dim: int, shape) -> Layout:
@@ -136,7 +136,7 @@ def _with_dim(layout: Layout, dim: int, shape) -> Layout:
 def _update(running: Tensor, value: DTensor, momentum: float) -> None:
     """running = (1 - momentum) * running + momentum * value, in the layout of `running`."""
     layout = value._layout.base
-    flat = stamped(plain(value).reshape(-1), _with_dim(layout, 0, (layout.shape[1],)))
+    flat = attached(plain(value).reshape(-1), _with_dim(layout, 0, (layout.shape[1],)))
     if type(running) is DTensor:
         running.mul_(1 - momentum).add_(flat, alpha=momentum)
         return

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._dispatch.signature import Signature, solve
-from ..._layouts.state import PENDING
+from ..._layouts.state import PARTIAL
 from ..._tensor.tensor import local_only
 from ..._torch_private import legacy_get_string
 from ..body import run_body
@@ -37,7 +37,7 @@ def class_loss(call: Call):
     """input [N, C, ...] or [C]; target: indices without the class dim, or (cross entropy) probabilities with it.
 
     Class dim whole: local. Class dim sharded: cross entropy as told above; nll picks
-    the target's entry where it is -> P. A pending input is reduced.
+    the target's entry where it is -> P. A partial input is reduced.
     """
     given = bound(call)
     reduction = reduction_of(call)
@@ -55,7 +55,7 @@ def class_loss(call: Call):
     targets, out = found
     if out.is_replicated:
         return Decision(targets=targets, out=out if reduction == "none" else out.with_shape(()))
-    split = any(state is PENDING for state in out.states)
+    split = any(state is PARTIAL for state in out.states)
     if not split and reduction == "none":
         return Decision(targets=targets, out=out)
     return decomposed(partial(_reduced, call.function, split, likely, dim))

@@ -3,7 +3,7 @@
     reduced dim whole      local
     reduced dim sharded    every rank's extremum is gathered (one value, and one index, per rank and output
                            element); ties, NaN and empty shards as on one device
-    pending input          reduces first
+    partial input          reduces first
 
 Gradients: amax and the full max share them among all equal elements; max along a dim
 gives them to the one that it names.
@@ -23,17 +23,17 @@ from ..elements.pointwise import elementwise
 from ..registry import Call, decomposed, rule
 from ..solvers.parts import (
     argument,
+    attached,
     dims_of,
     only_split,
     plain,
     positions,
+    reduced,
     reduced_layout,
     reduction,
     rows,
-    settled,
     source_of,
     splits,
-    stamped,
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def filled(local: Tensor, dims: tuple[int, ...], side: Side) -> Tensor:
 
 def extremum(x: DTensor, dims: tuple[int, ...], keepdim: bool, side: Side, function, *, full: bool = False) -> DTensor:
     """The extremum over dims of which some are sharded. `full`: max(x), whose gradient treats NaN as equal to NaN."""
-    x = settled(x, function)
+    x = reduced(x, function)
     layout = x._layout.base
     out, axes = reduced_layout(layout, dims, keepdim), splits(layout, dims)
     local = plain(x)
@@ -95,12 +95,12 @@ def extremum(x: DTensor, dims: tuple[int, ...], keepdim: bool, side: Side, funct
     parts = rows(part, out, axes, function)
     value = side.amax(parts.detach(), 0)
     if not (torch.is_grad_enabled() and parts.requires_grad):
-        return stamped(value, out)
+        return attached(value, out)
     with torch.no_grad():
         ties = _equal(local, part if keepdim or full else _restored(part, dims), full).sum(dims, keepdim)
         counts = rows(ties, out, axes, function) * _equal(parts, value, full)
         weights = counts.to(value.dtype) / counts.sum(0)
-    return stamped(Shared.apply(parts, weights, value), out)
+    return attached(Shared.apply(parts, weights, value), out)
 
 
 def _restored(part: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -116,7 +116,7 @@ def _equal(elements: Tensor, value: Tensor, nan: bool) -> Tensor:
 
 def first_extreme(x: DTensor, dim: int, keepdim: bool, side: Side, function) -> tuple[DTensor, DTensor]:
     """(values, indices) along a sharded dim: of equal values, the one with the lowest index; NaN beats all."""
-    x = settled(x, function)
+    x = reduced(x, function)
     layout = x._layout.base
     axes, kept = splits(layout, (dim,)), reduced_layout(layout, (dim,), True)
     values, at = side.pick(filled(plain(x), (dim,), side), dim, keepdim=True)
@@ -127,7 +127,7 @@ def first_extreme(x: DTensor, dim: int, keepdim: bool, side: Side, function) -> 
     if not keepdim:
         value, index = value.squeeze(dim), index.squeeze(dim)
     out = reduced_layout(layout, (dim,), keepdim)
-    return stamped(value, out), stamped(index, out)
+    return attached(value, out), attached(index, out)
 
 
 def first_row(parts: Tensor, indices: Tensor, none: int, side: Side) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ def first_row(parts: Tensor, indices: Tensor, none: int, side: Side) -> tuple[Te
 
 def first_of_all(x: DTensor, keepdim: bool, side: Side, function) -> DTensor:
     """The index of the extreme element of the flattened tensor."""
-    x = settled(x.detach(), function)
+    x = reduced(x.detach(), function)
     layout = x._layout.base
     dims = tuple(range(layout.ndim))
     out = reduced_layout(layout, dims, keepdim)
@@ -155,7 +155,7 @@ def first_of_all(x: DTensor, keepdim: bool, side: Side, function) -> DTensor:
         stride, rest = stride * layout.shape[dim], rest // local.shape[dim]
     axes, scalar = splits(layout, dims), reduced_layout(layout, dims, False)
     parts, indices = rows(value, scalar, axes, function), rows(index, scalar, axes, function)
-    return stamped(first_row(parts, indices, layout.numel, side)[1].reshape(out.shape), out)
+    return attached(first_row(parts, indices, layout.numel, side)[1].reshape(out.shape), out)
 
 
 # --- rules --------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def aminmax(call: Call):
         return reduction(call, dims, keepdim, outputs=2)
 
     def run(*args, **kwargs):
-        x = settled(source_of(args, kwargs), call.function)
+        x = reduced(source_of(args, kwargs), call.function)
         pair = [extremum(x, dims, keepdim, side, call.function) for side in (SMALLEST, LARGEST)]
         return torch.return_types.aminmax(pair)
 

@@ -3,7 +3,7 @@
     batch dims sharded         a sum is P; a mean is P with the global count in its denominator
     class dim sharded          cross entropy and nll never gather it (`classes`)
     features sharded           gathered, where the loss needs them whole
-    pending                    reduced first: no loss is linear
+    partial                    reduced first: no loss is linear
 
 A mean over elements is this rank's mean times its share of the elements, so that it is
 right on uneven shards, needs no communication, and overflows no half precision that

@@ -1,9 +1,9 @@
 """Normalisation layers over the last dims: layer_norm, rms_norm and instance_norm.
 
-    batch dims sharded          local; weight and bias whole (R: their gradients are pending)
+    batch dims sharded          local; weight and bias whole (R: their gradients are partial)
     normalized dims sharded     x stays sharded, weight and bias alike; the statistics, one or two values
                                 per row, are all-reduced
-    pending input               reduces first
+    partial input               reduces first
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..._dispatch.signature import Signature
 from ..._tensor.tensor import DTensor
 from ..empty import guarded
 from ..registry import Call, Operand, decomposed, rule
-from ..solvers.parts import settled, splits
+from ..solvers.parts import reduced, splits
 from .reduce import upcast
 
 
@@ -55,12 +55,12 @@ def _normalized(x: DTensor, shape, weight, bias, eps: float | None, *, centered:
     """x over its root mean square on the last dims, after its mean is taken off when `centered`."""
     dims = tuple(range(x.ndim - (1 if isinstance(shape, int) else len(shape)), x.ndim))
     dtype, name = x.dtype, "layer_norm" if centered else "rms_norm"
-    x = upcast(settled(x, name))
+    x = upcast(reduced(x, name))
     if eps is None:
         eps = torch.finfo(x.dtype).eps
     if centered:
-        x = x - settled(x.mean(dims, keepdim=True), name)
-    out = x * (settled((x * x).mean(dims, keepdim=True), name) + eps).rsqrt()
+        x = x - reduced(x.mean(dims, keepdim=True), name)
+    out = x * (reduced((x * x).mean(dims, keepdim=True), name) + eps).rsqrt()
     if weight is not None:
         out = out * weight
     if bias is not None:

@@ -2,7 +2,7 @@
 
     kept dim sharded       stays sharded, no communication
     reduced dim sharded    sums: P, no communication; the rest: a gather of one value per rank and output element
-    pending input          sum and mean: P; the rest reduces first
+    partial input          sum and mean: P; the rest reduces first
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._tensor.tensor import DTensor
 from ..registry import Call, decomposed, rule
-from ..solvers.parts import argument, combined, dims_of, only_split, reduction, settled, source_of, splits
+from ..solvers.parts import argument, combined, dims_of, only_split, reduced, reduction, source_of, splits
 from ..traits import Trait
 
 
@@ -27,7 +27,7 @@ def _arguments(call: Call):
 
 
 def _linear(call: Call):
-    """Pending stays pending, unless the parts would be rounded to integers."""
+    """Partial stays partial, unless the parts would be rounded to integers."""
     dtype = call.kwargs.get("dtype")
     return [(0,)] if dtype is None or dtype.is_floating_point or dtype.is_complex else ()
 
@@ -47,7 +47,7 @@ def counted(call: Call):
 
 @rule(torch.mean, Tensor.mean, traits=Trait.LINEAR)
 def mean(call: Call):
-    """The local sum over the GLOBAL count is pending: uneven and empty shards are right."""
+    """The local sum over the GLOBAL count is partial: uneven and empty shards are right."""
     found = _arguments(call)
     if found is None:
         return None
@@ -80,7 +80,7 @@ def nanmean(call: Call):
         return reduction(call, dims, keepdim)
 
     def run(*args, dtype: torch.dtype | None = None, **kwargs) -> Tensor:
-        x = settled(source_of(args, kwargs), call.function)
+        x = reduced(source_of(args, kwargs), call.function)
         return x.nansum(dims, keepdim, dtype=dtype) / x.isnan().logical_not().sum(dims, keepdim)
 
     return decomposed(run)
@@ -88,7 +88,7 @@ def nanmean(call: Call):
 
 @rule(torch.trace, Tensor.trace, traits=Trait.LINEAR)
 def trace(call: Call):
-    """The part of the diagonal that runs through the shard, pending; a shard of several pieces is made whole."""
+    """The part of the diagonal that runs through the shard, partial; a shard of several pieces is made whole."""
     (x,) = call.operands
     layout = x.layout
     if x.ndim != 2 or any(s.kind == "S" and not s.in_one_piece for s in layout.states):
@@ -176,7 +176,7 @@ def variance(call: Call):
     count = prod(call.operands[0].shape[d] for d in dims)
 
     def run(*args, **kwargs):
-        x = settled(source_of(args, kwargs), call.function)
+        x = reduced(source_of(args, kwargs), call.function)
         spread, middle = _moments(x, dims, count - correction)
         spread = _root(spread) if root else spread
         spread = _as(spread, x, dims, keepdim)
@@ -188,7 +188,7 @@ def variance(call: Call):
 def _moments(x: DTensor, dims: tuple[int, ...], freedom: float) -> tuple[DTensor, DTensor]:
     """(sum of squared distances over `freedom`, mean), dims kept, in at least float32."""
     x = upcast(x)
-    middle = settled(x.mean(dims, keepdim=True), "var")
+    middle = reduced(x.mean(dims, keepdim=True), "var")
     distance = x - middle
     squares = (distance * distance.conj()).real if x.is_complex() else distance * distance
     return squares.sum(dims, keepdim=True) / max(freedom, 0), middle
@@ -201,7 +201,7 @@ def upcast(x: DTensor) -> DTensor:
 
 def _root(variance: DTensor) -> DTensor:
     """The square root, with gradient zero where it is zero (as torch.std has it)."""
-    variance = settled(variance, "std")
+    variance = reduced(variance, "std")
     zero = variance == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, variance).sqrt())
 

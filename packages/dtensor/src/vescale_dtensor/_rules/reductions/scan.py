@@ -5,7 +5,7 @@
       sharded dim
     the rest along a sharded    another dim is sharded instead (an all-to-all), or x is gathered
       dim
-    pending input               cumsum: P; the rest reduces first
+    partial input               cumsum: P; the rest reduces first
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..registry import Call, Operand, both, decomposed, rule
 from ..solvers.parts import (
     along,
     argument,
+    attached,
     dims_of,
     only_split,
     plain,
+    reduced,
     reduced_layout,
     rows,
-    settled,
     source_of,
     splits,
-    stamped,
 )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def running(call: Call):
 
 
 def _moved_on(x: DTensor, dim: int, dtype: torch.dtype | None, sums: bool, function) -> DTensor:
-    x = settled(x, function)
+    x = reduced(x, function)
     layout = x._layout.base
     axes = splits(layout, (dim,))
     rank = 0  # this shard's place among those of the dim
@@ -68,8 +68,8 @@ def _moved_on(x: DTensor, dim: int, dtype: torch.dtype | None, sums: bool, funct
     total = local.sum(dim, dtype=dtype) if sums else local.prod(dim, dtype=dtype)
     before = rows(total, reduced_layout(layout, (dim,), False), axes, function, state=VARYING)[:rank]
     if sums:
-        return stamped(local.cumsum(dim, dtype=dtype) + before.sum(0).unsqueeze(dim), layout)
-    return stamped(local.cumprod(dim, dtype=dtype) * before.prod(0).unsqueeze(dim), layout)
+        return attached(local.cumsum(dim, dtype=dtype) + before.sum(0).unsqueeze(dim), layout)
+    return attached(local.cumprod(dim, dtype=dtype) * before.prod(0).unsqueeze(dim), layout)
 
 
 @rule(torch.logcumsumexp, Tensor.logcumsumexp)

@@ -3,7 +3,7 @@
     dim whole            local, every other sharding stays
     dim sharded          x stays sharded: the maximum is gathered and the sum of the exponentials
                          all-reduced, one value per row each, never x itself
-    pending input        reduces first
+    partial input        reduces first
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._tensor.tensor import DTensor
 from ..registry import Call, decomposed, rule
-from ..solvers.parts import along, argument, dims_of, only_split, reduction, settled, source_of
+from ..solvers.parts import along, argument, dims_of, only_split, reduced, reduction, source_of
 from .reduce import upcast
 
 
@@ -32,12 +32,12 @@ def exponentials(x: DTensor, dims: tuple[int, ...], *, finite: bool = False) -> 
 
 def _softmax(x: DTensor, dim: int) -> DTensor:
     _, powers, _ = exponentials(x, (dim,))
-    return powers / settled(powers.sum(dim, keepdim=True), "softmax")
+    return powers / reduced(powers.sum(dim, keepdim=True), "softmax")
 
 
 def _log_softmax(x: DTensor, dim: int) -> DTensor:
     shifted, powers, _ = exponentials(x, (dim,))
-    return shifted - settled(powers.sum(dim, keepdim=True), "log_softmax").log()
+    return shifted - reduced(powers.sum(dim, keepdim=True), "log_softmax").log()
 
 
 _FORMS = {
@@ -68,7 +68,7 @@ def softmax(call: Call):
     dtype = call.get(3 if functional else 2, "dtype")
 
     def run(*args, **kwargs) -> DTensor:
-        x = settled(source_of(args, kwargs), call.function)
+        x = reduced(source_of(args, kwargs), call.function)
         x = x if dtype is None else x.to(dtype)
         out = form(upcast(x), dims[0])
         return (out if out.dtype == x.dtype else out.to(x.dtype)).contiguous()  # as torch's kernels leave it
@@ -89,9 +89,9 @@ def logsumexp(call: Call):
         return reduction(call, dims, keepdim)
 
     def run(*args, **kwargs) -> DTensor:
-        x = settled(source_of(args, kwargs), call.function)
+        x = reduced(source_of(args, kwargs), call.function)
         _, powers, top = exponentials(upcast(x), dims, finite=True)
-        out = settled(powers.sum(dims, keepdim=True), call.function).log() + top
+        out = reduced(powers.sum(dims, keepdim=True), call.function).log() + top
         out = out if keepdim else out.sum(dims)  # dims of size one
         return out if out.dtype == x.dtype or not x.dtype.is_floating_point else out.to(x.dtype)
 

@@ -4,7 +4,7 @@
     topk along a sharded   each rank's k best are gathered, and the k best of these taken; indices are global
     the rest along a       another dim is sharded instead (an all-to-all), or x is gathered
       sharded dim
-    pending input          reduces first
+    partial input          reduces first
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..._dispatch.signature import Signature
 from ..._layouts.layout import Layout, layout_of
 from ..._layouts.region import cut_sizes
 from ..._layouts.state import INVARIANT, sharded
-from ..._tensor.tensor import DTensor, stamp
+from ..._tensor.tensor import DTensor, attach
 from ..registry import Call, Operand, decomposed, rule
-from ..solvers.parts import along, argument, dims_of, plain, positions, reduction, settled, source_of, splits, stamped
+from ..solvers.parts import along, argument, attached, dims_of, plain, positions, reduced, reduction, source_of, splits
 
 
 def _one_dim(call: Call, position: int, default: int = -1) -> tuple[int, ...] | None:
@@ -105,7 +105,7 @@ def topk(call: Call):
 
 
 def _topk(x: DTensor, k: int, dim: int, largest: bool, ordered: bool, function):
-    x = settled(x, function)
+    x = reduced(x, function)
     layout = x._layout.base
     mesh, (axis,) = layout.mesh, splits(layout, (dim,))
     counts = tuple(min(k, size) for size in cut_sizes(layout.states[axis], layout.shape[dim], mesh.sizes[axis]))
@@ -117,11 +117,11 @@ def _topk(x: DTensor, k: int, dim: int, largest: bool, ordered: bool, function):
     target = layout_of(mesh, states, shape)
 
     def joined(candidates: Tensor) -> Tensor:
-        return plain(convert_operand(stamp(candidates, source), source, target, function))
+        return plain(convert_operand(attach(candidates, source), source, target, function))
 
     local = plain(x)
     values, at = local.topk(counts[mesh.coordinate[axis]], dim, largest, False)
     everything, indices = joined(values), joined(positions(layout, dim, at.device)[at])
     values, at = everything.topk(k, dim, largest, ordered)
     out = target.with_shape((*shape[:dim], k, *shape[dim + 1 :]))
-    return torch.return_types.topk((stamped(values, out), stamped(indices.gather(dim, at), out)))
+    return torch.return_types.topk((attached(values, out), attached(indices.gather(dim, at), out)))

@@ -3,7 +3,7 @@
     reduced dim whole      local
     reduced dim sharded    the sum of |x|^p is all-reduced (p = inf: the maximum gathered), then the root;
                            matrix norms other than Frobenius see the matrix whole
-    pending input          reduces first
+    partial input          reduces first
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._layouts.state import PENDING
+from ..._layouts.state import PARTIAL
 from ..._tensor.tensor import DTensor
 from ..registry import Call, Operand, decomposed, rule
 from ..solvers.parts import (
     along,
+    attached,
     dims_of,
     only_split,
     plain,
+    reduced,
     reduced_layout,
     reduction,
-    settled,
     source_of,
     splits,
-    stamped,
 )  # fmt: skip
 from .extremum import LARGEST, extremum
 
 
 def vector_norm_of(x: DTensor, order: float, dims: tuple[int, ...], keepdim: bool, dtype, function) -> DTensor:
     """(sum |x|^order)^(1/order), order > 0, inf or 0, over dims of which some are sharded."""
-    x = settled(x, function)
+    x = reduced(x, function)
     x = x if dtype is None else x.to(dtype)
     if order == inf:
         return extremum(x.abs(), dims, keepdim, LARGEST, function)
     layout = x._layout.base
     out = reduced_layout(layout, dims, keepdim)
     axes = splits(layout, dims)
-    pending = out.with_states([PENDING if axis in axes else state for axis, state in enumerate(out.states)])
+    partial = out.with_states([PARTIAL if axis in axes else state for axis, state in enumerate(out.states)])
     local = plain(x)
     magnitudes = local.abs() if local.is_complex() else local
     dtype = magnitudes.dtype
     if dtype in (torch.bfloat16, torch.float16):
         magnitudes = magnitudes.float()
-    total = plain(settled(stamped(_powers(magnitudes, order).sum(dims, keepdim), pending), function))
-    return stamped(_root(total, order).to(dtype), out)
+    total = plain(reduced(attached(_powers(magnitudes, order).sum(dims, keepdim), partial), function))
+    return attached(_root(total, order).to(dtype), out)
 
 
 def _powers(x: Tensor, order: float) -> Tensor:
@@ -159,7 +159,7 @@ def normalize(call: Call):
         return along(call, dims)
 
     def run(input: DTensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> DTensor:
-        x = settled(input, call.function)
+        x = reduced(input, call.function)
         return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
     return decomposed(run)

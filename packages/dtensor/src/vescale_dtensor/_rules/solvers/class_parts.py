@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import layout_of
-from ..._layouts.state import INVARIANT, PENDING, sharded
+from ..._layouts.state import INVARIANT, PARTIAL, sharded
 from ..._tensor.tensor import local_only
 from ..registry import Call, Decision, Operand, rule
 from .owned import check_range, held_ranges, owned
@@ -32,7 +32,7 @@ def _labels(ndim: int, dim: int) -> tuple:
 
 
 def solved(call: Call, own: Operand, target: Operand, weight: Operand | None, dim: int):
-    """Where the operands go, and the layout of the losses before reduction: pending where classes are split."""
+    """Where the operands go, and the layout of the losses before reduction: partial where classes are split."""
     labels = _labels(own.ndim, dim)
     each = tuple(label for label in labels if label != "c")
     names = {own.index: labels, target.index: labels if target.shape == own.shape else each}
@@ -109,9 +109,9 @@ def class_parts_rule(call: Call):
     logits = targets[own.index] or own.layout
     classes, ranges = own.shape[dim], held_ranges(logits, dim)
     likely = target.shape == own.shape
-    ranks = prod(size for size, state in zip(call.mesh.sizes, out.states) if state is PENDING)
+    ranks = prod(size for size, state in zip(call.mesh.sizes, out.states) if state is PARTIAL)
     width = 4 if likely else 3 + (weight is not None) + 2 * bool(smoothing)
-    states = tuple(sharded(out.ndim) if state is PENDING else state for state in out.states)
+    states = tuple(sharded(out.ndim) if state is PARTIAL else state for state in out.states)
     layout = layout_of(call.mesh, states, (*out.shape, ranks, width))
 
     def along(one: Tensor, ndim: int) -> Tensor:

@@ -19,7 +19,7 @@ from ..._conversions.convert import alias, convert_operand
 from ..._dispatch.signature import Signature
 from ..._layouts.layout import Layout, layout_of
 from ..._layouts.state import INVARIANT, State, sharded
-from ..._tensor.tensor import DTensor, stamp
+from ..._tensor.tensor import DTensor, attach
 from ..registry import Call
 
 # --- arguments ----------------------------------------------------------------------
@@ -83,10 +83,10 @@ def only_split(call: Call, dims: Sequence[int]) -> bool:
 # --- at run time --------------------------------------------------------------------
 
 
-def settled(x: DTensor, function: object) -> DTensor:
-    """`x` with its pending axes summed (I): an all-reduce per pending axis, none otherwise."""
+def reduced(x: DTensor, function: object) -> DTensor:
+    """`x` with its partial axes summed (I): an all-reduce per partial axis, none otherwise."""
     layout = x._layout.base
-    return convert_operand(x, layout, layout.reduced, function) if layout.is_pending else x
+    return convert_operand(x, layout, layout.reduced, function) if layout.is_partial else x
 
 
 def plain(x: DTensor) -> Tensor:
@@ -94,9 +94,9 @@ def plain(x: DTensor) -> Tensor:
     return alias(x)
 
 
-def stamped(local: Tensor, layout: Layout) -> DTensor:
+def attached(local: Tensor, layout: Layout) -> DTensor:
     """A DTensor over a result of plain tensors, differentiable."""
-    return stamp(alias(local), layout if is_grad_enabled() else layout.untracked)
+    return attach(alias(local), layout if is_grad_enabled() else layout.untracked)
 
 
 def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout:
@@ -132,7 +132,7 @@ def rows(
     shape = (count, *layout.shape)
     source = layout_of(mesh, [sharded(0) if axis in axes else s for axis, s in enumerate(states)], shape)
     target = layout_of(mesh, [state if axis in axes else s for axis, s in enumerate(states)], shape)
-    return alias(convert_operand(stamp(alias(part.unsqueeze(0)), source), source, target, function))
+    return alias(convert_operand(attach(alias(part.unsqueeze(0)), source), source, target, function))
 
 
 def combined(
@@ -140,10 +140,10 @@ def combined(
     part: Callable[[Tensor], Tensor], combine: Callable[[Tensor], Tensor],
 ) -> DTensor:  # fmt: skip
     """`combine` of the rows that `part` makes of every rank's shard; both on plain tensors."""
-    x = settled(x, function)
+    x = reduced(x, function)
     layout = x._layout.base
     out = reduced_layout(layout, dims, keepdim)
-    return stamped(combine(rows(part(plain(x)), out, splits(layout, dims), function)), out)
+    return attached(combine(rows(part(plain(x)), out, splits(layout, dims), function)), out)
 
 
 def positions(layout: Layout, dim: int, device: torch.device) -> Tensor:

@@ -80,7 +80,7 @@ def combs_of(state: State, at: int, sizes: tuple[int, ...], count: int) -> list[
     if state.order is not None:
         return [Comb(blocks, spans, state.order, _ordered(state.order, sizes[at] // state.groups, inner, count))]
     found = [Comb(blocks, spans)]
-    if blocks > 1 and sum(span > 0 for span in spans) == 1:  # one rank holds all: blocks have no borders
+    if blocks > 1 and sum(span > 0 for span in spans) == 1:  # one rank holds all: blocks have no boundaries
         found.append(Comb(1, tuple(span * blocks for span in spans)))
     return found
 

@@ -2,13 +2,13 @@
 
 dims where all sizes agree       keep their sharding, all tensors cut alike
 dims where the index is smaller  whole
-reading along a sharded dim      pending: every rank gives what it has, zeros for the rest; no communication
+reading along a sharded dim      partial: every rank gives what it has, zeros for the rest; no communication
 gather, index sharded along it   the result is sharded along it
 scatter along a sharded dim      whole first
 index_add, _copy, _fill          every rank writes the rows it has
-adding what is sharded along     pending, and what is added to enters once
+adding what is sharded along     partial, and what is added to enters once
 the dim (scatter_add, index_add)
-pending inputs                   pending where linear: gather, scatter and index_copy of tensors, additions
+partial inputs                   partial where linear: gather, scatter and index_copy of tensors, additions
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _reading(
 
 @rule(torch.gather, Tensor.gather)
 def gather(call: Call):
-    """x [.., v, ..], index [.., g, ..] -> [.., g, ..]: along a vocabulary that is sharded, pending."""
+    """x [.., v, ..], index [.., g, ..] -> [.., g, ..]: along a vocabulary that is sharded, partial."""
     x, index = call.get(0, "input"), call.get(2, "index")
     dim = _dim_of(call, x)
     if dim is None or not isinstance(index, Operand) or index.ndim != x.ndim:

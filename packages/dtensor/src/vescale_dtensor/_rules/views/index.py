@@ -1,12 +1,12 @@
 """Basic indices: integers, slices, None and Ellipsis, in `x[...]`, `x[...] = v`, select, narrow.
 
     dim taken whole                keeps its sharding
-    sharded dim, integer or        pending: the ranks that hold a part give it, the others zeros; no
-    short slice                    communication here, and the pending result is smaller than a gather
+    sharded dim, integer or        partial: the ranks that hold a part give it, the others zeros; no
+    short slice                    communication here, and the partial result is smaller than a gather
     whole groups or chunks         keep their cut, a view (`part`)
-    chunks dealt out, long slice   stay dealt out, few rows move over their borders (`shift`)
+    chunks dealt out, long slice   stay dealt out, few rows move over their boundaries (`shift`)
     sharded dim, any other slice   made whole first
-    pending input                  pending
+    partial input                  partial
     assignment                     self stays as it is, every rank writes the part it holds
 
 An index with tensors, lists or bools is taken apart in `index_tensor`. A slice is

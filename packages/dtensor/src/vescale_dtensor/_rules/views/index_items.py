@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._layouts.layout import Layout
 from ..._layouts.region import Ranges
-from ..._layouts.state import PENDING
+from ..._layouts.state import PARTIAL
 from ..._layouts.strides import memory_order
 
 
@@ -146,5 +146,5 @@ def align(shape: Sequence[int], view: Sequence[tuple]) -> tuple | None:
 
 
 def enters_here(layout: Layout) -> bool:
-    """Whether a constant enters a tensor of `layout` on this rank: on the first one of each pending axis."""
-    return not any(s is PENDING and at for s, at in zip(layout.states, layout.mesh.coordinate))
+    """Whether a constant enters a tensor of `layout` on this rank: on the first one of each partial axis."""
+    return not any(s is PARTIAL and at for s, at in zip(layout.states, layout.mesh.coordinate))

@@ -5,11 +5,11 @@ then all index tensors together, through `take_dims` or `put_dims`.
 
     dims without an index tensor    keep their sharding
     index tensor sharded            the result is sharded there, x whole
-    indexed dim sharded, reading    pending where the result is smaller than x: every rank gives the rows it
+    indexed dim sharded, reading    partial where the result is smaller than x: every rank gives the rows it
                                     has, zeros for the others; whole first where it is not
     indexed dim sharded, writing    every rank writes the rows it has
     bool mask                       its positions are data: the mask is made whole, then as index tensors
-    pending input                   pending
+    partial input                   partial
 
 A 0-dim integer tensor is read and counts as an integer, as in torch.
 """
@@ -28,7 +28,7 @@ from ..._dispatch.dispatch import call as dispatched
 from ..._dispatch.fallback import gathered
 from ..._dispatch.signature import Signature, solve
 from ..._layouts.layout import layout_of
-from ..._tensor.tensor import DTensor, local_only, stamp
+from ..._tensor.tensor import DTensor, attach, local_only
 from ..elements.pointwise import broadcast
 from ..registry import Call, Decision, Operand, decomposed, rule
 from ..solvers.rows import Rows, is_contiguous_cut, nonempty
@@ -134,7 +134,7 @@ def true_positions(mask: Tensor) -> tuple[Tensor, ...]:
         mask = convert_operand(mask, layout, layout.invariant, Tensor.__getitem__)
         with local_only():
             found = mask.nonzero(as_tuple=True)
-        return tuple(stamp(one, layout_of(layout.mesh, layout.invariant.states, tuple(one.shape))) for one in found)
+        return tuple(attach(one, layout_of(layout.mesh, layout.invariant.states, tuple(one.shape))) for one in found)
     return mask.nonzero(as_tuple=True)
 
 

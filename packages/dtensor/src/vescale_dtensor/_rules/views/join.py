@@ -6,7 +6,7 @@
     cat with legacy tensors of shape [0] alone                 stays sharded, on its dim, too
     split of an InterleavedShard into whole groups, or chunks  shards of fewer, no communication
     else the dim must be whole    moved to another dim: all-to-all, else all-gather
-    pending, I, R                 unchanged; cat of a pending with others is pending
+    partial, I, R                 unchanged; cat of a partial with others is partial
 """
 
 from __future__ import annotations
@@ -177,13 +177,13 @@ def whole_shapes(call: Call) -> list[tuple[int, ...]]:
 
 @rule(both("tensor_split"), traits=VIEWS)
 def tensor_split(call: Call):
-    """Borders or a number of parts; in a tensor, its values are read first."""
+    """Boundaries or a number of parts; in a tensor, its values are read first."""
     if len(call.operands) == 1:
         return _parted(call, call.get(2, "dim", 0))
 
     def run(input: Tensor, tensor_indices_or_sections: Tensor, dim: int = 0):
-        borders = tensor_indices_or_sections.tolist()
-        return input.tensor_split(tuple(borders) if isinstance(borders, list) else borders, dim)
+        bounds = tensor_indices_or_sections.tolist()
+        return input.tensor_split(tuple(bounds) if isinstance(bounds, list) else bounds, dim)
 
     return decomposed(run)
 

@@ -3,7 +3,7 @@
     dims they do not touch     keep their sharding
     dims they touch            whole; tril and triu take contiguous shards as they are, a pad of one dim
                                chunks that are dealt out (`shift`)
-    pending input              pending, but for a pad with a value other than zero
+    partial input              partial, but for a pad with a value other than zero
 
 A diagonal touches both of its dims.
 """
@@ -56,7 +56,7 @@ def pad(call: Call):
     touched = [dim for dim, pair in enumerate(pairs) if pair != (0, 0)]
     if mode != "constant" and 0 in x.shape:
         return None
-    if mode == "constant" and len(touched) == 1 and not (value and x.layout.is_pending):
+    if mode == "constant" and len(touched) == 1 and not (value and x.layout.is_partial):
         moved = shift_of(x.layout, touched[0], -pairs[touched[0]][0], shape[touched[0]])
         if moved is not None:
             return _shifting(x.layout, *moved, shape, value or 0)

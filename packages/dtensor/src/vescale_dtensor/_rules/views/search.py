@@ -1,7 +1,7 @@
 """Functions of index values: one_hot, bucketize, searchsorted, isin, unravel_index.
 
 All are elementwise in the values, which keep their sharding; what they are looked up
-in is whole. None is differentiable. Pending inputs are reduced first.
+in is whole. None is differentiable. Partial inputs are reduced first.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     sharded dims     stay sharded wherever they go
     a dim of size 1 that is dropped or stretched must be whole, should an axis cut it
-    pending, I, R    unchanged (all are linear)
+    partial, I, R    unchanged (all are linear)
     in place         (`transpose_`, `squeeze_`) self gets the new layout
 """
 

@@ -1,10 +1,10 @@
 """A dim that one axis cuts, moved along by some places: long slices and pads keep the cut, and only the rows at
-its borders move.
+its boundaries move.
 
     out[j] = x[j + offset] where there is such a place, else a constant
 
 Each rank takes what it holds of the result's own part, and the others send the rest: of `logits[:, :-1]` nothing, of
-`labels[:, 1:]` one row per border. Backward is the same the other way, and differentiable in its turn.
+`labels[:, 1:]` one row per boundary. Backward is the same the other way, and differentiable in its turn.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
         InterleavedShard(2, 3) of [B, T, 3 * C] as [B, T, 3, heads, d]  Shard(3)
         an uneven Shard(0) of [B, T] as [B * T]                         RaggedShard
     cut that does not            moved to one that does: all-to-all, else all-gather; the result is a copy
-    pending, I, R                unchanged
+    partial, I, R                unchanged
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _explain(layout: Layout, axis: int, after: tuple[int, ...], group: Group) ->
 
 @rule(Tensor.view, traits=VIEWS)
 def view(call: Call):
-    """view(*sizes); view(dtype) has the same bits, so that a pending sum is reduced first."""
+    """view(*sizes); view(dtype) has the same bits, so that a partial sum is reduced first."""
     sizes = call.rest(1, "size")
     if "dtype" in call.kwargs or (sizes and isinstance(sizes[0], torch.dtype)):
         return decomposed(_view_dtype)

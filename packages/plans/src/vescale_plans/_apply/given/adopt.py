@@ -2,7 +2,7 @@
 
     given to `parallelize` in place of a factory    taken over: states are cut, other stages' parameters left out
     made of the model's parameters, before or       `adopt` makes it as `parallelize` would have; without that it steps
-    after, and kept                                 on the DTensors themselves, with the model's buffers told; where it
+    after, and kept                                 on the DTensors themselves, with the model's buckets told; where it
                                                     holds parameters of other stages its step raises
 """
 
@@ -91,7 +91,7 @@ def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         return optimizer
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     whole = type(optimizer) in MATRIX and optimizer.state
-    if whole or all(parallel.sync.slot_of(parameter) is None for parameter in held):
+    if whole or all(parallel.sync.param_of(parameter) is None for parameter in held):
         what = "has states of whole matrices" if whole else "holds none of the model's parameters"
         raise PlanError(
             "adopt",
@@ -108,7 +108,7 @@ def is_gone(parameter: Tensor) -> bool:
 
 
 def watch(sync: DataParallel) -> None:
-    """From now on steps of optimizers that hold the buffers' parameters, or those that they came from, are seen."""
+    """From now on steps of optimizers that hold the buckets' parameters, or those that they came from, are seen."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before))
         _hooks.append(register_optimizer_step_post_hook(_after))
@@ -138,10 +138,12 @@ def _is_gone_parameter(value: Any) -> bool:
 
 def _cut(value: Any, parameter: nn.Parameter, sync: DataParallel) -> Any:
     """A state of one device as the one of the parameter's shard."""
-    slot = sync.slot_of(parameter)
-    if slot is None or not isinstance(value, Tensor) or tuple(value.shape) != slot.full_layout.shape or not value.ndim:
+    param = sync.param_of(parameter)
+    if param is None or not isinstance(value, Tensor) or not value.ndim:
         return value
-    return convert_plain(value.detach(), slot.full_layout.mesh, slot.gradient_layout, "parallelize")
+    if tuple(value.shape) != param.full_layout.shape:
+        return value
+    return convert_plain(value.detach(), param.full_layout.mesh, param.gradient_layout, "parallelize")
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -186,5 +188,5 @@ def _held_by(optimizer: torch.optim.Optimizer) -> list[DataParallel]:
 
 
 def _concerns(sync: DataParallel, parameter: Tensor, amid: bool) -> bool:
-    slot = sync.slot_of(parameter)
-    return slot is not None and not (amid and slot.hooks is None and not slot.is_separate)
+    param = sync.param_of(parameter)
+    return param is not None and not (amid and param.hooks is None and not param.is_separate)

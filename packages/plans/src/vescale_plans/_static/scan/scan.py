@@ -223,7 +223,7 @@ class Scan(Calls):
                 scope.names = _merged([before, scope.names])
                 self._body(node, scope, loop)
                 scope.names = _merged([before, scope.names])
-                if _settled(before, scope.names):
+                if _reduced(before, scope.names):
                     break
             else:
                 raise self.unseen("has a loop that never comes to rest")
@@ -255,7 +255,7 @@ def _merged(ends: list[dict[str, Value]]) -> dict[str, Value]:
     return {name: joined([end.get(name, unset) for end in ends]) for name in dict.fromkeys(k for e in ends for k in e)}
 
 
-def _settled(before: dict[str, Value], after: dict[str, Value]) -> bool:
+def _reduced(before: dict[str, Value], after: dict[str, Value]) -> bool:
     return before.keys() == after.keys() and all(alike(before[name], after[name]) for name in before)
 
 

@@ -169,7 +169,7 @@ class Hardware:
 
     def link(self, stride: int, size: int) -> Link:
         """Of a mesh axis of `size` ranks that lie `stride` ranks apart: inside where no group of it crosses a node's
-        border. Ranks fill one node after the other, and groups begin at multiples of their extent."""
+        boundary. Ranks fill one node after the other, and groups begin at multiples of their extent."""
         return self.across if self.crosses(stride, size) else self.inside
 
     def crosses(self, stride: int, size: int) -> bool:
@@ -182,7 +182,7 @@ class Hardware:
         return gcd(self.node // stride, size) if self.node % stride == 0 else 1
 
     def joining(self, ranks: int) -> Hardware:
-        """The same for a world of so many ranks: one that fits in a node crosses no border."""
+        """The same for a world of so many ranks: one that fits in a node crosses no boundary."""
         return replace(self, node=ranks) if ranks <= self.node else self
 
     def product_seconds(self, m: float, n: float, k: float) -> float:

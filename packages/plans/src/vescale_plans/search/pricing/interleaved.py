@@ -86,15 +86,15 @@ class Interleaved:
 
     def made(self, starts: Sequence[int]) -> Stages | None:
         """The cut at these parts, with little that is computed again; None where it is none, or does not fit."""
-        borders = [*starts, len(self.parts)]
-        if any(start >= stop for start, stop in pairwise(borders)):
+        bounds = [*starts, len(self.parts)]
+        if any(start >= stop for start, stop in pairwise(bounds)):
             return None
         if not all(self.parts[start].cuttable for start in starts[1:]):
             return None
         again: set[int] = set()
         sizes = []
         for rank in range(self.count):
-            spans = [range(*borders[at : at + 2]) for at in range(rank, len(starts), self.count)]
+            spans = [range(*bounds[at : at + 2]) for at in range(rank, len(starts), self.count)]
             if (fitted := self._fitted(rank, spans)) is None:
                 return None
             sizes.append(fitted[0])
@@ -163,7 +163,7 @@ class Interleaved:
         return tuple(stage * len(self.parts) // stages for stage in range(stages))
 
     def _by_time(self) -> tuple[int, ...]:
-        """Each stage begins at the border of parts that is nearest to its share of the time."""
+        """Each stage begins at the boundary of parts that is nearest to its share of the time."""
         stages, size = self.count * self.virtual, len(self.parts)
         starts, at = [0], 0
         for stage in range(1, stages):

@@ -177,7 +177,7 @@ class _Prober:
                 continue
             atom = gcd(atom, size) or 1
             common = size
-            for sink in structured:  # a unit may straddle no border between the segments of a packed weight
+            for sink in structured:  # a unit may straddle no boundary between the segments of a packed weight
                 common = gcd(common, self.findings.calls[sink].in_features)
             count = common // gcd(atom, common)
             least = min(count, UNITS if packed else UNITS_ALONE)

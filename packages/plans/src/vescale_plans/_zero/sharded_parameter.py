@@ -1,4 +1,4 @@
-"""A parameter's place in a flat buffer, how buffers are shared, and what layouts say about both."""
+"""A parameter's place in a flat bucket, how buckets are shared, and what layouts say about both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor, Layout, PlacementError
-from vescale_dtensor.engine import Held, Lender, Mesh, convert, convert_plain, forget, local_only, stamp
+from vescale_dtensor.engine import Held, Lender, Mesh, attach, convert, convert_plain, forget, local_only
 
 from .packing import whole_rows
 
@@ -24,11 +24,11 @@ _set_data = Tensor.data.__set__
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the buffers of a model are shared.
+    """How the buckets of a model are shared.
 
     zero: the stage. lead: the mesh axis over which ZeRO shards (`Plan.zero_axis`); None without one.
     compute, reduce, sent: see `Precision`, None for the parameters' own.
-    offload: masters, and so optimizer states, on the host.
+    offload: full-precision shards, and so optimizer states, on the host.
     prefetch, ahead_bytes: how many blocks are gathered ahead, and the bytes of these, and of reductions under way.
     sums: see `Plan`.
     """
@@ -53,65 +53,65 @@ class Read(Function):
     """
 
     @staticmethod
-    def forward(ctx, part: Tensor, slot: Slot) -> Tensor:
-        ctx.slot = slot
+    def forward(ctx, part: Tensor, param: ShardedParameter) -> Tensor:
+        ctx.param = param
         with local_only():
             return part.detach()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         with local_only():
-            return ctx.slot.spread(grad), None
+            return ctx.param.spread(grad), None
 
 
 _read = super(Function, Read).apply  # `apply` of others is replaced by one that gathers
 
 
-class Slot:
-    """One parameter's place in a buffer."""
+class ShardedParameter:
+    """One parameter's place in a bucket."""
 
     __slots__ = (
-        "parameter", "name", "start", "numel", "shape", "full_layout", "master_layout", "reduced_layout",
-        "gradient_layout", "full", "master", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
+        "parameter", "name", "start", "numel", "shape", "full_layout", "shard_layout", "reduced_layout",
+        "gradient_layout", "full", "shard", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
         "is_separate", "met", "hooks", "held", "open_gradients", "wait", "shown", "lender",
     )  # fmt: skip
 
     parameter: DTensor
     full_layout: Layout  # while the model computes with it
-    master_layout: Layout  # as the optimizer updates it
-    shown: tuple[Layout, Layout]  # what the parameter shows at rest and whole: of these, and whether views are watched
+    shard_layout: Layout  # as the optimizer updates it
+    shown: tuple[Layout, Layout]  # at rest and unsharded; of these, and whether views are watched
     reduced_layout: Layout  # of the whole reduced gradient
     gradient_layout: Layout  # of the reduced gradient that an optimizer step consumes
     full: Tensor
-    master: Tensor
-    optimized: nn.Parameter | None  # the master as a plain parameter, which elementwise optimizers take
+    shard: Tensor
+    optimized: nn.Parameter | None  # the full-precision shard as a plain parameter, which elementwise optimizers take
     gradient: Tensor | None
     arriving: Tensor | None  # on the host, where the gradients of an offloaded parameter arrive
-    is_copied: bool  # whether `optimized` is a copy of the master, on the host
+    is_copied: bool  # whether `optimized` is a copy of the full-precision shard, on the host
     is_separate: bool  # whether `full` is memory of its own, which rests empty, or as a copy in another dtype
-    met: tuple[Tensor, Layout] | None  # where it lay before it was shown whole, for autograd to add to its gradient
+    met: tuple[Tensor, Layout] | None  # where it lay before it was shown unsharded, for autograd to add to its gradient
     is_away: bool  # the parameter was pointed at memory of somebody else's
     is_lent: bool  # its memory was given to somebody whose writes do not count the parameter's version up
     hooks: OrderedDict[int, Callable] | None  # the user's, for the reduced gradient; None where nothing is reduced
 
-    held: tuple[int, int]  # the range of the local shard, flattened, that the master is
-    open_gradients: Callable[[], None]  # the buffer's: autograd adds into its memory from there on
-    wait: Callable[[], None]  # the buffer's: what is on its way to its parameters is there
-    lender: Lender  # the buffer's, of its memory of now
+    held: tuple[int, int]  # the range of the local shard, flattened, that the full-precision shard is
+    open_gradients: Callable[[], None]  # the bucket's: autograd adds into its memory from there on
+    wait: Callable[[], None]  # the bucket's: what is on its way to its parameters is there
+    lender: Lender  # the bucket's, of its memory of now
 
     def read(self, tensor: DTensor) -> Tensor:
         """The parameter at rest, for a function that computes with it: with gradient, a tensor of its own.
 
-        Autograd knows a parameter by one shape, which is that of the whole, for so the model uses it.
+        Autograd knows a parameter by one shape, which is that of the full one, for so the model uses it.
         """
         if tensor is not self.parameter or not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
         with local_only():
-            rest = self._show_whole()
+            rest = self._show_unsharded()
             node = Tensor.view_as(tensor, tensor).grad_fn.next_functions[0][0]
             self._show_again(rest)
             node.register_prehook(self._meet)
-            out = stamp(_read(tensor, self), self.master_layout)
+            out = attach(_read(tensor, self), self.shard_layout)
             self.lend(out)
             return out
 
@@ -123,7 +123,7 @@ class Slot:
         """Where a tensor that was made of the parameter lies."""
         with local_only():
             place = tensor.untyped_storage()._cdata
-            if place == self.master.untyped_storage()._cdata:
+            if place == self.shard.untyped_storage()._cdata:
                 return Held.STAYS
             return Held.COMES_AND_GOES if place == self.full.untyped_storage()._cdata else Held.COPY
 
@@ -135,7 +135,7 @@ class Slot:
         """Before autograd adds to the gradient: the parameter has the gradient's shape, until it was added."""
         with local_only():
             if self.parameter._layout.base is not self.full_layout:
-                self.met = self._show_whole()
+                self.met = self._show_unsharded()
 
     def part(self) -> None:
         """After it. With dispatch off."""
@@ -143,7 +143,7 @@ class Slot:
             rest, self.met = self.met, None
             self._show_again(rest)
 
-    def _show_whole(self) -> tuple[Tensor, Layout]:
+    def _show_unsharded(self) -> tuple[Tensor, Layout]:
         """`show(True)`, for a moment. Returns where the parameter lay, which may be memory of a user's own."""
         rest = self.parameter.data, self.parameter._layout
         self.show(True)
@@ -158,8 +158,8 @@ class Slot:
         """A gradient of the part, as one of the whole local shard: zero elsewhere. With dispatch off."""
         self.open_gradients()
         low, high = self.held
-        whole = F.pad(grad.reshape(-1), (low, self.numel - high)).view(self.shape)
-        return whole.to(self.full.device)
+        padded = F.pad(grad.reshape(-1), (low, self.numel - high)).view(self.shape)
+        return padded.to(self.full.device)
 
     def register(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """`register_post_accumulate_grad_hook` of the parameter."""
@@ -171,30 +171,30 @@ class Slot:
     def at_rest(self) -> tuple[Tensor, Layout]:
         """The memory that holds the parameter's values between steps, and how it is laid out."""
         self.wait()
-        return (self.master, self.master_layout) if self.is_separate else (self.full, self.full_layout)
+        return (self.shard, self.shard_layout) if self.is_separate else (self.full, self.full_layout)
 
-    def show(self, whole: bool) -> None:
-        """Points the parameter at `full` or at `master`. Call with dispatch disabled."""
+    def show(self, unsharded: bool) -> None:
+        """Points the parameter at `full` or at `shard`. Call with dispatch disabled."""
         parameter = self.parameter
         forget(parameter)
-        _set_data(parameter, self.full if whole else self.master)
-        parameter._layout = self.shown[whole]
+        _set_data(parameter, self.full if unsharded else self.shard)
+        parameter._layout = self.shown[unsharded]
 
     def choose_shown(self) -> None:
         """What is at rest apart is untracked, so that what computes with it asks for `read`. Views are watched where
         one may be a copy, or lie in memory that does not stay."""
-        rest = self.master_layout.untracked if self.is_separate else self.master_layout
+        rest = self.shard_layout.untracked if self.is_separate else self.shard_layout
         cut = any(size > 1 and state.is_sharded for size, state in zip(rest.mesh.sizes, self.full_layout.states))
         self.shown = (rest.watched, self.full_layout.watched) if self.is_separate or cut else (rest, self.full_layout)
 
     def replace(self, tensor: DTensor, value: Tensor) -> None:
-        """`tensor.data = value`, of the parameter: it lies there until the buffer takes the values in. What is over
+        """`tensor.data = value`, of the parameter: it lies there until the bucket takes the values in. What is over
         its memory of now, an average's backup, keeps that. Raises PlacementError for another global shape."""
         layout = tensor._layout.base
         if tuple(value.shape) != layout.shape:
             raise PlacementError(
                 "Tensor.data",
-                f"{self.name!r} is in a flat buffer, and cannot be given a value of another shape",
+                f"{self.name!r} is in a flat bucket, and cannot be given a value of another shape",
                 [f"parameter  {list(layout.shape)}", f"value  {list(value.shape)}"],
                 [("change the module before parallelize", ""), ("module.weight = nn.Parameter(...)", "a new one")],
             )
@@ -220,10 +220,10 @@ class Slot:
 
     def reduced(self, value: Tensor) -> DTensor | None:
         """`parameter.grad = value`, of the global shape, as the gradient that a step consumes; None for one that is
-        pending as autograd's own is, or of another shape."""
+        partial as autograd's own is, or of another shape."""
         full = self.full_layout
-        pending = type(value) is DTensor and value._layout.base is full.gradient
-        if tuple(value.shape) != full.shape or (pending and self.gradient_layout is self.reduced_layout):
+        partial = type(value) is DTensor and value._layout.base is full.gradient
+        if tuple(value.shape) != full.shape or (partial and self.gradient_layout is self.reduced_layout):
             return None
         if type(value) is DTensor:
             return convert(value, self.gradient_layout, "grad")
@@ -231,13 +231,13 @@ class Slot:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the parameter's memory is another than the buffer's: replaced, or exchanged with a tensor's."""
+        """Whether the parameter's memory is another than the bucket's: replaced, or exchanged with a tensor's."""
         return self.is_away or self.parameter.__dict__.get("_owner") is not self
 
     def take_back(self, may_be_part: bool) -> tuple[Tensor, bool]:
-        """The parameter's local values, wherever they lie, and whether they are the master's part alone."""
+        """The parameter's local values, wherever they lie, and whether they are the shard's alone."""
         tensor, full = self.parameter, self.full_layout
-        kept = (full, self.master_layout) if may_be_part else (full,)
+        kept = (full, self.shard_layout) if may_be_part else (full,)
         if type(tensor) is not DTensor:  # exchanged with a plain one
             value = convert_plain(tensor.detach(), full.mesh, full, "swap_tensors")
             tensor.__class__ = DTensor
@@ -262,7 +262,7 @@ def holders(layout: Layout) -> tuple[tuple[int, int], ...]:
 
 
 def largest_shard(layout: Layout) -> int:
-    """Elements of the largest shard over all coordinates: what the buffer reserves on every rank alike."""
+    """Elements of the largest shard over all coordinates: what the bucket reserves on every rank alike."""
     cutting = [range(size) if state.is_sharded else (0,) for size, state in zip(layout.mesh.sizes, layout.states)]
     return max(prod(layout.shape_at(coordinate)) for coordinate in itertools.product(*cutting))
 

@@ -20,26 +20,26 @@ from .._tensor.tensor import DTensor, local_only, plain_class
 from .cross import crossing
 
 
-def erase(tensors: Iterable[Tensor]) -> list[DTensor]:
-    """Makes plain those that are DTensors; returns them, for `restore`."""
-    erased = []
+def unwrap(tensors: Iterable[Tensor]) -> list[DTensor]:
+    """Makes plain those that are DTensors; returns them, for `wrap`."""
+    unwrapped = []
     for tensor in tensors:
         if type(tensor) is DTensor:
             tensor.__class__ = nn.Parameter if tensor.__dict__.get("_is_param") else plain_class(tensor)
-            erased.append(tensor)
-    return erased
+            unwrapped.append(tensor)
+    return unwrapped
 
 
-def restore(erased: Iterable[Tensor]) -> None:
-    """What was erased is a DTensor again, of the layout that it had."""
-    for tensor in erased:
+def wrap(unwrapped: Iterable[Tensor]) -> None:
+    """What was unwrapped is a DTensor again, of the layout that it had."""
+    for tensor in unwrapped:
         tensor.__class__ = DTensor
 
 
-def convert_erased(tensor: Tensor, route: Route, cause: object, made: list[Tensor]) -> Tensor:
+def convert_unwrapped(tensor: Tensor, route: Route, cause: object, made: list[Tensor]) -> Tensor:
     """A local tensor along a route, differentiable and remembered as on DTensors.
 
-    `made` gets the result, its layout noted on it: to be given to `restore` with what was erased.
+    `made` gets the result, its layout noted on it: to be given to `wrap` with what was unwrapped.
     """
     target: Layout = route.target
     with local_only():
@@ -56,5 +56,5 @@ def convert_erased(tensor: Tensor, route: Route, cause: object, made: list[Tenso
 
 
 def route_between(source: Layout, target: Layout) -> Route:
-    """The recipe for `convert_erased`."""
+    """The recipe for `convert_unwrapped`."""
     return route_of(source, target)

@@ -68,7 +68,7 @@ def _on(stream: torch.Stream | None, *results: Tensor | None) -> Iterator[None]:
             result.record_stream(now)
 
 
-class PendingReduction:
+class ReductionInFlight:
     """A sum over mesh axes in flight, over one flat buffer whose size the ranks of `inner` divide.
 
     `advance` waits for the first half and starts the second, `finish` waits for that
@@ -171,7 +171,7 @@ class PendingReduction:
         return self._buffer
 
 
-class PendingGather:
+class GatherInFlight:
     """An all-gather in flight: the ranks' equal parts, in rank order, into `out`, of which `part` may be a slice."""
 
     def __init__(self, out: Tensor, part: Tensor, mesh: Mesh, axes: tuple[int, ...]) -> None:
@@ -197,7 +197,7 @@ class PendingGather:
         left_to_readers[self] = ref(reader)
 
 
-left_to_readers: dict[PendingGather, ref] = {}
+left_to_readers: dict[GatherInFlight, ref] = {}
 
 
 def end_left() -> None:
@@ -207,7 +207,7 @@ def end_left() -> None:
     left_to_readers.clear()
 
 
-class PendingRows:
+class RowsInFlight:
     """An all-to-all of rows in flight: the next `sends[r]` of `rows` go to rank r of the axis."""
 
     def __init__(self, rows: Tensor, sends: list[int], receives: list[int], mesh: Mesh, axis: int) -> None:
