@@ -2,7 +2,6 @@
 
 import copy
 import sys
-import threading
 import types
 import warnings
 
@@ -239,27 +238,6 @@ def test_a_debugger_sees_global_tensors_in_every_call():
             finally:
                 sys.settrace(before)
         assert looker.kinds == [DTensor] * 2
-
-
-def test_a_trace_function_of_another_thread_looks_at_nothing_here(regions):
-    with fake_world(2):
-        model, optimizer = watched_once("auto")
-        step(model, optimizer)
-        ready, done = threading.Event(), threading.Event()
-
-        def traced():
-            sys.settrace(lambda *_: None)
-            ready.set()
-            done.wait()
-
-        thread = threading.Thread(target=traced)
-        thread.start()
-        ready.wait()
-        try:
-            assert regions_of_a_step(regions, model, optimizer) == 1
-        finally:
-            done.set()
-            thread.join()
 
 
 def looked_at_on(ranks, mode):

@@ -30,6 +30,7 @@ from .reads import Changed, Reads
 from .record import Recording
 from .region import Eager, Nested, Region, StaleRegion, StaticWarning
 from .site import DRAWN, EAGER, STATIC, UNSEEN, Site
+from .threads import are_others_looking
 
 MISSES = 8  # recordings of one module after its first; then it stays eager
 _MISS = object()
@@ -106,6 +107,8 @@ class Static:
         if not self.is_auto:
             check_order("static", "a static module computes")
         elif self.watchers or is_watched():
+            return site.forward(*args, **kwargs)
+        if are_others_looking():
             return site.forward(*args, **kwargs)
         if self._runtime is not None:
             if self._runtime.is_above_units:

@@ -1,0 +1,49 @@
+"""Other threads that may look at a model while one of its calls runs.
+
+A region takes the class DTensor off parameters while it computes, and another thread would meet plain shards. No lock
+keeps that thread out, for what it reads are attributes of tensors; so a call is static only where no other thread runs
+whose code could be a user's. By allow-list: threads of libraries that compute nothing of a user's with tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from threading import get_ident
+
+# Of the code that a thread runs, the first part of its module's name. These threads work on what they are handed: data
+# loaders' queues and pinning, progress bars, shells and debuggers, writers of logs.
+LIBRARIES = frozenset(
+    "torch multiprocessing tqdm rich IPython ipykernel zmq tornado debugpy pydevd tensorboard wandb fsspec".split()
+)
+_OURS = "vescale"
+_NOTED = "_vescale_code"  # on a thread: whose code it runs, which is told from what it forgets when it ends
+
+_living = threading._active  # by ident; `threading.enumerate` takes a lock for a copy of it
+
+
+def are_others_looking() -> bool:
+    """Whether another thread of this process may read the model during a call that begins now."""
+    if len(_living) == 1:
+        return False
+    own = get_ident()
+    for ident, thread in _living.copy().items():
+        if ident == own or (thread.__dict__.get(_NOTED) or _note(thread)) != "a user's":
+            continue
+        if type(thread) is threading._MainThread and _note(_living.get(own)) == "ours":
+            continue  # it waits for simulated ranks, which are threads of ours
+        return True
+    return False
+
+
+def _note(thread: threading.Thread | None) -> str:
+    """Whose code a thread runs: "ours", "a library's" or "a user's"."""
+    found = "a user's"
+    if type(thread) is threading._DummyThread:  # C's, such as autograd's for a device
+        found = "a library's"
+    elif thread is not None:
+        target = getattr(thread, "_target", None) or getattr(thread, "function", None)  # a Timer's
+        module = getattr(target, "__module__", None) or "" if target is not None else type(thread).__module__
+        first = module.partition(".")[0]
+        found = "ours" if first.startswith(_OURS) else "a library's" if first in LIBRARIES else found
+        thread.__dict__[_NOTED] = found
+    return found

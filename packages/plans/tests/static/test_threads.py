@@ -1,0 +1,143 @@
+"""While another thread of the user's runs, no call takes the layouts off what that thread may read."""
+
+import threading
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vescale_dtensor import DTensor, Shard
+from vescale_dtensor.testing import fake_world
+from vescale_plans import Plan, parallelize
+from vescale_plans._static.region import Region
+
+PLAN = Plan(mesh={"tp": 2}, parameters={"up.*": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}, "*": {}})
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Calls(threading.Thread):
+    """A user's kind of thread."""
+
+    def __init__(self, function):
+        super().__init__(daemon=True)
+        self.function_ = function
+
+    def run(self):
+        self.function_()
+
+
+class Library(threading.Thread):
+    __module__ = "tqdm._monitor"
+
+
+WAYS = {
+    "a function": (lambda wait: threading.Thread(target=wait, daemon=True), True),
+    "a class": (Calls, True),
+    "a timer": (lambda wait: threading.Timer(0, wait), True),
+    "a library's class": (lambda wait: Library(target=None), False),
+    "a library's function": (lambda wait: threading.Thread(target=of_torch(wait), daemon=True), False),
+}
+
+
+def of_torch(wait):
+    def run():
+        wait()
+
+    run.__module__ = "torch.utils.data._utils.pin_memory"
+    return run
+
+
+@pytest.fixture
+def regions(monkeypatch):
+    counted = types.SimpleNamespace(count=0)
+    run = Region.run
+
+    def counting(self, *args):
+        counted.count += 1
+        return run(self, *args)
+
+    monkeypatch.setattr(Region, "run", counting)
+    return counted
+
+
+def steps(regions, model, count=1):
+    regions.count = 0
+    for _ in range(count):
+        model(torch.ones(4, 8)).sum().backward()
+    return regions.count
+
+
+@pytest.mark.parametrize("mode", ["auto", "static"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_is_static_only_while_no_thread_of_the_users_runs(way, mode, regions):
+    make, is_users = WAYS[way]
+    with fake_world(2):
+        torch.manual_seed(0)
+        model, _ = parallelize(PLAN, Net(), mode=mode)
+        steps(regions, model, 3)
+        assert steps(regions, model)
+        may_end = threading.Event()
+        other = make(may_end.wait)
+        if type(other) is Library:
+            other.run = may_end.wait
+        other.start()
+        try:
+            assert bool(steps(regions, model)) is not is_users
+        finally:
+            may_end.set()
+            other.join()
+        assert steps(regions, model)
+
+
+def test_a_thread_that_reads_while_the_model_computes_sees_global_tensors(regions):
+    """The other thread reads in the middle of the up-projection, by a pair of events and not by luck."""
+    found = []
+    with fake_world(2):
+        torch.manual_seed(0)
+        model, _ = parallelize(PLAN, Net(), mode="auto")
+        steps(regions, model, 3)
+        inside, looked = threading.Event(), threading.Event()
+
+        def look():
+            inside.wait(60)
+            found.append((type(model.up.weight), tuple(model.up.weight.shape)))
+            looked.set()
+
+        reader = threading.Thread(target=look, daemon=True)
+        reader.start()
+        gelu = F.gelu
+
+        def slow(x):
+            inside.set()
+            assert looked.wait(60)
+            return gelu(x)
+
+        F.gelu = slow
+        try:
+            steps(regions, model)
+        finally:
+            F.gelu = gelu
+        reader.join()
+    assert found == [(DTensor, (32, 8))]
+
+
+def test_a_model_that_a_thread_of_the_users_calls_is_eager_there(regions):
+    found = []
+    with fake_world(2):
+        torch.manual_seed(0)
+        model, _ = parallelize(PLAN, Net(), mode="auto")
+        steps(regions, model, 3)
+        caller = threading.Thread(target=lambda: found.append(steps(regions, model)))
+        caller.start()
+        caller.join()
+        assert found == [0] and steps(regions, model)
