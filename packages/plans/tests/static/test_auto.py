@@ -369,8 +369,8 @@ def test_a_copy_is_auto_as_well(regions):
 @pytest.mark.parametrize(
     "environment, given, found",
     [
-        (None, None, "eager"),
-        ("", None, "eager"),
+        (None, None, "auto"),
+        ("", None, "auto"),
         ("auto", None, "auto"),
         ("static", None, "static"),
         ("eager", None, "eager"),

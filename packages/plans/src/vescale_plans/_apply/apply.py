@@ -98,7 +98,7 @@ def parallelize(
             computes on the whole run on plain tensors from the second call on (see `static`), and what stays eager
             after it was static is told by a StaticWarning; "auto": the same without a word, and a call that a
             debugger, a compiler or `reproducible` looks at is eager; "compile": static modules go through
-            torch.compile besides. By default what the environment variable VESCALE_MODE says, else "eager".
+            torch.compile besides. By default what the environment variable VESCALE_MODE says, else "auto".
         reproducible: splits, or a mode made of them: turns `vescale.reproducible` on, here and for the rest of the
             process, as if this call and all that follows stood within it. Eager only.
         stages: see `Stages`; `vescale.parallelize` brings it.
