@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_checkpoint import load, save
-from vescale_checkpoint._job import settle
+from vescale_checkpoint._job import wait_for_save
 from vescale_checkpoint.format._box import pieces_of
 from vescale_checkpoint.manifest import Section, Stored
 from vescale_checkpoint.plan._catalogue import Entry, Holder
@@ -135,7 +135,7 @@ def stall(folder, mib, repeats):
     for repeat in range(repeats + 1):
         memcpys.append(timed(copy_all, copies, shards))
         stalls.append(timed(save, f"{folder}/async{repeat}", state, asynchronous=True))
-        settle()
+        wait_for_save()
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(f"{folder}/async{repeat}")

@@ -55,7 +55,7 @@ def raced(folder: str, mib: int, rounds: int) -> dict[str, dict[str, list[float]
     import torch.distributed.checkpoint as dcp
 
     import vescale
-    from vescale_checkpoint._job import settle
+    from vescale_checkpoint._job import wait_for_save
 
     warnings.simplefilter("ignore")
     theirs, ours = states(mib)
@@ -85,7 +85,7 @@ def raced(folder: str, mib: int, rounds: int) -> dict[str, dict[str, list[float]
                 for future in waiting:
                     future.result()
                 waiting.clear()
-                settle()
+                wait_for_save()
                 dist.barrier()
                 if round_:
                     found[part][name].append(seconds)

@@ -323,6 +323,25 @@ def test_hooks_on_gradients_communicate_in_one_order_whatever_ranks_are_static(p
     assert run_ranks(2, compared) == [True, True]
 
 
+@pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("zero", [None, 0, 3])
+def test_a_module_is_eager_while_it_has_hooks_on_gradients(way, zero, regions):
+    """`zero` None: nothing is reduced, and autograd itself calls them."""
+    plan = PLAN if zero is None else Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero)
+    with fake_world(2):
+        torch.manual_seed(0)
+        model, optimizer = parallelize(plan, Net(), lambda p: torch.optim.SGD(p, lr=0.1), mode="auto")
+        step(model, optimizer)
+        step(model, optimizer)
+        assert regions_of_a_step(regions, model, optimizer) == 1
+        handle = getattr(model.up.weight, way)(lambda _: None)
+        step(model, optimizer)
+        assert regions_of_a_step(regions, model, optimizer) == 2  # the activation, and the other projection
+        handle.remove()
+        step(model, optimizer)
+        assert regions_of_a_step(regions, model, optimizer) == 1
+
+
 def test_what_stays_eager_is_told_by_explain_static_alone(capsys):
     """Static mode warns of a module that is recorded too often; auto does not."""
 

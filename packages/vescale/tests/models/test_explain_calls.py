@@ -51,7 +51,7 @@ def parallelized():
     model = llama()
     model.model.layers[0].register_forward_pre_hook(early)
     plan = library.llama({"dp": 2, "tp": 2}).override(zero=3, checkpointing={"model.layers.*": True})
-    model, _ = vescale.parallelize(plan, model, torch.optim.SGD)
+    model, _ = vescale.parallelize(plan, model, torch.optim.SGD, mode="eager")
     model.model.layers[0].register_forward_hook(late)
     return model
 

@@ -23,9 +23,16 @@ _FORWARD = repeat("forward")
 
 
 def has_gradient_hooks(tensors: Iterable[Tensor]) -> bool:
-    """Whether somebody has hooks on the gradient of one of them, which run amid backward."""
+    """Whether somebody has hooks on the gradient of one of them, which run amid backward: those for what is added up
+    (`register_post_accumulate_grad_hook`) as well, for sums over ranks start among them."""
     with local_only():
-        return any(one._backward_hooks for one in tensors)
+        return any(one._backward_hooks or _accumulate_hooks(one) for one in tensors)
+
+
+def _accumulate_hooks(tensor: Tensor) -> Any:
+    """Users' own; where gradients are reduced, a bucket has one beside, and keeps theirs."""
+    owner = tensor.__dict__.get("_owner")
+    return tensor._post_accumulate_grad_hooks if owner is None or owner.hooks is None else owner.hooks
 
 
 class Guard:

@@ -41,7 +41,7 @@ class Bucket(FlatParameters):
         super().__init__(parameters, axes, sharing, rows)
         for param in self.params:
             param.open_gradients = self._open_at_rest
-        self.tells = False  # while users' hooks run
+        self.runs_hooks = False  # while users' hooks run
         self.handed_out: list[ShardedParameter] = []  # whose reduced gradients came, and hooks have not run yet
         self.flat: Tensor | None = None
         self._streams: Streams | None = None  # that have written to it
@@ -157,7 +157,7 @@ class Bucket(FlatParameters):
     def is_hooked(self) -> bool:
         return any(param.hooks for param in self.params)
 
-    def tell(self) -> None:
+    def run_hooks(self) -> None:
         """Calls users' hooks of the parameters whose gradients have been handed out. They see parameters at rest, so
         that what they write stays, and gradients and optimizer states are this rank's parts.
 
@@ -172,13 +172,13 @@ class Bucket(FlatParameters):
         elif self.shards:
             self.wait()
             self.expose(False)
-        self.tells = True
+        self.runs_hooks = True
         try:
             for param in told:
                 for hook in tuple(param.hooks.values()):
                     hook(param.parameter)
         finally:
-            self.tells = False
+            self.runs_hooks = False
         self.updated()
         if self.shards and not self.separate:
             self.wait()

@@ -61,7 +61,7 @@ class Sums:
             while len(self._running) > under_way and self._running[0].bucket.is_hooked:  # its gradients may go then
                 flight = self._running.pop(0)
                 flight.finish()
-                flight.bucket.tell()
+                flight.bucket.run_hooks()
 
     def finish(self) -> None:
         """The backward is through: starts what is left, waits for all, and hands out the reduced gradients."""
@@ -80,7 +80,7 @@ class Sums:
             usage.close()
         self._apart.tell()
         for flight in running:
-            flight.bucket.tell()
+            flight.bucket.run_hooks()
         self._begin_anew()
 
     def leave_partial(self) -> None:

@@ -173,7 +173,7 @@ class DataParallel:
     @property
     def tells(self) -> bool:
         """Whether users' hooks on gradients run, with parameters at rest already."""
-        return any(bucket.tells for unit in self.units for bucket in unit.buckets)
+        return any(bucket.runs_hooks for unit in self.units for bucket in unit.buckets)
 
     def rest(self) -> None:
         """Parameters are the full-precision shards, where they are not the same memory: a write to one stays. What is

@@ -1,6 +1,6 @@
-"""What ranks that hang disagree about: pure comparisons of what each was in (`_hang.report`).
+"""What ranks that hang disagree about: pure comparisons of what each was in (`hang.py`).
 
-Three things are compared, per line of ranks (`_flight.Line`): collectives and ordered transfers by their numbers, of
+Three things are compared, per line of ranks (`flight.Line`): collectives and ordered transfers by their numbers, of
 which the same must be the same everywhere; and messages, which are known by their names, by who posted them. What
 counts most comes first: what two ranks see differently, or one of them has passed by; then what somebody waits for
 whose other end does not wait for anything itself; then what waits in a chain, the oldest first.
