@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_dtensor import DTensor, Shard
+from vescale_dtensor.engine import Storages
 from vescale_dtensor.testing import fake_world
 from vescale_plans import Plan, parallelize
 from vescale_plans._static.region import Region
@@ -129,6 +130,31 @@ def test_a_thread_that_reads_while_the_model_computes_sees_global_tensors(region
             F.gelu = gelu
         reader.join()
     assert found == [(DTensor, (32, 8))]
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_frames_that_a_watch_has_in_hand_decide_nothing(releases, regions, monkeypatch):
+    """While it reads where the thread stands, tensors of calls that have returned live on."""
+    asked, alive = [], Storages.any_alive
+
+    def held(self, numbers):
+        asked.append(None)
+        return len(asked) <= 5 or not releases or alive(self, numbers)
+
+    monkeypatch.setattr(Storages, "any_alive", held)
+    may_end = threading.Event()
+    watch = Library(target=None)
+    watch.run = may_end.wait
+    watch.start()
+    try:
+        with fake_world(2):
+            torch.manual_seed(0)
+            model, _ = parallelize(PLAN, Net(), mode="auto")
+            steps(regions, model, 3)
+            assert bool(steps(regions, model)) is releases
+    finally:
+        may_end.set()
+        watch.join()
 
 
 def test_a_model_that_a_thread_of_the_users_calls_is_eager_there(regions):

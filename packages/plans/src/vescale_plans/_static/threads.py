@@ -8,6 +8,8 @@ whose code could be a user's. By allow-list: threads of libraries that compute n
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from threading import get_ident
 
 # Of the code that a thread runs, the first part of its module's name. These threads work on what they are handed: data
@@ -17,6 +19,8 @@ LIBRARIES = frozenset(
 )
 _OURS = "vescale"
 _NOTED = "_vescale_code"  # on a thread: whose code it runs, which is told from what it forgets when it ends
+
+_LOOKS, _BETWEEN_S = 40, 0.005
 
 _living = threading._active  # by ident; `threading.enumerate` takes a lock for a copy of it
 
@@ -33,6 +37,19 @@ def are_others_looking() -> bool:
             continue  # it waits for simulated ranks, which are threads of ours
         return True
     return False
+
+
+def outlasts(holds: Callable[[], bool]) -> bool:
+    """Whether something still holds when other threads have had time to let go of this one's frames.
+
+    A watch for hangs reads where this thread stands, and frames that it has in hand keep their tensors a moment longer
+    than their calls. What a rank finds must not depend on that: ranks would differ.
+    """
+    for _ in range(_LOOKS if len(_living) > 1 else 0):
+        if not holds():
+            return False
+        time.sleep(_BETWEEN_S)
+    return holds()
 
 
 def _note(thread: threading.Thread | None) -> str:

@@ -45,6 +45,7 @@ from .._apply.containers import map_tensors
 from .frame import Boundary, Frame, Step, odd_value, parameter_place, tensors_of
 from .guard import FORWARD_HOOKS, has_gradient_hooks
 from .passes import entered
+from .threads import outlasts
 
 
 class _Left(BaseException):
@@ -288,7 +289,8 @@ def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
         difference = _compare(frame, tape, taping, done, out, trial.met)
         del out
         trial.met.clear()
-        if difference is None and storages.any_alive(_made_on(taping.tapes.pop())):
+        made_here = _made_on(taping.tapes.pop())
+        if difference is None and outlasts(lambda: storages.any_alive(made_here)):
             return Difference("keeps a tensor that it made beyond its call", frame.site.line)
         return difference
     except _Left as left:
