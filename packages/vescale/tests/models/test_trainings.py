@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import stateful_blocks
 import vescale
 from vescale import Boundary, Plan, Replicate, Shard
 from vescale_dtensor import CommunicationError, InternalError
@@ -27,6 +28,7 @@ warm_up("torch._dynamo", "vescale")
 
 WIDTH, WORDS, ROWS, LENGTH, STEPS = 8, 16, 8, 4, 3
 COUNT, PART = 2000, 100
+STATEFUL = 4000  # from this seed on, blocks of `stateful_blocks` as well, and mostly the mode that nobody names
 
 
 # --- what models are made of: names that the plans below know ------------------------------
@@ -213,6 +215,7 @@ OF_EXPERTS = {
 
 KINDS = ["Mlp()", "Mlp()", "Gated()", "Attention()", "Attention()", "Averaged()", "Batched()", "Scaled()",
          "Mlp(0.2)", "Attention(0.1)", "Experts()"]  # fmt: skip
+WRITING = ("Averaged()", "Batched()", *stateful_blocks.ONCE)
 OPTIMIZERS = [
     "torch.optim.SGD(p, lr=0.1, momentum=0.9)", "torch.optim.AdamW(p, lr=0.02, eps=1e-3)",
     "torch.optim.AdamW(p, lr=0.02, eps=1e-3, foreach=False)", "torch.optim.Adam(p, lr=0.02, eps=1e-3, amsgrad=True)",
@@ -351,11 +354,13 @@ def program(seed):
     """The text of a program, with `build`, `plan`, `mode`, `double` and `train`."""
     chance = random.Random(seed)
     ranks = chance.choice([2, 2, 2, 4])
-    mode = chance.choice(["eager", "eager", "eager", "static"])
-    kinds = [chance.choice(KINDS) for _ in range(chance.randint(2, 4))]
+    modes = ["eager", "eager", "eager", "static"] if seed < STATEFUL else ["eager", "auto", "auto", "static"]
+    mode = chance.choice(modes)
+    blocks = KINDS if seed < STATEFUL else KINDS[1:] + [f"{one.__name__}()" for one in stateful_blocks.BLOCKS]
+    kinds = [chance.choice(blocks) for _ in range(chance.randint(2, 4))]
     experts = "Experts()" in kinds and chance.random() < 0.5
     plan = chance.choice((OF_EXPERTS if experts else PLANS)[ranks])
-    if chance.random() < 0.3:
+    if chance.random() < 0.3 and not any(kind in stateful_blocks.ONCE for kind in kinds):
         again = chance.choice(["{'blocks.*': True}", "{'blocks.0': True}", "{'*.up': True, 'head': True}"])
         plan += f".override(checkpointing={again})"
     setups = chance.sample(list(SETUPS), chance.choice([0, 0, 1, 1, 2]))
@@ -368,17 +373,17 @@ def program(seed):
     if same and chance.random() < 0.5:
         i, j = chance.choice(same)
         inner = {"M": ".up.weight", "A": ".out.weight", "G": ".down.weight", "B": ".down.bias", "S": ".scale"}.get(
-            kinds[i][0]
+            kinds[i][0] if seed < STATEFUL or kinds[i] in KINDS else ""
         )
         inner = {"Averaged()": ".down.bias", "Experts()": ".router.weight"}.get(kinds[i], inner)
-        inner = inner if chance.random() < 0.5 else ""
+        inner = inner if inner and chance.random() < 0.5 else ""
         place = f"model.blocks[{i}]{inner}"
         changes.append(f"    {place} = model.blocks[{j}]{inner}")
     loss = chance.choice(["plain", "plain", "plain", *LOSSES])
     loss = "plain" if experts and loss != "twice" else loss
     if "penalty" in loss:  # second derivatives of these do not exist on one device
         calls = list(range(len(kinds)))
-        kinds = [kind if "Attention" not in kind else "Mlp()" for kind in kinds]
+        kinds = [kind if "Attention" not in kind and kind in KINDS else "Mlp()" for kind in kinds]
         made = f"    model = Net([{', '.join(kinds)}], {calls})"
         changes = [made, *(line.replace(".out.weight", ".up.weight") for line in changes[1:])]
     tied = any("embed" in line for line in changes)
@@ -438,14 +443,14 @@ def _calls(chance, kinds, reentrant):
         many = chance.choice([1, 1, 2, 3])
         inner = list(range(i, min(i + many, len(kinds))))
         i += len(inner)
-        if any(kinds[j] in ("Averaged()", "Batched()") for j in inner) or chance.random() < 0.6:
+        if any(kinds[j] in WRITING for j in inner) or chance.random() < 0.6:
             calls += inner
         elif chance.random() < 0.5:
             calls.append((reentrant and chance.random() < 0.3, *inner))
         else:
             ways = [reentrant and chance.random() < 0.3 for _ in range(len(inner) + 1)]
             calls.append((ways[0], *zip(ways[1:], inner)))
-    again = [one for one in range(len(kinds)) if kinds[one] not in ("Averaged()", "Batched()")]
+    again = [one for one in range(len(kinds)) if kinds[one] not in WRITING]
     if again and chance.random() < 0.2:
         calls.append(chance.choice(again))
     return calls
@@ -507,7 +512,8 @@ def seeded(seed, kind):
 
 
 NAMES = {one.__name__: one for one in (
-    Mlp, Gated, Attention, Averaged, Batched, Scaled, Experts, Net, Critic, Plan, tensor_parallel, batch, whole, seeded
+    Mlp, Gated, Attention, Averaged, Batched, Scaled, Experts, Net, Critic, Plan, tensor_parallel, batch, whole, seeded,
+    *stateful_blocks.BLOCKS,
 )} | {"torch": torch, "nn": nn, "F": F, "contextlib": contextlib, "copy": copy, "WORDS": WORDS}  # fmt: skip
 
 
@@ -533,7 +539,7 @@ def ran(text, plan=False):
         return model, None if make is None else make(model.parameters())
 
     def on_mesh(model, make):
-        mode = None if names["mode"] == "eager" else names["mode"]  # the environment may say another
+        mode = names["mode"]
         return vescale.parallelize(fitting(names["plan"], model), model, make, mode=mode)
 
     names["no_sync"] = vescale.no_sync if plan else lambda model: contextlib.nullcontext()
@@ -635,7 +641,7 @@ def _told(seeds, texts, ranks):
 
 @in_turns(3)
 def test_random_trainings():
-    seeds = slice_of(range(COUNT), fraction=PART)
+    seeds = slice_of([*range(COUNT), *range(STATEFUL, STATEFUL + COUNT)], fraction=2 * PART)
     good, wrong = verdicts(seeds)
     refusals = collections.Counter(text.splitlines()[0] for text in good.values() if text != "ran")
     print(*(f"{count} {text}" for text, count in refusals.most_common()), sep="\n")
