@@ -30,13 +30,14 @@ THRESHOLD = 0.10
 
 @dataclass(frozen=True)
 class Headline:
-    """A row of headlines.toml."""
+    """A row of headlines.toml. `cause`: why it is over its budget, where that is so, and where to read on."""
 
     benchmark: str
     parameters: tuple[str, ...]
     title: str
     budget: float | None = None
     threshold: float = THRESHOLD
+    cause: str = ""
 
 
 @dataclass(frozen=True)

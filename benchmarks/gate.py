@@ -47,7 +47,8 @@ def verdict(figure: Figure) -> str:
         before = figure.points[-2].value
         reasons.append(f"regressed at {figure.latest.commit[:10]}, from {before:.3f} to {figure.latest.value:.3f}")
     if figure.over_budget:
-        reasons.append(f"over its budget of {figure.headline.budget:.2f}")
+        cause = f" ({figure.headline.cause})" if figure.headline.cause else ", of unknown cause"
+        reasons.append(f"over its budget of {figure.headline.budget:.2f}{cause}")
     return "; ".join(reasons)
 
 

@@ -135,6 +135,18 @@ def test_a_measured_commit_is_not_measured_again(measured):
     assert list((measured[0] / ".git/worktrees").glob("*")) == []
 
 
+@pytest.mark.parametrize("cause", ["hooks: design, section 2", ""])
+def test_a_headline_over_its_budget_says_why(measured, cause):
+    top, home = measured
+    (top / "benchmarks/over").mkdir(exist_ok=True)
+    (top / "benchmarks/over/asv.conf.json").write_text(CONFIG.replace('".asv/results', '"../.asv/results'))
+    known = f'budget = 1.1\ncause = "{cause}"' if cause else "budget = 1.1"
+    (top / "benchmarks/over/headlines.toml").write_text(HEADLINES.replace("budget = 1.5", known))
+    command = [sys.executable, str(SCRIPTS / "gate.py"), "--config", str(top / "benchmarks/over/asv.conf.json")]
+    said = run(command, top, home, 1)
+    assert "over its budget of 1.10" + (f" ({cause})" if cause else ", of unknown cause") in said
+
+
 def test_headlines_alone_are_measured_unless_all_are_asked_for(measured):
     top, _ = measured
     found = [json.loads(path.read_text())["results"] for path in (top / "benchmarks/.asv/results").glob("*/*-*.json")]
