@@ -80,7 +80,7 @@ def front_page(config: Path, figures: list[Figure], verdicts: list[dict], device
     )
     sections = [
         f"<h1>veScale benchmarks</h1><p>{state}{unmeasured(config, figures)}. "
-        f"{len(commits)} commits, lower is better everywhere. "
+        f"{len(commits)} commits, lower is better but for tokens per second. "
         f'<a href="asv/index.html">All graphs (ASV)</a> '
         f'<span class="dim">written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</span></p>'
         f'<p class="dim">{escape("; ".join(read_machines(config)))}; Python {platform.python_version()}, '

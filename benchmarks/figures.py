@@ -84,17 +84,22 @@ class Figure:
 
     @property
     def regressions(self) -> tuple[int, ...]:
-        """Which points stepped up, as indices into `points`."""
+        """Which points got worse, as indices into `points`: stepped up, or down where more is better."""
         if self.is_peer:
             return ()
         steps: list[int] = []
         good: list[float] = []
         for i, point in enumerate(self.points):
-            if good and point.value > median(good[-WINDOW:]) * (1 + self.threshold):
+            if good and self._is_worse(point.value, median(good[-WINDOW:])):
                 steps.append(i)
             else:
                 good.append(point.value)
         return tuple(steps)
+
+    def _is_worse(self, value: float, before: float) -> bool:
+        if self.benchmark.endswith("per_second"):
+            return value < before / (1 + self.threshold)
+        return value > before * (1 + self.threshold)
 
     @property
     def regressed(self) -> bool:

@@ -6,7 +6,9 @@
 
 An environment per commit with torch in it is impractical, so a commit is measured by putting the source roots of its
 worktree (packages/*/src) before everything else on the path. A benchmark that a commit cannot run has no point there.
-The headlines of a commit take about 3 minutes of one core, and as long again where TorchTitan's environment is.
+The headlines of a commit take about 3 minutes of one core. TorchTitan, of whose host time headlines speak, and whose
+tokens per second stand beside ours, wants an environment of its own: it is made once, and with it a commit takes twice
+as long. Where it cannot be made (no network) its figures have no points, and that is said.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from figures import commits_of, read_config, read_headlines
 
 CONFIG = Path(__file__).absolute().with_name("asv.conf.json")
 COMMIT_S = 20 * 60
+SIDE_BY_SIDE = CONFIG.parent / "torchtitan/side_by_side.py"
+TOKENS = "bench_torchtitan.Throughput.track_tokens_per_second"
 
 
 def main() -> int:
@@ -44,6 +48,8 @@ def main() -> int:
     config = arguments.config.absolute()
     settings = read_config(config)
     headlines = sorted({row.benchmark for row in read_headlines(config)[0]})
+    if any(name.startswith("bench_torchtitan.") for name in headlines) and has_torchtitan():
+        headlines.append(TOKENS)
     bench = arguments.bench or ("" if arguments.all else f"^({'|'.join(map(re.escape, headlines))})")
     measured = set() if arguments.again else set(get_existing_hashes(settings.results_dir))
     wanted = commits_of(settings.repo, arguments.count)
@@ -61,6 +67,17 @@ def main() -> int:
     for commit in failed:
         console.print(f"[red]not every benchmark ran at {commit[:10]}[/red]; asv's words are above")
     return int(len(failed) == len(waiting) > 0)
+
+
+def has_torchtitan() -> bool:
+    """Whether TorchTitan's environment is there, or could be made."""
+    if os.environ.get("TORCHTITAN_PYTHON") or (CONFIG.parents[1] / ".venv-torchtitan/bin/torchrun").exists():
+        return True
+    setup = [sys.executable, str(SIDE_BY_SIDE), "setup"]
+    made = subprocess.run(setup, capture_output=True, text=True, timeout=COMMIT_S)
+    if made.returncode:
+        print("TorchTitan's environment could not be made, so that its figures have no points", file=sys.stderr)
+    return made.returncode == 0
 
 
 def measure(config: Path, repository: str, commit: str, bench: str) -> bool:

@@ -1,4 +1,5 @@
-"""Against TorchTitan, where its environment is (benchmarks/torchtitan/README.md): host time of a step, fake group.
+"""Against TorchTitan, where its environment is (benchmarks/torchtitan/README.md): host time of a step on a fake group,
+and tokens per second of two ranks on gloo.
 
 Without it these have no point: nothing is simulated.
 """
@@ -18,6 +19,20 @@ CASES = {
 }
 
 
+GLOO = ["FSDP 2", "TP 2", "PP 2"]
+SIDES = ["veScale static", "veScale eager", "TorchTitan spmd_types"]
+
+
+def figures_of(*words: str) -> list[dict]:
+    """What the side-by-side program says of every layout; nothing where it cannot run."""
+    command = [sys.executable, str(SCRIPT), *words, "--brief"]
+    said = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=500)
+    try:
+        return json.loads(said.stdout.splitlines()[-1])["figures"]
+    except (IndexError, ValueError):
+        return []
+
+
 class TorchTitan:
     """CPU time of a step over that of its `spmd_types` backend."""
 
@@ -25,15 +40,7 @@ class TorchTitan:
     param_names = ("layout", "mode")
 
     def setup_cache(self):
-        said = subprocess.run(
-            [sys.executable, str(SCRIPT), "host", "--rounds", "12", "--brief"],
-            env=os.environ, capture_output=True, text=True, timeout=500,
-        )  # fmt: skip
-        try:
-            figures = json.loads(said.stdout.splitlines()[-1])["figures"]
-        except (IndexError, ValueError):
-            return {}
-        return {figure["layout"]: figure["cpu over"] for figure in figures}
+        return {figure["layout"]: figure["cpu over"] for figure in figures_of("host", "--rounds", "12")}
 
     setup_cache.timeout = 600
 
@@ -46,3 +53,25 @@ class TorchTitan:
 
     track_slowdown_vs_torchtitan.unit = "x"
     track_slowdown_vs_torchtitan.version = "1"
+
+
+class Throughput:
+    """Tokens per second of both, by wall time, taking turns; 4 samples of 64 tokens a step."""
+
+    params = (GLOO, SIDES)
+    param_names = ("layout", "side")
+
+    def setup_cache(self):
+        return {each["layout"]: each["tokens per second"] for each in figures_of("gloo", "--rounds", "10")}
+
+    setup_cache.timeout = 600
+
+    def setup(self, cache, layout, side):
+        if side not in cache.get(layout, {}) or "TorchTitan spmd_types" not in cache[layout]:
+            raise NotImplementedError  # TorchTitan is not here, or this commit cannot run it
+
+    def track_tokens_per_second(self, cache, layout, side):
+        return cache[layout][side]
+
+    track_tokens_per_second.unit = "tokens/s"
+    track_tokens_per_second.version = "1"

@@ -159,6 +159,7 @@ def raced(names: Sequence[str], layout: str, rounds: int, steps: int) -> dict[st
         "skipped": [name for name in names if name not in losses],
         "cpu ms per step and rank": {name: round(median(cpu[name]), 2) for name in losses},
         "wall ms per step": {name: round(median(wall[name]), 2) for name in losses},
+        "tokens per second": {name: round(tokens_of(layout) * 1000 / median(wall[name])) for name in losses},
         "cpu over": {
             other: {name: ratio(cpu[name], cpu[other]) for name in losses if name != other}
             for other in losses
@@ -166,6 +167,11 @@ def raced(names: Sequence[str], layout: str, rounds: int, steps: int) -> dict[st
         },
         "losses": losses,
     }
+
+
+def tokens_of(layout: str) -> int:
+    """Of a step."""
+    return LAYOUTS[layout].batch * LAYOUTS[layout].sequence
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:

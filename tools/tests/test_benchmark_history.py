@@ -147,6 +147,17 @@ def test_a_headline_over_its_budget_says_why(measured, cause):
     assert "over its budget of 1.10" + (f" ({cause})" if cause else ", of unknown cause") in said
 
 
+def test_more_tokens_per_second_are_no_regression(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from figures import Figure, Point
+
+    def steps(name, *values):
+        return Figure(name, (), "here", tuple(Point(str(i), value, "") for i, value in enumerate(values))).regressions
+
+    assert steps("bench.track_tokens_per_second", 100, 140, 99) == (2,)
+    assert steps("bench.track_ratio", 1.0, 1.4, 0.7) == (1,)
+
+
 def test_headlines_alone_are_measured_unless_all_are_asked_for(measured):
     top, _ = measured
     found = [json.loads(path.read_text())["results"] for path in (top / "benchmarks/.asv/results").glob("*/*-*.json")]
