@@ -419,7 +419,7 @@ def program(seed):
         body += ["    note('averaged', averaged(*batch(80)))"]
     if "average" in setups or "plain average" in setups:
         body += ["for n, p in model.named_parameters():", "    average[n].mul_(0.9).add_(p.detach(), alpha=0.1)"]
-        body += _averaged(chance)
+        body += _averaged(chance, kinds)
     lines += ["    " + line for line in body] + ["note_model(model)"]
     if loss == "critic":
         lines.append("note_model(critic)")
@@ -472,31 +472,30 @@ def _backward(chance, loss, hooked):
     return [f"for part in range({count}):", *("    " + line for line in body)]
 
 
-def _averaged(chance):
-    """The average takes the parameters' place for an evaluation."""
-    return chance.choice(
-        [
-            ["note('average', average['embed.weight'])"],
-            [
-                "backup = {n: p.data for n, p in model.named_parameters()}",
-                "for n, p in model.named_parameters():",
-                "    p.data = average[n]",
-                "with torch.no_grad():",
-                "    note('averaged', model(*batch(80)))",
-                "for n, p in model.named_parameters():",
-                "    p.data = backup[n]",
-            ],
-            [
-                "backup = {n: p.detach().clone() for n, p in model.named_parameters()}",
-                "with torch.no_grad():",
-                "    for n, p in model.named_parameters():",
-                "        p.copy_(average[n])",
-                "    note('averaged', model(*batch(80)))",
-                "    for n, p in model.named_parameters():",
-                "        p.copy_(backup[n])",
-            ],
-        ]
-    )
+def _averaged(chance, kinds):
+    """The average takes the parameters' place for an evaluation. As their memory it does not where that writes to
+    parameters: on one device alone the writes come to the average (design, section 3)."""
+    noted = ["note('average', average['embed.weight'])"]
+    swapped = [
+        "backup = {n: p.data for n, p in model.named_parameters()}",
+        "for n, p in model.named_parameters():",
+        "    p.data = average[n]",
+        "with torch.no_grad():",
+        "    note('averaged', model(*batch(80)))",
+        "for n, p in model.named_parameters():",
+        "    p.data = backup[n]",
+    ]
+    copied = [
+        "backup = {n: p.detach().clone() for n, p in model.named_parameters()}",
+        "with torch.no_grad():",
+        "    for n, p in model.named_parameters():",
+        "        p.copy_(average[n])",
+        "    note('averaged', model(*batch(80)))",
+        "    for n, p in model.named_parameters():",
+        "        p.copy_(backup[n])",
+    ]
+    way = chance.choice([noted, swapped, copied])
+    return copied if way is swapped and "Clipped()" in kinds else way
 
 
 # --- running one -------------------------------------------------------------------------------

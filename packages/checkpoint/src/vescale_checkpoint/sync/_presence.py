@@ -199,9 +199,10 @@ def _processor_seconds() -> float:
 
 
 def _is_strange(frame: Any) -> bool:
-    """Whether a frame is not of the user's program."""
+    """Whether a frame is not of the user's program. (torch may be installed elsewhere than this environment's own.)"""
     module = frame.f_globals.get("__name__", "")
-    return module.partition("_")[0] == "vescale" or frame.f_code.co_filename.startswith(_STRANGERS)
+    is_ours = module.partition("_")[0] == "vescale"
+    return is_ours or module.partition(".")[0] == "torch" or frame.f_code.co_filename.startswith(_STRANGERS)
 
 
 def peek(store: Any, key: str) -> bytes | None:
