@@ -1,8 +1,9 @@
 """Random training programs: one device's losses, gradients, parameters and buffers on a mesh, or a typed error on all.
 
-A program is a short Python text, made from its seed (`python test_trainings.py 17` prints it, runs it and says what
-differs): a model of blocks (shared, tied, checkpointed, hooked), a plan, and a loop as users write them. It is run
-once on one device and once on the mesh, under float64 mostly, where what is wrong cannot pass for rounding.
+A program is a short Python text, made from its seed: a model of blocks (shared, tied, checkpointed, hooked), a plan,
+and a loop as users write them. `PYTHONPATH=tools python .../test_trainings.py 17` prints one, runs it and says what
+differs. It is run once on one device and once on the mesh, under float64 mostly, where what is wrong cannot pass for
+rounding.
 """
 
 import collections
