@@ -15,7 +15,7 @@ source's, which the scope does not hold.
 
 from __future__ import annotations
 
-import weakref
+from weakref import ref
 
 from torch import Tensor, is_grad_enabled
 
@@ -35,15 +35,16 @@ class Scope:
 
     def forget(self) -> None:
         for held, key in self.kept:
-            source = held() if type(held) is weakref.ref else held
+            source = held() if type(held) is ref else held
             if source is None:
                 continue
+            names = source.__dict__
             if key is None:
-                source.__dict__.pop("_sliced", None)
-            elif (known := source.__dict__.get("_conversions")) is not None:
+                names.pop("_sliced", None)
+            elif (known := names.get("_conversions")) is not None:
                 known.pop(key, None)
                 if not known:
-                    del source.__dict__["_conversions"]
+                    del names["_conversions"]
         self.kept.clear()
 
 
@@ -58,7 +59,9 @@ def open_scope() -> None:
 def close_scope() -> None:
     """Forget what was remembered since the matching `open_scope`."""
     if _scopes:
-        _scopes.pop().forget()
+        scope = _scopes.pop()
+        if scope.kept:
+            scope.forget()
 
 
 def forget(source: Tensor) -> None:
@@ -115,7 +118,7 @@ def remember(source: Tensor, target: Layout, result: Tensor, moves: bool = True)
     elif moves or source.grad_fn is None:
         _scopes[-1].kept.append((source, key))
     else:
-        _computed_in(source).kept.append((weakref.ref(source), key))
+        _computed_in(source).kept.append((ref(source), key))
 
 
 def _computed_in(source: Tensor) -> Scope:

@@ -217,6 +217,8 @@ def _all_gather(step: Step) -> Recipe | None:
         parts, at = (grouped, dim + 1) if groups > 1 else ((count, *shape), dim)
         order = (*range(1, at + 1), 0, *range(at + 1, len(parts)))
         # Of one index each, a reshape would leave the parts where they are, and the dim the outermost in memory.
+        if at == 1:  # the most common order, which has a name that costs less
+            return lambda local: gather(local).view(*parts).transpose(0, 1).reshape(*whole).contiguous()
         return lambda local: gather(local).view(*parts).permute(*order).reshape(*whole).contiguous()
     longest, mine = max(sizes), sizes[mesh.coordinate[axis]]
 
@@ -269,6 +271,8 @@ def _reduce_scatter(step: Step) -> Recipe | None:
         at = dim + 1
         if groups == 1:
             pieces, at = (*shape[:dim], count, size, *shape[dim + 1 :]), dim
+        if at == 1:
+            return lambda local: scatter(local.reshape(*pieces).transpose(0, 1).reshape(*sent).contiguous())
         order = (at, *range(at), *range(at + 1, len(pieces)))
         return lambda local: scatter(local.reshape(*pieces).permute(*order).reshape(*sent).contiguous())
     return lambda local: reduce_scatter([take(local, dim, ranges) for ranges in cuts], mesh, (axis,), step.kind)

@@ -14,27 +14,22 @@ ATOMS = frozenset(
     {int, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
 KEYWORDS = object()  # divides positional from keyword arguments in a key
+_INTS = frozenset({int})
 _BOOL = {True: "true", False: "false"}  # True == 1 as a key, and x[True] is not x[1]
 
 
 def key_of(args: tuple, kwargs: dict | None, exact: bool) -> tuple:
     """The key of a call: layouts in place of DTensors, stand-ins for what has no hash or another equality."""
-    key: list = []
-    for argument in args:
-        kind = type(argument)
-        if kind is DTensor:
-            key.append(argument._layout)
-        else:
-            key.append(argument if kind in ATOMS else keyed(argument, exact))
+    key = _items(args, exact)
     if kwargs:
         key.append(KEYWORDS)
         for name, argument in kwargs.items():
-            key.append(name)
-            kind = type(argument)
+            kind = type(argument)  # a DTensor's is not looked for among others: its hash is Python
             if kind is DTensor:
-                key.append(argument._layout)
-            else:
-                key.append(argument if kind in ATOMS else keyed(argument, exact))
+                argument = argument._layout
+            elif kind not in ATOMS:
+                argument = _BOOL[argument] if kind is bool else keyed(argument, exact)
+            key += (name, argument)
     return tuple(key)
 
 
@@ -45,10 +40,12 @@ def keyed(value: Any, exact: bool) -> Any:
         return value._layout
     if kind is slice:
         start, stop, step = value.start, value.stop, value.step
-        if type(start) in ATOMS and type(stop) in ATOMS and step is None:
+        if step is None and type(start) in ATOMS and type(stop) in ATOMS:
             return (slice, start, stop)
         return (slice, keyed(start, exact), keyed(stop, exact), keyed(step, exact))
     if kind is tuple:
+        if value and type(value[0]) is int and _INTS.issuperset(map(type, value)):  # sizes: as they are
+            return value
         return tuple(_items(value, exact))
     if kind is float:
         return (float, value) if exact else float

@@ -86,9 +86,9 @@ def check_not_wrapped(function: Any, tensors: list) -> None:
         )
 
 
-def check_entering(operation: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Raises when one of what enters a model is followed by a transform; nothing is looked at outside of these."""
-    if (_are_functorch_transforms_active() or dual_level() >= 0) and any(map(is_followed, tensors)):
+def check_entering(operation: str, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+    """Raises when one of what enters a model is followed by a transform; outside of these nobody asks what enters."""
+    if (_are_functorch_transforms_active() or dual_level() >= 0) and any(map(is_followed, tensors())):
         refuse(
             operation,
             "a tensor inside torch.vmap, a transform of torch.func or forward-mode differentiation enters a "

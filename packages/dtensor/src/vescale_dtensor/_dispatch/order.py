@@ -20,6 +20,7 @@ from torch import Tensor
 from .._layouts.layout import Layout
 from .._layouts.strides import cut_to_one, global_stride, local_stride, row_major
 from .._rules.elements.pointwise import FUNCTIONS as ELEMENTWISE
+from .._tensor.tensor import plain_data, set_plain_data
 from .arguments import collect, substitute
 
 _PERMUTING = frozenset({
@@ -61,20 +62,50 @@ def in_order(
         wanted = _wanted(function, args, kwargs, tensors, given, out)
         return wanted if wanted is not None and _may_lay(result, wanted) else None
 
-    def run_in_order(*args: Any, **kwargs: Any) -> Any:
-        result = run(*args, **kwargs)
-        if not isinstance(result, Tensor):
-            return result
-        tensors = [args[place] for place in places] if places is not None else _collected(args, kwargs)
-        key = (result.stride(), *[tensor.stride() for tensor in tensors])
+    def laid(result: Tensor, key: tuple, tensors: Sequence[Tensor], args: tuple, kwargs: dict) -> Tensor:
+        """Of strides that are met for the first time, or that give the result others."""
         if key not in known:
             if len(known) >= _MOST:
                 known.clear()
             known[key] = look(result, tensors, args, kwargs)
         wanted = known[key]
         if wanted is not None:
-            result.data = result.detach().as_strided(result.shape, wanted)
+            set_plain_data(result, plain_data(result).as_strided(result.shape, wanted))
         return result
+
+    strides = Tensor.stride
+    # Most calls have one tensor, or two, and strides that need nothing: that is written out.
+    if places == [0]:
+
+        def run_in_order(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = run(tensor, *args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+            key = (strides(result), strides(tensor))
+            if known.get(key, result) is None:
+                return result
+            return laid(result, key, (tensor,), (tensor, *args), kwargs)
+
+    elif places == [0, 1]:
+
+        def run_in_order(tensor: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = run(tensor, other, *args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+            key = (strides(result), strides(tensor), strides(other))
+            if known.get(key, result) is None:
+                return result
+            return laid(result, key, (tensor, other), (tensor, other, *args), kwargs)
+
+    else:
+
+        def run_in_order(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+            tensors = [args[place] for place in places] if places is not None else _collected(args, kwargs)
+            key = (strides(result), *map(strides, tensors))
+            return result if known.get(key, result) is None else laid(result, key, tensors, args, kwargs)
 
     return run_in_order
 

@@ -113,7 +113,8 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     if type(placements) is not tuple:
         placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
     out = convert(tensor, _redistributed(tensor._layout.base, placements), "redistribute", own=True)
-    borrow(out, [tensor])
+    if tensor._layout.is_watched:
+        borrow(out, [tensor])
     return out
 
 

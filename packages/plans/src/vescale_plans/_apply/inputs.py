@@ -100,7 +100,7 @@ class RootBoundary:
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         checks = self._calls < FIRST_CHECKS or self._calls % CHECK_EVERY == 0
         self._calls += 1
-        check_entering("model", tensors_in((args, kwargs)))
+        check_entering("model", lambda: tensors_in((args, kwargs)))
         balance = self._cuts.balance
         if balance is None and not checks and not kwargs and all(type(each) is DTensor for each in args):
             return None

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import local_only, requires_grad
+from vescale_dtensor.engine import local_only
 
 from .reads import Reads, Unchanged
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
-_layout, _forward = attrgetter("_layout"), itemgetter("forward")
+_layout, _forward, _requires_grad = attrgetter("_layout"), itemgetter("forward"), attrgetter("requires_grad")
 _FORWARD = repeat("forward")
 
 
@@ -59,7 +59,7 @@ class Guard:
         self._things = list(map(getitem, self._places, self._names))
         self._sharded = [thing for thing in self._things if type(thing) is DTensor]
         self._layouts = list(map(_layout, self._sharded))
-        self._trained = list(map(requires_grad, self._sharded))
+        self._trained = self._are_trained()
         self._static, self._sites = static, static.sites_of(modules)
         self._placed = -1
         self._unchanged: Callable[[], bool] = bool  # nothing holds before `watch`
@@ -78,7 +78,7 @@ class Guard:
                 and list(map(len, self._sized)) == self._sizes
                 and all(map(is_, map(getitem, self._places, self._names), self._things))
                 and list(map(_layout, self._sharded)) == self._layouts  # a layout equals itself alone
-                and list(map(requires_grad, self._sharded)) == self._trained
+                and self._are_trained() == self._trained
                 and all(map(is_, map(_forward, self._fronted), self._fronts))
                 and not any(map(contains, self._bare_fronts, _FORWARD))
                 and self._unchanged()
@@ -91,6 +91,10 @@ class Guard:
         fronted = [site for site in self._sites if site.front is not None]
         self._fronted, self._fronts = [site.module.__dict__ for site in fronted], [site.front for site in fronted]
         self._bare_fronts = [site.module.__dict__ for site in self._sites if site.front is None]
+
+    def _are_trained(self) -> list[bool]:
+        with local_only():  # once: entering costs more than a look
+            return list(map(_requires_grad, self._sharded))
 
     def _are_bare(self) -> bool:
         registered = RemovableHandle.next_id
