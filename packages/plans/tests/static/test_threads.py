@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from vescale_dtensor import DTensor, Shard
 from vescale_dtensor.engine import Storages
 from vescale_dtensor.testing import fake_world
-from vescale_plans import Plan, parallelize
+from vescale_plans import Plan, explain_static, parallelize
 from vescale_plans._static.region import Region
 
 PLAN = Plan(mesh={"tp": 2}, parameters={"up.*": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}, "*": {}})
@@ -94,6 +94,9 @@ def test_a_call_is_static_only_while_no_thread_of_the_users_runs(way, mode, regi
         other.start()
         try:
             assert bool(steps(regions, model)) is not is_users
+            told = explain_static(model)
+            assert told.thread == (other.name if is_users else None)
+            assert (f"while the thread {other.name!r} runs" in str(told)) is is_users
         finally:
             may_end.set()
             other.join()

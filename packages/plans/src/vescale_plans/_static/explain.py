@@ -6,6 +6,7 @@ from torch import nn
 
 from .._plan.parts import PlanError
 from .site import EAGER, UNSEEN, Site
+from .threads import looking_thread
 
 
 class StaticTree:
@@ -13,11 +14,14 @@ class StaticTree:
 
     Attributes:
         calls: per module name, the verdict ("static", "static, draws its region", "eager", "not called") and reason.
+        thread: the name of a thread that runs now and might read the model, so that every call is eager; or None.
     """
 
     def __init__(self, model: nn.Module, sites: list[Site]) -> None:
         self._type = type(model).__name__
         self.calls = {"" if site.module is model else site.name: (site.verdict, site.reason) for site in sites}
+        looking = looking_thread()
+        self.thread = None if looking is None else looking.name
 
     @property
     def share(self) -> float:
@@ -36,6 +40,8 @@ class StaticTree:
             if reason and reason.line:
                 lines.append(f"{'    ' * depth}    at {reason.line}")
         lines.append(f"{100 * self.share:.0f}% of the modules called run static")
+        if self.thread is not None:
+            lines.append(f"while the thread {self.thread!r} runs, which might read the model, every call is eager")
         return "\n".join(lines)
 
 

@@ -27,16 +27,19 @@ _living = threading._active  # by ident; `threading.enumerate` takes a lock for 
 
 def are_others_looking() -> bool:
     """Whether another thread of this process may read the model during a call that begins now."""
-    if len(_living) == 1:
-        return False
+    return len(_living) > 1 and looking_thread() is not None
+
+
+def looking_thread() -> threading.Thread | None:
+    """One that may."""
     own = get_ident()
     for ident, thread in _living.copy().items():
         if ident == own or (thread.__dict__.get(_NOTED) or _note(thread)) != "a user's":
             continue
         if type(thread) is threading._MainThread and _note(_living.get(own)) == "ours":
             continue  # it waits for simulated ranks, which are threads of ours
-        return True
-    return False
+        return thread
+    return None
 
 
 def outlasts(holds: Callable[[], bool]) -> bool:
