@@ -191,3 +191,25 @@ def test_positions_are_read_whole():
         checked(lambda x, m: x.masked_select(m), [real(5, 3), MASK], [(S0, S1), (S0, R)], mesh_of(2, 2))
 
     on_ranks(work, strict=False)
+
+
+class Two:
+    """An integer to Python by nothing but its `__index__`."""
+
+    def __index__(self) -> int:
+        return 2
+
+
+def test_bounds_of_slices_are_whatever_python_takes_for_an_integer():
+    def work():
+        whole = real(4, 6).detach()
+        x = distribute_tensor(whole, mesh_of(4), (S0,))
+        for index in (slice(False, True), slice(None, None, True), (ALL, slice(Two(), None)), slice(Two(), Two())):
+            torch.testing.assert_close(x[index].full_tensor(), whole[index], rtol=0, atol=0)
+            into, expected = x.clone(), whole.clone()
+            into[index], expected[index] = 1.0, 1.0
+            torch.testing.assert_close(into.full_tensor(), expected, rtol=0, atol=0)
+        with pytest.raises(TypeError):
+            x[1.0:2.0]
+
+    on_ranks(work, strict=False)

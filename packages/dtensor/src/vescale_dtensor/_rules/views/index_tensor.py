@@ -75,7 +75,9 @@ def _items(x: Tensor, index: Any) -> list | None:
     for item in index if isinstance(index, tuple) else (index,):
         if isinstance(item, slice):
             bounds = (item.start, item.stop, item.step)
-            item = slice(*[int(bound) if isinstance(bound, Tensor) else bound for bound in bounds])
+            if not all(bound is None or hasattr(bound, "__index__") for bound in bounds):
+                return None
+            item = slice(*[None if bound is None else int(bound) for bound in bounds])
         elif isinstance(item, bool):
             return None
         elif item is not None and item is not Ellipsis and not isinstance(item, Tensor):
