@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import is_not
 from typing import Any
 
 import torch
@@ -206,13 +208,15 @@ class Stage:
             if gradients[i] is not None:
                 kept.append(gradients[i].clone())
                 gradients[i] = None
-        sums = self._sums
+        sums, own = self._sums, self._own
+        if own is not None and len(own) == len(sums) and all(map(is_not, gradients, _NONES)):  # most microbatches
+            _foreach_add_(sums, gradients)
+            return
         there = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if not there:
             return
-        if there == self._own:
-            into = sums if len(there) == len(sums) else [sums[i] for i in there]
-            _foreach_add_(into, gradients if into is sums else [gradients[i] for i in there])
+        if there == own:
+            _foreach_add_([sums[i] for i in there], [gradients[i] for i in there])
             return
         both = [i for i in there if sums[i] is not None]
         if both:
@@ -222,6 +226,9 @@ class Stage:
         for i in there:
             if sums[i] is None:
                 sums[i] = gradients[i]
+
+
+_NONES = repeat(None)
 
 
 def _zeros(gradients: Gradients) -> Gradients:
