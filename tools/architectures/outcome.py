@@ -77,11 +77,23 @@ def _cut(inputs: dict[str, Any], parts: int) -> Iterator[dict[str, Any]]:
         yield {n: one.chunk(parts)[at] if isinstance(one, torch.Tensor) else one for n, one in inputs.items()}
 
 
-def _parts(plan: vescale.Plan, model: nn.Module) -> int:
-    """In how many parts one device takes a batch. Batch normalization in a pipeline takes each microbatch's statistics,
-    as where one device accumulates (design, section 9); all else is held against the batch as a whole."""
+def _parts(name: str, plan: vescale.Plan) -> int:
+    """In how many parts one device takes a batch. A pipeline's microbatches draw their own random numbers, and have
+    their own statistics in batch normalization, as where one device accumulates (design, section 9); all else is held
+    against the batch as a whole."""
+    if plan.pipeline is None:
+        return 1
+    model = build(name)
     normalized = any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in model.modules())
-    return plan.pipeline.microbatches if normalized and plan.pipeline is not None else 1
+    return plan.pipeline.microbatches if normalized or _draws(name, model) else 1
+
+
+def _draws(name: str, model: nn.Module) -> bool:
+    """Whether a forward takes random numbers, as a router that samples its experts does."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    loss_of(model, inputs_of(name))
+    return not torch.equal(before, torch.get_rng_state())
 
 
 def _gradients(model: nn.Module) -> Tensors:
@@ -93,7 +105,7 @@ def judged(name: str, plan: vescale.Plan) -> dict[str, Any]:
     with quiet():
         alone = build(name)
         before = {n: p.detach().clone() for n, p in alone.named_parameters()}
-        wanted = trained(name, alone, torch.optim.SGD(alone.parameters(), RATE), _parts(plan, alone))
+        wanted = trained(name, alone, torch.optim.SGD(alone.parameters(), RATE), _parts(name, plan))
         found = trained(name, *_parallel(name, plan))
     moved = {n: p - before[n] for n, p in wanted.parameters.items()}
     losses = zip(wanted.losses, found.losses, strict=True)

@@ -26,9 +26,9 @@ configuration (`tools/architectures/types.json`: {causal} causal language models
 others; {left} more do not build so, and are named there). The plan of each case is `generate_plan`'s with these
 degrees. Compared with one device are three losses, all gradients of the first and of the last pass, and what two steps
 of SGD made of the parameters; the last two were not compared in runs recorded before that was done: {early} of the
-right ones under TP 2 and ZeRO-3. *Not run* says nothing of either. Batch normalization in a pipeline takes
-each microbatch's statistics, as accumulation does, and is held against that. phimoe's router jumps: on one device a
-batch accumulated in two halves is as far from the whole one (0.010 of the last gradients) as its pipeline is (0.005).
+right ones under TP 2 and ZeRO-3. *Not run* says nothing of either. Microbatches of a
+pipeline draw their own random numbers, and have their own statistics in batch normalization, as accumulation on one
+device does: models that draw or normalize so (phimoe's router samples its experts) are held against that.
 Of the outcomes, {days}.
 
 {summary}

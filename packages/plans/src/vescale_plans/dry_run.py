@@ -130,10 +130,12 @@ def dry_run(
         stages: given a function that is told of what kind the memory is that is made from now on, see `Stages`;
             `vescale.dry_run` brings it.
 
-    A forward that reads a floating point value (`item()`, `if x.any()`) cannot run without one, and raises as torch
-    says it. Integers are real.
+    Integers are real. A model that reads what it chose by floating point values (experts that are called one by one,
+    each with its rows) is run a second time, in which all is chosen equally often. One that reads a floating point
+    value itself (`item()`, `if x.any()`) cannot run without it.
 
-    Raises PlanError in a process that has joined a world, what `parallelize` raises, and what the model raises.
+    Raises PlanError where a value is read, and in a process that has joined a world; what `parallelize` raises, and
+    what the model raises.
     """
     if dist.is_initialized():
         raise PlanError(
@@ -142,11 +144,47 @@ def dry_run(
             (),
             [("call it before the world is joined", "a dry run has a world of its own")],
         )
-    meter = Meter(backend)
-    running = unstopped("the dry run ran the model on tensors without values")
     if not 0 <= rank < plan.world_size:
         remedies = [(f"rank={plan.world_size - 1}", "the last")]
         raise PlanError("dry_run", f"rank {rank} of a plan for {plan.world_size}", (), remedies)
+
+    def stepped(chooses: bool) -> DryRun:
+        return _stepped(plan, model, batch, optimizer_fn, loss_fn, step, rank, stages, Meter(backend, chooses), backend)
+
+    try:
+        return stepped(False)
+    except RuntimeError as error:
+        if not _asks_for_values(error):
+            raise
+    try:
+        return stepped(True)
+    except RuntimeError as error:
+        if not _asks_for_values(error):
+            raise
+        raise PlanError(
+            "dry_run",
+            f"the model reads a value, and a dry run has none: {str(error).splitlines()[0]}",
+            (),
+            [
+                ("step=lambda model, batch: ...", "a step that leaves out what reads it"),
+                ("vescale.parallelize(plan, model, ...), comm_trace(model)", "a real step tells the same"),
+            ],
+        ) from error
+
+
+def _asks_for_values(error: RuntimeError) -> bool:
+    """Whether torch says of a meta tensor that it has no values; rows that are picked by values are such, too."""
+    said = str(error)
+    is_of_torch = type(error) in (RuntimeError, NotImplementedError)
+    return is_of_torch and ("meta tensor" in said or "register_meta function" in said)
+
+
+def _stepped(
+    plan: Plan, model: nn.Module, batch: Any, optimizer_fn: OptimizerFn | None, loss_fn: Callable | None,
+    step: Callable[[nn.Module, Any], Tensor] | None, rank: int,
+    stages: Callable[[Callable[[str], None]], Stages] | None, meter: Meter, backend: str,
+) -> DryRun:  # fmt: skip
+    running = unstopped("the dry run ran the model on tensors without values")
     with _world(plan.world_size, rank), faking(backend), fused_attention(), torch.no_grad(), running:
         model = _without_values(model)
         batch = map_tensors(batch, _blank)

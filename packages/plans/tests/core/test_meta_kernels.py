@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale_plans._dry.meta_kernels import FLOPS, STAND_INS
+from vescale_plans._dry.meta_kernels import CHOICES, FLOPS, STAND_INS
 from vescale_plans._dry.meter import Meter
 
 GROUPED = torch.ops.aten._grouped_mm.default
@@ -41,3 +41,30 @@ def test_integers_are_counted_as_on_a_gpu():
     found = STAND_INS[torch.ops.aten.histc.default](values, 8, 0, 7)
     assert found.tolist() == [1, 1, 0, 2, 0, 0, 0, 1]
     assert found.dtype == torch.int32
+
+
+CHOSEN = {
+    "topk": (torch.ops.aten.topk.default, (2,), 1),
+    "topk of rows": (torch.ops.aten.topk.default, (2, 0), 1),
+    "max": (torch.ops.aten.max.dim, (1,), 1),
+    "max kept": (torch.ops.aten.max.dim, (0, True), 1),
+    "argmax": (torch.ops.aten.argmax.default, (1,), None),
+    "argmax kept": (torch.ops.aten.argmax.default, (-1, True), None),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_choices_by_values_that_are_not_there_are_even(name):
+    function, given, at = CHOSEN[name]
+    values = torch.randn(8, 4, 3)
+    real, dry = (CHOICES[function](one, *given) for one in (values, values.to("meta")))
+    real, dry = (one if at is None else one[at] for one in (real, dry))
+    assert torch.equal(real, function(values, *given) if at is None else function(values, *given)[at])
+    assert (dry.shape, dry.dtype, dry.device.type) == (real.shape, real.dtype, "cpu")
+    dim = given[0] if "topk" not in name else (given[1] if len(given) > 1 else -1)
+    choices = values.shape[dim]
+    counts = torch.bincount(dry.flatten(), minlength=choices)
+    assert counts.max() - counts.min() <= 1 and len(counts) == choices
+    if "topk" in name:
+        first, second = dry.unbind(dim)
+        assert (first != second).all()

@@ -179,3 +179,101 @@ def test_a_loss_that_is_not_found():
     )
     gradients = [e for e in found.collectives if e.cause.function == "gradient sync" and e.count]
     assert [(e.kind, e.axes) for e in gradients] == [("all_reduce", ("dp",))]
+
+
+def sums(model, x):
+    return model(x).square().sum()
+
+
+class Moves(torch.nn.Module):
+    """Brings a table that is no integer to the device of what it meets, as GPT-J does its positions'."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("table", torch.randn(8, 4))
+
+    def forward(self, ids):
+        return self.linear(self.table.to(ids.device).repeat(2, 1)[ids])
+
+
+class LeavesOut(torch.nn.Module):
+    """Has a parameter without use."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.beside = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class LearnsBias(torch.nn.Module):
+    """Attention with a bias that has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bias = torch.nn.Linear(4, 8), torch.nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x):
+        heads = self.linear(x).view(4, 3, 2, 4).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=self.bias)
+
+
+class Chooses(torch.nn.Module):
+    """Calls its experts one by one, each with the rows that chose it."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.router, self.choose = torch.nn.Linear(4, 4), choose
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        weights, chosen = self.choose(self.router(x))
+        out = torch.zeros_like(x)
+        hit = torch.nn.functional.one_hot(chosen, 4).sum(dim=(0, 1)).nonzero()
+        for which in hit.flatten().tolist():
+            rows, at = torch.where(chosen == which)
+            out.index_add_(0, rows, self.experts[which](x[rows]) * weights[rows, at, None])
+        return out
+
+
+CHOICES = {
+    "topk": lambda logits: logits.softmax(-1).topk(2),
+    "max": lambda logits: logits.softmax(-1).max(-1, keepdim=True),
+    "argmax": lambda logits: (logits.amax(-1, keepdim=True), logits.argmax(-1, keepdim=True)),
+}
+MODELS = {
+    "moves": (Moves, torch.arange(8)),
+    "leaves a parameter out": (LeavesOut, torch.zeros(4, 4)),
+    "learns a bias": (LearnsBias, torch.zeros(4, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_needs_no_values_needs_none(name, zero):
+    build, batch = MODELS[name]
+    found = dry_run(Plan({"dp": 2}, {"*": {}}, zero=zero), build(), batch, step=sums)
+    assert found.peak and any(e.cause.function == "gradient sync" for e in found.collectives)
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+def test_experts_called_one_by_one_have_an_even_load(kind):
+    """As many rows in all as on one device, whoever is chosen there."""
+    torch.manual_seed(0)
+    model = Chooses(CHOICES[kind])
+    with Meter() as meter:
+        sums(model, torch.randn(16, 4)).backward()
+    assert dry_run(Plan({"tp": 2}, {"*": {}}), model, torch.zeros(16, 4), step=sums).flops == meter.flops
+
+
+class Reads(torch.nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        return out if out.sum().item() > 0 else out + 1
+
+
+def test_a_value_that_is_read_is_an_error_of_the_plan():
+    with pytest.raises(PlanError, match="reads a value, and a dry run has none"):
+        dry_run(Plan({"dp": 2}, {"*": {}}), Reads(4, 4), torch.zeros(4, 4), step=sums)

@@ -41,6 +41,8 @@ def fused(
     enable_gqa=False,
 ) -> Tensor:  # fmt: skip
     given = (query, key, value, attn_mask, dropout_p, is_causal)
+    if attn_mask is not None and attn_mask.requires_grad:  # a learned bias: its gradient is as large as the scores are
+        return F.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
     if query.ndim != 4 or query.shape[-1] != value.shape[-1] or 0 in query.shape or 0 in key.shape:
         return F.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype is torch.bool:

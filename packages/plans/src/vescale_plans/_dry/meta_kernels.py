@@ -2,10 +2,14 @@
 
 grouped products   torch's own shape function takes bfloat16 alone, whatever the kernels take
 histograms         code that asks a tensor for its device finds "meta", and casts as for a GPU: a CPU counts no int32
+
+And what stands for a choice by values (`CHOICES`): indices that are real, each as often as any, so that code that goes
+on by them (experts that are called one by one, each with its rows) runs, with an even load.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +46,35 @@ def _grouped_flops(left: Any, right: Any, *args: Any, out_val: Any = None, **kwa
     return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
+def _evenly(shape: torch.Size, dim: int, choices: int) -> Tensor:
+    """Indices of `shape` below `choices`: along `dim` all differ, and in all each is there as often as any."""
+    dim %= max(len(shape), 1)
+    if not shape:
+        return torch.zeros((), dtype=torch.int64)
+    others = torch.arange(math.prod(shape) // max(shape[dim], 1)).view([n for at, n in enumerate(shape) if at != dim])
+    along = torch.arange(shape[dim]).view([-1 if at == dim else 1 for at in range(len(shape))])
+    return (others.unsqueeze(dim) * shape[dim] + along) % choices
+
+
+def _topk(values: Tensor, k: int, dim: int = -1, largest: bool = True, in_order: bool = True) -> tuple[Tensor, Tensor]:
+    found, indices = aten.topk.default(values, k, dim, largest, in_order)
+    return found, _evenly(indices.shape, dim, values.shape[dim]) if values.is_meta and values.ndim else indices
+
+
+def _argmax(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    found = aten.argmax.default(values, dim, keepdim)
+    if not values.is_meta or dim is None:
+        return found
+    kept = aten.argmax.default(values, dim, True)
+    return _evenly(kept.shape, dim, values.shape[dim]).view(found.shape)
+
+
+def _max(values: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    found, indices = aten.max.dim(values, dim, keepdim)
+    return found, _argmax(values, dim, keepdim) if values.is_meta else indices
+
+
+CHOICES: dict[Any, Callable] = {aten.topk.default: _topk, aten.argmax.default: _argmax, aten.max.dim: _max}
 STAND_INS: dict[Any, Callable] = {aten.histc.default: _histc}
 FLOPS: dict[Any, Callable] = {}
 if hasattr(aten, "_grouped_mm"):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .._torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, tree_iter, tree_map_only
-from .meta_kernels import FLOPS, STAND_INS
+from .meta_kernels import CHOICES, FLOPS, STAND_INS
 
 HOST = "host"  # the kind of storages that stand for memory of the host
 
@@ -35,10 +35,12 @@ class Meter(TorchDispatchMode):
     of the kind that `kind` was when it appeared, or that `label` gave it.
     """
 
-    def __init__(self, scratch: str = "") -> None:
-        """`scratch`: of a backend, whose collectives take memory of their own."""
+    def __init__(self, scratch: str = "", chooses: bool = False) -> None:
+        """`scratch`: of a backend, whose collectives take memory of their own. `chooses`: what is chosen by values that
+        are not there (`topk`, `argmax`) is real, each index as often as any."""
         super().__init__()
         self._scratch = SCRATCH.get(scratch, {})
+        self._stand_ins = STAND_INS | CHOICES if chooses else STAND_INS
         self.kind = "other"
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
@@ -61,9 +63,11 @@ class Meter(TorchDispatchMode):
         with DisableTorchFunctionSubclass():
             if any(tensor.is_meta for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)):
                 args, kwargs = tree_map_only(Tensor, _meta, (args, kwargs))
+                if function is torch.ops.aten._to_copy.default:  # there is nothing to bring to another device
+                    kwargs = {**kwargs, "device": _META}
             elif kwargs.get("device") == _META and _makes_integers(function, args, kwargs):
                 kwargs = {**kwargs, "device": _CPU}  # asked for on the device of another tensor, which is meta
-            out = STAND_INS.get(function, function)(*args, **kwargs)
+            out = self._stand_ins.get(function, function)(*args, **kwargs)
             self.flops += flops_of(function.overloadpacket, args, kwargs, out)
             if (taken := self._scratch.get(function)) is not None:
                 self._note(taken(*args, **kwargs), self.kind)

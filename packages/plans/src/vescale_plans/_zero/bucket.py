@@ -235,9 +235,11 @@ def _fill_negative_zero(piece: Tensor) -> None:
 
 
 def _negative_zeros(pieces: Sequence[Tensor], which: Sequence[int]) -> set[int]:
-    """Of these pieces those that are -0.0 throughout. The host waits once, if there are any."""
-    if not which:
-        return set()
+    """Of these pieces those that are -0.0 throughout. The host waits once, if there are any.
+
+    In a dry run, which has no values, all: what this rank did not use nobody did."""
+    if not which or pieces[which[0]].is_meta:
+        return set(which)
     flat = [torch.view_as_real(pieces[i]) if pieces[i].is_complex() else pieces[i] for i in which]
     told = torch.stack([((piece == 0) & piece.signbit()).all() for piece in flat]).tolist()
     return {i for i, is_negative in zip(which, told) if is_negative}

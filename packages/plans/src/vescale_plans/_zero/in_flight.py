@@ -79,6 +79,8 @@ class Usage:
             self._gathering = GatherInFlight(self._out, part, mesh, axes)
 
     def anywhere(self, param: ShardedParameter) -> bool:
+        if self._out.is_meta:  # a dry run has no values: who asks did not use it, and nobody did
+            return False
         if self._everyone is None:
             self._gathering.wait()
             self._everyone = self._out.view(-1, len(self._at)).amax(0).tolist()
