@@ -104,6 +104,9 @@ _typed_storage = Tensor._typed_storage
 # Whether two tensors lie in one memory. Instead: the addresses of `untyped_storage`, which cost more.
 _is_alias_of = torch._C._is_alias_of
 
+# Whether anybody else sees a tensor's memory, before its owner is given other memory. Instead: a public count.
+_storage_Use_Count = torch._C._storage_Use_Count
+
 # Whether one tensor can take another's place by `.data =`. Instead: an attempt, and its error.
 _has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
 

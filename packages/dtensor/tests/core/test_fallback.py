@@ -1,6 +1,7 @@
 """Functions without a rule: whole, right, and everything they write reaches the shards."""
 
 import collections
+import itertools
 import warnings
 
 import pytest
@@ -17,6 +18,7 @@ from vescale_dtensor import (
     Replicate,
     Shard,
     ViewError,
+    comm_trace,
     distribute_tensor,
 )
 from vescale_dtensor._dispatch.fallback import gathered
@@ -223,6 +225,38 @@ def test_plain_tensors_are_written_in_place():
             torch.testing.assert_close(plain[1:3], x[1:3])
             plain.copy_(spread(x, mesh, places))
             torch.testing.assert_close(plain, x)
+
+    quietly(check)
+
+
+def test_what_copies_a_shard_over_a_plain_tensor_gathers_nothing_where_nobody_else_sees_it():
+    """As a cache of a recurrence does in training: zeros that all ranks hold, and a sharded value with a gradient."""
+
+    def check():
+        mesh = mesh_of(2, 2)
+        x = torch.randn(5, 3)
+        for places, seen in itertools.product(LAYOUTS, (None, "view", "detached", "part", "saved")):
+            wanted, found = x.clone().requires_grad_(), spread(x, mesh, places).requires_grad_()
+            for source in (wanted, found):
+                memory = torch.zeros(30)
+                plain = memory[:15].view(5, 3) if seen == "part" else torch.zeros(5, 3)
+                scale = torch.ones(5, 3, requires_grad=True)
+                if seen == "saved":
+                    (scale * plain).sum()
+                others = plain[1:] if seen == "view" else plain.detach() if seen == "detached" else None
+                with comm_trace() as trace:
+                    kept = plain.copy_(source * 2)
+                assert kept is plain and plain.shape == (5, 3)
+                if source is found and seen is None and S(0) in places:
+                    assert trace.count(kind="all_gather") == 0
+                (plain * torch.arange(15.0).view(5, 3)).sum().backward()
+                if source is found:
+                    value = plain.full_tensor() if isinstance(plain, DTensor) else plain
+                    torch.testing.assert_close(value, x * 2)
+                    if others is not None and seen == "view":
+                        told = others.full_tensor() if isinstance(others, DTensor) else others
+                        torch.testing.assert_close(told, (x * 2)[1:])
+            torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
 
     quietly(check)
 

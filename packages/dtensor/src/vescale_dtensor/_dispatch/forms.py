@@ -3,7 +3,9 @@
 out=                  run without it, then `out.copy_(result)`: `out` keeps its layout
 in place, partial     self is reduced, written in place, and put back partial (on the first rank: free)
 in place, plain       self, which all ranks hold alike, is written as the DTensor that it is (I); where a gradient is to
-                      flow through it, it is one from there on, the same object
+                      flow through it, it is one from there on, the same object; and where `copy_` puts a shard over all
+                      of it (what a cache keeps of a convolution's input), and nobody else sees its memory, it is cut
+                      as that is: nothing is gathered
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT
 from .._rules.registry import Call, Decision, Operand, decomposed
 from .._tensor.tensor import DTensor, attach, local_only
+from .._torch_private import _storage_Use_Count
 from .arguments import collect
 from .fallback import gathered
 from .signature import Signature, solve
@@ -58,6 +61,9 @@ def plain_in_place(function: Callable) -> Decision:
         collect(kwargs, given)
         mesh = next(tensor._layout.mesh for tensor in given if type(tensor) is DTensor)
         if is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+            if function is Tensor.copy_ and _is_replaced(own, args[0]):
+                _cut_alike(own, args[0])
+                return function(own, *args, **kwargs)
             for tensor in (own, own._base):  # what is written through a view is the view's base
                 if type(tensor) is Tensor:
                     attach(tensor, _invariant(tensor, mesh))
@@ -68,6 +74,30 @@ def plain_in_place(function: Callable) -> Decision:
         return own if out is view else out
 
     return decomposed(run)
+
+
+def _is_replaced(own: Tensor, source: Any) -> bool:
+    """Whether all of `own` is written by what is cut, and is nobody else's memory."""
+    if type(own) is not Tensor or own._base is not None or own.requires_grad or type(source) is not DTensor:
+        return False
+    if own.shape != source.shape or not own.is_contiguous() or not _cuts(source._layout):
+        return False
+    storage = own.untyped_storage()
+    is_all = storage.nbytes() == own.numel() * own.element_size()
+    return is_all and _storage_Use_Count(storage._cdata) <= 2  # `own`, and the handle just made
+
+
+def _cuts(layout: Layout) -> bool:
+    return any(state.is_sharded for state in layout.states) and all(state.kind in "SIRP" for state in layout.states)
+
+
+def _cut_alike(own: Tensor, source: DTensor) -> None:
+    """`own`, with memory for this rank's part, is a DTensor cut as `source` is; its values are to be written."""
+    layout = source._layout
+    states = tuple(state if state.is_sharded else INVARIANT for state in layout.states)
+    with local_only():
+        own.data = own.new_empty(source.size())
+        attach(own, layout_of(layout.mesh, states, layout.shape))
 
 
 def _invariant(tensor: Tensor, mesh: Mesh) -> Layout:
