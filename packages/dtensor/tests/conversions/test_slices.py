@@ -149,6 +149,33 @@ def test_parts_that_fill_a_tensor_travel_together():
         assert sorted(sent) == [(1, 4 * 4 * STATES * 8), (1, 3 * 4 * 4 * STATES * 8)]
 
 
+def dealt(sizes) -> int:
+    """Rows that are dealt out to experts whose weights are cut: what backward sends."""
+    mesh, generator = mesh_of(2, names=("tp",)), torch.Generator().manual_seed(0)
+    plain = torch.randn(sum(sizes), WIDTH, generator=generator, dtype=torch.double)
+    weights = [torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.double) for _ in sizes]
+    found = []
+    for cut in (False, True):
+        rows, experts = plain, weights
+        if cut:
+            rows = distribute_tensor(rows, mesh, [Partial()])
+            experts = [distribute_tensor(one, mesh, [Shard(0)]) for one in experts]
+        rows = rows.requires_grad_()
+        with scope():
+            given = (alike(rows) * 1.0).split(sizes)
+            out = [torch.nn.functional.linear(some, expert) for some, expert in zip(given, experts)]
+        with comm_trace() as trace:
+            sum(one.square().sum() for one in out).backward()
+        found.append(rows.grad.full_tensor() if cut else rows.grad)
+    torch.testing.assert_close(*found)
+    return trace.count(direction="backward")
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 13], [13, 1, 2], [8, 8], [1, 15], [0, 1, 9], [3] * 6])
+def test_rows_that_are_dealt_out_travel_together(sizes):
+    assert run_ranks(2, dealt, sizes) == [1, 1]
+
+
 def test_one_slice_alone_travels_alone():
     assert 4 * STATES * 8 in run_ranks(2, one_slice)[0]
 

@@ -4,7 +4,8 @@ A scan over a sequence takes `x[:, i]` of what was computed for all positions, a
 would communicate, in backward or in both directions, as often as there are positions. The first two slices travel
 alone, for they may stay the only ones; with the third the whole tensor does, and all others are views of it. A slice
 that is much of the tensor has neighbours that are (the step, B and C of a state-space layer, rows dealt out to
-experts): where only gradients travel, the whole's does at once, at no more than `WHOLE` times the bytes.
+experts): where only gradients travel, the whole's does at once, at no more than `WHOLE` times the bytes. So does one of
+the parts into which rows were split, however small: the others are there already.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def as_slice(make: Make, tensor: Tensor, source: Layout, target: Layout) -> Tens
     wanted = layout_of(whole.mesh, tuple(states), whole.shape)
     if recall(base, wanted) is None:
         seen = times_seen(base, wanted)
-        much = not communicates(source, target) and whole.numel <= WHOLE * source.numel
+        much = whole.numel <= WHOLE * source.numel or _is_dealt(tensor, base)
+        much = much and not communicates(source, target)
         if seen == 0 or seen <= ALONE and not much:
             return None
     found = make(base, whole, wanted, False, False)
@@ -53,3 +55,9 @@ def as_slice(make: Make, tensor: Tensor, source: Layout, target: Layout) -> Tens
         return None
     place = found.storage_offset() + tensor.storage_offset() - base.storage_offset()
     return attach(found.as_strided(tensor.size(), tensor.stride(), place), target)
+
+
+def _is_dealt(tensor: Tensor, base: Tensor) -> bool:
+    """Whether it is one of the parts into which `base` was split by rows, as they are dealt out to experts."""
+    name = tensor.grad_fn.name() if tensor.grad_fn is not None else ""
+    return name.startswith("Split") and tensor.shape[-1:] == base.shape[-1:]
