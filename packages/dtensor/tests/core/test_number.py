@@ -56,7 +56,9 @@ INTEGERS = {
     "list": lambda n, x: torch.tensor([5, 6, 7, 8, 9, 10][n]),
     "int": lambda n, x: torch.tensor(int(n)),
     "index method": lambda n, x: torch.tensor(n.__index__()),
-    "multinomial": lambda n, x: torch.multinomial(torch.ones(10), n, generator=torch.Generator().manual_seed(3)),
+    "multinomial": lambda n, x: torch.multinomial(
+        torch.ones(10), n, generator=torch.Generator().manual_seed(3)
+    ),
     "dim": lambda n, x: x[None, None, None].sum(n),
     "tensor of a list": lambda n, x: torch.tensor([n, n + 1]),
     "tensor of nested lists": lambda n, x: torch.tensor([[n, 1], [2, n]]),

@@ -77,6 +77,7 @@ def alone_then_together(rank):
     return b.item()
 
 
+
 def another_line(rank):
     a = made(4, [Shard(0)]).sum()
     if dist.get_rank() == rank:

@@ -178,7 +178,6 @@ def test_batch_norm(sizes):
                 for training in (True, False):
                     of_channels = channels[i % len(channels)]
                     for running in (None, of_channels):
-
                         def layer(x, w, b, mean, var, training=training):
                             mean, var = mean.clone(), var.clone()
                             return F.batch_norm(x, mean, var, w, b, training, 0.3), mean, var

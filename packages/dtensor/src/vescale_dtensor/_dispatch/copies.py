@@ -95,7 +95,9 @@ def check_writable(function: object, tensor: Tensor) -> None:
     side = copied_side(tensor)
     if side:
         rule, remedy = _COPIED[side]
-        raise ViewError(function_name(function), rule, [describe("tensor", tensor, tensor._layout)], [(remedy, "")])
+        raise ViewError(
+            function_name(function), rule, [describe("tensor", tensor, tensor._layout)], [(remedy, "")]
+        )
 
 
 _COPIED = {

@@ -248,13 +248,8 @@ def _plain_cut(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[in
 
 
 def canonical_states(
-    operation: str,
-    placements: Sequence[Placement],
-    device_mesh,
-    shape: Sequence[int],
-    replicated: State = VARYING,
-    *,
-    sizes_known: bool = True,
+    operation: str, placements: Sequence[Placement], device_mesh, shape: Sequence[int], replicated: State = VARYING,
+    *, sizes_known: bool = True,
 ) -> tuple[State, ...]:
     """User placements made strict: the one place where loose placements become states.
 

@@ -40,7 +40,9 @@ def _accessors(*names: str) -> list[Callable]:
 
 
 def _refuse(function: Any, tensor: DTensor, rule: str) -> None:
-    raise OperatorError(function_name(function), rule, [describe("tensor", tensor, tensor._layout.base)], _REMEDIES)
+    raise OperatorError(
+        function_name(function), rule, [describe("tensor", tensor, tensor._layout.base)], _REMEDIES
+    )
 
 
 @handler(_accessors("data_ptr", "const_data_ptr", "__cuda_array_interface__"))

@@ -1,7 +1,7 @@
 """new_zeros and its kin: tensors of given GLOBAL sizes, with the type and device of another.
 
-new_zeros, new_ones, new_full, new_tensor    whole and alike (I): constants, which are cut for free where they meet
-new_empty                                    cut as the other along the leading dims that are as large, else I
+    new_zeros, new_ones, new_full, new_tensor    whole and alike (I): constants, which are cut for free where they meet
+    new_empty                                    cut as the other along the leading dims that are as large, else I
 """
 
 from __future__ import annotations

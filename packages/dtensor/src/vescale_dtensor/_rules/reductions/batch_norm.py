@@ -1,11 +1,11 @@
 """Normalisation by channel: batch_norm, group_norm, instance_norm.
 
-batch_norm, training    batch or spatial dims sharded: statistics of the GLOBAL batch, two small all-reduces;
-                        channels sharded: local. Running statistics are updated in place, in their layout
-batch_norm, eval        local
-group_norm              batch sharded: local; channels sharded between groups: local
-instance_norm           batch and channels sharded: local
-partial input           reduces first
+    batch_norm, training    batch or spatial dims sharded: statistics of the GLOBAL batch, two small all-reduces;
+                            channels sharded: local. Running statistics are updated in place, in their layout
+    batch_norm, eval        local
+    group_norm              batch sharded: local; channels sharded between groups: local
+    instance_norm           batch and channels sharded: local
+    partial input           reduces first
 """
 
 from __future__ import annotations

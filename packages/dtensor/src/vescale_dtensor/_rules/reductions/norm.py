@@ -1,9 +1,9 @@
 """Normalisation layers over the last dims: layer_norm, rms_norm and instance_norm.
 
-batch dims sharded          local; weight and bias whole (R: their gradients are partial)
-normalized dims sharded     x stays sharded, weight and bias alike; the statistics, one or two values
-                            per row, are all-reduced
-partial input               reduces first
+    batch dims sharded          local; weight and bias whole (R: their gradients are partial)
+    normalized dims sharded     x stays sharded, weight and bias alike; the statistics, one or two values
+                                per row, are all-reduced
+    partial input               reduces first
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sums and what is made of sums: sum, mean, count_nonzero, var; and prod, any, all.
 
-kept dim sharded       stays sharded, no communication
-reduced dim sharded    sums: P, no communication; the rest: a gather of one value per rank and output element
-partial input          sum and mean: P; the rest reduces first
+    kept dim sharded       stays sharded, no communication
+    reduced dim sharded    sums: P, no communication; the rest: a gather of one value per rank and output element
+    partial input          sum and mean: P; the rest reduces first
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Running reductions: cumsum, cumprod, cummax, cummin, logcumsumexp, diff.
 
-other dims sharded          stay sharded
-cumsum, cumprod along a     local, then moved on by the totals of the shards before, which are gathered
-  sharded dim
-the rest along a sharded    another dim is sharded instead (an all-to-all), or x is gathered
-  dim
-partial input               cumsum: P; the rest reduces first
+    other dims sharded          stay sharded
+    cumsum, cumprod along a     local, then moved on by the totals of the shards before, which are gathered
+      sharded dim
+    the rest along a sharded    another dim is sharded instead (an all-to-all), or x is gathered
+      dim
+    partial input               cumsum: P; the rest reduces first
 """
 
 from __future__ import annotations
@@ -100,4 +100,6 @@ def diff(call: Call):
     labels = tuple(None if d == dims[0] else d for d in range(x.ndim))
     length = max(sum(operand.shape[dims[0]] for operand in call.operands) - n, 0)
     shape = tuple(length if d == dims[0] else size for d, size in enumerate(x.shape))
-    return Signature([labels] * len(call.operands), [labels], shapes=[shape], linear=[tuple(range(len(call.operands)))])
+    return Signature(
+        [labels] * len(call.operands), [labels], shapes=[shape], linear=[tuple(range(len(call.operands)))]
+    )

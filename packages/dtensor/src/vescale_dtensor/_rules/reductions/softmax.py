@@ -1,9 +1,9 @@
 """softmax, log_softmax, softmin, logsumexp.
 
-dim whole            local, every other sharding stays
-dim sharded          x stays sharded: the maximum is gathered and the sum of the exponentials
-                     all-reduced, one value per row each, never x itself
-partial input        reduces first
+    dim whole            local, every other sharding stays
+    dim sharded          x stays sharded: the maximum is gathered and the sum of the exponentials
+                         all-reduced, one value per row each, never x itself
+    partial input        reduces first
 """
 
 from __future__ import annotations

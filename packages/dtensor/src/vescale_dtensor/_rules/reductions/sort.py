@@ -1,10 +1,10 @@
 """Order along a dim: sort, argsort, topk, kthvalue, median, mode, quantile.
 
-other dims sharded     stay sharded
-topk along a sharded   each rank's k best are gathered, and the k best of these taken; indices are global
-the rest along a       another dim is sharded instead (an all-to-all), or x is gathered
-  sharded dim
-partial input          reduces first
+    other dims sharded     stay sharded
+    topk along a sharded   each rank's k best are gathered, and the k best of these taken; indices are global
+    the rest along a       another dim is sharded instead (an all-to-all), or x is gathered
+      sharded dim
+    partial input          reduces first
 """
 
 from __future__ import annotations

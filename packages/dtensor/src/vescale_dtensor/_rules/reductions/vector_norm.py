@@ -1,9 +1,9 @@
 """Norms of vectors and of matrices as vectors: norm, vector_norm, dist, normalize.
 
-reduced dim whole      local
-reduced dim sharded    the sum of |x|^p is all-reduced (p = inf: the maximum gathered), then the root;
-                       matrix norms other than Frobenius see the matrix whole
-partial input          reduces first
+    reduced dim whole      local
+    reduced dim sharded    the sum of |x|^p is all-reduced (p = inf: the maximum gathered), then the root;
+                           matrix norms other than Frobenius see the matrix whole
+    partial input          reduces first
 """
 
 from __future__ import annotations

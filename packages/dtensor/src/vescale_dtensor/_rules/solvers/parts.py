@@ -117,7 +117,9 @@ def reduced_layout(layout: Layout, dims: Sequence[int], keepdim: bool) -> Layout
     return layout_of(layout.mesh, [moved(state) for state in layout.states], shape)
 
 
-def rows(part: Tensor, layout: Layout, axes: Sequence[int], function: object, *, state: State = INVARIANT) -> Tensor:
+def rows(
+    part: Tensor, layout: Layout, axes: Sequence[int], function: object, *, state: State = INVARIANT
+) -> Tensor:
     """[n, *part.shape]: the parts of all ranks of `axes`, in order of their shards. Differentiable.
 
     `layout` is that of one part; its states on `axes` do not count. Cost: an all-gather

@@ -121,7 +121,8 @@ def carry_cut(
     found: list[tuple[tuple, State]] = []
     for j, dim in enumerate(group.outs):
         answers = [
-            {one for comb in combs_of(state, at, ins, count) for one in states_of(comb, j, outs)} for ins, outs in sizes
+            {one for comb in combs_of(state, at, ins, count) for one in states_of(comb, j, outs)}
+            for ins, outs in sizes
         ]
         for one in set.intersection(*answers):
             rank = (one.units is not None, one.groups > 1, sizes[0][1][j] == 1, j)

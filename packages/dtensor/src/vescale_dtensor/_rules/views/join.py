@@ -1,12 +1,12 @@
 """Functions that join or part tensors along a dim: cat, stack, split, chunk, unbind, diagonal, unfold.
 
-other dims sharded            stay sharded
-cat of plain shards of one block length along their dim    InterleavedShard, no communication
-cat of shards of other lengths                             the same, with an order of chunks
-cat with legacy tensors of shape [0] alone                 stays sharded, on its dim, too
-split of an InterleavedShard into whole groups, or chunks  shards of fewer, no communication
-else the dim must be whole    moved to another dim: all-to-all, else all-gather
-partial, I, R                 unchanged; cat of a partial with others is partial
+    other dims sharded            stay sharded
+    cat of plain shards of one block length along their dim    InterleavedShard, no communication
+    cat of shards of other lengths                             the same, with an order of chunks
+    cat with legacy tensors of shape [0] alone                 stays sharded, on its dim, too
+    split of an InterleavedShard into whole groups, or chunks  shards of fewer, no communication
+    else the dim must be whole    moved to another dim: all-to-all, else all-gather
+    partial, I, R                 unchanged; cat of a partial with others is partial
 """
 
 from __future__ import annotations
@@ -268,7 +268,9 @@ def unbind(call: Call):
     kept = tuple(d for d in range(len(shape)) if d != dim)
     inputs = tuple(d if d != dim else None for d in range(len(shape)))
     rest = tuple(shape[d] for d in kept)
-    return Signature([inputs], [kept] * shape[dim], linear=[(0,)], shapes=[rest] * shape[dim], single=False)
+    return Signature(
+        [inputs], [kept] * shape[dim], linear=[(0,)], shapes=[rest] * shape[dim], single=False
+    )
 
 
 @rule(both("diagonal"), torch.linalg.diagonal, traits=VIEWS)

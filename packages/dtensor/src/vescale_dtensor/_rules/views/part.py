@@ -1,8 +1,8 @@
 """The cut that a run of indices has, of a dim that is cut in groups or in chunks that are dealt out.
 
-whole groups of InterleavedShard(d, groups)           as many groups; of one group Shard(d)
-whole chunks of InterleavedShard(d, groups, order)    the simplest cut that deals them out so
-what begins or ends within one                        no cut: it has to move
+    whole groups of InterleavedShard(d, groups)           as many groups; of one group Shard(d)
+    whole chunks of InterleavedShard(d, groups, order)    the simplest cut that deals them out so
+    what begins or ends within one                        no cut: it has to move
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Functions that rename, add, drop or stretch dims: permute, transpose, squeeze, unsqueeze, expand, repeat.
 
-sharded dims     stay sharded wherever they go
-a dim of size 1 that is dropped or stretched must be whole, should an axis cut it
-partial, I, R    unchanged (all are linear)
-in place         (`transpose_`, `squeeze_`) self gets the new layout
+    sharded dims     stay sharded wherever they go
+    a dim of size 1 that is dropped or stretched must be whole, should an axis cut it
+    partial, I, R    unchanged (all are linear)
+    in place         (`transpose_`, `squeeze_`) self gets the new layout
 """
 
 from __future__ import annotations

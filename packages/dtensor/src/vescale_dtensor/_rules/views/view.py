@@ -1,12 +1,12 @@
 """view, reshape, flatten, unflatten: other dims over the same elements, on global sizes.
 
-cut that carries over        no communication (`regroup.py` says which)
-    Shard(2) of [B, T, C] as [B, T, heads, C / heads]               Shard(2), when the axis divides the heads
-    Shard(1) of [B, T, C] as [B * T, C]                             InterleavedShard(0, B), and back
-    InterleavedShard(2, 3) of [B, T, 3 * C] as [B, T, 3, heads, d]  Shard(3)
-    an uneven Shard(0) of [B, T] as [B * T]                         RaggedShard
-cut that does not            moved to one that does: all-to-all, else all-gather; the result is a copy
-partial, I, R                unchanged
+    cut that carries over        no communication (`regroup.py` says which)
+        Shard(2) of [B, T, C] as [B, T, heads, C / heads]               Shard(2), when the axis divides the heads
+        Shard(1) of [B, T, C] as [B * T, C]                             InterleavedShard(0, B), and back
+        InterleavedShard(2, 3) of [B, T, 3 * C] as [B, T, 3, heads, d]  Shard(3)
+        an uneven Shard(0) of [B, T] as [B * T]                         RaggedShard
+    cut that does not            moved to one that does: all-to-all, else all-gather; the result is a copy
+    partial, I, R                unchanged
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def reshape_to(call: Call, after: tuple[int, ...], local: Callable = _reshaped) 
 
     def local_sizes(axis: int, group: Group, layouts: tuple[Layout, Layout]):
         return [
-            (tuple(a[d] for d in group.ins), tuple(b[d] for d in group.outs)) for a, b in sizes_before(axis, layouts)
+            (tuple(a[d] for d in group.ins), tuple(b[d] for d in group.outs))
+            for a, b in sizes_before(axis, layouts)
         ]
 
     def through(axis, state, source, results):
@@ -112,7 +113,9 @@ def _empty(call: Call, after: tuple[int, ...], local: Callable) -> Decision:
     """A tensor without elements: cuts of leading dims that stay as they are are kept, others have nothing to move."""
     before = call.operands[0].shape
     same = next((d for d, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
-    states = [state if not state.is_sharded or state.dim < same else INVARIANT for state in call.operands[0].states]
+    states = [
+        state if not state.is_sharded or state.dim < same else INVARIANT for state in call.operands[0].states
+    ]
     out = layout_of(call.mesh, states, after)
     return Decision(out=out, run=local(out.local_shape))
 
