@@ -3,10 +3,14 @@
 Two processes run every case, one after another, once for the module; the tests read what each of them found.
 """
 
+import itertools
 import os
+import queue
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_pipeline import PipelineError, PipelineFailure, generate, verify
+from vescale_pipeline._runtime.ends import greet
+from vescale_pipeline._transport.messages import Tags
 from vescale_pipeline.engine import Runtime, ownership
 from vescale_pipeline.schedules.generate import GENERATORS
 
@@ -98,6 +104,53 @@ def evaluated():
         return model(*batch())
 
 
+class Counting(Net):
+    """A number comes along with the activations, which every stage adds to, as routers' losses do."""
+
+    def forward(self, x, y):
+        x = self.first(x)
+        extra = x.new_zeros(())
+        for block in self.blocks:
+            x, extra = x + torch.tanh(block(x)), extra + x.square().mean()
+        return F.mse_loss(self.last(x), y) + extra / 100
+
+
+def counting(kind):
+    torch.manual_seed(0)
+    model = Counting()
+    piped(model, kind)
+    loss = model(*batch())
+    loss.backward()
+    with torch.no_grad():
+        told = model(*batch())
+    assert not told.requires_grad
+    return loss.detach(), {name: one.grad for name, one in model.named_parameters()}
+
+
+THAWED = [("last",), ("first", "last"), ("blocks.2", "last"), ("first",), ("blocks.6",), ("first", "blocks", "last")]
+"""What is trained at each call, by how names begin."""
+
+
+def thawing(model, call):
+    """Freezes and thaws, as a loop that unfreezes layer by layer does."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(THAWED[call]))
+    model.zero_grad()
+
+
+def thawed(kind):
+    model = made()
+    thawing(model, 0)
+    piped(model, kind)
+    grads = []
+    for call in range(len(THAWED)):
+        thawing(model, call)
+        loss = model(*batch())
+        loss.backward()
+        grads.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    return loss.detach(), grads
+
+
 def failing():
     """A stage's module raises at its third microbatch."""
     model, seen = made(), []
@@ -132,6 +185,8 @@ CASES = {
     "buffers": lambda: trained(normed=True),
     "two calls": lambda: trained(calls=2),
     "longer": lambda: trained(rows=2 * ROWS),
+    **{f"counting {kind}": lambda kind=kind: counting(kind) for kind in SCHEDULES},
+    **{f"thawed {kind}": lambda kind=kind: thawed(kind) for kind in SCHEDULES},
     "evaluated": evaluated,
     "failing": failing,
     "of other shapes": of_other_shapes,
@@ -200,6 +255,59 @@ def test_what_stages_share_is_as_on_one_device(found, name, options):
 def test_a_second_call_and_one_of_another_shape(found):
     check(found, "two calls", alone(made()))
     check(found, "longer", alone(made(), rows=2 * ROWS))
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_numbers_that_cross_cuts_are_values_like_others(found, kind):
+    torch.manual_seed(0)
+    check(found, f"counting {kind}", alone(Counting()))
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_what_is_trained_may_change_from_call_to_call(found, kind):
+    """Neither stages after a thawed one, nor those between two, know of it by themselves."""
+    for call in range(len(THAWED)):
+        model = made()
+        thawing(model, call)
+        _, expected = alone(model)
+        gradients = {}
+        for rank in found:
+            assert isinstance(rank[f"thawed {kind}"][1], list), rank[f"thawed {kind}"]
+            gradients |= rank[f"thawed {kind}"][1][call]
+        expected = {name: gradient for name, gradient in expected.items() if gradient is not None}
+        assert set(gradients) == set(expected), call
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected), call
+
+
+class Mail:
+    """A link of a rank that is a thread."""
+
+    def __init__(self, boxes, rank):
+        self.boxes, self.rank = boxes, rank
+        self.has_tags, self.device = True, torch.device("cpu")
+
+    def exchange(self, peers, tag, value):
+        for peer in peers:
+            self.boxes[self.rank, peer, tag].put(value)
+        return [self.boxes[peer, self.rank, tag].get(timeout=60) for peer in peers]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 9, 10, 13, 28])
+def test_what_one_rank_says_in_the_greeting_all_ranks_hear(ranks):
+    call = SimpleNamespace(digest=lambda schedule: 7, record=SimpleNamespace(draws_anything=False))
+    for speaker in (0, ranks // 2, ranks - 1, None):
+        pairs = itertools.product(range(ranks), repeat=2)
+        tag = Tags(ranks, 1)("greet")
+        boxes = {(*pair, tag + 2 * further): queue.Queue() for pair in pairs for further in range(4)}
+        members = [
+            SimpleNamespace(
+                schedule=SimpleNamespace(ranks=ranks), link=Mail(boxes, rank), tags=Tags(ranks, 1), rank=rank
+            )
+            for rank in range(ranks)
+        ]
+        with ThreadPoolExecutor(ranks) as threads:
+            heard = list(threads.map(lambda one, who=speaker: greet(one, 1, call, True, one.rank == who), members))
+        assert heard == [speaker is not None] * ranks
 
 
 def test_without_gradients_the_last_stage_gives_the_outputs(found):

@@ -19,7 +19,8 @@ _FORWARD = frozenset(("F", "SEND_F", "RECV_F"))
 class Call:
     """See the module.
 
-    `headers` holds, by kind of message, stage and whether gradients are computed, what is sent for every microbatch.
+    `headers` holds, by kind of message, stage and whether gradients are computed, what is sent for every microbatch:
+    how a tensor lies, and whether its gradient is awaited, which depends on what the stages before train.
     `reduction` tells how the loss comes from the batch's rows; None until a loss is asked for.
     """
 
@@ -35,6 +36,10 @@ class Call:
     def counts_labels(self) -> bool:
         """Whether a microbatch's labels are counted, for which user code runs once more."""
         return isinstance(self.reduction, frozenset) and any(type(kind) is int for kind in self.reduction)
+
+    def forget_headers(self) -> None:
+        """Something is trained that was not, or no longer is, on some rank: all ranks tell the forms anew."""
+        self.headers.clear()
 
     @property
     def leaves_anything(self) -> bool:

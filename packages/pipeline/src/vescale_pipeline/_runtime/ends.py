@@ -19,14 +19,20 @@ from .loss import Weights, loss_in, weighted
 from .member import Member
 
 
-def greet(member: Member, number: int, call: Call, trains: bool) -> None:
-    """Neighbours compare what they are about to run, as their `number`th call. Cost: one message of 32 bytes each way.
+def greet(member: Member, number: int, call: Call, trains: bool, changed: bool) -> bool:
+    """Neighbours compare what they are about to run, as their `number`th call; gives whether `changed` holds anywhere.
+
+    Every rank hears the word of all: in a ring it goes over ever larger distances, each time with all that is known by
+    then. Cost: messages of 40 bytes, each way to two neighbours, and with more than 3 ranks to two others in each of
+    the further rounds, log3(ranks) - 1 of them.
 
     Raises PipelineError where they differ.
     """
-    peers = [peer for peer in (member.rank - 1, member.rank + 1) if 0 <= peer < member.schedule.ranks]
+    ranks, tag = member.schedule.ranks, member.tags("greet")
+    peers = _at_distance(1, member)
     mine = [number, int(trains), call.digest(member.schedule), _digest_of_generator(member, call)]
-    for peer, theirs in zip(peers, member.link.exchange(peers, member.tags("greet"), mine)):
+    for peer, (*theirs, word) in zip(peers, member.link.exchange(peers, tag, [*mine, int(changed)])):
+        changed = changed or bool(word)
         if theirs != mine:
             first = next(i for i, (a, b) in enumerate(zip(theirs, mine)) if a != b)
             kinds = ("call", "mode (train or no_grad)", "batch, model or schedule", "state of torch's generator")
@@ -42,6 +48,18 @@ def greet(member: Member, number: int, call: Call, trains: bool) -> None:
                     ("torch.manual_seed(...) alike on all ranks", "each draws what the other stages draw, too"),
                 ],
             )
+    known = 3  # ranks in a row, this one in their middle, whose words `changed` has
+    while known < ranks:
+        tag += 2  # an object takes two
+        words = member.link.exchange(_at_distance(known, member), tag, [int(changed)])
+        changed, known = changed or any(word for (word,) in words), 3 * known
+    return changed
+
+
+def _at_distance(distance: int, member: Member) -> list[int]:
+    """The ranks that far from this one in a ring, both ways."""
+    ranks = member.schedule.ranks
+    return sorted({(member.rank + step) % ranks for step in (-distance, distance)} - {member.rank})
 
 
 def _digest_of_generator(member: Member, call: Call) -> int:

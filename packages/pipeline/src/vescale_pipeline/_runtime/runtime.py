@@ -111,6 +111,7 @@ class Runtime:
         self._modules = list(model.modules())
         self._tied = sorted(name for name, stages in owned.stages.items() if len(stages) > 1)
         self._calls: dict[Any, Call] = {}
+        self._trained: list[str] | None = None  # of this rank's parameters, at the last call
         self.calls = 0
         self._scale = 1.0
         self._gradients: Gradients | None = None
@@ -214,7 +215,11 @@ class Runtime:
                     weights = loss_weights(call.reduction, call.record, self.forward, parts, self._member.codec.whole)
             self.calls = self.link.calls = self.calls + 1
             doing.action = f"the beginning of call {self.calls}"
-            greet(self._member, self.calls, call, trains)
+            trained = {name: one for name, one in self._member.parameters.items() if one.requires_grad}
+            changed, self._trained = list(trained) != self._trained, list(trained)
+            if greet(self._member, self.calls, call, trains, changed):
+                for known in self._calls.values():
+                    known.forget_headers()
             for stage in self._member.stages.values():
                 stage.begin(call.record, self.schedule.stages, self._tied if self._in_order() else ())
             scale = self._gradients.used if self._gradients is not None else 1.0
@@ -228,7 +233,6 @@ class Runtime:
         sums = sum_tied(self._member, self._tied, self._in_order())
         loss = share_loss(self._member, call, state, weights)
         self.link.flush()
-        trained = {name: one for name, one in self._member.parameters.items() if one.requires_grad}
         self._elsewhere.exists = True
         gradients = [sums.get(name) for name in trained]
         loss, self._gradients = released(gradients, scale, loss, list(trained.values()), self._check)

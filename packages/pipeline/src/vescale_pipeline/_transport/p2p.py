@@ -218,9 +218,14 @@ class Link:
         raise LinkError(f"rank {self.ranks[peer]}: {text}")
 
     def recycle(self, tensor: Tensor) -> None:
-        """Gives a receive buffer back; one that somebody still looks at is left to them."""
+        """Gives a receive buffer back; one that somebody still looks at is left to them.
+
+        What a stage hands to its neighbour on this rank comes back as well, with the graph that made it: of that what
+        is received next must not be a part.
+        """
         if _storage_Use_Count(tensor.untyped_storage()._cdata) <= 2:  # `tensor`, and the handle just made
-            self._free.setdefault((tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype), []).append(tensor)
+            key = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+            self._free.setdefault(key, []).append(tensor.detach())
 
     def close(self) -> None:
         """Ends all connections: whoever waits for this rank wakes. Safe to call twice."""
