@@ -151,6 +151,40 @@ def thawed(kind):
     return loss.detach(), grads
 
 
+def _fivefold(parameter):
+    parameter.grad.mul_(5)
+
+
+def named(model):
+    """What a loop does to parameters by their names, whichever stage has them."""
+    for block in model.blocks:
+        block[0].bias.requires_grad_(False)
+    model.last.bias.requires_grad = False
+    model.first.bias.grad = None
+    for block in (model.blocks[1], model.blocks[6]):
+        block[0].weight.register_hook(lambda gradient: gradient * 2)
+    taken = model.first.weight.register_hook(lambda gradient: gradient * 3)
+    model.blocks[7][0].weight.register_post_accumulate_grad_hook(_fivefold)
+    taken.remove()
+
+
+def by_name():
+    model = made()
+    piped(model)
+    named(model)
+    loss = model(*batch())
+    loss.backward()
+    return loss.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def reading():
+    """Another stage's parameter, on each rank."""
+    model = made()
+    piped(model)
+    theirs = model.blocks[(6, 1)[dist.get_rank()]][0].weight
+    return theirs.detach().norm()
+
+
 def failing():
     """A stage's module raises at its third microbatch."""
     model, seen = made(), []
@@ -187,6 +221,8 @@ CASES = {
     "longer": lambda: trained(rows=2 * ROWS),
     **{f"counting {kind}": lambda kind=kind: counting(kind) for kind in SCHEDULES},
     **{f"thawed {kind}": lambda kind=kind: thawed(kind) for kind in SCHEDULES},
+    "by name": by_name,
+    "reading": reading,
     "evaluated": evaluated,
     "failing": failing,
     "of other shapes": of_other_shapes,
@@ -277,6 +313,28 @@ def test_what_is_trained_may_change_from_call_to_call(found, kind):
         expected = {name: gradient for name, gradient in expected.items() if gradient is not None}
         assert set(gradients) == set(expected), call
         assert all(torch.equal(gradients[name], expected[name]) for name in expected), call
+
+
+def test_what_is_done_to_a_parameter_by_its_name_is_done_where_it_is(found):
+    model = made()
+    named(model)
+    x, y = batch()
+    total = 0.0
+    for rows in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        total = total + model(*rows) / MICROBATCHES
+    total.backward()
+    expected = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    gradients = found[0]["by name"][1] | found[1]["by name"][1]
+    assert set(gradients) == set(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_reading_a_parameter_of_another_stage_says_where_its_values_are(found):
+    for rank, name in zip(found, ("blocks.6.0.weight", "blocks.1.0.weight")):
+        kind, text = rank["reading"]
+        assert kind == "PipelineError" and f"reads {name!r}, a parameter of another stage" in text
+        assert "vescale.whole_state_dict(model)" in text
 
 
 class Mail:

@@ -13,11 +13,13 @@ beside its loss: any use of its value is an error that names `loss_fn=`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from .._errors import PipelineError
 from .._torch_private import DisableTorchFunctionSubclass, _swap_tensor_impl
@@ -76,6 +78,8 @@ class Placeholder(Tensor):
         if reader is None:
             if current.again is not None:
                 return _once_more(function, args, kwargs or {})
+            if function in _OWNERS and type(args[0]) is Placeholder and args[0].is_weight:
+                return _OWNERS[function](args[0])
             raise used_outside(function, args)
         if function is Tensor.__iter__:
             return iter(reader.call(Tensor.unbind, args, {}))
@@ -150,7 +154,19 @@ def weight_placeholder(parameter: Tensor, name: str, device: torch.device | None
 
 
 def used_outside(function: Callable, args: tuple) -> PipelineError:
-    """The error for a value read after the call."""
+    """The error for a value read after the call, or for a parameter that another stage has."""
+    weight = next((a for a in args if type(a) is Placeholder and a.is_weight), None)
+    if weight is not None:
+        return PipelineError(
+            "pipeline",
+            f"{name_of(function)} reads {weight.origin!r}, a parameter of another stage: its values are not on this "
+            "rank",
+            (),
+            [
+                ("for name, parameter in model.named_parameters(): ...", "on each rank, those of its stages"),
+                ("vescale.whole_state_dict(model)", "on every rank: the values of all stages"),
+            ],
+        )
     origin = next((a.origin for a in args if type(a) is Placeholder), "the model")
     return PipelineError(
         "pipeline",
@@ -238,6 +254,16 @@ _METADATA: dict[Callable, Callable] = {
     Tensor.is_xpu.__get__: _on("xpu"),
     Tensor.is_mps.__get__: _on("mps"),
 }
+
+_OWNERS: dict[Callable, Callable] = {
+    Tensor.requires_grad_: lambda weight: weight,
+    Tensor.requires_grad.__set__: lambda weight: None,
+    Tensor.grad.__set__: lambda weight: None,
+    Tensor.register_hook: lambda weight: RemovableHandle(OrderedDict()),
+    Tensor.register_post_accumulate_grad_hook: lambda weight: RemovableHandle(OrderedDict()),
+}
+"""What a loop does to a parameter by its name, and only the stage that owns it has to do: for the others, what is
+returned."""
 
 FACTORIES = frozenset(
     [
