@@ -1,7 +1,8 @@
 """A stage's backward: whole, or split into the gradient of its input (I) and those of its weights (W).
 
-Gradients are taken with `autograd.grad`, so that the parameters' own `.grad` and
-hooks stay untouched until the user calls `loss.backward()`.
+Gradients are taken with `autograd.grad`, and hooks are laid aside meanwhile, so that
+the parameters' own `.grad` and hooks stay untouched until the user calls
+`loss.backward()`.
 
 The split needs no second pass through the graph. In I, autograd computes input
 gradients only, and at every node where a weight's branch leaves the way to the input
@@ -12,12 +13,14 @@ two nodes of the stage is computed in I: apart, its uses would be counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from .._torch_private import DisableTorchFunctionSubclass as local_only
 from .._torch_private import run_backward as _run
 
 Gradients = list[Tensor | None]
@@ -27,6 +30,25 @@ def gradients_of(roots: Sequence, inputs: Sequence, seeds: Sequence, retain_grap
     """`autograd.grad` with allow_unused, without its checks of the seeds, which cost more than a small backward."""
     inputs = tuple(inputs)
     return _run(tuple(roots), tuple(seeds), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False)
+
+
+@contextmanager
+def hooks_aside(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Users' hooks on the gradients of `weights` do not run: `autograd.grad` calls them too, for every microbatch, and
+    they are for the batch's gradient, which the user's backward hands out."""
+    laid = []
+    with local_only():
+        for weight in weights:
+            if hooks := weight._backward_hooks:
+                laid.append((hooks, dict(hooks)))
+                hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in laid:
+            added = dict(hooks)
+            hooks.clear()
+            hooks.update(kept | added)
 
 
 def whole(

@@ -33,6 +33,7 @@ from .._transport.p2p import Link
 from .._transport.watch import watch
 from .._transport.words import LinkError
 from ..action import Action, Schedule
+from .backward import hooks_aside
 from .call import Call, signature_of
 from .elsewhere import Elsewhere, norms_elsewhere
 from .ends import greet, share_buffers, share_loss, share_outputs, sum_tied
@@ -224,7 +225,8 @@ class Runtime:
                 stage.begin(call.record, self.schedule.stages, self._tied if self._in_order() else ())
             scale = self._gradients.used if self._gradients is not None else 1.0
             state = self._state = Interpreter(self._member, self.forward, call, parts, weights, scale, trains)
-            state.do(call.actions(self.schedule, self.rank, trains), doing)
+            with hooks_aside(trained.values()):
+                state.do(call.actions(self.schedule, self.rank, trains), doing)
         state.end()
         doing.action = "the end of the call"
         share_buffers(self._member, call)
