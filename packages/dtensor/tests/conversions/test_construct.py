@@ -6,12 +6,14 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import vescale_dtensor as vd
 from vescale_dtensor import (
     DTensor,
     InterleavedShard,
     Partial,
+    PlainTensorError,
     RaggedShard,
     Replicate,
     Shard,
@@ -113,6 +115,28 @@ def test_from_local_is_the_inverse_of_to_local(given) -> None:
                 assert again.mesh_layout is d.mesh_layout, places
                 assert again.to_local().data_ptr() == d.to_local().data_ptr(), "no copy"
                 assert torch.equal(again.full_tensor(), full)
+
+    run_ranks(4, run)
+
+
+def test_what_the_error_about_a_lost_layout_advises_gives_the_gradients_that_it_says() -> None:
+    def run() -> None:
+        mesh = grid()
+        x = distribute_tensor(numbers(4, 6), mesh, [Shard(0), R])
+        adapter = numbers(2, 6).requires_grad_()
+        with pytest.raises(PlainTensorError) as caught:
+            x @ adapter.t()
+        assert "distribute_tensor(leaf, mesh, placements)" in str(caught.value)
+        whole = distribute_tensor(adapter, mesh, [R, R])
+        (x @ whole.t()).square().sum().backward()
+        part = DTensor.from_local(adapter.t(), mesh, [R, R])
+        (x @ part).square().sum().backward()
+        plain = numbers(2, 6).requires_grad_()
+        (numbers(4, 6) @ plain.t()).square().sum().backward()
+        torch.testing.assert_close(whole.grad.full_tensor(), plain.grad)
+        parts = adapter.grad.clone()
+        dist.all_reduce(parts)
+        torch.testing.assert_close(parts, plain.grad)  # each rank's contribution, which nobody has added up
 
     run_ranks(4, run)
 

@@ -23,7 +23,8 @@ def raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> N
             for i, t in enumerate(tensors)
         ],
         [
-            ("DTensor.from_local(tensor, mesh, placements)", "says what the plain tensor is; no communication"),
+            ("DTensor.from_local(tensor, mesh, placements)", "a shard's work: its gradient is this rank's part"),
+            ("distribute_tensor(leaf, mesh, placements)", "of what it comes from, before, where all ranks hold that"),
             ("register_rule(function)", "for a function that hands back plain tensors"),
         ],
     )

@@ -55,6 +55,10 @@ def from_local(
 ) -> DTensor:
     """The DTensor whose shard on this rank is `local`; shares its storage, differentiable.
 
+    The gradient that `local` gets is, as that of `to_local()`, the shard of the DTensor's gradient: on an axis where it
+    is replicated, this rank's contribution, which nobody has added up. A leaf that all ranks hold alike, and whose
+    gradient is wanted whole, becomes a DTensor by `distribute_tensor`.
+
     One on another device is copied to the mesh's.
     With `shape=` (the global shape) nothing is exchanged, and `local` must have the
     size that the placements give it: a rank where it has not raises by itself. Without
