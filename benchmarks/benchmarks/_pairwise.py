@@ -4,7 +4,7 @@ On a shared machine the time of anything drifts by tens of percent from second t
 time taken now says little about a time taken later. A ratio of two short slices taken within a
 few milliseconds of each other is steady: whatever slowed one slowed the other. A race therefore
 runs rounds; a round gives each contender one slice of about `slice_seconds`, in an order that
-rotates so that nobody always follows the same neighbour; a ratio is the median over the rounds.
+is drawn for the round, so that nobody always follows the same neighbour; a ratio is the median over the rounds.
 
 The clock is the CPU time of the process: a slice that was preempted does not count the others'
 time, and work handed to another thread still counts. The garbage collector is off. One thread,
@@ -14,6 +14,7 @@ because on tiny tensors the host cost is the subject, not a parallel loop's star
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -88,8 +89,7 @@ def race(
             for _ in range(5):
                 contenders[name].timeit(numbers[name])
         for turn in range(rounds):
-            start = turn % len(order)
-            for name in order[start:] + order[:start]:
+            for name in random.Random(turn).sample(order, len(order)):
                 seconds[name].append(contenders[name].timeit(numbers[name]) / numbers[name])
     return Race({name: tuple(values) for name, values in seconds.items()})
 
