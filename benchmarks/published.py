@@ -11,9 +11,11 @@ parallelism, ZeRO stage and recomputation: what a system did not have, its autho
 What a row says of its system is data of its hardware: kernels are fused (`stream=8`; what they keep stands in
 `published_kernels.py`), Megatron hid no communication in 2021 and 2022 (`hidden=0`) and wrote attention's scores to
 memory (`scores`), its dispatcher sends rows to a node once (`once`), parameters are held in bfloat16 beside what the
-optimizer steps (`numbers`), torchtitan's boards take 500 W. Degrees that were not reported are taken as the planner has
-them fastest. torchtitan's half of a recomputation (of every second product) stands as the selection of modules of which
-the products are nearest to half of the forward's: of Llama's blocks the feed-forward part.
+optimizer steps (`numbers`), torchtitan's boards take 500 W. Megatron's Qwen3 keeps experts whole, spread over tensor
+ranks as well, and two of its runs compute norms and experts' activations again (column "recompute" of the report).
+Degrees that were not reported are taken as the planner has them fastest. torchtitan's half of a recomputation (of every
+second product) stands as the selection of modules of which the products are nearest to half of the forward's: of
+Llama's blocks the feed-forward part.
 
 Blind rows. A row is blind if the constants were frozen before its figures were read. The protocol: (1) a commit holds
 `frozen()`, the hash of the profiles and of the modules that price, in FROZEN, together with BLIND_SOURCES, public
@@ -51,7 +53,7 @@ from statistics import median
 
 import torch
 
-from published_kernels import with_gates, with_loss, with_norms
+from published_kernels import with_experts, with_gates, with_loss, with_norms
 
 BUDGETS = {"median error": 0.08, "worst error": 0.25, "recovered": 0.8}
 GAIN = 0.05
@@ -126,6 +128,7 @@ LLAMA = {
     "405B": ("compiled", 126, 16384, 128, 8, 53248),
 }
 QWEN = ("qwen", 94, 4096, 64, 4, 1536, 128, 8)
+QWEN_AGAIN = ("qwen again", *QWEN[1:])
 ROWS = (
     gpt_row("GPT 1.7B", 24, 2304, 24, 512, 16, 137, dp=32),
     gpt_row("GPT 3.6B", 30, 3072, 32, 512, 16, 138, tp=2, dp=32),
@@ -152,11 +155,11 @@ ROWS = (
         tp=8, dp=32, sp=True, zero=3),
     row("Llama-3.1 8B, tp8", "torchtitan", LLAMA["8B"], "h100-500w", 96, 8192, ("tokens", 4378), 0.5,
         tp=8, dp=8, sp=True, zero=3),
-    row("Qwen3-235B, ep32", "MoE-ModelZoo", QWEN, "h100", 2048, 4096, ("model TF", 245), 0.0,
+    row("Qwen3-235B, ep32", "MoE-ModelZoo", QWEN_AGAIN, "h100", 2048, 4096, ("model TF", 245), 0.0,
         tp=2, pp=8, dp=16, ep=16, virtual=4, sp=True, zero=1, microbatches=128),
     row("Qwen3-235B, fsdp", "MoE-ModelZoo", QWEN, "h100", 2048, 4096, ("model TF", 276), 1.0, True,
         tp=2, pp=1, dp=128, ep=8, sp=True, zero=3, microbatches=4),
-    row("Qwen3-235B, pp32", "MoE-ModelZoo", QWEN, "h100", 2048, 4096, ("model TF", 200), 0.0,
+    row("Qwen3-235B, pp32", "MoE-ModelZoo", QWEN_AGAIN, "h100", 2048, 4096, ("model TF", 200), 0.0,
         tp=2, pp=32, dp=4, ep=4, virtual=3, sp=True, zero=1, microbatches=512),
     row("Qwen3-235B, tp4", "MoE-ModelZoo", QWEN, "h100", 2048, 4096, ("model TF", 167), 0.0,
         tp=4, pp=8, dp=8, ep=8, virtual=4, sp=True, zero=1, microbatches=256),
@@ -177,10 +180,11 @@ LONG = (
 
 VIRTUAL = (1, 2, 3, 4)
 """Interleaved stages per rank."""
-MIXED = {"parameters": 2, "states": 12, "gradients": 4, "sums": 1, "stepping": 0}
+MIXED = {"parameters": 2, "states": 12, "gradients": 4, "sums": 1, "stepping": 0, "everywhere": True}
 """What Megatron holds per parameter: it and its copy in float32 with both moments, and one sum of gradients."""
-NUMBERS = {"torchtitan": {"stepping": 0}}
-"""By source, where it is not MIXED: torchtitan shards parameters in float32 and steps them by a fused kernel."""
+NUMBERS = {"torchtitan": {"stepping": 0}, "Llama 3": {**MIXED, "summed_sharded": True}}
+"""By source, where it is not MIXED: torchtitan shards parameters in float32 and steps them by a fused kernel. Llama 3's
+pipeline keeps parameters gathered and shards optimizer states and gradients (arXiv 2407.21783, section 3.3.2)."""
 FROZEN = "90b327dfdffe8b45"
 SEEN = ("llm-foundry", "KempnerForge", "arXiv 2311.05610")
 """Blind on 2026-11-23: llm-foundry's scripts/train/benchmarking, KempnerForge's benchmarks/mfu_scaling, the sheets."""
@@ -261,18 +265,27 @@ def mpt(*sizes: int):
     return with_loss(gpt(*sizes))
 
 
-def qwen(layers: int, hidden: int, heads: int, groups: int, inner: int, experts: int, chosen: int):
+def qwen(
+    layers: int, hidden: int, heads: int, groups: int, inner: int, experts: int, chosen: int, again: bool = False
+):  # fmt: skip
+    """By Megatron; `again`: what norms and experts' activations give is computed again."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return with_norms(Qwen3MoeForCausalLM(
+    made = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             vocab_size=151936, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, head_dim=128,
             num_key_value_heads=groups, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=chosen,
         )
-    ))  # fmt: skip
+    )  # fmt: skip
+    return with_loss(with_experts(with_norms(made, again), again))
 
 
-BUILDERS = {"gpt": gpt, "mpt": mpt, "llama": llama, "llama2": llama2, "compiled": compiled, "qwen": qwen}
+def qwen_again(*sizes: int):
+    return qwen(*sizes, again=True)
+
+
+BUILDERS = {"gpt": gpt, "mpt": mpt, "llama": llama, "llama2": llama2, "compiled": compiled}
+BUILDERS |= {"qwen": qwen, "qwen again": qwen_again}
 
 
 # --- what was reported --------------------------------------------------------------------

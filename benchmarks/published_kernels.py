@@ -2,11 +2,14 @@
 
 torch writes a norm, a gate and a loss out where there is no kernel, and so for meta tensors; each operator then keeps
 its own. A system's kernel keeps what it is given: of a norm its input, of a gate both factors, of a loss the scores, in
-whose place it makes their gradient.
+whose place it makes their gradient. Megatron weighs rows before experts' second product, in the gate's kernel, so that
+nobody keeps what that gives (here they are weighed after it, and it is not kept either). Under `again` what a norm
+gives, or that kernel, is let go and computed again ("layernorm", "moe_act"): in memory a norm's result is its input.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +27,13 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight), None
+
+
+class _NormAgain(_Norm):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        made = _Norm.forward(ctx, x, weight, eps)
+        return x.view_as(x) if x.is_meta else made
 
 
 class _Gate(torch.autograd.Function):
@@ -48,13 +58,73 @@ class _Loss(torch.autograd.Function):
         return ctx.scores
 
 
+class _Whole(torch.autograd.Function):
+    """A gate of one tensor, both factors of it."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, -1)
+        return nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.empty_like(*ctx.saved_tensors)
+
+
+class _WholeAgain(torch.autograd.Function):
+    """The same with the product after it."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, down: Tensor, ends: Tensor) -> Tensor:
+        from transformers.integrations.moe import _grouped_linear
+
+        ctx.save_for_backward(both, down)
+        gate, up = both.chunk(2, -1)
+        return _grouped_linear(nn.functional.silu(gate) * up, down, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return *map(torch.empty_like, ctx.saved_tensors), None
+
+
+class _Weighed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        return rows * weights[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return torch.empty_like(grad), torch.empty_like(*ctx.saved_tensors)
+
+
+def _experts(again: bool, self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Experts' rows, sorted by expert: [T, H] -> [T, H]."""
+    from transformers.integrations.moe import _grouped_linear
+
+    chosen = index.shape[-1]
+    of, order = torch.sort(index.reshape(-1))
+    ends = torch.histc(of.float(), bins=self.num_experts, min=0, max=self.num_experts - 1).cumsum(0, dtype=torch.int32)
+    both = _grouped_linear(x[order // chosen], self.gate_up_proj, ends)
+    if again:
+        out = _WholeAgain.apply(both, self.down_proj, ends)
+    else:
+        out = _grouped_linear(_Whole.apply(both), self.down_proj, ends)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel(), device=order.device)
+    out = _Weighed.apply(out, weights.reshape(-1)[order].to(x.dtype))[back]
+    return out.view(-1, chosen, out.shape[-1]).sum(1)
+
+
 class Norm(nn.Module):
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, again: bool = False) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty_like(weight)), eps
+        self.kernel = _NormAgain if again else _Norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Norm.apply(x, self.weight, self.eps)
+        return self.kernel.apply(x, self.weight, self.eps)
 
 
 class Gated(nn.Module):
@@ -68,16 +138,26 @@ class Gated(nn.Module):
         return self.down_proj(_Gate.apply(self.gate_proj(x), self.up_proj(x)))
 
 
-def loss(logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
+def loss(logits: Tensor, labels: Tensor, *more: Any, **named: Any) -> Tensor:
     return _Loss.apply(logits)
 
 
-def with_norms(model):
-    return _replaced(model, lambda one: type(one).__name__.endswith("RMSNorm"), _norm)
+def with_norms(model, again: bool = False):
+    """`again`: of those of a block, not of those in its attention."""
+    return _replaced(model, lambda one: type(one).__name__.endswith("RMSNorm"), partial(_norm, again))
 
 
 def with_gates(model):
     return _replaced(model, lambda one: type(one).__name__ == "LlamaMLP", _gated)
+
+
+def with_experts(model, again: bool):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    name = f"published{again:d}"
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(_experts, again))
+    model.config._experts_implementation = name
+    return model
 
 
 def with_loss(model):
@@ -85,11 +165,11 @@ def with_loss(model):
     return model
 
 
-def _norm(one) -> Norm:
-    return Norm(one.weight, one.variance_epsilon)
+def _norm(again: bool, name: str, one) -> Norm:
+    return Norm(one.weight, one.variance_epsilon, again and name.endswith("_layernorm"))
 
 
-def _gated(one) -> Gated:
+def _gated(_: str, one) -> Gated:
     return Gated(one.gate_proj, one.up_proj, one.down_proj)
 
 
@@ -97,5 +177,5 @@ def _replaced(model, wanted, made):
     for module in list(model.modules()):
         for name, child in module.named_children():
             if wanted(child):
-                setattr(module, name, made(child))
+                setattr(module, name, made(name, child))
     return model

@@ -122,9 +122,9 @@ def dry_run(
         loss_fn: as for `parallelize`.
         step: (model, batch) -> the loss, when it is neither what the model returns nor its `.loss`.
         backend: whose way reductions go. On "gloo" a sum is an all-to-all and a local sum, which takes a buffer as
-            large as what is summed, and a gather takes as much again as it gathers. On any other, an optimizer that
-            does not say otherwise treats all parameters at once (`foreach`), as torch's do on a GPU, which takes
-            memory of the size of the parameters.
+            large as what is summed, and a gather takes as much again as it gathers; and attention repeats keys that
+            heads share, as on a CPU. On any other, an optimizer that does not say otherwise treats all parameters at
+            once (`foreach`), as torch's do on a GPU, which takes memory of the size of the parameters.
         rank: whose step is run. Ranks differ where sequences are cut: of contiguous parts under a causal mask the last
             rank computes and receives most.
         stages: given a function that is told of what kind the memory is that is made from now on, see `Stages`;
@@ -185,7 +185,7 @@ def _stepped(
     stages: Callable[[Callable[[str], None]], Stages] | None, meter: Meter, backend: str,
 ) -> DryRun:  # fmt: skip
     running = unstopped("the dry run ran the model on tensors without values")
-    with _world(plan.world_size, rank), faking(backend), fused_attention(), torch.no_grad(), running:
+    with _world(plan.world_size, rank), faking(backend), fused_attention(backend == "gloo"), torch.no_grad(), running:
         model = _without_values(model)
         batch = map_tensors(batch, _blank)
         with torch.enable_grad(), comm_trace(model) as trace, meter:

@@ -14,6 +14,8 @@ PLANS = {
     "recomputed": {"checkpointing": True},
     "data": {"dp": 2},
     "tensor": {"tp": 2},
+    "a split loss": {"tp": 4, "checkpointing": True},
+    "summed shards": {"dp": 2, "zero": 2, "microbatches": 2, "checkpointing": True},
 }
 
 
@@ -51,6 +53,37 @@ def off(llama, candidate, narrow=False):
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_closed_form_is_near_the_dry_run(llama, plan):
     assert abs(off(llama, Candidate(**PLANS[plan]))) <= MARGIN
+
+
+@pytest.mark.parametrize("zero", (0, 1, 2))
+def test_narrow_copies_are_whole_and_wide_ones_sharded(llama, zero):
+    assert abs(off(llama, Candidate(dp=4, zero=zero), narrow=True)) <= MARGIN
+
+
+def test_keys_that_heads_share_are_repeated_for_a_cpu_alone(llama):
+    model, batch, structure = llama
+    kept = sizes_of(structure, 1).held_back[4].kept
+    more = kept.at(64, 64, 1) - kept.at(64, 64, 1, repeats=False)
+    config = model.config
+    each = 2 * config.hidden_size * 4 * (1 - config.num_key_value_heads / config.num_attention_heads)
+    assert more == pytest.approx(64 * config.num_hidden_layers * each)
+    cpu, gpu = (dry_run(plan_of(structure, Candidate()), model, batch, backend=name).peak for name in ("gloo", "nccl"))
+    assert cpu - gpu >= ROWS * POSITIONS * config.num_hidden_layers * each
+
+
+@pytest.mark.parametrize("sp", (False, True))
+def test_rows_of_experts_are_whole_where_positions_are_split(sp):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=8, num_local_experts=4, use_cache=False,
+    )  # fmt: skip
+    model, ids = MixtralForCausalLM(config), torch.randint(128, (ROWS, POSITIONS))
+    batch = {"input_ids": ids, "labels": ids}
+    mixtral = model, batch, structure_of(model, sample_of(model, batch))
+    assert abs(off(mixtral, Candidate(tp=4, sp=sp))) <= MARGIN
 
 
 def test_a_model_that_did_not_run_without_values_is_priced_all_the_same():

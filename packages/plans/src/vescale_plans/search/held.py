@@ -15,6 +15,12 @@ class Amount(NamedTuple):
         whole_meet, split_meet: per position and position that it meets.
         fixed: whatever rows and positions.
         meet: per pair of positions, whatever rows: a mask.
+        gathered: per position, on every rank of the tensor axis even where what is whole is split by position.
+        repeated: per position, split, of keys that are repeated for a kernel, one for each head, beyond those that
+            heads share.
+        fixed_split: whatever rows and positions, and split: of parameters that the tensor axis splits.
+        classes, classes_split: per position, of what a loss makes besides the gradient of its scores: over classes that
+            the tensor axis could split, on one rank, and split.
     """
 
     whole: float = 0.0
@@ -23,15 +29,24 @@ class Amount(NamedTuple):
     split_meet: float = 0.0
     fixed: float = 0.0
     meet: float = 0.0
+    gathered: float = 0.0
+    repeated: float = 0.0
+    fixed_split: float = 0.0
+    classes: float = 0.0
+    classes_split: float = 0.0
 
     def plus(self, other: Amount, times: float = 1.0) -> Amount:
         return Amount(*(one + times * more for one, more in zip(self, other)))
 
-    def at(self, positions: float, seq: int, tp: int, sp: bool = False, cp: int = 1) -> float:
+    def at(
+        self, positions: float, seq: int, tp: int, sp: bool = False, cp: int = 1, repeats: bool = True
+    ) -> float:
         """Bytes of one rank with so many positions, of rows of `seq` that are cut over `cp` ranks; under `sp` what is
-        whole is split by position."""
+        whole is split by position. `repeats`: a kernel wants a key for each head."""
         whole, split = self.whole + seq * self.whole_meet, self.split + seq * self.split_meet
-        return positions * (whole / (tp if sp else 1) + split / tp) + self.fixed + seq * seq / cp * self.meet
+        split += (self.repeated if repeats else 0.0) + (self.classes_split if tp > 1 else self.classes)
+        each = whole / (tp if sp else 1) + self.gathered + split / tp
+        return positions * each + self.fixed + self.fixed_split / tp + seq * seq / cp * self.meet
 
 
 class Inside(NamedTuple):

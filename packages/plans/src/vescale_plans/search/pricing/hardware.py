@@ -88,6 +88,9 @@ class Numbers:
         gradients: as they are summed.
         sums: of a pipeline's gradients, how many: the sum over microbatches, and what is added to it.
         stepping: what an optimizer that goes over all parameters at once makes on the way; 0 of a fused one.
+        summed_sharded: from ZeRO-2 on, a pipeline's sums are sharded as well; ours are whole.
+        everywhere: ZeRO shards experts over their copies, and the rest over all replicas; ours shards both over the
+            neighbours that share the experts, and so no expert.
     """
 
     parameters: int = 4
@@ -95,6 +98,8 @@ class Numbers:
     gradients: int = 4
     sums: int = 2
     stepping: int = 4
+    summed_sharded: bool = False
+    everywhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,8 @@ class Hardware:
         device: what was measured, in words.
         backend: of the collectives, as `dry_run` takes it.
         wide: `flops` in float32, where `itemsize` is less; None for the same.
-        once: rows for experts are sent to a node once, and each tensor rank sends its share of them, as Megatron's
-            dispatcher does; ours sends each row to every rank that has an expert of it.
+        once: rows for experts are sent to a node once, and each tensor rank sends its share of them to experts that
+            are whole, as Megatron's dispatcher does; ours sends each row to every rank that has a part of its expert.
         numbers: that a system holds per parameter.
         attention: share of `flops` that attention reaches, forward and backward together.
         scores: reads and writes of attention's scores by memory in each direction, per position that one meets and

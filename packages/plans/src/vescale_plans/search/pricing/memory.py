@@ -17,6 +17,8 @@ KEPT_OF_INPUT, KEPT_OF_STREAM = 1, 6
 """Activations kept per position: of a split contraction's input, once; of the stream around a group, in its width."""
 KEPT_OF_ROW = 3
 """Of the rows sorted by expert, in the stream's width: what enters the experts, leaves them, and is weighed."""
+UNDER_WAY = 2
+"""Sums of gradients at most (`_zero/in_flight.py`), before one more that begins."""
 LOGITS = 3
 """Copies of the last contraction's result that a loss keeps, in fp32."""
 
@@ -73,17 +75,39 @@ class Held:
         """Of the parameters, so many bytes each, where ZeRO shards them from `stage` on."""
         if self.candidate.zero < stage:
             return (self.dense + self.spread) * size
+        if self.numbers.everywhere:
+            every = self.candidate.replicas
+            return self.dense * size // every + self.spread * size // (every // self.candidate.ep)
         again = 1 if self.candidate.ep > 1 else self.candidate.sharded  # ZeRO goes over the axis experts are spread on
         return self.dense * size // self.candidate.sharded + self.spread * size // again
 
     def summed(self) -> int:
         """Gradients that are held from one microbatch to the next."""
         if self.candidate.pp > 1:
-            return self.numbers.sums * (self.dense + self.spread) * self.numbers.gradients
+            whole = (self.dense + self.spread) * self.numbers.gradients
+            return self.numbers.sums * (self.part(2, self.numbers.gradients) if self.numbers.summed_sharded else whole)
         return self.part(2, self.numbers.gradients) if self.candidate.microbatches > 1 else 0
 
+    def unsharded(self) -> int:
+        """Parameters that a pipeline has gathered for the whole step, beside their shards."""
+        size = self.narrow or self.numbers.parameters
+        return (self.dense + self.spread) * size if self.candidate.zero == 3 else 0
+
+    def in_flight(self) -> int:
+        """Gradients of a pipeline's blocks that are whole yet, on their way to sums that are sharded."""
+        sharded = self.numbers.summed_sharded and self.candidate.zero > 1
+        return 2 * self.block * self.numbers.gradients if sharded else 0
+
+    @property
+    def narrow(self) -> int:
+        """Bytes of a parameter as it is computed with, where that is narrower than what the optimizer steps; else 0."""
+        return self.hardware.itemsize if self.hardware.itemsize < self.numbers.parameters else 0
+
     def parameters(self) -> int:
-        """As they are held between steps."""
+        """As they are held between steps. Narrow copies are whole, for good, before ZeRO-3; the wide ones, which the
+        optimizer steps, sharded from ZeRO-1 on."""
+        if self.narrow and self.candidate.zero < 3:
+            return self.part(1, self.numbers.parameters) + (self.dense + self.spread) * self.narrow
         return self.part(3, self.numbers.parameters)
 
     def states(self) -> int:
@@ -103,30 +127,33 @@ class Held:
             gradients=self.summed(),
             states=self.states(),
             activations=int(flight * self.kept() / self.candidate.pp + self.loss()),
-            gathered=self.meeting + int(self.again())
-            + ((self.dense + self.spread) * self.numbers.parameters if self.candidate.zero == 3 else 0),
+            gathered=self.meeting + int(self.again()) + self.in_flight() + self.unsharded(),
         )
 
     def alone(self) -> Memory:
         """Of the worst moment: at the loss, in the last block's backward, in the first one's, at its end, and in the
         optimizer, which on a GPU makes roots of all second moments at once."""
-        numbers, itemsize = self.numbers, self.hardware.itemsize
-        narrow = itemsize if itemsize < numbers.parameters or self.candidate.zero == 3 else 0
-        gathered = (2 * self.block + self.outside) * narrow + self.meeting
+        numbers = self.numbers
+        each = self.hardware.itemsize if self.candidate.zero == 3 else 0
+        gathered = (2 * self.block + self.outside) * each + self.meeting
         spread, gloo = self.candidate.replicas > 1, self.hardware.backend == "gloo"
         outside, block = (size * numbers.gradients * spread for size in (self.outside, self.block))
         sums = int(gloo and self.candidate.replicas > 2)  # it adds up in as much again, gathers so; two ranks exchange
+        before = max(1, min(UNDER_WAY + 1, self.sizes.blocks - 1))  # whose sums are under way, or just begin
+        last = min(UNDER_WAY, self.sizes.blocks)
         late = int(spread and self.candidate.zero > 1)  # whole gradients on their way to be shards
         stepped = 0 if gloo else self.part(1, numbers.stepping)
-        if gloo and self.candidate.zero in (1, 2):
+        if gloo and self.candidate.zero in (1, 2) and not self.narrow:
             stepped = (1 + sums) * self.parameters() - self.part(2, numbers.gradients)
         summed, gradients = self.summed(), self.part(2, numbers.gradients)
+        if self.candidate.zero > 1:
+            gradients += summed  # what a backward has reduced is added to what the ones before left when it is through
         moments = (
             (summed, self.kept() + self.loss(), gathered + outside),  # the head's gradient comes first
             (summed, self.kept() + self.again(), gathered + outside + block * (1 + sums)),
-            (gradients, self.first(), gathered + late * (outside + block) + sums * block),
-            (gradients, self.tail(), gathered + late * outside + sums * outside),
-            (gradients, 0.0, stepped),
+            (gradients, self.first(), gathered + late * (outside + block) + sums * block * before),
+            (gradients, self.tail(), gathered + late * outside + sums * (outside + block * last)),
+            (self.part(2, numbers.gradients), 0.0, stepped),
         )
         held, kept, more = max(moments, key=sum)
         return Memory(self.parameters(), held, self.states(), int(kept), int(more))
@@ -183,7 +210,10 @@ class Held:
         return 0.0 if self.back is None else self._most(self.back.tail)
 
     def _at(self, amount: Amount) -> float:
-        return amount.at(self.positions, self.seq, self.candidate.tp, self.candidate.sp, self.candidate.cp)
+        one, repeats = self.candidate, self.hardware.backend == "gloo"
+        if self.hardware.once:  # each tensor rank sends its positions, to experts that are whole
+            amount = amount._replace(whole=amount.whole + amount.gathered, gathered=0.0)
+        return amount.at(self.positions, self.seq, one.tp, one.sp, one.cp, repeats)
 
     def _most(self, amounts: tuple[Amount, ...]) -> float:
         return max(map(self._at, amounts), default=0.0)

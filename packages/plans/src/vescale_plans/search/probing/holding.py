@@ -2,8 +2,12 @@
 
 The model itself is run, forward and backward, on meta tensors, with as many rows as two and as four; what grows with
 the rows is an activation, what does not is the size of a parameter. A tensor lies between the tensor axis's matrices,
-and is split by it, if it comes out of a split matrix and has not met the next one yet. So nothing is assumed about
-attention, norms, gates or the loss: they keep what they keep.
+and is split by it, if it comes out of a split matrix and has not met the next one yet; so is the gradient of a split
+table. What a module makes of whole activations that it is given, with split matrices inside (experts and their rows),
+is whole on every rank, whether positions are split outside or not. So nothing is assumed about attention, norms, gates
+or the loss: they keep what they keep. Keys that are repeated for the kernel of a CPU are told apart; and of a loss over
+classes what it makes on the way, since of split ones it is computed in another way (`_rules/solvers/class_parts.py` of
+vescale_dtensor): it keeps the scores in place of their logarithms, and makes their gradient in float32, in place.
 
 Which modules of a block are worth computing again in place of all of it follows from the same step: what autograd saves
 passes hooks, which note the module that ran. What was made and saved in one module alone is not kept if that module is
@@ -25,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..._apply.containers import map_tensors
-from ..._dry.meta_attention import fused
+from ..._dry.meta_attention import fused, repeated
 from ..._dry.meter import Meter
 from ..._torch_private import tree_iter
 from ..held import Amount, Block, Holding, Inside, summed
@@ -37,14 +41,20 @@ ROWS, LONGER = (2, 4), 2
 DTYPES = (torch.float32, torch.bfloat16)
 LABELS = "labels"
 LOOKUPS = (torch.ops.aten.embedding,)
+TABLE_GRADIENT = torch.ops.aten.embedding_dense_backward
+LOSS_GRADIENTS = (torch.ops.aten.nll_loss_backward, torch.ops.aten.nll_loss2d_backward)
+ATTENTION_GRADIENT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def holding_of(model: nn.Module, sample: Sample, chains: Sequence[Chain], split: Collection[str]) -> dict[int, Holding]:
+def holding_of(
+    model: nn.Module, sample: Sample, chains: Sequence[Chain], split: Collection[str], around: Collection[str] = ()
+) -> dict[int, Holding]:
     """Bytes of a number -> what is held when the model computes in such numbers; without those in which it does not run
     on tensors without values, or makes nothing that a loss can be made of.
 
     Arguments:
         split: parameters that the tensor axis splits.
+        around: modules that take and give whole activations, with split parameters between.
     """
     stand_ins = {name: like for chain in chains for name, like in chain.skipped.items()}
     found: dict[int, Holding] = {}
@@ -55,18 +65,19 @@ def holding_of(model: nn.Module, sample: Sample, chains: Sequence[Chain], split:
         hand_on(ran, chains)
         names = [name for chain in chains for name in chain.names if name not in stand_ins]
         for dtype in DTYPES:
-            runs = [_Run(ran.to(dtype), sample, names, split, dtype, rows) for rows in ROWS]
-            if (held := _summed(*runs, _longer(ran, sample, names, split, dtype), sample.positions or 1)) is not None:
+            told = (names, split, around, dtype)
+            runs = [_Run(ran.to(dtype), sample, *told, rows) for rows in ROWS]
+            if (held := _summed(*runs, _longer(ran, sample, *told), sample.positions or 1)) is not None:
                 found[dtype.itemsize] = _everywhere(held, chains)
     except Exception:  # of the model's own code: what it is cannot be known, and the formula stands in
         return found
     return found
 
 
-def _longer(ran: nn.Module, sample: Sample, names: Sequence[str], split: Collection[str], dtype) -> _Run | None:
+def _longer(ran: nn.Module, sample: Sample, *told: Any) -> _Run | None:
     """With more positions; None where that many do not go in."""
     try:
-        return _Run(ran, sample.longer(LONGER), names, split, dtype, ROWS[1])
+        return _Run(ran, sample.longer(LONGER), *told, ROWS[1])
     except Exception:
         return None
 
@@ -85,17 +96,34 @@ def _everywhere(held: Holding, chains: Sequence[Chain]) -> Holding:
 
 
 class _Fused(TorchFunctionMode):
+    def __init__(self, log: _Log) -> None:
+        super().__init__()
+        self._log = log
+
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is F.scaled_dot_product_attention and not (kwargs or {}).get("dropout_p"):
-            return fused(*args, **(kwargs or {}))
+            return fused(*args, **(kwargs or {}), repeat=self._repeat)
         return function(*args, **(kwargs or {}))
+
+    def _repeat(self, shared: Tensor, heads: int) -> Tensor:
+        self._log.repeating = heads
+        try:
+            return repeated(shared, heads)
+        finally:
+            self._log.repeating = 0
 
 
 @dataclass
 class _Item:
+    """`inside`: made within a module that takes and gives whole activations, with split parameters between; `repeated`:
+    so often, for a kernel; `loss`: the gradient of logarithms, of so many bytes each."""
+
     size: int
     born: int
     split: bool
+    inside: bool = False
+    repeated: int = 0
+    loss: int = 0
     died: int | None = None
     kind: str = ""
 
@@ -103,25 +131,40 @@ class _Item:
 class _Log(Meter):
     """Storages in the order in which they appear, when they end, and what happens in between."""
 
-    def __init__(self, split: Collection[int]) -> None:
+    def __init__(self, split: Mapping[int, torch.Size]) -> None:
         super().__init__()
         self.items: list[_Item] = []
         self.at: dict[int, int] = {}
         self.now = 0
-        self._weights, self._mark = split, False
+        self.inside, self.repeating = False, 0
+        self._weights, self._tables, self._mark = split, {tuple(shape) for shape in split.values()}, False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket is TABLE_GRADIENT:
+            marked, self._mark = self._mark, (args[2], args[0].shape[-1]) in self._tables
+            made = super().__torch_dispatch__(function, types, args, kwargs)
+            self._mark = marked
+            return made
         keys = [one.untyped_storage()._cdata for one in _tensors((args, kwargs or {}))]
         marked = any(self.items[self.at[key]].split for key in keys if key in self.at)
         if any(key in self._weights for key in keys):
             marked = not marked and function.overloadpacket not in LOOKUPS
         self._mark = marked
-        return super().__torch_dispatch__(function, types, args, kwargs)
+        made = super().__torch_dispatch__(function, types, args, kwargs)
+        if function.overloadpacket in LOSS_GRADIENTS:
+            self._item(made).loss = made.dtype.itemsize
+        elif function.overloadpacket is ATTENTION_GRADIENT:
+            for given, grad in zip(args[1:4], made):
+                self._item(grad).repeated = self._item(given).repeated
+        return made
+
+    def _item(self, tensor: Tensor) -> _Item:
+        return self.items[self.at[tensor.untyped_storage()._cdata]]
 
     def _add(self, key: int, kind: str, size: int) -> None:
         self._known[key] = (kind, size)
         self.at[key] = len(self.items)
-        self.items.append(_Item(size, self.now, self._mark))
+        self.items.append(_Item(size, self.now, self._mark, self.inside, self.repeating))
         self.now += 1
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -146,10 +189,11 @@ class _Run:
     place -> [forward begins, ends, backward begins], of modules called once; `taken`: place -> items that they are
     called with; `saved`: item -> the places where it was saved for backward."""
 
-    def __init__(self, ran, sample, names, split, dtype, rows) -> None:
+    def __init__(self, ran, sample, names, split, around, dtype, rows) -> None:
         ran.zero_grad(set_to_none=True)
         named = dict(ran.named_parameters(remove_duplicate=False))
-        log = self.log = _Log({named[n].untyped_storage()._cdata for n in split if n in named and named[n].ndim > 1})
+        weights = [named[n] for n in split if n in named and named[n].ndim > 1]
+        log = self.log = _Log({one.untyped_storage()._cdata: one.shape for one in weights})
         self.spans: dict[str, list[int]] = {}
         self.streams: dict[str, int] = {}
         self.calls: dict[Place, list[int]] = {}
@@ -167,8 +211,12 @@ class _Run:
                 called = [hook for inner, child in _called(block) for hook in self._within((name, inner), child, twice)]
                 for hook in (*self._watch(name, block), *called):
                     stack.callback(hook.remove)
+            for name in around:
+                if any(name.startswith(f"{block}.") for block in names):
+                    for hook in self._around(ran.get_submodule(name)):
+                        stack.callback(hook.remove)
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_Fused())
+            stack.enter_context(_Fused(log))
             for parameter in ran.parameters():
                 log._known[parameter.untyped_storage()._cdata] = ("host", 0)
                 log.at[parameter.untyped_storage()._cdata] = len(log.items)
@@ -201,6 +249,30 @@ class _Run:
             left.register_hook(lambda _: self._set(name, 2))
 
         return block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)
+
+    def _around(self, module: nn.Module) -> tuple:
+        """Notes what is made between a module's input and its output, in both directions."""
+        log = self.log
+
+        def begin(*_) -> None:
+            log.inside = True
+
+        def end(*_) -> None:
+            log.inside = False
+
+        def enter(_, args, kwargs):
+            entered = first_tensor((args, kwargs))
+            if entered is not None and entered.requires_grad:
+                entered.register_hook(end)
+            begin()
+
+        def leave(_, args, output):
+            end()
+            left = first_tensor(output)
+            if left is not None and left.requires_grad:
+                left.register_hook(begin)
+
+        return module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)
 
     def _set(self, name: str, place: int) -> None:
         self.spans[name][place] = self.log.now
@@ -354,8 +426,14 @@ def _amount(few: _Item, many: _Item, longer: _Item | None, positions: int) -> Am
     elif longer is not None and longer.size >= LONGER**2 * fixed:
         fixed, meeting = 0.0, fixed / positions**2
     each = row / positions - square * positions
-    parts = (0.0, each, 0.0, square) if many.split else (each, 0.0, square, 0.0)
-    return Amount(*parts, fixed, meeting)
+    if many.split:
+        kept = Amount(split_meet=square, meet=meeting, fixed_split=fixed)
+        if many.loss:  # split, it is made of numbers of four bytes, and narrower ones after it
+            return kept._replace(classes=each, classes_split=4 / many.loss * each if many.loss < 4 else 0.0)
+        once = each / max(1, many.repeated)
+        return kept._replace(split=once, repeated=each - once)
+    kept = Amount(whole_meet=square, fixed=fixed, meet=meeting)
+    return kept._replace(gathered=each) if many.inside else kept._replace(whole=each)
 
 
 def _worst(amounts: Sequence[Amount]) -> tuple[Amount, ...]:

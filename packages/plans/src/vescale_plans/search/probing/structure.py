@@ -72,7 +72,8 @@ def structure_of(model: nn.Module, sample: Sample, bar: Bar | None = None) -> St
         stream_entries=_entries(found),
     )
     split = split_parameters(structure, min(structure.degrees)) if structure.degrees else ()
-    return replace(structure, holding=holding_of(model, sample, found.chains, split))
+    inside = {group.module for group in structure.groups if any(one.module == group.module for one in group.sources)}
+    return replace(structure, holding=holding_of(model, sample, found.chains, split, inside - {None}))
 
 
 def _shapes(model: nn.Module):
