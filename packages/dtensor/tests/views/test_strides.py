@@ -74,6 +74,39 @@ def test_a_view_answers_as_on_one_device_or_refuses():
         assert share > 0.75
 
 
+FEW = {
+    "itself": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "a dim more, expanded": lambda x: x.unsqueeze(0).expand(3, *x.shape),
+    "a dim more behind, expanded": lambda x: x.unsqueeze(-1).expand(*x.shape, 2),
+    "expanded, transposed": lambda x: x.unsqueeze(0).expand(3, *x.shape).transpose(0, 2),
+    "added to": lambda x: x + 1,
+    "flattened and back": lambda x: x.reshape(1, *x.shape).squeeze(0),
+}
+
+
+def answers_where_few_are_left(shape):
+    """By name, place and question: the answer, or that there is none; and one device's."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    whole, found = torch.arange(float(torch.Size(shape).numel())).view(shape), {}
+    for (name, view), (place, placement) in itertools.product(FEW.items(), PLACES.items()):
+        for asked in ("stride", "is_contiguous"):
+            try:
+                answer = ASKED[asked](view(spread(whole, mesh, [placement])))
+            except OperatorError:
+                answer = "refused"
+            found[name, place, asked] = answer, ASKED[asked](view(whole))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (5, 5), (3, 2), (2, 6), (4, 4), (2, 3)], ids=str)
+def test_ranks_with_one_index_or_none_answer_as_the_others(shape):
+    by_rank = run_ranks(4, answers_where_few_are_left, shape)
+    wrong = {key: [one[key][0] for one in by_rank] for key in by_rank[0] if len({one[key][0] for one in by_rank}) > 1}
+    assert not wrong
+    assert not {key: both for key, both in by_rank[0].items() if both[0] not in ("refused", both[1])}
+
+
 def moved(placement):
     return lambda x: x.redistribute([placement]) if type(x) is DTensor else x
 

@@ -203,9 +203,10 @@ def _with_gaps(
         if len(ways) > 1 and size > 1:  # no step is longer than its dim
             steps = zip(above, below, sizes)
             ways = {up * (stride // down) for up, down, n in steps if down and not stride % down and stride < down * n}
-        if len(ways) > 1:
+        if len(ways) > 1 and (size > 1 or own not in ways):
             return None
-        grown.append(ways.pop() if ways else own)
+        # A dim of one index has no step: what its place in memory tells is as good as any.
+        grown.append(own if size <= 1 or not ways else ways.pop())
     return tuple(grown)
 
 
