@@ -2,6 +2,7 @@
 
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -133,6 +134,29 @@ def test_a_thread_that_reads_while_the_model_computes_sees_global_tensors(region
             F.gelu = gelu
         reader.join()
     assert found == [(DTensor, (32, 8))]
+
+
+def test_a_pools_threads_look_only_while_they_run_a_users_function(regions):
+    """inductor leaves an executor behind, whose threads wait."""
+    with fake_world(2), ThreadPoolExecutor(2) as pool:
+        torch.manual_seed(0)
+        model, _ = parallelize(PLAN, Net(), mode="auto")
+        steps(regions, model, 3)
+        pool.submit(int).result()
+        assert steps(regions, model)
+        began, may_end = threading.Event(), threading.Event()
+
+        def users():
+            began.set()
+            may_end.wait()
+
+        running = pool.submit(users)
+        assert began.wait(60)
+        try:
+            assert not steps(regions, model)
+        finally:
+            may_end.set()
+        running.result()
 
 
 @pytest.mark.parametrize("releases", [True, False])

@@ -7,6 +7,7 @@ whose code could be a user's. By allow-list: threads of libraries that compute n
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from threading import get_ident
 LIBRARIES = frozenset(
     "torch multiprocessing tqdm rich IPython ipykernel zmq tornado debugpy pydevd tensorboard wandb fsspec".split()
 )
-_OURS = "vescale"
+_OURS, _LIBRARYS = "vescale", "a library's"
 _NOTED = "_vescale_code"  # on a thread: whose code it runs, which is told from what it forgets when it ends
 
 _LOOKS, _BETWEEN_S = 40, 0.005
@@ -34,7 +35,8 @@ def looking_thread() -> threading.Thread | None:
     """One that may."""
     own = get_ident()
     for ident, thread in _living.copy().items():
-        if ident == own or (thread.__dict__.get(_NOTED) or _note(thread)) != "a user's":
+        whose = _LIBRARYS if ident == own else thread.__dict__.get(_NOTED) or _note(thread)
+        if whose in (_LIBRARYS, "ours") or whose == "a pool's" and not _runs_users_code(ident):
             continue
         if type(thread) is threading._MainThread and _note(_living.get(own)) == "ours":
             continue  # it waits for simulated ranks, which are threads of ours
@@ -55,15 +57,31 @@ def outlasts(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
+def _runs_users_code(ident: int) -> bool:
+    """Of a pool's thread. One that waits for work gets none during a call: whoever gives it some is seen himself."""
+    frame = sys._current_frames().get(ident)
+    while frame is not None:
+        first = frame.f_globals.get("__name__", "").partition(".")[0]
+        if not (first in sys.stdlib_module_names or first in LIBRARIES or first.startswith(_OURS)):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _note(thread: threading.Thread | None) -> str:
-    """Whose code a thread runs: "ours", "a library's" or "a user's"."""
+    """Whose code a thread runs: "ours", "a library's", "a pool's" or "a user's"."""
     found = "a user's"
     if type(thread) is threading._DummyThread:  # C's, such as autograd's for a device
-        found = "a library's"
+        found = _LIBRARYS
     elif thread is not None:
         target = getattr(thread, "_target", None) or getattr(thread, "function", None)  # a Timer's
         module = getattr(target, "__module__", None) or "" if target is not None else type(thread).__module__
         first = module.partition(".")[0]
-        found = "ours" if first.startswith(_OURS) else "a library's" if first in LIBRARIES else found
+        if first.startswith(_OURS):
+            found = "ours"
+        elif first in LIBRARIES:
+            found = _LIBRARYS
+        elif first == "concurrent":  # an executor of threads, such as inductor keeps
+            found = "a pool's"
         thread.__dict__[_NOTED] = found
     return found
