@@ -1,4 +1,4 @@
-"""Keys of calls: dispatch writes out those of up to three arguments, and they are those of all other calls; what Python
+"""Keys of calls: dispatch writes out those of two arguments, and they are those of all other calls; what Python
 takes for equal and torch does not has keys of its own."""
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 import copy
 import sys
-import types
 import warnings
 
 import pytest
@@ -15,7 +14,6 @@ from vescale_dtensor import DTensor, Replicate, Shard, reproducible
 from vescale_dtensor.testing import fake_world, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, PlanError, explain_static, parallelize
 from vescale_plans._static import mode as modes
-from vescale_plans._static.region import Region
 
 warm_up("torch._dynamo", "vescale_plans")
 
@@ -167,20 +165,6 @@ class Ways:
 
     class profiler(_tool):
         number = 2
-
-
-@pytest.fixture
-def regions(monkeypatch):
-    """How many regions ran."""
-    counted = types.SimpleNamespace(count=0)
-    run = Region.run
-
-    def counting(self, *args):
-        counted.count += 1
-        return run(self, *args)
-
-    monkeypatch.setattr(Region, "run", counting)
-    return counted
 
 
 def regions_of_a_step(regions, model, optimizer, rows=4):

@@ -1,7 +1,6 @@
 """While another thread of the user's runs, no call takes the layouts off what that thread may read."""
 
 import threading
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +12,6 @@ from vescale_dtensor import DTensor, Shard
 from vescale_dtensor.engine import Storages
 from vescale_dtensor.testing import fake_world
 from vescale_plans import Plan, explain_static, parallelize
-from vescale_plans._static.region import Region
 
 PLAN = Plan(mesh={"tp": 2}, parameters={"up.*": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}, "*": {}})
 
@@ -59,17 +57,12 @@ def of_torch(wait):
     return run
 
 
-@pytest.fixture
-def regions(monkeypatch):
-    counted = types.SimpleNamespace(count=0)
-    run = Region.run
-
-    def counting(self, *args):
-        counted.count += 1
-        return run(self, *args)
-
-    monkeypatch.setattr(Region, "run", counting)
-    return counted
+def recorded(regions, mode="auto"):
+    """A model after the steps in which it was found static."""
+    torch.manual_seed(0)
+    model, _ = parallelize(PLAN, Net(), mode=mode)
+    steps(regions, model, 3)
+    return model
 
 
 def steps(regions, model, count=1):
@@ -84,9 +77,7 @@ def steps(regions, model, count=1):
 def test_a_call_is_static_only_while_no_thread_of_the_users_runs(way, mode, regions):
     make, is_users = WAYS[way]
     with fake_world(2):
-        torch.manual_seed(0)
-        model, _ = parallelize(PLAN, Net(), mode=mode)
-        steps(regions, model, 3)
+        model = recorded(regions, mode)
         assert steps(regions, model)
         may_end = threading.Event()
         other = make(may_end.wait)
@@ -108,9 +99,7 @@ def test_a_thread_that_reads_while_the_model_computes_sees_global_tensors(region
     """The other thread reads in the middle of the up-projection, by a pair of events and not by luck."""
     found = []
     with fake_world(2):
-        torch.manual_seed(0)
-        model, _ = parallelize(PLAN, Net(), mode="auto")
-        steps(regions, model, 3)
+        model = recorded(regions)
         inside, looked = threading.Event(), threading.Event()
 
         def look():
@@ -139,9 +128,7 @@ def test_a_thread_that_reads_while_the_model_computes_sees_global_tensors(region
 def test_a_pools_threads_look_only_while_they_run_a_users_function(regions):
     """inductor leaves an executor behind, whose threads wait."""
     with fake_world(2), ThreadPoolExecutor(2) as pool:
-        torch.manual_seed(0)
-        model, _ = parallelize(PLAN, Net(), mode="auto")
-        steps(regions, model, 3)
+        model = recorded(regions)
         pool.submit(int).result()
         assert steps(regions, model)
         began, may_end = threading.Event(), threading.Event()
@@ -175,9 +162,7 @@ def test_frames_that_a_watch_has_in_hand_decide_nothing(releases, regions, monke
     watch.start()
     try:
         with fake_world(2):
-            torch.manual_seed(0)
-            model, _ = parallelize(PLAN, Net(), mode="auto")
-            steps(regions, model, 3)
+            model = recorded(regions)
             assert bool(steps(regions, model)) is releases
     finally:
         may_end.set()
@@ -187,9 +172,7 @@ def test_frames_that_a_watch_has_in_hand_decide_nothing(releases, regions, monke
 def test_a_model_that_a_thread_of_the_users_calls_is_eager_there(regions):
     found = []
     with fake_world(2):
-        torch.manual_seed(0)
-        model, _ = parallelize(PLAN, Net(), mode="auto")
-        steps(regions, model, 3)
+        model = recorded(regions)
         caller = threading.Thread(target=lambda: found.append(steps(regions, model)))
         caller.start()
         caller.join()

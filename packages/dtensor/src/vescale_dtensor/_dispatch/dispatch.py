@@ -69,35 +69,21 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
     entry = _entry_of(function)
     if entry is None or entry.handler is not None:
         return _general(entry, function, args, kwargs or {})
-    count = len(args)
-    if kwargs or count == 0 or count > 3:
-        key: Any = key_of(args, kwargs, entry.exact)
-    else:  # most calls: the same key, written out
-        first = args[0]
+    if len(args) == 2 and not kwargs:  # most calls
+        first, second = args
+        kind = type(second)
+        if kind is DTensor:
+            second = second._layout
+        elif kind not in ATOMS:
+            second = keyed(second, entry.exact)
         kind = type(first)
         if kind is DTensor:
             first = first._layout
         elif kind not in ATOMS:
             first = keyed(first, entry.exact)
-        if count == 1:
-            key = (first,)
-        else:
-            second = args[1]
-            kind = type(second)
-            if kind is DTensor:
-                second = second._layout
-            elif kind not in ATOMS:
-                second = keyed(second, entry.exact)
-            if count == 2:
-                key = (first, second)
-            else:
-                third = args[2]
-                kind = type(third)
-                if kind is DTensor:
-                    third = third._layout
-                elif kind not in ATOMS:
-                    third = keyed(third, entry.exact)
-                key = (first, second, third)
+        key: Any = (first, second)
+    else:
+        key = key_of(args, kwargs, entry.exact)
     try:
         decision = entry.cache.get(key)
     except TypeError:  # an argument that cannot be a key: decided anew each time

@@ -171,8 +171,8 @@ class DataParallel:
                     bucket.wait()
 
     @property
-    def tells(self) -> bool:
-        """Whether users' hooks on gradients run, with parameters at rest already."""
+    def runs_hooks(self) -> bool:
+        """Whether users' hooks on gradients run now, with parameters at rest already."""
         return any(bucket.runs_hooks for unit in self.units for bucket in unit.buckets)
 
     def rest(self) -> None:

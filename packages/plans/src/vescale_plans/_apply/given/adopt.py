@@ -184,7 +184,7 @@ def _held_by(optimizer: torch.optim.Optimizer) -> list[DataParallel]:
             for parameter in group["params"]:
                 if type(parameter) is DTensor or isinstance(parameter, DTensor):
                     found += [one for one in _parallels if one not in found and _concerns(one, parameter, amid)]
-    return [one for one in found if not one.tells]
+    return [one for one in found if not one.runs_hooks]
 
 
 def _concerns(sync: DataParallel, parameter: Tensor, amid: bool) -> bool:
