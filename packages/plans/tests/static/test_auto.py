@@ -307,6 +307,34 @@ def test_hooks_on_gradients_communicate_in_one_order_whatever_ranks_are_static(p
     assert run_ranks(2, compared) == [True, True]
 
 
+class Rotates(nn.Module):
+    """As in TorchTitan's Llama: a generator, or what `map` gives, that is unpacked at once."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, x):
+        if self.way == "generator":
+            one, other = (F.gelu(each) for each in (x, x * 2))
+        elif self.way == "map":
+            one, *(other,) = map(F.gelu, (x, x * 2))
+        else:
+            kept = one, other = (F.gelu(each) for each in (x, x * 2))
+            list(kept)
+        return one + other
+
+
+@pytest.mark.parametrize(("way", "count"), [("generator", 1), ("map", 1), ("kept", 2)])
+def test_what_is_unpacked_at_once_keeps_nothing(way, count, regions):
+    with fake_world(2):
+        torch.manual_seed(0)
+        model, optimizer = parallelize(PLAN, Net(Rotates(way)), lambda p: torch.optim.SGD(p, lr=0.1), mode="auto")
+        for _ in range(3):
+            step(model, optimizer)
+        assert regions_of_a_step(regions, model, optimizer) == count
+
+
 @pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("zero", [None, 0, 3])
 def test_a_module_is_eager_while_it_has_hooks_on_gradients(way, zero, regions):

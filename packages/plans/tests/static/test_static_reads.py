@@ -200,6 +200,9 @@ WAYS = {
     "by a comprehension": ("", "v = [R for self in (self,)][0]"),
     "by map": ("def h1(self):\n    return R\n", "v = list(map(h1, [self]))[0]"),
     "by a generator": ("def h1(self):\n    yield R\n", "v = next(h1(self))"),
+    "by a generator that is unpacked": ("", "v, _ = (R for self in (self, self))"),
+    "by map, unpacked": ("def h1(self):\n    return R\n", "v, *_ = map(h1, (self, self))"),
+    "by a generator that is kept": ("", "kept = (R for self in (self,))\n        v = next(kept)"),
     "by a dict of functions": ("def h1(self):\n    return R\nTABLE['h'] = h1\n", "v = TABLE['h'](self)"),
     "by a decorator": (
         "def deco(f):\n    @functools.wraps(f)\n    def w(*a, **k):\n        return f(*a, **k)\n    return w\n"

@@ -83,6 +83,8 @@ class Scan(Calls):
         return False
 
     def _assign(self, node: ast.Assign, scope: Scope) -> bool:
+        if len(node.targets) == 1 and isinstance(node.targets[0], (ast.Tuple, ast.List)):
+            self.direct.add(id(node.value))  # an iterator is gone over, all of it, and kept by nobody
         value = self.value(node.value, scope)
         for target in node.targets:
             self.store(target, value, scope)
