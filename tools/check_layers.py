@@ -44,7 +44,7 @@ COMMUNICATES = {
         "checkpoints",  # tells torch's checkpoints which boxes a rank holds; sends nothing
         "_torch_private",  # names parts of it; sends nothing
         "collectives",  # executes conversions
-        "board",  # asks a group for its ranks, and the store for a token, once
+        "collective_check",  # asks a group for its ranks, and the store for a token, once
         "deaths",  # leaves word in the store of which process a rank is
         "endings",  # tells why a rank ended
         "objects",  # what ranks say to each other
@@ -82,7 +82,7 @@ COMMUNICATES = {
     "vescale": {
         "_torch_private",  # names parts of it; sends nothing
         "metrics",  # asks which rank this is
-        "_whole",  # waits for all ranks where others write files
+        "_full",  # waits for all ranks where others write files
         "probes",  # times sends
         "calibrate",  # starts ranks that measure together
         "device_check",  # whether accelerators reach each other

@@ -4,7 +4,7 @@
     python tools/random_programs.py run pipelines 0 500 FILE
     python tools/random_programs.py run graphs 0 200 FILE            200 seeds on each of four meshes
     python tools/random_programs.py tell FILE...                     counts and refusals, as JSON
-    python tools/random_programs.py table RESULTS.json               the page docs/refusals.md, of what `tell` said
+    python tools/random_programs.py table RESULTS.json               docs/random-programs.md, of what `tell` said
 
 A seed that a file has is not run again. What is wrong is told with its seed; a refusal is known by its first line, with
 names and numbers left out.

@@ -220,7 +220,7 @@ CHECKS: tuple[Check, ...] = (
     Check(20, 1, "plain tensors beside a model", tests("plans", "training/test_plain_tensors")),
     Check(20, 1, "values that one rank alone reads", tests("dtensor", "core/test_reads")),
     Check(20, 1, "what one rank asks for alone", tests("vescale", "debugging/test_hang_collectives")),
-    Check(20, 1, "what one rank computes alone", tests("vescale", "debugging/test_board")),
+    Check(20, 1, "what one rank computes alone", tests("vescale", "debugging/test_collective_check")),
     Check(20, 1, "who holds parameters, or their memory", tests("plans", "training/test_identity")),
     Check(20, 1, "order in memory under static mode", tests("plans", "static/test_static_order")),
     Check(22, 1, "every adapter, with its package", (PYTHON, "tools/ecosystem.py"), 120 * MINUTES),
@@ -298,6 +298,7 @@ CHECKS: tuple[Check, ...] = (
         )
     ),
     Check(26, 2, "auto: the share of static calls by family", (PYTHON, "benchmarks/static_share.py", "--mode", "auto")),
+    Check(26, 1, "compile mode over plain torch.compile", (PYTHON, "benchmarks/compile_ratio.py"), 60 * MINUTES),
     Check(26, 3, "what starting costs a rank of 64, 1,024 and 16,384", (PYTHON, "benchmarks/startup.py")),
 )
 

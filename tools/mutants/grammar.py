@@ -2,7 +2,7 @@
 
 A place is a call, a loop, a condition or a pair of statements that fits one of KINDS:
 
-    wait      a wait is left out                         `work.wait()`, `flight.finish()`, `link.flush()`
+    wait      a wait is left out                         `work.wait()`, `reduction.finish()`, `link.flush()`
     write     a buffer is overwritten while in flight    after what starts a collective or a transfer
     skip      one rank leaves a collective out           a statement that communicates
     order     one rank does two in the other order       loops over, and pairs of, what communicates
@@ -26,8 +26,8 @@ KINDS = ("wait", "write", "skip", "order", "tag", "item", "host", "clone", "stre
 WAITS = {"wait", "_wait", "flush", "advance", "finish", "end", "close"}
 STARTS = {
     *("_start", "_started", "_run", "call", "send", "recv", "post", "swap", "fetch", "updated", "start", "exchange"),
-    *("GatherInFlight", "ReductionInFlight", "RowsInFlight", "InFlight", "Usage", "_send", "_post", "_post_announced"),
-    "transfer",
+    *("GatherInFlight", "ReductionInFlight", "RowsInFlight", "RunningReduction", "Usage"),
+    *("_send", "_post", "_post_announced", "transfer"),
 }
 COMMUNICATES = (
     STARTS

@@ -186,7 +186,7 @@ def test_the_dashboard_shows_the_regression(measured, tmp_path):
     peers = {
         "sharded, hidden 512": {
             "FSDP2": {"ms": 31.5},
-            "ours, auto": {"wall": 0.72, "ms": 22.7, "tokens per second": 45123},
+            "ours, auto": {"wall": 0.72, "ms": 22.7, "tokens per second": 45123, "peak bytes per rank": 1234567},
         }
     }
     run_of_peers = {**check, "title": "peers", "command": "python benchmarks/peers.py", "figures": peers}
@@ -206,6 +206,7 @@ def test_the_dashboard_shows_the_regression(measured, tmp_path):
     assert "1 of 2 headlines fail" in text and "5 commits" in text
     assert text.count("slowed") == 1 and "10.200 to 14.000" in text
     assert any(re.fullmatch(r"\w{10} slowed: 14", title) for title in page.titles)
+    assert "1,234,567 bytes" in text
     assert "45123" in text and "31.5" in text and "0.72" in text
     assert "On devices" in text and "1 of 2" in text and "one H100" in text and "2026-01-02" in text
     assert "Python" in text and "torch" in text  # with what it was measured

@@ -1,15 +1,14 @@
 """The split backward against autograd's own: the same gradients, to the last bit, each computed once."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vescale_pipeline._runtime.backward import Split, whole
+from vescale_pipeline._runtime.backward import Split, both
 from vescale_pipeline._runtime.recomputed import Halves
+from vescale_pipeline._trace.placeholder import current
 
 WIDTH = 6
 
@@ -91,7 +90,7 @@ def test_the_two_halves_are_the_whole(forward):
         if not found:
             gradients = torch.autograd.grad(outputs, [*leaves, *weights], seeds, allow_unused=True)
         elif len(found) == 1:
-            of_leaves, of_weights = whole(outputs, seeds, leaves, weights)
+            of_leaves, of_weights = both(outputs, seeds, leaves, weights)
             gradients = of_leaves + of_weights
         else:
             split = Split(outputs, seeds, leaves, weights)
@@ -141,8 +140,11 @@ def gradients_by(forward, how, halves):
         ran.append(None)
         return forward(a, b, *rest)
 
-    with halves.in_forward() if halves else contextlib.nullcontext():
+    current.halves = halves
+    try:
         roots = [output for output in HOW[how](run, *leaves) if output.requires_grad]
+    finally:
+        current.halves = None
     seeds = [torch.sin(torch.arange(o.numel(), dtype=o.dtype)).view(o.shape) for o in roots]
     if halves is None:
         return torch.autograd.grad(roots, [*leaves, *weights], seeds, allow_unused=True), len(ran)
@@ -170,4 +172,4 @@ def test_without_a_root_nothing_is_computed():
     leaves, weights, *_ = make()
     split = Split([], [], leaves, weights)
     assert split.leaves == [None, None] and split.weights() == [None] * len(weights)
-    assert whole([], [], leaves, weights) == ([None, None], [None] * len(weights))
+    assert both([], [], leaves, weights) == ([None, None], [None] * len(weights))

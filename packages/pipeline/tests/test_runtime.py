@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vescale_pipeline import PipelineError, PipelineFailure, generate, verify
-from vescale_pipeline._runtime.ends import greet
+from vescale_pipeline._runtime.call_exchange import greet
 from vescale_pipeline._transport.messages import Tags
 from vescale_pipeline.engine import Runtime, ownership
 from vescale_pipeline.schedules.generate import GENERATORS

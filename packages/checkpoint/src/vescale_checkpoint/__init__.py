@@ -11,7 +11,7 @@ from ._errors import StorageError as StorageError
 from ._errors import UnsafeError as UnsafeError
 from ._job import PendingSave as PendingSave
 from ._job import close as close
-from ._reshard import reshard as reshard
+from ._live_reshard import reshard as reshard
 from .io._retention import Retention as Retention
 from ._version import __version__ as __version__
 from .api import load as load

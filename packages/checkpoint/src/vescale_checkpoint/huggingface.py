@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 
 from ._errors import ConflictError, UnsafeError
-from .format._box import stored, whole
+from .format._box import full_box, stored
 from .format._dtypes import DTYPES, NAMES, SIZES, header_entry
 from .io._storage import LocalStorage, Storage, guarded, storage_of
 from .io._write import Source, chunks_of, flat_of
@@ -27,7 +27,7 @@ SINGLE = "model.safetensors"
 SHARD_BYTES = 5 << 30
 
 
-class Whole(NamedTuple):
+class FullTensor(NamedTuple):
     """A whole tensor that is to be written: made when its turn comes."""
 
     name: str
@@ -65,7 +65,7 @@ def export_huggingface(
     with session_of("export") as session:
         first = first_names(model)
         own = {
-            name: Whole(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
+            name: FullTensor(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
             for name, value in model.state_dict().items()
             if isinstance(value, Tensor) and first.get(name, name) == name
         }
@@ -93,7 +93,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
         first = first_names(model)
         state = model.state_dict()
         own = {
-            name: Whole(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
+            name: FullTensor(name, _dtype(name, value), tuple(value.shape), partial(_full, value))
             for name, value in state.items()
             if isinstance(value, Tensor) and first.get(name, name) == name
         }
@@ -110,7 +110,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     return {**dict.fromkeys(state), **made, **tied, **rest}
 
 
-def _of_all_ranks(session: Session, own: dict[str, Whole]) -> list[Whole]:
+def _of_all_ranks(session: Session, own: dict[str, FullTensor]) -> list[FullTensor]:
     """Every tensor that some rank has, in the same order on all: this rank's own, and on rank 0 those that the first
     rank that has them sends there."""
     rows = json.dumps([(one.name, one.dtype, one.shape) for one in own.values()]).encode()
@@ -122,13 +122,13 @@ def _of_all_ranks(session: Session, own: dict[str, Whole]) -> list[Whole]:
         for name, dtype, shape in json.loads(text):
             found.setdefault(name, (rank, dtype, tuple(shape)))
     return [
-        Whole(name, dtype, shape, partial(_sent, session, own.get(name), source, dtype, shape))
+        FullTensor(name, dtype, shape, partial(_sent, session, own.get(name), source, dtype, shape))
         for name, (source, dtype, shape) in found.items()
         if name in own or session.rank == 0
     ]
 
 
-def _sent(session: Session, own: Whole | None, source: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+def _sent(session: Session, own: FullTensor | None, source: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """The tensor, on the ranks that have it and on rank 0."""
     made = own.make() if own is not None else None
     if source and session.rank in (0, source):
@@ -137,7 +137,7 @@ def _sent(session: Session, own: Whole | None, source: int, dtype: str, shape: t
 
 
 def write_folder(
-    path: str | os.PathLike[str], tensors: Sequence[Whole], finish: Callable[[str], None] = lambda folder: None,
+    path: str | os.PathLike[str], tensors: Sequence[FullTensor], finish: Callable[[str], None] = lambda folder: None,
     shard_bytes: int = SHARD_BYTES, *, writes: bool = True, progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:  # fmt: skip
     """Writes the tensors in order, and commits the folder by one rename. `writes=False` only makes them.
@@ -192,7 +192,7 @@ def _write_parts(folder: str, parts: Sequence[Any], model: nn.Module) -> None:
                 file.write("\n")
 
 
-def _write_shard(storage: Storage, path: str, tensors: Iterable[Whole], progress: Callable[[int], None]) -> None:
+def _write_shard(storage: Storage, path: str, tensors: Iterable[FullTensor], progress: Callable[[int], None]) -> None:
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
@@ -208,7 +208,7 @@ def _write_shard(storage: Storage, path: str, tensors: Iterable[Whole], progress
             for tensor in tensors:
                 flat = flat_of(tensor.make())
                 if len(flat):
-                    for chunk in chunks_of(Source(flat, stored(whole(tensor.shape)))):
+                    for chunk in chunks_of(Source(flat, stored(full_box(tensor.shape)))):
                         writer.write([chunk])
                         progress(len(chunk))
         finally:
@@ -222,8 +222,8 @@ def _write_text(storage: Storage, path: str, text: str) -> None:
         writer.close()
 
 
-def _shards(tensors: Sequence[Whole], most: int) -> list[list[Whole]]:
-    shards: list[list[Whole]] = [[]]
+def _shards(tensors: Sequence[FullTensor], most: int) -> list[list[FullTensor]]:
+    shards: list[list[FullTensor]] = [[]]
     held = 0
     for tensor in tensors:
         if shards[-1] and held + tensor.nbytes > most:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from crc32c import crc32c
 
 from ._errors import CorruptError, FormatError
-from .format._box import Box, partition_fault, volume, whole
+from .format._box import Box, full_box, partition_fault, volume
 from .format._dtypes import SIZES
 from .format._json import check_levels, parse_json
 from .format._text import reason_of, shown
@@ -215,7 +215,7 @@ def _stored(name: str, entry: Mapping[str, Any], files: Mapping[str, FileInfo], 
     if known is None:
         _require(len(shape) <= MOST_DIMS, f"tensor {name!r} has {len(shape)} dims")
         shape = tuple(map(_natural, shape))
-        known = shapes[shape] = shape, whole(shape), [[0, length] for length in shape], prod(shape)
+        known = shapes[shape] = shape, full_box(shape), [[0, length] for length in shape], prod(shape)
     shape, outer, outer_json, count = known
     sections = []
     for box, file, start, stop, checks in entry["sections"]:

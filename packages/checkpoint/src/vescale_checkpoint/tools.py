@@ -21,12 +21,12 @@ from torch import Tensor
 
 from . import manifest
 from ._errors import CheckpointError, MismatchError, StorageError
-from .format._box import Box, Piece, split, stored, volume, whole
+from .format._box import Box, Piece, full_box, split, stored, volume
 from .format._dtypes import DTYPES, SIZES
 from .format._step import step_number
 from .format._text import printable as printable
 from .format._text import shown as shown
-from .huggingface import Whole, write_folder
+from .huggingface import FullTensor, write_folder
 from .io._commit import Root, check_folder, leased
 from .io._read import Files, read_all
 from .io._source import Source, locate, read_manifest
@@ -100,7 +100,7 @@ def _file_faults(
 def read_tensor(source: Source, name: str, box: Box | None = None) -> Tensor:
     """A stored tensor, or a box of it, in CPU memory."""
     kept = source.manifest.tensors[name]
-    box = whole(kept.shape) if box is None else box
+    box = full_box(kept.shape) if box is None else box
     target = Target(name, name, kept, (stored(box),) if volume(box) else (), kept.dtype)
     block = source.manifest.block_bytes
     files = Files(source.storage, source.folder, source.manifest.files, verify=True)
@@ -179,7 +179,7 @@ def export(
     """
     prefix = f"{key}."
     tensors = [
-        Whole(name[len(prefix) :], kept.dtype, kept.shape, partial(read_tensor, source, name))
+        FullTensor(name[len(prefix) :], kept.dtype, kept.shape, partial(read_tensor, source, name))
         for name, kept in source.manifest.tensors.items()
         if name.startswith(prefix)
     ]
@@ -240,7 +240,7 @@ def _even(kept: Manifest, ranks: int) -> list[list[Write]]:
         if not prod(tensor.shape):
             continue
         entry = Entry(name, tensor.dtype, tensor.shape, tensor.tied, (), "")
-        for box in split(whole(tensor.shape), ranks):
+        for box in split(full_box(tensor.shape), ranks):
             load, rank = heap[0]
             heapq.heapreplace(heap, (load + volume(box) * SIZES[tensor.dtype], rank))
             files[rank].append(Write(entry, Piece(box, 0, stored(box).strides)))

@@ -22,7 +22,7 @@ from ._communication.events import set_cause as set_cause
 from ._communication.events import set_watch as set_watch
 from ._communication.events import user_line as user_line
 from ._communication.events import watched as watched
-from ._communication.flight import Transfers as Transfers
+from ._communication.flight_recorder import Transfers as Transfers
 from ._communication.hangs.hang import verdict as verdict
 from ._communication.hangs.hang import watch_for_hangs as watch_for_hangs
 from ._communication.in_flight import GatherInFlight as GatherInFlight
@@ -67,7 +67,7 @@ from ._layouts.region import Box as Box
 from ._layouts.region import cut_ranges as cut_ranges
 from ._layouts.state import INVARIANT as INVARIANT
 from ._layouts.state import PARTIAL as PARTIAL
-from ._layouts.state import VARYING as VARYING
+from ._layouts.state import REPLICATE as REPLICATE
 from ._layouts.state import State as State
 from ._layouts.state import flat as flat
 from ._layouts.state import sharded as sharded

@@ -19,7 +19,7 @@ from ._dispatch.signature import Signature
 from ._errors import PlacementError
 from ._layouts.layout import canonical_states, layout_of
 from ._layouts.mesh import mesh_of
-from ._layouts.state import INVARIANT, VARYING
+from ._layouts.state import INVARIANT, REPLICATE
 from ._reproducible.mode import check_order
 from ._rules.registry import Call, decomposed, rule
 from ._rules.traits import Trait
@@ -102,7 +102,7 @@ def local_map(
             if type(argument) is DTensor:
                 mesh = mesh or argument.device_mesh
                 wanted = in_placements[i] if in_placements is not None else None
-                argument = alias(_varying(argument if wanted is None else redistribute(argument, wanted)))
+                argument = alias(_as_replicate(argument if wanted is None else redistribute(argument, wanted)))
             local.append(argument)
         if mesh is None:
             raise PlacementError(
@@ -121,10 +121,10 @@ def local_map(
     return mapped
 
 
-def _varying(tensor: DTensor) -> DTensor:
+def _as_replicate(tensor: DTensor) -> DTensor:
     """Replicated inputs as R: the function may do different work on each rank."""
     layout = tensor._layout.base
-    states = [VARYING if state is INVARIANT else state for state in layout.states]
+    states = [REPLICATE if state is INVARIANT else state for state in layout.states]
     return convert(tensor, layout.with_states(states), "local_map")
 
 
@@ -180,7 +180,7 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
                 [("tensor.redistribute(...) to Shard or Replicate first", "an all-to-all or all-gather")],
             )
     # Gradients of torch's replicated tensors are replicated: I. One that is partial here would count n times.
-    states = [INVARIANT if state is VARYING else state for state in layout.states]
+    states = [INVARIANT if state is REPLICATE else state for state in layout.states]
     tensor = convert(tensor, layout.with_states(states), "to_torch")
     stride = torch.empty(layout.shape, device="meta").stride()
     return TorchDTensor.from_local(

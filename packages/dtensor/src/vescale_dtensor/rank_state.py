@@ -16,14 +16,14 @@ PER_RANK = {
         *("_current", "_direction", "listeners", "module_path", "finishers", "copying", "strict_depth"),
         *("told_of", "watch"),
     ),
-    "_communication.flight": ("note", "ring", "transfers"),
+    "_communication.flight_recorder": ("note", "ring", "transfers"),
     "_tensor.gradient": ("_after_backward", "_backwards", "_depth", "_keeps"),
     "_context.mixing": ("_running",),
     "_context.work": ("_listening",),
     "_conversions.memo": ("_scopes",),
     "_rules.products.attention": ("stand_in",),
     "_conversions.steps": ("whole_on_first",),
-    "_tensor.tensor": ("_prints_whole",),
+    "_tensor.tensor": ("_prints_global",),
 }
 
 ANEW = (("_debugger.prompt", "state"),)
@@ -35,7 +35,7 @@ UNCOPIED = (("_dispatch.dispatch", "_table"),)
 SHARED = {
     # by object, and objects are a rank's own
     "_communication.collectives": ("_ENGINES", "_under_way"),
-    "_communication.flight": ("lines",),
+    "_communication.flight_recorder": ("rank_groups",),
     "_communication.in_flight": ("left_to_readers",),
     "_context.lazy": ("_met",),
     "_context.pins": ("pins",),
@@ -60,7 +60,7 @@ SHARED = {
     "_dispatch.fallback": ("reported",),
     "_tensor.compiled": ("_told",),
     # of processes, which simulated ranks are not
-    "_communication.board": ("_boards", "_world"),
+    "_communication.collective_check": ("_boards", "_world"),
     "_communication.endings": ("_before", "_raised"),
     "_communication.hangs.hang": ("_watch",),
     "_test_kit.allocations": ("Work.wait",),

@@ -25,7 +25,7 @@ from vescale_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, Ves
 from vescale_dtensor._test_kit.oracle import spread
 from vescale_dtensor.testing import run_ranks
 
-WHOLE = torch.arange(15.0).view(5, 3) + 1
+ON_FULL = torch.arange(15.0).view(5, 3) + 1
 PLACES = {
     "replicated": Replicate(), "sharded": Shard(1), "uneven": Shard(0), "ragged": RaggedShard((0,), (0, 5)),
     "flat": RaggedShard((0, 1), (7, 8)), "partial": Partial(),
@@ -294,7 +294,7 @@ def _answers(calls, refused, late=False):
     wrong = []
     for name, call in calls.items():
         for place, placement in PLACES.items():
-            plain = WHOLE.clone()
+            plain = ON_FULL.clone()
             tensor = spread(plain.clone(), mesh, [placement])
             if late:
                 Late(tensor)
@@ -346,7 +346,7 @@ def test_what_a_storage_answers():
     def answered():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         for placement in PLACES.values():
-            tensor, other = (spread(WHOLE.clone(), mesh, [placement]) for _ in range(2))
+            tensor, other = (spread(ON_FULL.clone(), mesh, [placement]) for _ in range(2))
             storage = tensor.untyped_storage()
             assert storage.nbytes() == storage.size() == len(storage) == 60 and storage.device == torch.device("cpu")
             assert (
@@ -416,7 +416,7 @@ def _refused(names):
     wrong = []
     for name in names:
         for place, placement in PLACES.items():
-            tensor, plain = spread(WHOLE.clone(), mesh, [placement]), WHOLE.clone()
+            tensor, plain = spread(ON_FULL.clone(), mesh, [placement]), ON_FULL.clone()
             outcomes = []
             for one in (plain, tensor):
                 try:

@@ -19,7 +19,7 @@ from vescale_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, Ves
 from vescale_dtensor._test_kit.oracle import spread
 from vescale_dtensor.testing import run_ranks
 
-WHOLE = torch.arange(24.0).view(4, 6) / 2 + 1
+ON_FULL = torch.arange(24.0).view(4, 6) / 2 + 1
 PLACES = {
     "replicated": Replicate(), "rows": Shard(0), "columns": Shard(1), "uneven": RaggedShard((0,), (1, 3)),
     "partial": Partial(),
@@ -364,7 +364,7 @@ def global_answers():
     for name, door in GLOBAL.items():
         for place, placement in PLACES.items():
             outcomes = []
-            for tensor in (WHOLE.clone(), spread(WHOLE.clone(), mesh, [placement])):
+            for tensor in (ON_FULL.clone(), spread(ON_FULL.clone(), mesh, [placement])):
                 try:
                     outcomes.append(plain(door(tensor)))
                 except VescaleError as error:
@@ -384,7 +384,7 @@ def refusals():
     for name, door in ERRORS.items():
         for place, placement in PLACES.items():
             try:
-                door(spread(WHOLE.clone(), mesh, [placement]))
+                door(spread(ON_FULL.clone(), mesh, [placement]))
             except VescaleError as error:
                 if "fix" not in str(error):
                     wrong.append((name, place, str(error)[:300]))
@@ -399,7 +399,7 @@ def local_answers():
     """A hook on saved tensors keeps memory, and is handed this rank's, as plain tensors."""
     mesh, wrong = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), []
     for place, placement in PLACES.items():
-        x, seen = leaf(spread(WHOLE.clone(), mesh, [placement])), []
+        x, seen = leaf(spread(ON_FULL.clone(), mesh, [placement])), []
         with graph.saved_tensors_hooks(lambda s, seen=seen: (seen.append(s), s)[1], lambda s: s):
             loss = (x * x).sum()
         loss.backward()
@@ -425,7 +425,7 @@ FROM_ONE = {
 
 def sent_by_the_source(name):
     mesh = init_device_mesh("cpu", (3,))
-    group, shard = dist.new_group([0, 1, 2]), spread(WHOLE.clone(), mesh, [Replicate()])
+    group, shard = dist.new_group([0, 1, 2]), spread(ON_FULL.clone(), mesh, [Replicate()])
     try:
         FROM_ONE[name](shard, group, dist.get_rank() == 0 or None)
     except Exception as error:

@@ -333,11 +333,11 @@ def test_a_failing_local_function_keeps_its_own_error_and_notes_the_operands() -
 )
 def test_a_rank_that_dies_in_a_collective_is_an_error_on_the_others(kind, elements) -> None:
     def run() -> None:
-        from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, VARYING
+        from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, REPLICATE
         from vescale_dtensor._layouts.state import sharded as cut
 
         ends = {
-            "all_reduce": (PARTIAL, INVARIANT), "all_gather": (cut(0), VARYING), "reduce_scatter": (PARTIAL, cut(0)),
+            "all_reduce": (PARTIAL, INVARIANT), "all_gather": (cut(0), REPLICATE), "reduce_scatter": (PARTIAL, cut(0)),
             "all_to_all": (cut(0), cut(1)),
         }[kind]  # fmt: skip
         from vescale_dtensor._conversions.convert import convert

@@ -20,7 +20,7 @@ from vescale_dtensor import (
     comm_trace,
     distribute_tensor,
 )
-from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, VARYING
+from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, REPLICATE
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
 R, P = Replicate(), Partial()
@@ -182,8 +182,8 @@ def test_replicate_keeps_its_state_or_is_the_one_whose_backward_is_cheap() -> No
         def states(*places):
             return distribute_tensor(full, grid(), places).redistribute([R, R]).mesh_layout.states
 
-        assert states(P, Shard(0)) == (INVARIANT, VARYING)
-        assert states(R, P) == (VARYING, INVARIANT)
+        assert states(P, Shard(0)) == (INVARIANT, REPLICATE)
+        assert states(R, P) == (REPLICATE, INVARIANT)
         once = distribute_tensor(full, grid(), [P, R]).redistribute([R, R])
         assert once.redistribute([R, R]) is once
         assert once.redistribute([Shard(0), P]).mesh_layout.states[1] is PARTIAL

@@ -18,7 +18,7 @@ from vescale_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, Ves
 from vescale_dtensor._test_kit.oracle import spread
 from vescale_dtensor.testing import run_ranks
 
-WHOLE = torch.arange(15.0).view(5, 3) + 1
+ON_FULL = torch.arange(15.0).view(5, 3) + 1
 PLACES = [Replicate(), Shard(1), Shard(0), RaggedShard((0,), (0, 5)), RaggedShard((0, 1), (7, 8)), Partial()]
 ROWS, COLUMNS = torch.arange(0, 18, 3), torch.arange(3).repeat(5)
 # name -> function of (the data, a plain tensor)
@@ -98,7 +98,7 @@ def enumerated() -> dict:
         }
         for way, call in ways.items():
             try:
-                made = call(WHOLE.clone(), torch.ones(5, 3))
+                made = call(ON_FULL.clone(), torch.ones(5, 3))
             except Exception:
                 continue
             if isinstance(made, Tensor):
@@ -145,9 +145,9 @@ def _wrong(forms, may_refuse=()) -> list:
     wrong, count = [], 0
     for name, call in forms.items():
         for gradient in (False, True):
-            expected = _outcome(call, WHOLE.clone().requires_grad_(gradient))
+            expected = _outcome(call, ON_FULL.clone().requires_grad_(gradient))
             for place in PLACES:
-                data = spread(WHOLE.clone(), mesh, [place]).requires_grad_(gradient)
+                data = spread(ON_FULL.clone(), mesh, [place]).requires_grad_(gradient)
                 found, count = _outcome(call, data), count + 1
                 if not _same(found, expected) and not (found == "typed" and name.split()[0] in may_refuse):
                     wrong.append((name, str(gradient), str(place), str(found), str(expected)))
@@ -170,7 +170,7 @@ def test_another_class_over_a_shard_is_refused():
 
     def work():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        data = spread(WHOLE.clone(), mesh, [Shard(0)])
+        data = spread(ON_FULL.clone(), mesh, [Shard(0)])
         refusals = []
         for call in (
             lambda: data.as_subclass(Tensor),

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import DTensor, Partial, Replicate, Shard, comm_trace, distribute_tensor
+from vescale_dtensor._conversions import slices
 from vescale_dtensor._conversions.memo import close_scope, open_scope
 from vescale_dtensor.testing import mesh_of, run_ranks
 
@@ -96,13 +97,23 @@ def whole(length):
     return [torch.randn(4, length, width, generator=generator, dtype=torch.double) for width in (WIDTH, STATES, STATES)]
 
 
-def both(program, take, length, sizes, partial) -> int:
+@contextlib.contextmanager
+def little(nbytes):
+    """What is so little that it travels whole for one slice."""
+    before, slices.LITTLE = slices.LITTLE, nbytes
+    try:
+        yield
+    finally:
+        slices.LITTLE = before
+
+
+def both(program, take, length, sizes, partial, least=0) -> int:
     mesh = mesh_of(*sizes, names=("dp", "tp")[-len(sizes) :])
     wanted = gradients(PROGRAMS[program], take, *whole(length))
     rows = [Shard(0)] * (len(sizes) - 1)
     placements = [[*rows, Shard(2)], [*rows, Partial()], [*rows, Partial()]]
     cut = [distribute_tensor(one, mesh, where) for one, where in zip(whole(length), placements)]
-    with comm_trace() as trace:
+    with comm_trace() as trace, little(least):
         found = gradients(PROGRAMS[program], take, *cut, partial)
     for one, other in zip(found, wanted):
         torch.testing.assert_close(one.full_tensor() if isinstance(one, DTensor) else one, other)
@@ -115,11 +126,18 @@ def test_what_a_scan_sends_does_not_grow_with_its_length(take):
     assert short == long == 2 + 2 * 3  # the sums themselves, and of each what two slices send and the whole
 
 
+@pytest.mark.parametrize("take", [name for name in TAKES if name != "wide"])
+def test_what_is_little_travels_with_the_first_slice(take):
+    assert run_ranks(2, both, "scan", take, 8, (2,), False, 4 * 8 * STATES * 8) == [2 + 2] * 2
+    assert run_ranks(2, both, "scan", take, 8, (2,), False, 4 * 8 * STATES * 8 - 1) == [2 + 2 * 3] * 2
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("sizes, partial", [((2,), False), ((2,), True), ((2, 2), False)])
 def test_gradients_are_one_devices(program, sizes, partial):
     for take in ("select", "from the end", "wide"):
-        run_ranks(2 * len(sizes), both, program, take, 6, sizes, partial)
+        for least in (0, slices.LITTLE):
+            run_ranks(2 * len(sizes), both, program, take, 6, sizes, partial, least)
 
 
 def parts(length) -> list[tuple[int, int]]:
@@ -186,6 +204,6 @@ def one_slice() -> list[int]:
     x, b, _ = whole(6)
     x, b = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(b, mesh, [Partial()]).requires_grad_()
     b = alike(b)
-    with comm_trace() as trace, scope():
+    with comm_trace() as trace, scope(), little(0):
         (x[:, 0, :, None] * b[:, 3][:, None]).to_local().sum().backward()
     return [event.received for event in trace.events if event.count]

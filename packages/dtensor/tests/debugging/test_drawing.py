@@ -12,7 +12,7 @@ import pytest
 from vescale_dtensor._layouts.drawing import draw, parts
 from vescale_dtensor._layouts.layout import Layout, layout_of
 from vescale_dtensor._layouts.mesh import Mesh
-from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, VARYING, flat, sharded
+from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, REPLICATE, flat, sharded
 
 MESH = Mesh((2, 4), ("dp", "tp"), (0, 0))
 STATES = {
@@ -20,10 +20,10 @@ STATES = {
     "partial": (PARTIAL, sharded(1)),
     "both dims": (sharded(0), sharded(1)),
     "twice": (sharded(1), sharded(1)),
-    "interleaved": (VARYING, sharded(0, 2)),
-    "ragged": (VARYING, sharded(1, 1, (1, 2, 0, 3))),
+    "interleaved": (REPLICATE, sharded(0, 2)),
+    "ragged": (REPLICATE, sharded(1, 1, (1, 2, 0, 3))),
     "flat": (flat(2, (24, 48)), sharded(1)),
-    "replicated": (VARYING, VARYING),
+    "replicated": (REPLICATE, REPLICATE),
 }
 
 
@@ -50,7 +50,7 @@ def texts(layout: Layout) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7,), (2, 3, 5), (4096, 16384), (8, 1)])
-@pytest.mark.parametrize("states", [(INVARIANT, VARYING), (PARTIAL, VARYING), (sharded(0), PARTIAL)])
+@pytest.mark.parametrize("states", [(INVARIANT, REPLICATE), (PARTIAL, REPLICATE), (sharded(0), PARTIAL)])
 def test_every_shape_has_a_picture_that_names_all_ranks(shape: tuple[int, ...], states: tuple) -> None:
     if not shape and states[0].is_sharded:
         states = (PARTIAL, PARTIAL)

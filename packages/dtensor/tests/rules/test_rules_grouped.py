@@ -8,7 +8,7 @@ from vescale_dtensor import InterleavedShard, Replicate, Shard, comm_trace, dist
 from vescale_dtensor.testing import mesh_of, run_ranks
 
 TOKENS, HIDDEN, COUNT = 12, 16, 3
-WHOLE = Replicate()
+ON_FULL = Replicate()
 
 
 def experts(x, gate_up, down, ends):
@@ -30,8 +30,8 @@ def both(inner, ends, placements) -> list[str]:
     wanted.square().sum().backward()
     cut = [distribute_tensor(one.detach(), mesh, [p]).requires_grad_() for one, p in zip(leaves, placements)]
     with comm_trace() as trace:
-        found = experts(*cut, distribute_tensor(ends, mesh, [WHOLE]))
-        found = found.redistribute([WHOLE])
+        found = experts(*cut, distribute_tensor(ends, mesh, [ON_FULL]))
+        found = found.redistribute([ON_FULL])
     torch.testing.assert_close(found.full_tensor(), wanted, rtol=1e-4, atol=1e-4)
     found.square().sum().backward()
     for one, other in zip(cut, leaves):
@@ -41,13 +41,13 @@ def both(inner, ends, placements) -> list[str]:
 
 @pytest.mark.parametrize("ends", [(4, 4, 12), (1, 5, 12)], ids=["one without rows", "all with"])
 def test_experts_cut_inside_send_their_sum(ends):
-    assert run_ranks(2, both, 32, ends, [WHOLE, InterleavedShard(1, 2), Shard(2)])[0] == ["all_reduce"]
+    assert run_ranks(2, both, 32, ends, [ON_FULL, InterleavedShard(1, 2), Shard(2)])[0] == ["all_reduce"]
 
 
 def test_rows_that_kernels_do_not_take_are_gathered_first():
-    assert "all_gather" in run_ranks(2, both, 8, (4, 6, 12), [WHOLE, InterleavedShard(1, 2), Shard(2)])[0]
+    assert "all_gather" in run_ranks(2, both, 8, (4, 6, 12), [ON_FULL, InterleavedShard(1, 2), Shard(2)])[0]
 
 
 def test_other_cuts_are_right():
-    for placements in ([Shard(0), WHOLE, WHOLE], [WHOLE, Shard(0), Shard(0)], [Shard(1), Shard(2), Shard(1)]):
+    for placements in ([Shard(0), ON_FULL, ON_FULL], [ON_FULL, Shard(0), Shard(0)], [Shard(1), Shard(2), Shard(1)]):
         run_ranks(2, both, 32, (4, 6, 12), placements)

@@ -16,7 +16,7 @@ from vescale_dtensor import InterleavedShard, Partial, PlacementError, RaggedSha
 from vescale_dtensor._layouts.layout import canonical_states, layout_of
 from vescale_dtensor._layouts.mesh import Mesh
 from vescale_dtensor._layouts.region import cut, cut_sizes, divides, intersect, local_offset
-from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, VARYING, sharded
+from vescale_dtensor._layouts.state import INVARIANT, PARTIAL, REPLICATE, sharded
 
 LINE = Mesh((4,), ("tp",))
 GRID = Mesh((2, 3), ("dp", "tp"))
@@ -152,7 +152,7 @@ def test_any_layout_partitions_its_tensor(data) -> None:
     mesh = Mesh(tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3), label="mesh")))
     shape = tuple(data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=3), label="shape"))
     states = tuple(
-        data.draw(st.sampled_from([INVARIANT, VARYING, PARTIAL, *[sharded(d) for d in range(len(shape))]]))
+        data.draw(st.sampled_from([INVARIANT, REPLICATE, PARTIAL, *[sharded(d) for d in range(len(shape))]]))
         for _ in mesh.sizes
     )
     it = layout_of(mesh, states, shape)
@@ -193,8 +193,8 @@ def test_a_cut_that_equals_the_plain_one_is_written_as_it(placement, size, plain
 
 def test_the_gradient_follows_from_the_state() -> None:
     mesh = Mesh((2, 2, 2, 2))
-    it = layout_of(mesh, (sharded(0), PARTIAL, INVARIANT, VARYING), (4,))
-    assert it.gradient.states == (sharded(0), VARYING, INVARIANT, PARTIAL)
+    it = layout_of(mesh, (sharded(0), PARTIAL, INVARIANT, REPLICATE), (4,))
+    assert it.gradient.states == (sharded(0), REPLICATE, INVARIANT, PARTIAL)
     assert it.invariant.states == (INVARIANT,) * 4
     assert it.placements == (Shard(0), Partial(), Replicate(), Replicate())
     assert it.is_partial and not it.is_replicated and it.invariant.is_replicated
@@ -202,10 +202,10 @@ def test_the_gradient_follows_from_the_state() -> None:
 
 def test_what_is_pending_is_alike_on_all_ranks_once_it_is_reduced() -> None:
     mesh = Mesh((2, 2, 2, 2))
-    it = layout_of(mesh, (sharded(0), PARTIAL, INVARIANT, VARYING), (4,))
-    assert it.reduced is layout_of(mesh, (sharded(0), INVARIANT, INVARIANT, VARYING), (4,))
+    it = layout_of(mesh, (sharded(0), PARTIAL, INVARIANT, REPLICATE), (4,))
+    assert it.reduced is layout_of(mesh, (sharded(0), INVARIANT, INVARIANT, REPLICATE), (4,))
     assert it.reduced.reduced is it.reduced and it.untracked.reduced is it.reduced
-    assert it.gradient.reduced.states == (sharded(0), VARYING, INVARIANT, INVARIANT)
+    assert it.gradient.reduced.states == (sharded(0), REPLICATE, INVARIANT, INVARIANT)
 
 
 def test_the_untracked_twin_says_the_same() -> None:
@@ -230,7 +230,7 @@ def test_a_layout_does_not_travel_and_placements_do() -> None:
     for placement in (Shard(1), Replicate(), Partial(), InterleavedShard(0, 3), RaggedShard((0,), (2, 1))):
         assert pickle.loads(pickle.dumps(placement)) == placement
     assert pickle.loads(pickle.dumps(sharded(1, 3))) is sharded(1, 3)
-    assert pickle.loads(pickle.dumps(VARYING)) is VARYING
+    assert pickle.loads(pickle.dumps(REPLICATE)) is REPLICATE
     restore, written = sharded(1, 3).__reduce__()
     assert restore(*written[:-1]) is sharded(1, 3)  # by a release that knew no order of chunks
 

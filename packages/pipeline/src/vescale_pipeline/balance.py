@@ -144,7 +144,7 @@ class _Meter:
         hooks += [module.register_forward_hook(self._leave) for module in self._names]
         try:
             with torch.enable_grad():
-                self._whole(model, batch)
+                self._run_model(model, batch)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -158,7 +158,7 @@ class _Meter:
             costs[last] += cost
         return costs
 
-    def _whole(self, model: nn.Module, batch: Any) -> None:
+    def _run_model(self, model: nn.Module, batch: Any) -> None:
         if isinstance(batch, Mapping):
             output = model(**batch)
         else:
@@ -212,9 +212,9 @@ class _Counter(_Meter, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self._flops_per_byte = flops_per_byte
 
-    def _whole(self, model: nn.Module, batch: Any) -> None:
+    def _run_model(self, model: nn.Module, batch: Any) -> None:
         with self:
-            super()._whole(model, batch)
+            super()._run_model(model, batch)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

@@ -33,7 +33,7 @@ class Style(NamedTuple):
     gives: Placement | None = None
 
 
-def _whole(ndim: int) -> None:
+def _replicated(ndim: int) -> None:
     return None
 
 
@@ -55,28 +55,28 @@ def _packed_columns(ndim: int) -> Placement | None:
     return InterleavedShard(ndim - 1, 2) if ndim > 1 else None
 
 
-WHOLE = Replicate()
+FULL = Replicate()
 POSITIONS = Shard(1)
 STYLES: Mapping[str, Style] = {
-    "colwise": Style(_rows, _rows, takes=WHOLE),
-    "colwise_gather_output": Style(_rows, _rows, takes=WHOLE, gives=WHOLE),
-    "colwise_rep": Style(_rows, _rows, takes=WHOLE, gives=WHOLE),
-    "rowwise": Style(_columns, _whole, gives=WHOLE),
-    "rowwise_split_input": Style(_columns, _whole, gives=WHOLE),
-    "rowwise_rep": Style(_columns, _whole, gives=WHOLE),
-    "embedding_rowwise": Style(lambda ndim: Shard(0), _whole, gives=WHOLE),
-    "embedding_colwise": Style(lambda ndim: Shard(1), _whole, gives=WHOLE),
-    "packed_colwise": Style(_packed_rows, _packed_rows, takes=WHOLE),
-    "packed_rowwise": Style(_packed_columns, _whole),
+    "colwise": Style(_rows, _rows, takes=FULL),
+    "colwise_gather_output": Style(_rows, _rows, takes=FULL, gives=FULL),
+    "colwise_rep": Style(_rows, _rows, takes=FULL, gives=FULL),
+    "rowwise": Style(_columns, _replicated, gives=FULL),
+    "rowwise_split_input": Style(_columns, _replicated, gives=FULL),
+    "rowwise_rep": Style(_columns, _replicated, gives=FULL),
+    "embedding_rowwise": Style(lambda ndim: Shard(0), _replicated, gives=FULL),
+    "embedding_colwise": Style(lambda ndim: Shard(1), _replicated, gives=FULL),
+    "packed_colwise": Style(_packed_rows, _packed_rows, takes=FULL),
+    "packed_rowwise": Style(_packed_columns, _replicated),
     "grouped_gemm": Style(lambda ndim: Shard(0), lambda ndim: Shard(0)),
-    "sequence_parallel": Style(_whole, _whole, takes=POSITIONS, gives=POSITIONS),
-    "moe_tp_experts": Style(_whole, _whole, takes=WHOLE, gives=WHOLE),
-    "all_reduce": Style(_whole, _whole, gives=WHOLE),
-    "replicate": Style(_whole, _whole),
-    "replicated_with_grad_allreduce": Style(_whole, _whole),
-    "mla_kv_a_proj": Style(_whole, _whole),
-    "moe_identity_expert": Style(_whole, _whole),
-    "local_params": Style(_whole, _whole),
+    "sequence_parallel": Style(_replicated, _replicated, takes=POSITIONS, gives=POSITIONS),
+    "moe_tp_experts": Style(_replicated, _replicated, takes=FULL, gives=FULL),
+    "all_reduce": Style(_replicated, _replicated, gives=FULL),
+    "replicate": Style(_replicated, _replicated),
+    "replicated_with_grad_allreduce": Style(_replicated, _replicated),
+    "mla_kv_a_proj": Style(_replicated, _replicated),
+    "moe_identity_expert": Style(_replicated, _replicated),
+    "local_params": Style(_replicated, _replicated),
 }
 
 

@@ -190,7 +190,7 @@ def operation_of(function, args: tuple, kwargs: dict, out) -> Operation | None:
         name = "attention_backward" if "backward" in packet.__name__ else "attention"
         causal = any(one is True for one in args) or kwargs.get("is_causal")
         flops = flops_of(packet, args, kwargs, out)
-        return Operation(name + ".causal" * bool(causal), moved, None, flops, _width(args))
+        return Operation(name + ".causal" * bool(causal), moved, None, flops, args[0].itemsize)
     if function in _MAKES_NOTHING or _is_view(function):
         moved = 0
     return Operation(name, moved)

@@ -248,6 +248,47 @@ def test_collectives_of_each_stage():
     assert run_ranks(2, run, 3)[0] == (0, 4, 1, 0, 0, 2 + 1 + 3 + 2)
 
 
+class Language(nn.Module):
+    """An embedding, blocks and a head of their own, as most models have them, each large enough for a bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(1024, 512)
+        self.blocks = nn.ModuleList(nn.Linear(512, 1024) for _ in range(4))
+        self.norm = nn.LayerNorm(512)
+        self.head = nn.Linear(512, 1024)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x.register_hook(lambda _: self.reached())
+        for block in self.blocks:
+            x = x + block(x).tanh()[..., :512]
+        return self.head(self.norm(x)).sum()
+
+
+def sums_under_way():
+    """Per stage and backward the sums that have started when backward comes to the embedding, and all."""
+    found = []
+    for zero in range(4):
+        torch.manual_seed(0)
+        model, optimizer = parallelize(
+            Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero), Language(), torch.optim.SGD
+        )
+        for _ in range(2):
+            loss = model(torch.arange(8).view(2, 4))
+            with comm_trace() as trace:
+                model.reached = lambda trace=trace: found.append([trace.count(function="gradient sync")])
+                loss.backward()
+                found[-1].append(trace.count(function="gradient sync"))
+            optimizer.zero_grad()
+    return found
+
+
+def test_sums_start_while_backward_runs():
+    for before, all_of_it in run_ranks(2, sums_under_way)[0]:
+        assert before >= 3 and all_of_it > before
+
+
 def test_gradients_read_and_cleared_between():
     def run(zero):
         torch.manual_seed(0)

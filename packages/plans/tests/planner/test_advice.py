@@ -140,12 +140,35 @@ def beside(ends):
 @pytest.mark.parametrize(
     "ends, sent, least",
     (
-        ("modules", 2 * (2 + 1 + 2), 2 * (2 + 1 + 2)),  # two sums, one value that both read, the norm's two
-        ("sums", 2 * (1 + 1 + 2), 2 * (2 + 1 + 2)),  # added up before they are summed over ranks
+        ("modules", 2 * (2 + 1 + 2) - 1, 2 * (2 + 1 + 2)),  # two sums, one value that both read, the norm's two
+        ("sums", 2 * (1 + 1 + 2) - 1, 2 * (2 + 1 + 2)),  # added up before they are summed over ranks
     ),
 )
 def test_a_value_that_two_modules_read_is_summed_once_and_a_norm_of_what_is_cut_takes_two(ends, sent, least):
+    """The first value's gradient needs no sum: it is the table's, which is whole, and added up with the gradients."""
     assert run_ranks(2, beside, ends) == [(sent, least)] * 2
+
+
+def convolved():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1),
+        nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(4 * 16, 8),
+    )  # fmt: skip
+    cut = {"tp": Shard(0)}
+    parameters = {f"{i}.{name}": cut for i in (0, 2, 4) for name in ("weight", "bias")}
+    parameters |= {"3.weight": {"tp": Shard(1)}, "5.weight": {"tp": Shard(1)}, "*": {}}
+    whole = Boundary(output={"tp": Replicate()})
+    model, _ = parallelize(Plan(mesh={"tp": 2}, parameters=parameters, boundaries={"3": whole, "5": whole}), model)
+    x = torch.randn(2, 3, 8, 8)
+    with comm_trace(model) as trace:
+        model(x).square().mean().backward()
+    return trace.advice().sent, trace.least
+
+
+def test_convolutions_count_by_their_channels_and_groups_take_none():
+    """Two sums, and the gradients of what two read that are cut along their out channels; of the images none is due."""
+    assert run_ranks(2, convolved) == [(2 + 1, 2 + 2)] * 2
 
 
 def whole_features():

@@ -118,7 +118,7 @@ def test_more_microbatches_in_flight_take_more_memory(sixteen):
     pricer = Pricer(request(sixteen, batch=64))
     ways = [Candidate(pp=8, microbatches=64, virtual=virtual) for virtual in (1, 2)]
     plain, taking_turns = (pricer.evenly(one).memory for one in ways)
-    kept = Held(pricer._whole(1), ways[0], pricer.request.hardware, 64, 2048).kept() / 8
+    kept = Held(pricer._sizes_at(1), ways[0], pricer.request.hardware, 64, 2048).kept() / 8
     assert taking_turns.activations - plain.activations == pytest.approx(7 / 2 * kept, rel=1e-6)
     one, two = (pricer.exactly(one, whole=False).memory for one in ways)
     assert one.total < two.total <= 1.02 * taking_turns.total

@@ -247,6 +247,16 @@ def test_what_a_system_holds_per_parameter_is_data(structure):
         assert ours.total > theirs.total
 
 
+def test_a_system_that_adds_up_gradients_as_they_come_holds_one_sum_of_them(structure):
+    """Units' shards are added to earlier sums one by one, as torch's FSDP does, or all at a backward's end, as ours."""
+    sizes, own = sizes_of(structure, 1), hardware_of("h100")
+    come = replace(own, numbers=Numbers(sums=1))
+    for zero, more in ((1, 0), (2, 1), (3, 1)):
+        candidate = Candidate(dp=2, zero=zero, microbatches=2, checkpointing=True)
+        ours, theirs = (memory_of(sizes, candidate, one, 4, 8) for one in (own, come))
+        assert ours.gradients - theirs.gradients == more * structure.parameters * 4 // 2
+
+
 def test_a_system_that_hides_nothing_shows_all_of_a_pipeline_s_transfers(structure):
     sizes, one = sizes_of(structure, 1), Candidate(pp=2, microbatches=4)
     hardware = replace(hardware_of("h100"), node=1, across=replace(hardware_of("h100").across, bandwidth=1e6))

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from vescale_plans._static.region import Region
+from vescale_plans._static.static_region import Region
 
 
 @pytest.fixture

@@ -317,6 +317,36 @@ def test_a_conversion_of_what_a_parameter_became(kind, is_static):
         assert (found == "static") == is_static, (found, reason)
 
 
+class Gates(nn.Module):
+    """Parted, of sizes that no other test has: how parts lie is asked of torch in the very pass that is recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Linear(WIDTH, 2 * 47)
+
+    def forward(self, x):
+        a, b = self.both(x).chunk(2, dim=-1)
+        first, second, third = a.split((20, 20, 7), dim=-1)
+        gate = (first * second).sum(-1, keepdim=True) + third.sum(-1, keepdim=True) * b.sum(-1, keepdim=True)
+        return gate.tanh() + x
+
+
+def test_what_a_rule_asks_torch_about_shapes_is_not_the_modules_doing():
+    def run():
+        def trained(mode):
+            torch.manual_seed(0)
+            plan = Plan(mesh={"dp": 2}, parameters={"*": {}})
+            model, optimizer = parallelize(plan, nn.Sequential(Gates()), lambda p: torch.optim.SGD(p, lr=0.1))
+            return train(static(model) if mode == "static" else model, optimizer, batches_of()), model
+
+        (found, model), (wanted, _) = trained("static"), trained("eager")  # in an eager run before, all were decided
+        return same(wanted, found), verdict(model, "0")
+
+    for equal, (found, reason) in run_ranks(2, run):
+        assert equal
+        assert found == "static", reason
+
+
 def test_a_shape_that_changes_at_every_step_goes_back_to_eager_with_a_warning():
     def run():
         batches = batches_of(24, sizes=tuple(range(2, 26)))

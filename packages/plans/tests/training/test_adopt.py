@@ -58,7 +58,7 @@ def trained(plan, kind, way, before=0):
         for i in range(before):
             step(model, optimizer, scheduler, i)
         model, same = parallelize(plan, model, optimizer)
-        assert same is optimizer and optimizer._whole == (kind == "adafactor")
+        assert same is optimizer and optimizer._on_dtensors == (kind == "adafactor")
     else:
         model, _ = parallelize(plan, model)
         optimizer = make(model.parameters())
@@ -67,7 +67,7 @@ def trained(plan, kind, way, before=0):
             step(model, optimizer, scheduler, i)
         if way == "adopted":
             assert adopt(model, optimizer) is optimizer and adopt(model, optimizer) is optimizer
-            assert optimizer._whole == (kind == "adafactor")
+            assert optimizer._on_dtensors == (kind == "adafactor")
     for i in range(before, 4):
         step(model, optimizer, scheduler, i)
     one = make(reference.parameters())

@@ -48,7 +48,7 @@ class Region:
         return tuple(prod(self.sizes[dim + 1 :]) for dim in range(len(self.sizes)))
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         return all(ranges == ((0, size),) for size, ranges in zip(self.sizes, self.ranges))
 
     def joined(self) -> Region:

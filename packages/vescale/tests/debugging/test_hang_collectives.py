@@ -26,11 +26,11 @@ LINES = Path(__file__).read_text().splitlines()
 def meeting(planted, names, sizes, device, ends):
     """Runs `planted` in a thread until the hang is known, or it raises: verdict, error and report of this rank.
 
-    The ranks do not see each other's boards (`test_board.py`), as those of different machines do not.
+    The ranks do not see each other's boards (`test_collective_check.py`), as those of different machines do not.
 
     ends: whether it is to end long before the bound.
     """
-    from vescale_dtensor._communication import flight
+    from vescale_dtensor._communication import flight_recorder as recorder
     from vescale_dtensor._communication.hangs import hang
     from vescale_dtensor._second import _work
 
@@ -39,8 +39,8 @@ def meeting(planted, names, sizes, device, ends):
     partial, cut = given(mesh, device)
     for name in names:  # makes groups
         reduced(partial, name)
-    for line in flight.lines:
-        line.board = None
+    for group in recorder.rank_groups:
+        group.board = None
     if hang._watch is not None:
         hang._watch.close()
     os.environ.update(VESCALE_HANG_SECONDS="400" if ends else "4", VESCALE_HANG_DIR=os.devnull)

@@ -115,22 +115,20 @@ def sleeps(module, args):
 
 def posts_in_another_order(runtime, model):
     (known,) = runtime._calls.values()
-    actions = type(known).actions
+    turns = type(known).turns
 
-    def swapped(call, schedule, rank, trains):
+    def swapped(call, schedule, rank, trains, posts_ahead):
         """Rank 0 waits for the first gradient before it has sent what the other stage needs for it."""
-        found = list(actions(call, schedule, rank, trains))
+        found = list(turns(call, schedule, rank, trains, False))
         if rank == 0:
-            backward = next(a for a in found if a.kind == "RECV_B")
-            first = next(i for i, a in enumerate(found) if a.kind == "SEND_F")
-            found.remove(backward)
-            found.insert(first, backward)
-            backward = next(a for a in found if a.kind == "B")
-            found.remove(backward)
-            found.insert(first + 1, backward)
+            first = next(i for i, (action, _) in enumerate(found) if action.kind == "SEND_F")
+            for kind in ("B", "RECV_B"):
+                backward = next(turn for turn in found if turn[0].kind == kind)
+                found.remove(backward)
+                found.insert(first, backward)
         return found
 
-    known.__class__ = type("Call", (type(known),), {"actions": swapped})
+    known.__class__ = type("Call", (type(known),), {"turns": swapped})
 
 
 @in_turns(3)

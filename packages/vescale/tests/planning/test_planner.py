@@ -267,11 +267,19 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, vescale.DTensor) else tensor.clone()
 
 
+# Rotated keys leave single entries of their biases gradients of a few of fp32's roundings, so that AdamW's way there is
+# chance: those biases, too, are held, in double precision and closer.
+DOUBLE, IN_DOUBLE = ("qwen2_moe",), 1e-6
+
+
 def compared(name, world, pin, loss=None):
     """The largest relative errors of losses, gradients and parameters, and the plan's axes; `loss` is the pipeline's.
     Runs on every rank."""
     torch.set_num_threads(1)
     model = model_of(name)
+    is_double = name in DOUBLE and "ep" not in pin
+    if is_double:
+        model.double().set_experts_implementation("eager")  # grouped products have no float64
     batches = [batch_of(name, model, step) for step in range(STEPS)]
     sample = {key: value for key, value in batches[0].items() if key != "labels" or name in OWN}
     if name in ("t5", "whisper"):
@@ -306,6 +314,7 @@ def compared(name, world, pin, loss=None):
         "lacking": sorted(set(expected) - held),
         "split": any("tp" in placed for placed in plan.parameters.values()) or bool(plan.expert_axis or plan.pipeline),
         "mesh": dict(plan.mesh),
+        "parameter bound": IN_DOUBLE if is_double else PARAMETER,
     }
 
 
@@ -345,7 +354,7 @@ def held_to_one_device(ranks):
         assert found["loss"] <= LOSS, found
         assert found["gradient"] <= 1e-6, found
         assert found["own gradient"] <= PARAMETER, found
-        assert found["parameter"] <= PARAMETER, found
+        assert found["parameter"] <= found["parameter bound"], found
 
 
 # ------------------------------------------------------------- against HuggingFace's plans

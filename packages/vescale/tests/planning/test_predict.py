@@ -98,6 +98,17 @@ def test_float32_is_priced_as_computed():
     assert full / half == pytest.approx(h100.flops / h100.wide)
 
 
+def test_attention_is_priced_in_the_dtype_of_its_queries():
+    """Its backward is given the logarithms of its sums as well, which are float32 under any precision."""
+    query = torch.ones(1, 2, 16, 8, dtype=torch.bfloat16)
+    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, query, query)
+    args = (query, query, query, query, out, sums, 0.0, False)
+    back = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args)
+    assert sums.dtype is torch.float32
+    found = operation_of(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, args, {}, back)
+    assert found.itemsize == 2
+
+
 # --- operations ---------------------------------------------------------------------------
 
 

@@ -91,7 +91,7 @@ class Stack(nn.Module):
 def gathered_ahead(fields):
     """Of the last of three steps: by block, how many gathers were begun when it began to compute, forward and backward;
     the most reductions that were under way at once; and the losses."""
-    from vescale_dtensor._communication import flight
+    from vescale_dtensor._communication import flight_recorder as recorder
 
     torch.manual_seed(0)
     plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=3, **fields)
@@ -99,18 +99,18 @@ def gathered_ahead(fields):
     seen = {"forward": [], "backward": [], "under way": 0}
 
     def begun(kind, *states):
-        return sum(not states or event[flight.STATE] in states for event in flight.ring if event[1] == kind)
+        return sum(not states or event[recorder.STATE] in states for event in recorder.ring if event[1] == kind)
 
     def at(way, *_):
         seen[way].append(begun("all_gather"))
-        seen["under way"] = max(seen["under way"], begun("reduce_scatter", flight.STARTED))
+        seen["under way"] = max(seen["under way"], begun("reduce_scatter", recorder.STARTED))
 
     for block in model.blocks:
         block.register_forward_pre_hook(partial(at, "forward"))
         block.register_full_backward_pre_hook(partial(at, "backward"))
     losses = []
     for step in range(3):
-        flight.ring.clear()
+        recorder.ring.clear()
         for found in (seen["forward"], seen["backward"]):
             found.clear()
         seen["under way"] = 0

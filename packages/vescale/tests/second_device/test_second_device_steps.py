@@ -55,11 +55,11 @@ def test_each_block_waits_for_its_own_parameters_and_the_host_for_none(zero, mod
     """Those of the first block's call are waited for when it begins, those behind it are under way; no bit changes."""
 
     def train(reads_at_once):
-        from vescale_dtensor._communication import flight
+        from vescale_dtensor._communication import flight_recorder as recorder
         from vescale_dtensor._second import host_waits
 
         def under_way():
-            return [e[flight.STATE] is flight.DONE for e in flight.ring if e[1] == "all_gather"].count(False)
+            return [e[recorder.STATE] is recorder.DONE for e in recorder.ring if e[1] == "all_gather"].count(False)
 
         model, optimizer = made(zero, WIDE, mode=mode)
         blocks, stepped, losses = [], [], []

@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     strides: tuple[int, ...]
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
@@ -141,7 +141,7 @@ def _placed(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 def partition_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Why boxes are not a partition of a tensor: outside it, overlapping, or not all of it. None if they are."""
-    outer = whole(shape)
+    outer = full_box(shape)
     if len(boxes) == 1 and boxes[0] == outer:
         return None if prod(shape) else "it is empty, and has a box"
     for box in boxes:

@@ -45,7 +45,7 @@ class Root:
         with guarded(self.operation, self.path, "cannot list the checkpoints"):
             listed = self._listed()
             for _ in range(_LISTINGS):
-                found = {name: step for name, step in listed.items() if self._is_whole(name)}
+                found = {name: step for name, step in listed.items() if self._is_complete(name)}
                 if found and len(found) == len(listed):
                     break
                 before, listed = listed, self._listed()
@@ -167,7 +167,7 @@ class Root:
                 if not held:
                     continue
                 final = folder_of(step)
-                if kind == "old" and self._is_whole(name) and not self._is_whole(final):
+                if kind == "old" and self._is_complete(name) and not self._is_complete(final):
                     self.storage.rename(path, f"{self.path}/{final}")
                     continue
                 self.storage.remove_tree(path)
@@ -207,7 +207,7 @@ class Root:
         except (OSError, EOFError, RuntimeError):  # an unreadable step has none; it stays or goes by the other rules
             return {}
 
-    def _is_whole(self, name: str) -> bool:
+    def _is_complete(self, name: str) -> bool:
         return self.storage.exists(f"{self.path}/{name}/{manifest.NAME}")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from .._errors import FormatError
-from ..format._box import whole
+from ..format._box import full_box
 from ..format._dtypes import FROM_SAFETENSORS, SIZES
 from ..format._json import parse_json
 from ..format._text import reason_of, shown
@@ -141,7 +141,7 @@ def _stored(entry: Any, file: str, start: int, nbytes: int, path: str) -> Stored
         raise FormatError(
             "load", f"an entry of the header is wrong: {reason_of(error)}", [f"path  {path}"]
         ) from error
-    sections = (Section(whole(shape), file, start + low, start + high, ""),) if high > low else ()
+    sections = (Section(full_box(shape), file, start + low, start + high, ""),) if high > low else ()
     return Stored(dtype, shape, sections)
 
 

@@ -20,7 +20,7 @@ from vescale_dtensor import DTensor
 from vescale_dtensor.engine import forget_all, local_only, written
 
 from .._errors import MismatchError
-from ..format._box import Piece, pieces_of, stored, whole
+from ..format._box import Piece, full_box, pieces_of, stored
 from ..format._dtypes import DTYPES, NAMES
 from ..format._text import shown
 from ..format._values import decode, encode, tensors_in
@@ -353,7 +353,7 @@ def _zeroed(tensor: Tensor) -> Callable[[], None]:
 @lru_cache(maxsize=4096)
 def _pieces(shape: tuple[int, ...]) -> tuple[Piece, ...]:
     """Of a tensor that is whole here."""
-    return (stored(whole(shape)),) if prod(shape) else ()
+    return (stored(full_box(shape)),) if prod(shape) else ()
 
 
 def _part(saved: Any, kind: str) -> Any:

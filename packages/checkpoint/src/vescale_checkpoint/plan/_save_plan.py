@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from ..format._box import Box, Piece, is_contiguous, pieces_of, shape_of, split, stored, volume, whole, window
+from ..format._box import Box, Piece, full_box, is_contiguous, pieces_of, shape_of, split, stored, volume, window
 from ..format._dtypes import SIZES, header_entry
 from ._catalogue import Entry, Holder
 
@@ -97,7 +97,7 @@ def _share(holder: Holder, rank: int, shape: tuple[int, ...]) -> tuple[tuple, in
     place = holder.ranks.index(rank)
     layout = holder.layout
     if layout is None:
-        return (holder.ranks,), place, len(holder.ranks), [stored(whole(shape))] if prod(shape) else [], True
+        return (holder.ranks,), place, len(holder.ranks), [stored(full_box(shape))] if prod(shape) else [], True
     coordinate = coordinate_of(layout.mesh.sizes, place)
     replica, count, fixed = 0, 1, []
     for axis, (state, size) in enumerate(zip(layout.states, layout.mesh.sizes)):
@@ -130,7 +130,7 @@ def block_bytes(total: int) -> int:
 
 def section_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
     """What a section is called in its safetensors file: the tensor's name, with the box unless it is all of it."""
-    if box == whole(shape):
+    if box == full_box(shape):
         return name
     return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 

@@ -145,7 +145,7 @@ class Session:
             found = peek(self._store, place)
             return None if found is None or not found.startswith(head) else found
 
-        return _unpacked(self._whole(place, self._awaited(name, answer)[len(head) :]))
+        return _unpacked(self._joined(place, self._awaited(name, answer)[len(head) :]))
 
     def _collected(self, name: str, payload: bytes) -> list[bytes]:
         """On rank 0: what all have offered."""
@@ -158,7 +158,7 @@ class Session:
                 found = self._store.multi_get(keys)
             else:
                 found = [self._store.get(key) for key in keys]
-            return [payload, *(self._whole(key, data) for key, data in zip(keys, found))]
+            return [payload, *(self._joined(key, data) for key, data in zip(keys, found))]
 
     def _key(self, name: str, rank: int) -> str:
         return f"{self._prefix}/{name}/{rank}"
@@ -175,7 +175,7 @@ class Session:
         if not keeps:
             self._keys.append(key)
 
-    def _whole(self, key: str, data: bytes) -> bytes:
+    def _joined(self, key: str, data: bytes) -> bytes:
         count, _, first = data.partition(b":")
         if not int(count):
             return first

@@ -32,9 +32,9 @@ from torch.distributed.distributed_c10d import (
 from .._debugger import session
 from .._errors import CommunicationError
 from .._layouts.mesh import Mesh
-from . import events, flight, pairs
+from . import events, flight_recorder, pairs
 from .endings import ending_behind_lost_connection
-from .flight import DONE, FAILED, STARTED, WAITING
+from .flight_recorder import DONE, FAILED, STARTED, WAITING
 from .hangs.hang import verdict
 
 # --- collectives on whole tensors: the package's own small vocabulary -------------
@@ -85,8 +85,8 @@ def _directly(method: Callable) -> Callable:
 def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "all_gather") -> Recipe:
     """For local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
     count = mesh.count(axes)
-    call, line = _directly(_gather_call(mesh, axes)), mesh.line(axes)
-    names = line.axes
+    call, rank_group = _directly(_gather_call(mesh, axes)), mesh.rank_group(axes)
+    names = rank_group.axes
     rows = (count * shape[0], *shape[1:])
 
     def gather(local: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kin
         out = local.new_empty(*rows)
         received = local.nbytes * (count - 1)
         event = events.announce(kind, names, received) if events.listeners else None
-        noted = flight.note(kind, line, received, WAITING)
+        noted = flight_recorder.note(kind, rank_group, received, WAITING)
         try:
             if local.dtype in _GLOO_DTYPES:
                 call(out, local, _GATHER).wait()
@@ -195,15 +195,15 @@ def reduce_scatter(pieces: list[Tensor], mesh: Mesh, axes: tuple[int, ...], kind
 def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "reduce_scatter") -> Recipe:
     """For contiguous rows [n * d0, d1, ...], each d0 meant for the next rank: their sum over ranks, of `shape`."""
     group, count = mesh.group(axes), mesh.count(axes)
-    line, native = mesh.line(axes), _engine(mesh, axes).reduces
-    names = line.axes
+    rank_group, native = mesh.rank_group(axes), _engine(mesh, axes).reduces
+    names = rank_group.axes
     call = _directly(group._reduce_scatter_base if native else group.alltoall_base)
     pair, rank = is_pair(mesh, axes), group.rank()
 
     def scatter(rows: Tensor) -> Tensor:
         received = rows.nbytes // count * (count - 1)
         event = events.announce(kind, names, received) if events.listeners else None
-        noted = flight.note(kind, line, received, WAITING)
+        noted = flight_recorder.note(kind, rank_group, received, WAITING)
         try:
             if native:
                 out = rows.new_empty(*shape)
@@ -254,9 +254,9 @@ def exchange(
 
 def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1) -> None:
     """Makes the collective and waits for it. `count=0`: it is the second half of the one before."""
-    line = mesh.line(axes)
-    event = events.announce(kind, line.axes, received, count) if events.listeners else None
-    noted = flight.note(kind, line, received, WAITING)
+    rank_group = mesh.rank_group(axes)
+    event = events.announce(kind, rank_group.axes, received, count) if events.listeners else None
+    noted = flight_recorder.note(kind, rank_group, received, WAITING)
     try:
         call(*args).wait()
     except RuntimeError as error:
@@ -269,9 +269,9 @@ def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Call
 
 def _start(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Callable, *args, count: int = 1):
     """Starts the collective; pairs with `_wait`."""
-    line = mesh.line(axes)
-    event = events.announce(kind, line.axes, received, count) if events.listeners else None
-    noted = flight.note(kind, line, received, STARTED)
+    rank_group = mesh.rank_group(axes)
+    event = events.announce(kind, rank_group.axes, received, count) if events.listeners else None
+    noted = flight_recorder.note(kind, rank_group, received, STARTED)
     try:
         work = call(*args)
     except RuntimeError as error:

@@ -37,7 +37,7 @@ def tell_endings() -> None:
     nothing."""
     global _before
     if _before is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() not in ALONE:
-        _before, sys.excepthook = sys.excepthook, _tell
+        _before, sys.excepthook = sys.excepthook, _report
         atexit.register(_leave)
         with contextlib.suppress(RuntimeError, ValueError):
             deaths.leave_word(_get_default_store(), dist.get_rank())
@@ -118,7 +118,7 @@ def described(error: BaseException) -> str:
     return f"{said}, at {frames[-1].filename}:{frames[-1].lineno}" if frames else said
 
 
-def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     global _raised
     _raised = True
     _write(_RAISED, f"rank {_rank()} raised {described(error)}")

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .._layouts.mesh import Mesh
-from . import flight
+from . import flight_recorder
 from .collectives import _failure, connection_lost
-from .flight import DONE, FAILED, WAITING
+from .flight_recorder import DONE, FAILED, WAITING
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def line_objects(value: object, mesh: Mesh, axis: int) -> list:
     group = mesh.group((axis,))
     parts: list = [value] * group.size()
     if group.name() != "fake":  # in a world without processes everybody would say the same
-        noted = flight.note("gather_objects", mesh.line((axis,)), 0, WAITING)
+        noted = flight_recorder.note("gather_objects", mesh.rank_group((axis,)), 0, WAITING)
         try:
             torch.distributed.all_gather_object(parts, value, group=group)
         except RuntimeError as error:

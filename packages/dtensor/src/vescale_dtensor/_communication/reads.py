@@ -23,9 +23,9 @@ from .._errors import CommunicationError, InternalError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import PARTIAL
-from . import events, flight
+from . import events, flight_recorder
 from .collectives import _failure
-from .flight import DONE, FAILED, READS, WAITING, Line
+from .flight_recorder import DONE, FAILED, READS, WAITING, RankGroup
 
 _TAG = 0x5EAD
 _CARRIED = 64
@@ -111,8 +111,8 @@ class ReadMesh(Mesh):
     def backend(self, axes: tuple[int, ...]) -> str:
         return "reads"
 
-    def line(self, axes: tuple[int, ...], of: str = READS) -> Line:
-        return self._beside.line(axes, READS)
+    def rank_group(self, axes: tuple[int, ...], of: str = READS) -> RankGroup:
+        return self._beside.rank_group(axes, READS)
 
 
 def reading_mesh(mesh: Mesh) -> ReadMesh | None:
@@ -150,7 +150,7 @@ def compare_reads(mesh: ReadMesh, layout: Layout, local: Tensor) -> None:
     for axis in axes:
         mesh.group((axis,)).brought = None
         own = torch.zeros(3 + _CARRIED // 8, dtype=torch.int64)
-        own[0] = mesh._beside.line((axis,)).count
+        own[0] = mesh._beside.rank_group((axis,)).count
         own[1], own[2] = zlib.crc32(what.encode()), zlib.crc32(_place(line).encode())
         carries = len(axes) == 1 and layout.states[axis] is PARTIAL and 0 < local.nbytes <= _CARRIED
         if carries:
@@ -166,7 +166,7 @@ def compare_reads(mesh: ReadMesh, layout: Layout, local: Tensor) -> None:
 def _gathered(own: Tensor, mesh: ReadMesh, axis: int) -> Tensor:
     """A row from every rank of the axis. It is no traffic of the program: traces do not hear of it."""
     rows = own.new_empty(mesh.sizes[axis], own.numel())
-    noted = flight.note("read", mesh.line((axis,)), own.nbytes * (mesh.sizes[axis] - 1), WAITING)
+    noted = flight_recorder.note("read", mesh.rank_group((axis,)), own.nbytes * (mesh.sizes[axis] - 1), WAITING)
     try:
         mesh.group((axis,))._allgather_base(rows, own)
     except RuntimeError as error:
@@ -198,7 +198,7 @@ def _refuse(mesh: ReadMesh, axis: int, own: str, made: Sequence[int]) -> None:
         "run code that others have not",
         [
             f"rank {rank}  reads at {what}, after {count:,} collectives over axis {name!r}"
-            for rank, what, count in zip(mesh._beside.line((axis,)).ranks, reads, made)
+            for rank, what, count in zip(mesh._beside.rank_group((axis,)).ranks, reads, made)
         ],
         [
             ("value = loss.item()", "before `if rank == 0:`, on every rank: a small collective"),

@@ -93,7 +93,7 @@ class DescribedMask(Tensor):
                 return args[0]
             if Trait.ELEMENTWISE in traits and (combined := _combined(function, args, kwargs)) is not None:
                 return combined
-        return function(*substitute(args, _whole), **substitute(kwargs, _whole))
+        return function(*substitute(args, _made), **substitute(kwargs, _made))
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -200,5 +200,5 @@ def _elements(value: Any) -> Callable[[tuple[Tensor, ...]], Any]:
     return looked_up
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _made(tensor: Tensor) -> Tensor:
     return tensor.made() if type(tensor) is DescribedMask else tensor

@@ -13,7 +13,7 @@ from .._communication import events
 from .._layouts.layout import Layout
 from .._layouts.mesh import Mesh
 from .._layouts.region import cut, cut_sizes
-from .._layouts.state import INVARIANT, VARYING, State
+from .._layouts.state import INVARIANT, REPLICATE, State
 from .._rules.registry import Operand
 from .._rules.solvers.owned import held_ranges
 from . import heads, ring
@@ -55,7 +55,7 @@ def meeting_of(mesh: Mesh, query: Operand, key: Operand, value: Operand, *, swap
 def gathered(meeting: Meeting, operands: list[Operand], *moved: Operand, alike: bool = False) -> list[Operand]:
     """The operands with `moved` whole on the axis: what is decided then leaves queries where they are. alike: nothing
     else is cut by it, and every rank computes the same."""
-    found, state_there = list(operands), INVARIANT if alike else VARYING
+    found, state_there = list(operands), INVARIANT if alike else REPLICATE
     for operand in moved:
         states = [state_there if axis == meeting.axis else state for axis, state in enumerate(operand.states)]
         found[operand.index] = Operand(operand.layout.with_states(states), operand.plain, operand.index)
@@ -71,7 +71,7 @@ def states_for(
     for operand in operands:
         state = operand.states[axis]
         if mask is not None and operand.index == mask.index:
-            state = VARYING
+            state = REPLICATE
             if meeting.choice.way != HEADS and mask.ndim > 1 and mask.shape[-2] == rows > 1:
                 state = query.states[axis].at(mask.ndim - 2)
         states.append(state)
@@ -100,7 +100,7 @@ def run_for(meeting: Meeting, query: Layout, key: Layout, select: Callable | Non
         if select is not None:
             key, value = select(key), select(value)
         if swaps:
-            return heads.attend(circle, query, key, value, _whole(attn_mask, is_causal, scale, query.shape[-3]))
+            return heads.attend(circle, query, key, value, _full_kernel(attn_mask, is_causal, scale, query.shape[-3]))
         if isinstance(attn_mask, Description):
             attn_mask = attn_mask.held(batch, circle.rows[circle.rank])
         noise = dropout_p if isinstance(dropout_p, Tensor) else None
@@ -111,7 +111,7 @@ def run_for(meeting: Meeting, query: Layout, key: Layout, select: Callable | Non
     return run
 
 
-def _whole(mask: Tensor | None, causal: bool, scale: float | None, count: int) -> Callable:
+def _full_kernel(mask: Tensor | None, causal: bool, scale: float | None, count: int) -> Callable:
     """torch's function on some heads of whole sequences."""
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, held: range) -> Tensor:

@@ -14,9 +14,9 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch import Tensor
 
-from .._communication import events, flight
+from .._communication import events, flight_recorder
 from .._communication.collectives import _failure, _wire, all_gather
-from .._communication.flight import BLOCKS, DONE, STARTED, WAITING
+from .._communication.flight_recorder import BLOCKS, DONE, STARTED, WAITING
 from .._layouts.mesh import Mesh
 
 Message = tuple[int, Tensor]
@@ -39,14 +39,14 @@ def start(sends: Sequence[Message], receives: Sequence[Message], mesh: Mesh, axi
     """
     if not sends and not receives:
         return None
-    group, line = mesh.group((axis,)), mesh.line((axis,), BLOCKS)
+    group, rank_group = mesh.group((axis,)), mesh.rank_group((axis,), BLOCKS)
     received = sum(tensor.nbytes for _, tensor in receives)
-    event = events.announce(kind, line.axes, received, len(receives)) if events.listeners else None
-    noted = flight.note(kind, line, received, STARTED)
+    event = events.announce(kind, rank_group.axes, received, len(receives)) if events.listeners else None
+    noted = flight_recorder.note(kind, rank_group, received, STARTED)
     if not group_sends(mesh, axis):
         return UnderWay([], (sends, receives), noted, event)
-    posted = [dist.P2POp(dist.isend, _wire(tensor), line.ranks[to], group) for to, tensor in sends]
-    posted += [dist.P2POp(dist.irecv, _wire(tensor), line.ranks[of], group) for of, tensor in receives]
+    posted = [dist.P2POp(dist.isend, _wire(tensor), rank_group.ranks[to], group) for to, tensor in sends]
+    posted += [dist.P2POp(dist.irecv, _wire(tensor), rank_group.ranks[of], group) for of, tensor in receives]
     try:
         works = dist.batch_isend_irecv(posted)
     except RuntimeError as error:

@@ -38,7 +38,7 @@ from functools import lru_cache
 from math import prod
 
 from .._layouts.layout import Layout
-from .._layouts.state import INVARIANT, PARTIAL, VARYING, State
+from .._layouts.state import INVARIANT, PARTIAL, REPLICATE, State
 
 STEP = {
     ("I", "R"): "nothing",
@@ -119,7 +119,7 @@ def plan(source: Layout, target: Layout) -> tuple[Step, ...]:
     if source is target:
         return ()
     choices = [
-        {source.states[axis], target.states[axis], INVARIANT, VARYING}
+        {source.states[axis], target.states[axis], INVARIANT, REPLICATE}
         | ({PARTIAL} if PARTIAL in (source.states[axis], target.states[axis]) else set())
         for axis in range(source.mesh.ndim)
     ]

@@ -15,21 +15,23 @@ source's, which the scope does not hold.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from weakref import ref
 
 from torch import Tensor, is_grad_enabled
 
 from .._layouts.layout import Layout
-from .._layouts.state import INVARIANT, PARTIAL, VARYING
+from .._layouts.state import INVARIANT, PARTIAL, REPLICATE
 from .._torch_private import _get_sequence_nr
 
 
 class Scope:
     """What was remembered while a module runs: sources, and of which target; None for slices that were counted."""
 
-    __slots__ = ("first_node", "kept")
+    __slots__ = ("cut", "first_node", "kept")
 
-    def __init__(self) -> None:
+    def __init__(self, cut: Collection[int] = ()) -> None:
+        self.cut = cut
         self.first_node = _get_sequence_nr()
         self.kept: list[tuple] = []
 
@@ -51,9 +53,17 @@ class Scope:
 _scopes: list[Scope] = []
 
 
-def open_scope() -> None:
-    """Begin to remember; pairs with `close_scope`."""
-    _scopes.append(Scope())
+def open_scope(cut: Collection[int] = ()) -> None:
+    """Begin to remember; pairs with `close_scope`.
+
+    cut: mesh axes that cut weights of the module that is entered, or of a child of it.
+    """
+    _scopes.append(Scope(cut))
+
+
+def cut_here() -> Collection[int]:
+    """The axes that cut weights of the module that runs, or of a child of it."""
+    return _scopes[-1].cut if _scopes else ()
 
 
 def close_scope() -> None:
@@ -88,12 +98,12 @@ def recall(source: Tensor, target: Layout) -> Tensor | None:
     return entry[2]
 
 
-def whole_already(source: Tensor, layout: Layout) -> Layout | None:
+def already_summed(source: Tensor, layout: Layout) -> Layout | None:
     """Of a partial tensor the layout in which an open scope remembers its sum: who asks next need not add up again what
     comes of its parts. Call with dispatch disabled."""
     if "_conversions" not in source.__dict__:
         return None
-    for whole in (INVARIANT, VARYING):
+    for whole in (INVARIANT, REPLICATE):
         target = layout.with_states([whole if state is PARTIAL else state for state in layout.states])
         if recall(source, target) is not None:
             return target

@@ -4,8 +4,9 @@ A scan over a sequence takes `x[:, i]` of what was computed for all positions, a
 would communicate, in backward or in both directions, as often as there are positions. The first two slices travel
 alone, for they may stay the only ones; with the third the whole tensor does, and all others are views of it. A slice
 that is much of the tensor has neighbours that are (the step, B and C of a state-space layer, rows dealt out to
-experts): where only gradients travel, the whole's does at once, at no more than `WHOLE` times the bytes. So does one of
-the parts into which rows were split, however small: the others are there already.
+experts): where only gradients travel, the whole's does at once, at no more than `WHOLE` times the bytes, or where all
+of it is so little (`LITTLE` bytes) that another message takes longer. So does one of the parts into which rows were
+split, however small: the others are there already.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ ALONE = 2
 """Slices of one tensor that are converted before it is."""
 WHOLE = 4
 """Times the elements of a slice that its tensor may have to be converted in its place."""
+LITTLE = 2**18
+"""Bytes that an all-reduce sends in about the time that it takes to begin."""
 
 Make = Callable[[Tensor, Layout, Layout, bool, bool], Tensor]
 
@@ -46,7 +49,7 @@ def as_slice(make: Make, tensor: Tensor, source: Layout, target: Layout) -> Tens
     wanted = layout_of(whole.mesh, tuple(states), whole.shape)
     if recall(base, wanted) is None:
         seen = times_seen(base, wanted)
-        much = whole.numel <= WHOLE * source.numel or _is_dealt(tensor, base)
+        much = whole.numel <= max(WHOLE * source.numel, LITTLE // base.element_size()) or _is_dealt(tensor, base)
         much = much and not communicates(source, target)
         if seen == 0 or seen <= ALONE and not much:
             return None

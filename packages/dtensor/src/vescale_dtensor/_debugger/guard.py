@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._communication import events, flight
+from .._communication import events, flight_recorder
 from .._errors import CommunicationError
 from .session import Stop, wait
 
@@ -54,9 +54,9 @@ def together(stop: Stop) -> Iterator[None]:
 def before_collectives(meet: Callable[[str, Sequence[int], str], None]) -> Iterator[None]:
     """Within the block every collective of ours and of torch.distributed first calls `meet(kind, ranks, where)`."""
 
-    def note(kind: str, line: flight.Line, received: int, state: str) -> list:
-        meet(kind, line.ranks, f" over axis {', '.join(map(repr, line.axes))}, asked for by {events.cause()}")
-        return original(kind, line, received, state)
+    def note(kind: str, group: flight_recorder.RankGroup, received: int, state: str) -> list:
+        meet(kind, group.ranks, f" over axis {', '.join(map(repr, group.axes))}, asked for by {events.cause()}")
+        return original(kind, group, received, state)
 
     def guarded(function: Callable) -> Callable:
         signature = inspect.signature(function)
@@ -69,7 +69,7 @@ def before_collectives(meet: Callable[[str, Sequence[int], str], None]) -> Itera
 
         return run
 
-    original, flight.note = flight.note, note
+    original, flight_recorder.note = flight_recorder.note, note
     changed = []
     for name in WHOLE_GROUP:
         run = guarded(getattr(dist, name))
@@ -79,7 +79,7 @@ def before_collectives(meet: Callable[[str, Sequence[int], str], None]) -> Itera
     try:
         yield
     finally:
-        flight.note = original
+        flight_recorder.note = original
         for module, name, function in changed:
             setattr(module, name, function)
 

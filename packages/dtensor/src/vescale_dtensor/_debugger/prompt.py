@@ -96,7 +96,7 @@ class Prompt(pdb.Pdb):
             stack.enter_context(together(self._stop))
             stack.enter_context(contextlib.redirect_stdout(self.stdout))
             stack.enter_context(_unheard())
-            stack.enter_context(tensor.printing_whole())
+            stack.enter_context(tensor.printing_global())
             return super().onecmd(line)
 
     def set_continue(self) -> None:

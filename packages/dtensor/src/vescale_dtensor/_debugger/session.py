@@ -10,7 +10,7 @@ through a process group: no collective is under way, and none can time out, howe
     name/end                the others have gone on
     beat/<rank>             a number that grows while the rank stands at a line: who stops beating is gone
     open                    "1" while the driver stands: waits of other ranks are then no hang
-    where, where/<n>/<rank> a question, and where a rank that did not come is instead (answered by `_hang.Watch`)
+    where, where/<n>/<rank> a question, and where a rank that did not come is instead (answered by `hang.Watch`)
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from torch import Tensor, is_grad_enabled
 from .._communication import events
 from .._conversions.conversion import is_alias
 from .._conversions.convert import alias, convert_operand, describe, read, refuse_foreign
-from .._conversions.memo import whole_already
 from .._errors import InternalError, MeshError, VescaleError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.state import INVARIANT, PARTIAL
@@ -45,6 +44,7 @@ from .functorch import check_not_wrapped
 from .number import takes_number, with_numbers
 from .order import in_order
 from .signature import Signature, solve
+from .sums import alike, as_zeros, shared
 
 # Functions whose result may be an operand, or in its memory: one that stays partial must then be the very one.
 _HANDS_ON = Trait.VIEW | Trait.METADATA | Trait.MOVES
@@ -207,6 +207,8 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
             decision = solve(asked, signature)
             if decision is None and inplace:
                 decision = forms.partial_in_place(asked, signature)
+        if inplace and decision is not None and any(decision.targets):
+            decision.zeros = as_zeros(asked, entry.rule, decision)
     if decision is None:
         decision = Decision(decomposition=fallback.gathered(function))
     decision.untracked = tuple(i for i, t in enumerate(tensors) if type(t) is DTensor and t._layout.is_untracked)
@@ -222,6 +224,8 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
         moved = {i for i, target in enumerate(decision.targets) if target is not None}
         stay = set(range(len(operands))) - moved - set(decision.mutated)
         decision.partial = tuple(sorted(i for i in stay if PARTIAL in operands[i].states))
+    if not inplace and (decision.parts or any(decision.targets)):
+        decision.alike = alike(decision, operands)
     # A plain tensor without gradient holds the same values whether it is called I or R.
     decision.targets = tuple(
         None if target is None or (operand.plain and is_alias(operand.layout, target)) else target
@@ -243,7 +247,8 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     plain = [t for t in tensors if type(t) is not DTensor]
     seen = all(_among(t, args) and not t.requires_grad for t in plain)  # `dispatch` checks them by `args` alone
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)
-    more = decision.targets or decision.untracked or decision.mutated or decision.watched or decision.partial
+    more = decision.targets or decision.untracked or decision.mutated or decision.watched
+    more = more or decision.partial or decision.alike
     more = more or isinstance(function, OpOverload)
     more = more or isinstance(decision.out, Layout) and decision.out.is_number  # `attach` has more to do
     decision.ready = seen and not more
@@ -292,10 +297,10 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
         if decision.watched:
             borrow(out, tensors)
         return out
-    if decision.partial:
-        summed = _summed(decision, function, tensors)
-        if summed is not tensors:
-            queue = iter(summed)
+    if decision.partial or decision.alike or decision.zeros is not None:
+        given = shared(decision, function, tensors)
+        if given is not tensors:
+            queue = iter(given)
             args = substitute(args, lambda _: next(queue))
             return call_entry(entry, function, args, substitute(kwargs, lambda _: next(queue)))
     for index in decision.mutated:
@@ -336,26 +341,6 @@ def _apply(decision: Decision, entry: Entry, function: Any, args: tuple, kwargs:
     if decision.watched:
         borrow(out, tensors)
     return out
-
-
-def _summed(decision: Decision, function: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """The operands, with the sum in place of each that would stay partial although somebody had it added up before.
-
-    Not while hooks pack what backward saves: a checkpoint's recomputation finds nothing remembered of what enters it,
-    and has to save what its first pass did.
-    """
-    if _saved_tensors_hooks(True) is not None:
-        return tensors
-    found = tensors
-    for index in decision.partial:
-        tensor = tensors[index]
-        source = tensor._layout.base
-        with local_only():
-            target = whole_already(tensor, source)
-        if target is not None:
-            found = list(tensors) if found is tensors else found
-            found[index] = convert_operand(tensor, source, target, function)
-    return found
 
 
 def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: Any = ()) -> Any:
@@ -409,7 +394,10 @@ def apart(out: Any) -> Any:
     if type(out) is Tensor:
         if out.requires_grad:
             return out
-        return out.as_subclass(Tensor) if out._is_view() else out.detach()
+        other = out.as_subclass(Tensor) if out._is_view() else out.detach()
+        if out.__dict__:  # what its rule noted of it
+            other.__dict__.update(out.__dict__)
+        return other
     if isinstance(out, (tuple, list)) and not hasattr(out, "_fields"):
         return type(out)([apart(one) for one in out])
     return out

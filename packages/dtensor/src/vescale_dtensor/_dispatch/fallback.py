@@ -44,14 +44,14 @@ def gathered(function: Callable, *, local: Callable | None = None, lacks: str = 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         targets = _written_by_name(function, args, kwargs) + _written_by_schema(function, args, kwargs)
-        wholes: list[tuple[DTensor, Tensor, int]] = []
+        gathered_operands: list[tuple[DTensor, Tensor, int]] = []
         plains: list[Tensor] = []
 
-        def whole(tensor: Tensor) -> Tensor:
+        def gather(tensor: Tensor) -> Tensor:
             if type(tensor) is not DTensor:
                 plains.append(tensor)
                 return tensor
-            for source, full, _ in wholes:
+            for source, full, _ in gathered_operands:
                 if source is tensor:  # the same object twice stays the same object
                     return full
             layout = tensor._layout.base
@@ -59,24 +59,24 @@ def gathered(function: Callable, *, local: Callable | None = None, lacks: str = 
             if any(tensor is target for target in targets):
                 check_writable(function, tensor)
                 full = full.clone()  # an Alias refuses to be written, and a remembered conversion must not be
-            wholes.append((tensor, full, _version(full)))
+            gathered_operands.append((tensor, full, _version(full)))
             return full
 
-        full_args, full_kwargs = substitute(args, whole), substitute(kwargs, whole)
-        _report(function, wholes, lacks)
+        full_args, full_kwargs = substitute(args, gather), substitute(kwargs, gather)
+        _report(function, gathered_operands, lacks)
         with local_only():
             try:
                 out = local(*full_args, **full_kwargs)
             except Exception as error:
-                for index, (source, _, _) in enumerate(wholes):
+                for index, (source, _, _) in enumerate(gathered_operands):
                     error.add_note(describe(f"operand {index}", source, source._layout))
                 raise
             written: dict[int, DTensor] = {}
-            for source, full, version in wholes:
+            for source, full, version in gathered_operands:
                 if _version(full) != version or any(source is target for target in targets):
                     written[id(full)] = source
                     _write_back(function, source, full)
-        return _attached(out, wholes, written, plains)
+        return _attached(out, gathered_operands, written, plains)
 
     return run
 
@@ -146,28 +146,28 @@ def _write_back(function: Callable, target: DTensor, full: Tensor) -> None:
     target.copy_(convert_operand(source, layout.invariant, layout, "write-back"))
 
 
-def _attached(out: Any, wholes: list, written: dict[int, DTensor], plains: list[Tensor]) -> Any:
+def _attached(out: Any, gathered_operands: list, written: dict[int, DTensor], plains: list[Tensor]) -> Any:
     if isinstance(out, Tensor):
         if id(out) in written:
             return written[id(out)]
         if any(out is plain for plain in plains):
             return out
-        if type(out) is not Tensor or any(out is full for _, full, _ in wholes):
+        if type(out) is not Tensor or any(out is full for _, full, _ in gathered_operands):
             out = alias(out)
         if out.layout is torch.strided:
-            for source, full, _ in wholes:
+            for source, full, _ in gathered_operands:
                 if _share(out, full) and not _share(full, source):  # a view, on one device: a write must not be lost
                     out = mark_copy(out, source)
-        mesh = wholes[0][0]._layout.mesh
+        mesh = gathered_operands[0][0]._layout.mesh
         layout = layout_of(mesh, (INVARIANT,) * mesh.ndim, tuple(out.shape))
         return attach(out, layout if is_grad_enabled() else layout.untracked)
     if isinstance(out, (tuple, list)):
-        items = [_attached(item, wholes, written, plains) for item in out]
+        items = [_attached(item, gathered_operands, written, plains) for item in out]
         if type(out) in (tuple, list):
             return type(out)(items)
         return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
     if isinstance(out, dict):
-        return {name: _attached(item, wholes, written, plains) for name, item in out.items()}
+        return {name: _attached(item, gathered_operands, written, plains) for name, item in out.items()}
     return out
 
 
@@ -186,10 +186,10 @@ _REMEDIES = {
 }
 
 
-def _report(function: Callable, wholes: list, lacks: str) -> None:
+def _report(function: Callable, gathered_operands: list, lacks: str) -> None:
     if (function, lacks) in reported:
         return
-    moved = sum(layout.numel for layout in (s._layout for s, _, _ in wholes) if not layout.is_replicated)
+    moved = sum(layout.numel for layout in (s._layout for s, _, _ in gathered_operands) if not layout.is_replicated)
     if moved:
         reported.add((function, lacks))
         name, line = function_name(function), user_line()

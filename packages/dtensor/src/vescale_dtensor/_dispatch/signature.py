@@ -28,7 +28,7 @@ from math import prod
 from .._conversions.conversion import axis_cost
 from .._layouts.layout import Layout, layout_of
 from .._layouts.region import cut_sizes, divides
-from .._layouts.state import INVARIANT, PARTIAL, VARYING, State, sharded
+from .._layouts.state import INVARIANT, PARTIAL, REPLICATE, State, sharded
 from .._rules.registry import Call, Decision, Operand
 
 Label = Hashable
@@ -92,7 +92,7 @@ def solve(call: Call, signature: Signature) -> Decision | None:
 def _best(signature: Signature, operands: list[Operand], mesh, axis: int, fixed: int | None, columns: list):
     """The cheapest (input states, output states) of one axis."""
     count = mesh.sizes[axis]
-    numels = [whole_numel(operand.layout, axis) for operand in operands]
+    numels = [unsharded_numel(operand.layout, axis) for operand in operands]
     best, best_cost = None, None
     for order, (inputs, outputs) in enumerate(_choices(signature, operands, axis, fixed)):
         if fixed is not None and (inputs[fixed] is not operands[fixed].states[axis] or outputs[0] is not inputs[fixed]):
@@ -132,10 +132,15 @@ def _divides(inputs, operands: list[Operand], columns: list, sizes: tuple[int, .
 
 def _choices(signature: Signature, operands: list[Operand], axis: int, fixed: int | None):
     """All (input states, output states) that are right for one axis, the plainest first. `fixed`: an operand that is
-    written in place."""
+    written in place.
+
+    Where the features of a linear are cut (row parallel) they are a summed label that is cut: the output is PARTIAL,
+    and so is the bias, an addend, which the conversion keeps on the axis's first rank (`_conversions/steps.py`:
+    `_keep_on_first`). In the same way `x.sum()` of a sharded x is PARTIAL, and moves nothing until it is needed.
+    """
     n, outputs = len(operands), signature.outputs
     yield (INVARIANT,) * n, (INVARIANT,) * len(outputs)
-    yield (VARYING,) * n, (VARYING,) * len(outputs)
+    yield (REPLICATE,) * n, (REPLICATE,) * len(outputs)
     states = [operand.states[axis] for operand in operands]
     if PARTIAL in states:
         summands = max(operand.layout.numel for operand, state in zip(operands, states) if state is PARTIAL)
@@ -144,7 +149,7 @@ def _choices(signature: Signature, operands: list[Operand], axis: int, fixed: in
             if not stays and any(states[i].kind == "S" and operands[i].layout.numel > summands for i in together):
                 continue  # free, but for `x - x.mean()` the sum of all of x is due then, of parts that cancel
             partial = {*together, *signature.addends}
-            yield tuple(PARTIAL if i in partial else VARYING for i in range(n)), (PARTIAL,) * len(outputs)
+            yield tuple(PARTIAL if i in partial else REPLICATE for i in range(n)), (PARTIAL,) * len(outputs)
     for label, cut in _cuts(signature, operands, axis):
         summed = label in signature.summed
         if not summed and any(label not in labels for labels in outputs):
@@ -153,7 +158,7 @@ def _choices(signature: Signature, operands: list[Operand], axis: int, fixed: in
             tuple(
                 cut.at(labels.index(label)) if label in labels
                 else PARTIAL if summed and i in signature.addends
-                else VARYING
+                else REPLICATE
                 for i, labels in enumerate(signature.inputs)
             ),
             tuple(cut.at(labels.index(label)) if label in labels else PARTIAL for labels in outputs),
@@ -180,7 +185,7 @@ def _cuts(signature: Signature, operands: list[Operand], axis: int) -> list[tupl
     return found
 
 
-def whole_numel(layout: Layout, axis: int) -> float:
+def unsharded_numel(layout: Layout, axis: int) -> float:
     """Elements of a shard, were `axis` not to cut it: what `axis_cost` counts in."""
     sizes = layout.mesh.sizes
     return layout.numel / prod(sizes[a] for a, s in enumerate(layout.states) if s.kind == "S" and a != axis)

@@ -19,7 +19,7 @@ from .._errors import InternalError, MeshError, PlacementError
 from ..placement import InterleavedShard, Partial, Placement, RaggedShard, Replicate, Shard
 from .mesh import Mesh, mesh_of
 from .region import Box, Ranges, boxes, cut, cut_sizes, divides, flat_cut
-from .state import INVARIANT, PARTIAL, VARYING, State, flat, sharded
+from .state import INVARIANT, PARTIAL, REPLICATE, State, flat, sharded
 
 
 class Layout:
@@ -123,7 +123,7 @@ class Layout:
         """The same with the shard whole where it was flattened and cut: what the flat axis cuts."""
         if self.flat_axis is None:
             return self.base
-        return self.with_states(VARYING if s.kind == "F" else s for s in self.states)
+        return self.with_states(REPLICATE if s.kind == "F" else s for s in self.states)
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """The mesh axes that shard tensor dim `dim`, outermost first."""
@@ -248,7 +248,7 @@ def _plain_cut(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[in
 
 
 def canonical_states(
-    operation: str, placements: Sequence[Placement], device_mesh, shape: Sequence[int], replicated: State = VARYING,
+    operation: str, placements: Sequence[Placement], device_mesh, shape: Sequence[int], replicated: State = REPLICATE,
     *, sizes_known: bool = True,
 ) -> tuple[State, ...]:
     """User placements made strict: the one place where loose placements become states.
@@ -271,7 +271,7 @@ def canonical_states(
     states = []
     for axis, placement in enumerate(placements):
         if _flattens(placement, len(shape)) and (len(shape) != 1 or _cut_elsewhere(placements, axis)):
-            states.append(VARYING)  # it is applied last, below
+            states.append(REPLICATE)  # it is applied last, below
             continue
         name, count = mesh.names[axis], mesh.sizes[axis]
         if isinstance(placement, Replicate):
@@ -329,7 +329,7 @@ def canonical_states(
         states.append(state)
         if not sizes_known:
             continue
-        probe = layout_of(mesh, (*states, *[VARYING] * (mesh.ndim - axis - 1)), shape)
+        probe = layout_of(mesh, (*states, *[REPLICATE] * (mesh.ndim - axis - 1)), shape)
         size = next((size for size in sorted(probe.sizes_at(axis, state.dim)) if not divides(state, size)), None)
         if size is not None:
             whole = f"{groups} groups" if units is None else f"units {units}"

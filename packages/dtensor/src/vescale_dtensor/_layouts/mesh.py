@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._communication.flight import COLLECTIVES, Line
+from .._communication.flight_recorder import COLLECTIVES, RankGroup
 from .._errors import MeshError
 
 
@@ -24,7 +24,7 @@ class Mesh:
 
     __slots__ = (
         *("device_mesh", "sizes", "names", "coordinate"),
-        *("_groups", "_backends", "_lines", "_reading", "__weakref__"),
+        *("_groups", "_backends", "_rank_groups", "_reading", "__weakref__"),
     )
 
     def __init__(
@@ -40,7 +40,7 @@ class Mesh:
         self.device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], object] = {}
         self._backends: dict[tuple[int, ...], str] = {}
-        self._lines: dict[tuple[tuple[int, ...], str], Line] = {}
+        self._rank_groups: dict[tuple[tuple[int, ...], str], RankGroup] = {}
         self._reading: tuple | None = None  # the mesh's twin for reads, once somebody asked (`reads.py`)
         _meshes.add(self)
 
@@ -100,14 +100,14 @@ class Mesh:
             self._backends[axes] = name
         return name
 
-    def line(self, axes: tuple[int, ...], of: str = COLLECTIVES) -> Line:
+    def rank_group(self, axes: tuple[int, ...], of: str = COLLECTIVES) -> RankGroup:
         """The ranks of the group of `axes`, as the flight recorder knows them."""
-        line = self._lines.get((axes, of))
-        if line is None:
+        rank_group = self._rank_groups.get((axes, of))
+        if rank_group is None:
             group = self.group(axes)
             ranks = dist.get_process_group_ranks(group)
-            line = self._lines[axes, of] = Line([self.names[axis] for axis in axes], ranks, of, group)
-        return line
+            rank_group = self._rank_groups[axes, of] = RankGroup([self.names[axis] for axis in axes], ranks, of, group)
+        return rank_group
 
     def _check_order(self, axes: tuple[int, ...]) -> None:
         """torch numbers the ranks of a group in ascending order, whatever the order in the mesh: then a rank's place

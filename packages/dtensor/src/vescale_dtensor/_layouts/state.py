@@ -23,7 +23,7 @@ from ..placement import InterleavedShard, Partial, Placement, RaggedShard, Repli
 
 
 class State:
-    """One mesh axis of a layout. Make one with `sharded(...)`, `flat(...)`, or use `PARTIAL`, `INVARIANT`, `VARYING`.
+    """One mesh axis of a layout. Make one with `sharded(...)`, `flat(...)`, or use `PARTIAL`, `INVARIANT`, `REPLICATE`.
 
     `dim` is the tensor dim that is cut; of a flat state, how many dims are flattened.
     """
@@ -92,9 +92,9 @@ class State:
 
 PARTIAL = State("P")
 INVARIANT = State("I")
-VARYING = State("R")
-_GRADIENT = {"S": None, "F": None, "P": VARYING, "I": INVARIANT, "R": PARTIAL}
-_UNSHARDED = {"P": PARTIAL, "I": INVARIANT, "R": VARYING}
+REPLICATE = State("R")
+_GRADIENT = {"S": None, "F": None, "P": REPLICATE, "I": INVARIANT, "R": PARTIAL}
+_UNSHARDED = {"P": PARTIAL, "I": INVARIANT, "R": REPLICATE}
 
 
 _sharded: dict[tuple, State] = {}

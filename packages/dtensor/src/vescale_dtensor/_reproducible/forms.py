@@ -206,7 +206,7 @@ def _reduction(call: Call, mean: bool) -> Decision | None:
     if arguments is None or not call.operands[0].layout.numel:
         return None
     dims, keepdim = arguments
-    signature = (reduce.mean if mean else reduce.total)(call)
+    signature = (reduce.mean if mean else reduce.sum_rule)(call)
     if not isinstance(signature, Signature):
         return None
     found = solved(call, signature)

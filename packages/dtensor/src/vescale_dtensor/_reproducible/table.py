@@ -49,7 +49,7 @@ _SAFE = Trait.MOVES | Trait.METADATA | Trait.DRAWS
 
 
 class Overlay:
-    """The table while the mode is on. `get` is what dispatch asks (`_dispatch.look_into`), `made` what it asks then."""
+    """The table while the mode is on. `get` is what dispatch asks (`dispatch.look_into`), `made` what it asks then."""
 
     def __init__(self, splits: Splits) -> None:
         self.splits = splits
@@ -122,19 +122,21 @@ def _rule_of(function: Callable, entry: Entry, splits: Splits) -> Callable | Non
     form, ordinary, traits = FORMS.get(function), entry.rule, entry.traits
     if ordinary is None:
         known = entry.handler is not None or is_inplace(function) or _is_attribute(function)
-        return None if known else lambda call: whole(function)
+        return None if known else lambda call: on_full_tensors(function)
     if form is not None:
-        return lambda call: form(call, splits) or whole(function)
+        return lambda call: form(call, splits) or on_full_tensors(function)
     if function is ATTENTION:
         return lambda call: grouped_attention(call) or ordinary(call)
     if function is F.pad:
-        return lambda call: ordinary(call) if call.get(2, "mode", "constant") == "constant" else whole(function)
+        return lambda call: (
+            ordinary(call) if call.get(2, "mode", "constant") == "constant" else on_full_tensors(function)
+        )
     by_item = Trait.ELEMENTWISE in traits
     if function in _KEPT or traits & (Trait.MOVES | Trait.METADATA) or (by_item and Trait.DRAWS in traits):
         return None
     if by_item:
         return _of_lists(ordinary) if Trait.LISTS in traits else _elementwise(ordinary, function)
-    return lambda call: whole(function)
+    return lambda call: on_full_tensors(function)
 
 
 def _is_attribute(function: Callable) -> bool:
@@ -153,22 +155,22 @@ def _elementwise(ordinary: Callable, function: Callable) -> Callable:
         signature = ordinary(call)
         if not isinstance(signature, Signature):
             made_of_others = isinstance(signature, Decision) and signature.decomposition is not None
-            return signature if known or made_of_others else whole(function)
+            return signature if known or made_of_others else on_full_tensors(function)
         if not known and (call.inplace or len(signature.outputs) != 1 or signature.local is not None):
-            return whole(function)
+            return on_full_tensors(function)
         if all(operand.layout.flat_axis is None for operand in call.operands):
-            return elementwise(call, signature, function) or whole(function)
+            return elementwise(call, signature, function) or on_full_tensors(function)
         independent = independent_form(call)
         decision = None if independent is None else on_flat(call, signature)
         if decision is None:
-            return signature if independent is None else whole(function)
+            return signature if independent is None else on_full_tensors(function)
         decision.run = independent_run(independent, call.inplace)
         return decision
 
     return rule
 
 
-def whole(function: Callable) -> Decision:
+def on_full_tensors(function: Callable) -> Decision:
     """The function on whole tensors, on every rank what one device computes."""
     return decomposed(fallback.gathered(function, local=compact(function), lacks="canonical form"))
 

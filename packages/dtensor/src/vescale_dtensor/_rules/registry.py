@@ -97,7 +97,10 @@ class Decision:
     None for "as it is". out: what to attach. run: the local function, or None for
     the called one; it gets all arguments, converted. decomposition: a Python function
     to run on the DTensors instead, with dispatch on. partial: operands that stay sums of
-    parts, unless the sum is remembered. explanation: for `strict()`, why
+    parts, unless the sum is remembered. alike: operands and the axes on which they stay I,
+    which might as well be R. parts: of one that is alike, parts are taken that will not be
+    used alike. zeros: the layout in which the first operand takes the others as they are,
+    if it holds nothing but zeros. explanation: for `strict()`, why
     an operand must move, and remedies (code, cost).
     """
 
@@ -111,6 +114,9 @@ class Decision:
     copies: bool = False
     watched: bool = False
     partial: tuple[int, ...] = ()
+    alike: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    parts: bool = False
+    zeros: Layout | None = None
     explanation: tuple[str, tuple[tuple[str, str], ...]] | None = None
     ready: bool = field(default=False)
 

@@ -12,7 +12,7 @@ alive. What is on a tape, in order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -142,12 +142,14 @@ class Taping(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         with local_only():
-            if self.paused or not self.tapes:
+            if self.paused or not self.tapes or _have_no_data((args, kwargs)):
                 return function(*args, **kwargs)
             op = self._op(function, args, kwargs)
             if self.check is not None:
                 self.check(op)
             out = function(*args, **kwargs)
+            if _have_no_data(out):
+                return out
             op.out = refs_of(out, self.storages)
         self.tapes[-1].append(op)
         return out
@@ -162,6 +164,22 @@ class Taping(TorchDispatchMode):
         if op.name == _CONSTANT and args[0].numel() <= SMALL and not args[0].is_meta:
             op.constant = bytes_of(args[0])
         return op
+
+
+def _have_no_data(value: Any) -> bool:
+    """Whether there are tensors in it, none with data. What is asked of such (a rule asks torch for the shapes of the
+    parts of a tensor) computes nothing, and is asked once: whether that is in a recorded pass is chance."""
+    return set(_kinds(value)) == {True}
+
+
+def _kinds(value: Any) -> Iterator[bool]:
+    if isinstance(value, Tensor):
+        yield value.is_meta
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _kinds(item)
+    elif isinstance(value, dict):
+        yield from _kinds(tuple(value.values()))
 
 
 def _draws(schema: Any, args: tuple, kwargs: dict) -> bool:

@@ -20,7 +20,7 @@ from .._conversions.steps import route_of
 from .._errors import GradientError, PlacementError, ShapeError
 from .._layouts.layout import Layout, canonical_states, layout_of
 from .._layouts.mesh import Mesh, mesh_of
-from .._layouts.state import INVARIANT, PARTIAL, VARYING
+from .._layouts.state import INVARIANT, PARTIAL, REPLICATE
 from ..placement import Partial, Placement, RaggedShard
 from .loans import borrow
 from .tensor import DTensor, attach, local_only
@@ -134,14 +134,14 @@ def _redistributed(layout: Layout, placements: tuple[Placement, ...]) -> Layout:
                 [("Partial()", "a partial sum"), ("Replicate()", "the value itself")],
             )
     wanted = canonical_states("redistribute", placements, layout.mesh, layout.shape)
-    states = [_replicated(now) if goal is VARYING else goal for now, goal in zip(layout.states, wanted)]
+    states = [_replicated(now) if goal is REPLICATE else goal for now, goal in zip(layout.states, wanted)]
     return layout.with_states(states)
 
 
 def _replicated(now):
     if now.is_replicated:
         return now
-    return INVARIANT if now is PARTIAL else VARYING
+    return INVARIANT if now is PARTIAL else REPLICATE
 
 
 # --- factories --------------------------------------------------------------------

@@ -42,10 +42,10 @@ def place_all() -> None:
     for owner, names in _LAID_OUT.items():
         for name in names.split():
             _replace(owner, name, _laid_out)
-    for owner, names in _WHOLE.items():
+    for owner, names in _OF_FULL_TENSORS.items():
         for name in names.split():
-            _replace(owner, name, _whole)
-    Tensor.data, Tensor.grad = _Whole(Tensor.data), _Whole(Tensor.grad)
+            _replace(owner, name, _of_full_tensor)
+    Tensor.data, Tensor.grad = _TakesFullTensor(Tensor.data), _TakesFullTensor(Tensor.grad)
     for name in _KINDS.split():
         setattr(torch, name, _Kind(f"torch.{name}", (), {"_of_c": getattr(torch, name), "__module__": "torch"}))
     replace_set_default_tensor_type(_set_default_kind)
@@ -78,7 +78,7 @@ _LAID_OUT = {
     Tensor: "new_tensor new __new__ _make_subclass",
     torch.autograd.Variable: "__new__",
 }
-_WHOLE = {
+_OF_FULL_TENSORS = {
     torch: """
         sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor
         sparse_compressed_tensor _sparse_coo_tensor_unsafe _sparse_csr_tensor_unsafe _sparse_compressed_tensor_unsafe
@@ -115,7 +115,7 @@ def _laid_out(original: Callable, args: tuple, kwargs: dict) -> Any:
     return out.requires_grad_() if given else out
 
 
-def _whole(original: Callable, args: tuple, kwargs: dict) -> Any:
+def _of_full_tensor(original: Callable, args: tuple, kwargs: dict) -> Any:
     """What a constructor makes of the whole tensor."""
     if args and type(args[0]) is DTensor and original.__name__ == "set_":
         return original(*args, **kwargs)
@@ -126,7 +126,7 @@ def _whole(original: Callable, args: tuple, kwargs: dict) -> Any:
     return original(*map(full, args), **{name: full(value) for name, value in kwargs.items()})
 
 
-class _Whole:
+class _TakesFullTensor:
     """`Tensor.data` and `Tensor.grad`: a plain tensor is given the whole of a DTensor."""
 
     def __init__(self, of_c: Any) -> None:

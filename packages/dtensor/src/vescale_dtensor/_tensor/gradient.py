@@ -17,7 +17,7 @@ from .._conversions.convert import alias, convert, convert_plain, describe
 from .._errors import GradientError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
-from .._layouts.state import INVARIANT, VARYING
+from .._layouts.state import INVARIANT, REPLICATE
 from .._torch_private import _current_graph_task_id
 from .tensor import DTensor, attach, local_only, plain_class, plain_grad, set_plain_grad, set_reduced_grad, source_of
 
@@ -136,7 +136,7 @@ def root_of(tensor: Tensor, operation: str) -> Tensor:
     if type(tensor) is not DTensor:
         return tensor
     layout = tensor._layout.base
-    states = tuple(INVARIANT if state is VARYING else state for state in layout.states)
+    states = tuple(INVARIANT if state is REPLICATE else state for state in layout.states)
     return alias(convert(tensor, layout.with_states(states), operation))
 
 
@@ -148,7 +148,7 @@ def seed_of(tensor: Tensor, gradient: Tensor | None, operation: str) -> Tensor |
     if gradient is None:
         with local_only():
             return torch.ones_like(tensor) if layout.numel == 1 and tensor.numel() == 1 else None
-    states = tuple(INVARIANT if state is VARYING else state for state in layout.states)
+    states = tuple(INVARIANT if state is REPLICATE else state for state in layout.states)
     target = layout.with_states(states).gradient
     if tuple(gradient.shape) != layout.shape:
         as_gradient_of(tensor, gradient, operation)  # raises, with the numbers
@@ -188,7 +188,7 @@ def start_backward(
     dispatch and without an alias node.
     """
     layout = tensor._layout
-    if gradient is not None or inputs is not None or layout.shape or VARYING in layout.states:
+    if gradient is not None or inputs is not None or layout.shape or REPLICATE in layout.states:
         seeds = None if gradient is None else [gradient]
         return _run_backward([tensor], seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
     source = source_of(tensor) if layout.is_number else None

@@ -174,7 +174,7 @@ class DTensor(Tensor, metaclass=TensorType):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         # Never communicates: a debugger calls this on one rank, unless it goes through all of them in lockstep.
         states = ", ".join(map(repr, self._layout.states))
-        if _prints_whole:
+        if _prints_global:
             with contextlib.suppress(RuntimeError), torch.no_grad():  # a rank stands elsewhere: what is here is shown
                 whole = self.full_tensor()
                 with local_only():
@@ -194,17 +194,17 @@ class DTensor(Tensor, metaclass=TensorType):
 
 
 @contextlib.contextmanager
-def printing_whole() -> Iterator[None]:
+def printing_global() -> Iterator[None]:
     """Within the block all ranks print the same: a DTensor shows the global tensor, for which it communicates."""
-    global _prints_whole
-    before, _prints_whole = _prints_whole, True
+    global _prints_global
+    before, _prints_global = _prints_global, True
     try:
         yield
     finally:
-        _prints_whole = before
+        _prints_global = before
 
 
-_prints_whole = False
+_prints_global = False
 
 
 # --- below autograd ---------------------------------------------------------------

@@ -263,14 +263,14 @@ def _difference(
     for i, (want, have) in enumerate(zip(alone.outputs, outputs)):
         if _form(want) != _form(have):
             return f"output {i}: {_form(have)} for {_form(want)}"
-    found = [_whole(output) for output in outputs]
+    found = [_full(output) for output in outputs]
     gradients: list[Any] = [None] * len(given)
     if alone.cotangents:
         ends = _differentiable(outputs)
         if len(ends) != len(alone.cotangents):
             return f"{len(ends)} differentiable outputs for {len(alone.cotangents)}"
         torch.autograd.backward(ends, [cotangent.clone() for cotangent in alone.cotangents])
-        gradients = [_whole(leaf.grad) if isinstance(leaf, Tensor) else None for leaf in given]
+        gradients = [_full(leaf.grad) if isinstance(leaf, Tensor) else None for leaf in given]
     pairs = [(f"output {i}", *pair) for i, pair in enumerate(zip(alone.outputs, found))]
     for i, (want, have) in enumerate(zip(alone.gradients, gradients)):
         if want is None and isinstance(have, Tensor):
@@ -293,7 +293,7 @@ def _differentiable(outputs: Iterable[Any]) -> list[Tensor]:
     return [output for output in tensors if output.layout == torch.strided]
 
 
-def _whole(value: Any) -> Any:
+def _full(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()

@@ -182,7 +182,7 @@ KINKED_ALONG: dict[str, Callable] = {
     "one_hot": lambda x, dim: F.one_hot(x.argmax(dim), x.shape[dim]) * 1.5,
     "max_pool": lambda x, dim: F.max_pool1d(x.movedim(dim, -1).flatten(0, -2), 2),
 }
-WHOLE: dict[str, Callable] = {
+ON_FULL: dict[str, Callable] = {
     "sum_all": torch.sum,
     "mean_all": Tensor.mean,
     "flatten": torch.flatten,
@@ -290,6 +290,6 @@ OTHERS: dict[str, Callable] = {
 
 RUN: dict[str, Callable] = {
     **UNARY, **KINKED_UNARY, **BINARY, **KINKED_BINARY, **MASKED, **REDUCE, **KINKED_REDUCE,
-    **ALONG, **KINKED_ALONG, **WHOLE, **OTHERS,
+    **ALONG, **KINKED_ALONG, **ON_FULL, **OTHERS,
 }  # fmt: skip
 KINKED = frozenset((*KINKED_UNARY, *KINKED_BINARY, *KINKED_REDUCE, *KINKED_ALONG))

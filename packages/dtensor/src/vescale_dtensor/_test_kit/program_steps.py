@@ -1,6 +1,6 @@
 """How the steps of a random program are drawn: `PROPOSALS`.
 
-Each looks at the values so far (a `_programs.Draw`) and answers (name of a function,
+Each looks at the values so far (a `programs.Draw`) and answers (name of a function,
 inputs, static arguments), or None. What it proposes may not fit: then it is not taken.
 """
 
@@ -17,9 +17,9 @@ from .program_functions import (
     KINKED_REDUCE,
     KINKED_UNARY,
     MASKED,
+    ON_FULL,
     REDUCE,
     UNARY,
-    WHOLE,
 )  # fmt: skip
 
 
@@ -53,8 +53,8 @@ def along(draw):
     return draw.rng.choice([*ALONG, *KINKED_ALONG]), (x,), {"dim": _dim(draw, x)}
 
 
-def whole(draw):
-    return draw.rng.choice([*WHOLE]), (draw.floating(1),), {}
+def on_full(draw):
+    return draw.rng.choice([*ON_FULL]), (draw.floating(1),), {}
 
 
 def regroup(draw):
@@ -273,7 +273,7 @@ def _dim(draw, ref: int) -> int:
 # A row that is there twice is drawn twice as often.
 PROPOSALS = (
     unary, unary, unary, unary, binary, binary, binary, binary, masked, masked, reduce, reduce, reduce, reduce_dims,
-    along, along, along, along, whole, whole, regroup, regroup, reorder, reorder, merge, unmerge, widen, part, part,
+    along, along, along, along, on_full, on_full, regroup, regroup, reorder, reorder, merge, unmerge, widen, part, part,
     pad, join, product, product, product, contraction, contraction, attention, affine_norm, indexed, indexed, indexed,
     convolution, move, move, indexed_twice, loss, image,
 )  # fmt: skip

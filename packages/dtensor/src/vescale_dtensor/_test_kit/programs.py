@@ -5,7 +5,7 @@
     run_ranks(4, failure_of, program)   # None, or the first difference, per rank
 
 A program is data: leaves (shape, kind, layout) and steps (the name of a function in
-`_program_functions.RUN`, what it takes, its static arguments). It is valid by construction, because
+`program_functions.RUN`, what it takes, its static arguments). It is valid by construction, because
 every step ran on one device when it was drawn, and well-conditioned: a step whose
 result is huge or not finite, or that has a kink (relu, amax, a comparison) near one of
 its values, is not taken, so that a difference is an error and not rounding.

@@ -51,7 +51,7 @@ def hooks_aside(weights: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(kept | added)
 
 
-def whole(
+def both(
     roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Gradients, Gradients]:
     """Gradients of the leaves, and of the weights; None where nothing flows."""

@@ -11,8 +11,10 @@ from .._trace.containers import map_tensors
 from .._trace.event import Record
 from .._trace.reduction import Tag
 from .._transport.p2p import Header
-from ..action import Action, Schedule
+from ..action import COMPUTE, Action, Schedule
 
+Turn = tuple[Action, tuple[Action, ...]]
+"""An action, and the receives that are posted before it is done."""
 _FORWARD = frozenset(("F", "SEND_F", "RECV_F"))
 
 
@@ -30,7 +32,7 @@ class Call:
         self.headers: dict[tuple, Header] = {}
         self._signature = signature
         self._digest: int | None = None
-        self._actions: dict[bool, tuple[Action, ...]] = {}
+        self._turns: dict[bool, tuple[Turn, ...]] = {}
 
     @property
     def counts_labels(self) -> bool:
@@ -46,12 +48,12 @@ class Call:
         """Whether user code changes the model or the generator when it runs once more."""
         return bool(self.record.slots) or self.record.draws_anything
 
-    def actions(self, schedule: Schedule, rank: int, trains: bool) -> tuple[Action, ...]:
-        found = self._actions.get(trains)
+    def turns(self, schedule: Schedule, rank: int, trains: bool, posts_ahead: bool) -> tuple[Turn, ...]:
+        """A rank's actions in order; `posts_ahead` is whether receives may be posted before their turn."""
+        found = self._turns.get(trains)
         if found is None:
-            all_of_rank = schedule.actions[rank]
-            found = tuple(a for a in all_of_rank if trains or a.kind in _FORWARD)
-            self._actions[trains] = found
+            actions = [a for a in schedule.actions[rank] if trains or a.kind in _FORWARD]
+            found = self._turns[trains] = _with_receives(actions) if posts_ahead else tuple((a, ()) for a in actions)
         return found
 
     def digest(self, schedule: Schedule) -> int:
@@ -62,6 +64,23 @@ class Call:
             text = repr((schedule.hash, self._signature, events, record.crossing))
             self._digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         return self._digest
+
+
+def _with_receives(actions: list[Action]) -> tuple[Turn, ...]:
+    """Receives are posted one computation early. What is sent is then on its way at once: gloo keeps at the sender what
+    nobody waits for yet, which costs two more messages, and a wait for them. Cost: the memory of one message more for
+    each kind that arrives."""
+    turns: list[Turn] = []
+    ahead: list[Action] = []
+    for action in reversed(actions):
+        if action.kind in COMPUTE:
+            turns.append((action, tuple(reversed(ahead))))
+            ahead.clear()
+            continue
+        if action.kind.startswith("RECV"):
+            ahead.append(action)
+        turns.append((action, ()))
+    return tuple(reversed(turns))
 
 
 def signature_of(inputs: Any, modules: list[nn.Module]) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from time import perf_counter
 from typing import Any
 
@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from .._errors import PipelineError
-from .._torch_private import _get_privateuse1_backend_name
 from .._trace.memory import Memories
 from .._trace.placeholder import memory_of
 from .._transport.messages import PARTS
-from .._transport.p2p import Arrival, Header, part_of
-from ..action import Action
+from .._transport.p2p import Arrival, Header, header_of
 from ..recording import is_recording, note
 from ..simulate import Event
-from .call import Call
-from .generators import set_states, states
+from .call import Call, Turn
 from .loss import Weight, Weights, loss_in
 from .member import Member
+from .random_order import RandomOrder
 
 
 class Interpreter:
@@ -54,11 +52,12 @@ class Interpreter:
         self._posted: dict[tuple[str, int, int], Arrival] = {}
         self._unannounced: dict[tuple[str, int, int], int] = {}  # to be received from a peer
         self._made: dict[tuple[str, int, int], tuple[list[Tensor | None], Header]] = {}
+        self._handed: dict[int, Header] = {}  # of the last microbatch's gradients, by stage
         self._seeds: dict[Weight, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._memories = Memories(call.record.slots, member.stages, member.codec.whole)
-        self._random = _Random(member.link.device) if call.record.draws_anything else None
+        self._random = RandomOrder(member.link.device) if call.record.draws_anything else None
         self._table = {
             "F": self._do_forward,
             "B": self._do_backward,
@@ -71,11 +70,13 @@ class Interpreter:
             "REDUCE": lambda stage, microbatch, peer: None,  # weights tied over stages are summed at the end
         }
 
-    def do(self, actions: Sequence[Action], doing: Any) -> None:
+    def do(self, turns: Sequence[Turn], doing: Any) -> None:
         """One after another; `doing.action` is the one at hand."""
         table, records = self._table, is_recording()
-        for action in actions:
+        for action, ahead in turns:
             doing.action = action
+            for receive in ahead:
+                table[receive.kind](*receive[1:])
             kind, stage, microbatch, peer = action
             if not records:
                 table[kind](stage, microbatch, peer)
@@ -119,15 +120,19 @@ class Interpreter:
             self._made["F", stage + 1, microbatch] = (slot.outputs, slot.header)
 
     def _do_backward(self, stage: int, microbatch: int, peer: int | None) -> None:
-        gradients, buffers = self._take_gradients(stage, microbatch)
+        gradients = self._take_gradients(stage, microbatch)
         leaves, free = self._stages[stage].backward(microbatch, gradients, self._seed(stage, microbatch))
         self._hand_back(stage, microbatch, leaves)
-        # The gradient of a value that only passes through is the buffer that it arrived in, which is yet to be sent.
-        passing = {memory_of(gradient) for gradient in leaves if gradient is not None}
-        self._recycle(free, [buffer for buffer in buffers if memory_of(buffer) not in passing])
+        self._recycle(free)
+        if gradients:
+            if leaves:
+                # That of a value which only passes through is the buffer it arrived in, which is yet to be sent.
+                passing = {memory_of(gradient) for gradient in leaves if gradient is not None}
+                gradients = [one for one in gradients if one is not None and memory_of(one) not in passing]
+            self._recycle(gradients)
 
     def _do_input(self, stage: int, microbatch: int, peer: int | None) -> None:
-        gradients, _ = self._take_gradients(stage, microbatch)
+        gradients = self._take_gradients(stage, microbatch)
         leaves = self._stages[stage].input_backward(microbatch, gradients, self._seed(stage, microbatch))
         self._hand_back(stage, microbatch, leaves)
 
@@ -147,33 +152,30 @@ class Interpreter:
 
     def _hand_back(self, stage: int, microbatch: int, leaves: list[Tensor | None]) -> None:
         if stage:
-            header = tuple(None if gradient is None else part_of(gradient) for gradient in leaves)
+            header = self._handed[stage] = header_of(leaves, repeat(None), self._handed.get(stage))
             self._made["B", stage - 1, microbatch] = (leaves, header)
 
-    def _take_gradients(self, stage: int, microbatch: int) -> tuple[list[Tensor | None], list[Tensor]]:
-        if stage == self._last:
-            return [], []
-        gradients, _ = self._take("B", stage, microbatch)
-        return gradients, [gradient for gradient in gradients if gradient is not None]
+    def _take_gradients(self, stage: int, microbatch: int) -> list[Tensor | None]:
+        return [] if stage == self._last else self._take("B", stage, microbatch)[0]
 
     def _take(self, kind: str, stage: int, microbatch: int) -> tuple[list[Tensor | None], Header]:
         """What arrived for a stage: from another rank, or from a neighbouring stage on this one."""
         key = (kind, stage, microbatch)
-        if key in self._made:
-            made = self._made.pop(key)
-            self._link.handed_over(kind, stage, *made)
-            return made
-        if key in self._unannounced:
-            self._posted[key] = self._post_announced(*key, self._unannounced.pop(key))
-        arrival = self._posted.pop(key)
+        arrival = self._posted.pop(key, None)
+        if arrival is None:
+            if key in self._made:
+                made = self._made.pop(key)
+                self._link.handed_over(kind, stage, *made)
+                return made
+            arrival = self._post_announced(*key, self._unannounced.pop(key))
         tensors = arrival.wait()
         self._began = perf_counter()
         return tensors, arrival.header
 
-    def _recycle(self, *groups: list[Tensor]) -> None:
-        for group in groups:
-            while group:
-                self._link.recycle(group.pop())
+    def _recycle(self, free: list[Tensor | None]) -> None:
+        while free:
+            if (tensor := free.pop()) is not None:
+                self._link.recycle(tensor)
 
     # --- transfers ----------------------------------------------------------------------
 
@@ -198,15 +200,17 @@ class Interpreter:
                 raise PipelineError("pipeline", f"{len(header)} tensors cross one cut, more than {PARTS}")
             self._call.headers[kind, to_stage, self._trains] = header
             self._link.send_object(peer, self._tags(f"header {kind}", to_stage), header)
-        elif known != header:
+        elif known is not header and known != header:
             tensors = _like(known, header, tensors, kind, to_stage, self._link.device)
         self._link.send(peer, tag, tensors)
 
     def _post(self, kind: str, stage: int, microbatch: int, peer: int) -> None:
         """A receive whose header is not told yet is posted when it is needed, where messages have tags; else it must
         take its turn, for which the sender is waited for: schedules are proved for a transport that lets every rank do
-        one transfer at a time."""
+        one transfer at a time. Nothing is left to do at the turn of what was posted ahead."""
         key = (kind, stage, microbatch)
+        if key in self._posted or key in self._unannounced:
+            return
         if self._link.has_tags and (kind, stage, self._trains) not in self._call.headers:
             self._unannounced[key] = peer
         else:
@@ -240,31 +244,3 @@ def _like(known: Header, header: Header, tensors: list, kind: str, stage: int, d
             )
         fitting.append(tensor)
     return fitting
-
-
-class _Random:
-    """The default generators, kept where one device would have them that runs the microbatches one after another.
-
-    What other stages draw is known by the operators of a dry run, replayed on this stage's device. Kernels that take
-    numbers otherwise than these operators do (a fused dropout on CUDA) may leave its generator elsewhere.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type not in ("cpu", _get_privateuse1_backend_name()):
-            warnings.warn(
-                f"vescale_pipeline: random numbers of a pipeline on {device.type} may not be those of one device: what "
-                "other stages draw is gone past by operators that fused kernels need not agree with",
-                stacklevel=2,
-            )
-        self._device = device
-        self._states = {0: states(device)}
-
-    def before(self, microbatch: int) -> None:
-        set_states(self._device, self._states[microbatch])
-
-    def after(self, microbatch: int) -> None:
-        self._states.setdefault(microbatch + 1, states(self._device))
-
-    def end(self) -> None:
-        """Past the last microbatch that was run."""
-        set_states(self._device, self._states[max(self._states)])

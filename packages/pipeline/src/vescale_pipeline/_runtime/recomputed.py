@@ -11,8 +11,7 @@ Reentrant checkpoints are run as the other kind (`skeleton.py`), and need nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -23,20 +22,12 @@ from .._trace.placeholder import current
 
 
 class Halves(GraphExecGroup):
-    """The runs of autograd that share what is computed again: those of one stage and microbatch."""
+    """The runs of autograd that share what is computed again: those of one stage and microbatch. Checkpoints that begin
+    while it is `current.halves` are of this group."""
 
     def __init__(self) -> None:
         self.are_apart = False  # set when a half begins; a whole backward asks for everything once
         self._handed: dict[Any, Tensor] = {}
-
-    @contextmanager
-    def in_forward(self) -> Iterator[None]:
-        """Checkpoints that begin meanwhile, on this thread, are of this group."""
-        before, current.halves = current.halves, self
-        try:
-            yield
-        finally:
-            current.halves = before
 
     def get(self, holder: Any, unpack: Callable[[Any], Tensor]) -> Tensor:
         """What a checkpoint saved, in place of which autograd has `holder`."""

@@ -35,12 +35,12 @@ from .._transport.words import LinkError
 from ..action import Action, Schedule
 from .backward import hooks_aside
 from .call import Call, signature_of
-from .elsewhere import Elsewhere, norms_elsewhere
-from .ends import greet, share_buffers, share_loss, share_outputs, sum_tied
+from .call_exchange import greet, share_buffers, share_loss, share_outputs, sum_tied
 from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
 from .microbatches import loss_weights, split
+from .other_stages import OtherStagesGradients, norms_on_other_stages
 from .ownership import Ownership, disown_buffers, release
 from .skeleton import Run, Station
 from .stage import Codec, Stage, check_uses
@@ -119,7 +119,7 @@ class Runtime:
         self._state: Interpreter | None = None
         self._broken: str | None = None
         self._in_call = False
-        self._elsewhere = Elsewhere(partial(norms_elsewhere, self._member), link.device)
+        self._other_stages = OtherStagesGradients(partial(norms_on_other_stages, self._member), link.device)
         self._reveals = False
         model.__dict__["_call_impl"] = self
         model.__dict__["parameters"] = self._all_parameters
@@ -226,7 +226,7 @@ class Runtime:
             scale = self._gradients.used if self._gradients is not None else 1.0
             state = self._state = Interpreter(self._member, self.forward, call, parts, weights, scale, trains)
             with hooks_aside(trained.values()):
-                state.do(call.actions(self.schedule, self.rank, trains), doing)
+                state.do(call.turns(self.schedule, self.rank, trains, self.link.has_tags), doing)
         state.end()
         doing.action = "the end of the call"
         share_buffers(self._member, call)
@@ -235,7 +235,7 @@ class Runtime:
         sums = sum_tied(self._member, self._tied, self._in_order())
         loss = share_loss(self._member, call, state, weights)
         self.link.flush()
-        self._elsewhere.exists = True
+        self._other_stages.exists = True
         gradients = [sums.get(name) for name in trained]
         loss, self._gradients = released(gradients, scale, loss, list(trained.values()), self._check)
         return with_loss(call.record.result, loss)
@@ -245,7 +245,7 @@ class Runtime:
     def _all_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """`model.parameters()`: this rank's, and what stands for the others'."""
         yield from nn.Module.parameters(self._model, recurse)
-        yield self._elsewhere
+        yield self._other_stages
 
     def _close(self) -> None:
         """Lets go of all that holds a connection, and of the connections."""

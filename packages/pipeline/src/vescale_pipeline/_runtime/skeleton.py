@@ -123,7 +123,8 @@ class Run:
             return None
         finally:
             current.reader = before
-            self._restore()
+            if self._left:
+                self._restore()
 
     def reveal(self, output: Any) -> Any:
         """An output with real tensors in place of this stage's placeholders."""
@@ -136,6 +137,9 @@ class Run:
         if at >= len(events) or (event := events[at]).module is not station.module:
             return station.original(*args, **kwargs)  # it spans stages: its own code runs
         if event.stage != self._stage:
+            if event.stage < self._stage and event.is_plain:  # most modules
+                self._at = at + 1
+                return event.template
             return self._elsewhere(event)
         self._at = at + 1
         current.reader = None
@@ -146,7 +150,10 @@ class Run:
                 args = (self._real(only),)
             else:
                 args, kwargs = map_tensors((args, kwargs), self._real)
-            out = self._computed(event, station.original, args, kwargs)
+            if event.inside is None:
+                out = station.original(*args, **kwargs)
+            else:
+                out = self._computed(event, station.original, args, kwargs)
         finally:
             current.reader = self
         if event.attributes:

@@ -20,8 +20,9 @@ from .._torch_private import DisableTorchFunctionSubclass as local_only
 from .._torch_private import _foreach_add, _foreach_add_
 from .._trace.event import Record
 from .._trace.memory import Memories
-from .._transport.p2p import Header, Part, part_of
-from .backward import Gradients, Split, whole
+from .._trace.placeholder import current
+from .._transport.p2p import Header, header_of
+from .backward import Gradients, Split, both
 from .microbatches import rows_in_order
 from .recomputed import Halves
 from .skeleton import Run, recomputing
@@ -96,6 +97,7 @@ class Stage:
         """A call begins: nothing is kept, no gradient is added up yet. Those of the weights `apart` will not be."""
         self._record, self._is_last = record, self.index == stages - 1
         self._slots.clear()
+        self._header: Header | None = None  # of the last microbatch's outputs
         with local_only():
             self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self._weights = [self.parameters[name] for name in self.trained]
@@ -130,17 +132,23 @@ class Stage:
                 value = leaf if part.form is None else self._codec.decode(leaf, part.form)
                 values[key] = value.clone() if key in record.written else value
         run, halves = Run(record, self.index, values, self._codec.lift), Halves()
-        with memories.of_stage(self.index, values), halves.in_forward():
-            result = run(forward)
+        before, current.halves = current.halves, halves
+        try:
+            with memories.of_stage(self.index, values):
+                result = run(forward)
+        finally:
+            current.halves = before
         outputs: list[Tensor | None] = []
-        parts: list[Part | None] = []
+        header: Header = ()
         if not self._is_last:
+            forms = []
             for key in record.crossing[self.index]:
                 value = values.get(key)
                 tensor, form = (None, None) if value is None else self._codec.encode(value)
                 outputs.append(tensor)
-                parts.append(None if tensor is None else part_of(tensor, form))
-        slot = self._slots[microbatch] = Slot(leaves, outputs, tuple(parts), [t for t in arrived if t is not None])
+                forms.append(form)
+            header = self._header = header_of(outputs, forms, self._header)
+        slot = self._slots[microbatch] = Slot(leaves, outputs, header, [t for t in arrived if t is not None])
         slot.kept, slot.halves = run.kept, halves
         if self._is_last:
             slot.output = run.reveal(result)
@@ -151,7 +159,7 @@ class Stage:
     def backward(self, microbatch: int, gradients: list[Tensor | None], seed: Tensor | None) -> tuple[Gradients, list]:
         """The gradients of what arrived, and the buffers that are free now; adds up those of the weights."""
         slot = self._slots.pop(microbatch)
-        leaves, found = self._run(slot, gradients, seed, whole)
+        leaves, found = self._run(slot, gradients, seed, both)
         self._add(found if slot.counts else _zeros(found))
         return leaves, slot.buffers
 

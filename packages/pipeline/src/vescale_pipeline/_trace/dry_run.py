@@ -42,8 +42,8 @@ def dry_run(
 
     Arguments:
         cuts: names of the modules that begin stages 1, 2, ...
-        stations: per module, what stands before its call and asks the reader (`_skeleton.Station`).
-        notes: a context for the run (`_reduction.Notes`).
+        stations: per module, what stands before its call and asks the reader (`skeleton.Station`).
+        notes: a context for the run (`notes.Notes`).
         buffers: the stages that keep each buffer.
 
     The generators, the buffers and the attributes are as they were, afterwards. Raises PipelineError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -41,6 +42,12 @@ class Event:
     inside: str | None = None
     again: bool = False
     span: Span | None = None
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether one value comes out, and nothing else is left."""
+        beside = self.draws or self.after or self.attributes or self.writes
+        return type(self.template) is Placeholder and not beside and self.fills is None and self.inside is None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import PipelineError
-from .._runtime.generators import device_of, set_states, states
+from .._runtime.random_order import device_of, set_states, states
 from .containers import copied, map_tensors, tensors_in
 from .placeholder import Placeholder, local_only, version_of
 

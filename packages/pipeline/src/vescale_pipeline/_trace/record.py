@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._errors import PipelineError
-from .._runtime.generators import device_of
+from .._runtime.random_order import device_of
 from .containers import copied, map_tensors, tensors_in
 from .devices import home_of, on_meta
 from .event import Event

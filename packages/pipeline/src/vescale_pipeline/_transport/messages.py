@@ -14,6 +14,7 @@ _WORDS = {
     "tied": "gradients of tied weights", "memory": "buffers",
 }  # fmt: skip
 _KINDS = tuple(_WORDS)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 class Tags:
@@ -26,7 +27,7 @@ class Tags:
         self._stages, self.microbatches = stages, microbatches
 
     def __call__(self, kind: str, stage: int = 0, microbatch: int = 0) -> int:
-        return ((_KINDS.index(kind) * self._stages + stage) * self.microbatches + microbatch) * PARTS
+        return ((_NUMBERS[kind] * self._stages + stage) * self.microbatches + microbatch) * PARTS
 
     def told(self, tag: int) -> str:
         """What travels under a tag."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -44,6 +44,29 @@ def part_of(tensor: Tensor, form: Any = None) -> Part:
     kernel may add in another order where they differ."""
     stride = tuple(tensor.stride()) if _is_dense(tensor) else tuple(tensor.contiguous().stride())
     return Part(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, form)
+
+
+def header_of(tensors: Sequence[Tensor | None], forms: Sequence[Any], before: Header | None) -> Header:
+    """What is told of a message: `before`, the header of the one before it, where that says the same; then nothing is
+    made."""
+    if before is not None and len(before) == len(tensors):
+        for part, tensor, form in zip(before, tensors, forms):
+            if part is None or tensor is None:
+                if part is not tensor:
+                    break
+                continue
+            shape, stride, dtype, requires_grad, told = part
+            if not (
+                tensor.shape == shape
+                and tensor.stride() == stride
+                and tensor.dtype is dtype
+                and tensor.requires_grad is requires_grad
+                and form == told
+            ):
+                break
+        else:
+            return before
+    return tuple(None if tensor is None else part_of(tensor, form) for tensor, form in zip(tensors, forms))
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -78,8 +101,9 @@ class Arrival:
 
     def wait(self) -> list[Tensor | None]:
         works, self._works = self._works, []
+        wait = self._link.wait
         while works:
-            self._link.wait(*works.pop(0))
+            wait(*works.pop(0))
         return self.tensors
 
 
@@ -121,7 +145,9 @@ class Link:
         """Posts a message; `flush` waits for all."""
         for tensor in tensors:
             if tensor is not None:
-                tensor = _flat(tensor.detach())
+                tensor = tensor.detach()
+                if not tensor.is_contiguous():
+                    tensor = _flat(tensor)
                 mark = self._posted(self.rank, peer, tag, 0)
                 self._sent.append((self._started(self._wire.send, tensor, peer, tag), peer, mark, tensor))
             tag += 1
@@ -134,8 +160,9 @@ class Link:
             tensor = None
             if part is not None:
                 tensor = self._buffer(part)
+                into = tensor if tensor.is_contiguous() else _flat(tensor)
                 mark = self._posted(peer, self.rank, tag, tensor.nbytes)
-                works.append((self._started(self._wire.recv, _flat(tensor), peer, tag), peer, mark))
+                works.append((self._started(self._wire.recv, into, peer, tag), peer, mark))
             tensors.append(tensor)
             tag += 1
         return Arrival(header, tensors, works, self)

@@ -20,8 +20,8 @@ from .._plan.validate import fit
 from .._static.mode import Mode, check_compiler, mode_of
 from .._static.static import run_static
 from .._zero.optim import wrap
+from ..installed._carried_hooks import carry_hooks
 from ..installed._copies import may_be_copied
-from ..installed._gradient_hooks import carry_hooks
 from ..installed._recipe import Recipe, install
 from ..installed._traffic import watch_first_step
 from ..plan import Plan, PlanError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import (
     INVARIANT,
     PARTIAL,
-    VARYING,
+    REPLICATE,
     canonical_states,
     close_scope,
     convert,
@@ -54,9 +54,9 @@ class Converter:
         wanted = canonical_states(self.__name__, placements, mesh, layout.shape)
         states = []
         for name, now, goal in zip(mesh.names, layout.states, wanted):
-            if name not in self._placements or (goal is VARYING and now.is_replicated):
+            if name not in self._placements or (goal is REPLICATE and now.is_replicated):
                 goal = now
-            elif goal is VARYING and now is PARTIAL:
+            elif goal is REPLICATE and now is PARTIAL:
                 goal = INVARIANT  # after a sum the value is alike on all ranks; its backward is free
             states.append(goal)
         return layout.with_states(states)
@@ -114,16 +114,31 @@ def replaceable(hooks: Iterable[Callable]) -> tuple[Converter | None, ...] | Non
     return tuple(found)
 
 
-def install_scopes(root: nn.Module) -> None:
-    """Conversions are remembered while a module that has children runs: its children share them."""
+def install_scopes(root: nn.Module, axes: Collection[int] = ()) -> None:
+    """Conversions are remembered while a module that has children runs: its children share them.
+
+    axes: mesh axes that cut weights of modules, and share no batch.
+    """
     for module in root.modules():
         if next(module.children(), None) is not None:
+            object.__setattr__(module, "_cut_axes", _cut_axes(module, axes))
             module.register_forward_pre_hook(_open, prepend=True)
             module.register_forward_hook(_close, always_call=True)
 
 
+def _cut_axes(module: nn.Module, axes: Collection[int]) -> tuple[int, ...]:
+    """Those of the axes that cut weights of the module, or of a child of it."""
+    layouts = [
+        parameter.mesh_layout
+        for one in (module, *module.children())
+        for parameter in one.parameters(recurse=False)
+        if isinstance(parameter, DTensor) and parameter.ndim > 1
+    ]
+    return tuple(axis for axis in axes if any(layout.states[axis].is_sharded for layout in layouts))
+
+
 def _open(module: nn.Module, args: tuple) -> None:
-    open_scope()
+    open_scope(module._cut_axes)
 
 
 def _close(module: nn.Module, args: tuple, output: Any) -> None:

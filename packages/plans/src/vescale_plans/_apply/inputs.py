@@ -131,7 +131,7 @@ class RootBoundary:
         """A partial number (a loss) becomes whole here, so that `loss.item()` never communicates."""
         if type(output) is DTensor and output._layout.shape:
             return None
-        return map_tensors(output, _whole_number)
+        return map_tensors(output, _reduced_number)
 
 
 def spread(batch: Any, mesh: Mesh, cuts: Cuts) -> Any:
@@ -157,7 +157,7 @@ def distributed(tensor: Tensor, mesh: Mesh, cuts: Cuts, lengths: Collection[int]
         return made if local is made else attach(local, layout)
 
 
-def _whole_number(tensor: Tensor) -> Tensor:
+def _reduced_number(tensor: Tensor) -> Tensor:
     if type(tensor) is not DTensor or tensor.ndim or not tensor.mesh_layout.is_partial:
         return tensor
     return convert(tensor, tensor.mesh_layout.reduced, "loss (root boundary)")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_dtensor.engine import INVARIANT, PARTIAL, VARYING, State, convert, from_plain, layout_of
+from vescale_dtensor.engine import INVARIANT, PARTIAL, REPLICATE, State, convert, from_plain, layout_of
 
 from .._apply.containers import map_tensors, tensors_in
 from .._apply.generators import random_states, same_states, set_random_states
@@ -84,7 +84,7 @@ class Call:
             if was.is_sharded and was.dim == 0:
                 return whole
             states = list(now.states)
-            states[self.members.spread.axis] = VARYING if was is VARYING else INVARIANT
+            states[self.members.spread.axis] = REPLICATE if was is REPLICATE else INVARIANT
             return convert(whole, now.with_states(states), f"{self.members.name} (experts)")
 
         return map_tensors(output, leave)
@@ -180,7 +180,7 @@ class Call:
         order = torch.argsort(route.arrived_ids(), stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        moved = self._over_splits(moved, VARYING)
+        moved = self._over_splits(moved, REPLICATE)
         given = []
         for i, part in enumerate(moved.index_select(0, order).split(route.load)):
             # What travels has one dtype on all ranks, those too whose experts computed nothing.
@@ -194,13 +194,13 @@ class Call:
         outside = self.rows.untold(rows.shape)
         states = [inside if axis in self.members.split else state for axis, state in enumerate(outside.states)]
         within = outside.with_states(states)
-        source, target = (outside, within) if inside is VARYING else (within, outside)
+        source, target = (outside, within) if inside is REPLICATE else (within, outside)
         return convert(from_plain(rows, source), target, f"{self.members.name} (experts)").to_local()
 
     def compute(self, index: int, rows: Tensor) -> Tensor:
         """One expert, on plain tensors."""
         split = self.members.split
-        states = tuple(VARYING if axis in split else state for axis, state in enumerate(self.rows.states))
+        states = tuple(REPLICATE if axis in split else state for axis, state in enumerate(self.rows.states))
         member = self.members.modules[index]
         kept = []
         try:

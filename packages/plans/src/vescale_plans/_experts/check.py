@@ -25,7 +25,7 @@ def check_token_wise(call: Call) -> None:
     Cost: an all-gather of the block's input, and three forwards without experts.
     """
     members, kept = call.members, random_states()
-    whole = members.rows(tuple(_whole(state) for state in call.rows.states), call.was.shape)
+    whole = members.rows(tuple(_unsharded(state) for state in call.rows.states), call.was.shape)
     with torch.no_grad():
         here, everywhere = call.local(call.rows), call.local(whole)  # communicates: outside of what may raise
         try:
@@ -97,5 +97,5 @@ def _unfit(call: Call, tokens: Tensor) -> str | None:
     return None if given.shape == row.shape else f"its experts make {list(given.shape)} of {list(row.shape)}"
 
 
-def _whole(state: State) -> State:
+def _unsharded(state: State) -> State:
     return INVARIANT if state.is_sharded else state

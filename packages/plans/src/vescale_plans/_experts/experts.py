@@ -37,7 +37,7 @@ from vescale_dtensor import DTensor
 from vescale_dtensor.engine import (
     INVARIANT,
     PARTIAL,
-    VARYING,
+    REPLICATE,
     Mesh,
     State,
     check_order,
@@ -52,8 +52,8 @@ from vescale_dtensor.engine import (
 )
 
 from .._plan.parts import PlanError
+from .added_last import added_last
 from .beside import Beside
-from .bias import added_last
 from .capacity import capacities, counted, positions
 from .route import Back, Out, Route, Spread
 from .split import split_problem
@@ -88,14 +88,14 @@ class ExpertsBoundary:
         self.split, self.whole = split_axes(module.named_parameters(recurse=False), at)
         self._tried = not (self.whole or self.split)
         self.beside = Beside(block, module) if spread and block is not None else None
-        self._running: list[_Call | _WholeCall] = []
+        self._running: list[_Call | _UnsplitCall] = []
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave, always_call=True, prepend=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if not self._tried:
             self._try_slices(module, args, kwargs)
-        call = (_WholeCall if is_reproducible() else _Call)(self, module, args, kwargs)
+        call = (_UnsplitCall if is_reproducible() else _Call)(self, module, args, kwargs)
         self._running.append(call)
         return call.args, call.kwargs
 
@@ -129,7 +129,7 @@ class ExpertsBoundary:
             slices = partial(forward, count=self.experts.local)
             wrong = {key: self.whole[key] for key in self.whole if not added_last(slices, shapes, key, width, like)}
             told = fold_objects(wrong, lambda said: next(filter(None, said), {}), self.mesh)
-            refuse_whole(self.name, self.mesh, module.named_parameters(recurse=False), told)
+            refuse_unsplit(self.name, self.mesh, module.named_parameters(recurse=False), told)
         if self.split and not like.is_meta:
             layouts = {key: one.mesh_layout for key, one in held.items() if one is not None}
             with torch.no_grad():
@@ -180,7 +180,7 @@ def split_axes(
     return frozenset(split), {key: axes for key, axes in whole.items() if axes}
 
 
-def refuse_whole(name: str, mesh: Mesh, parameters: Iterable[tuple[str, DTensor]], whole: dict[str, tuple[int, ...]]):
+def refuse_unsplit(name: str, mesh: Mesh, parameters: Iterable[tuple[str, DTensor]], whole: dict[str, tuple[int, ...]]):
     """Raises PlanError for parameters that are whole on an axis that splits the others, if there are any."""
     if not whole:
         return
@@ -219,7 +219,7 @@ def row_states(now: Sequence[State], experts: Spread, spread: bool, split: froze
         elif axis == experts.axis and spread:
             states.append(sharded(0))
         else:  # where the weights are split, ranks do different work with the same tokens
-            states.append(VARYING if axis in split or state is VARYING else INVARIANT)
+            states.append(REPLICATE if axis in split or state is REPLICATE else INVARIANT)
     return tuple(states)
 
 
@@ -236,7 +236,7 @@ def swap_in(
             continue
         layout = parameter.mesh_layout.base
         states = [
-            state if state.is_sharded else INVARIANT if row is INVARIANT else VARYING
+            state if state.is_sharded else INVARIANT if row is INVARIANT else REPLICATE
             for state, row in zip(layout.states, rows)
         ]
         local = to_plain(convert(parameter, layout.with_states(states), cause))
@@ -325,11 +325,11 @@ class _Call:
         before = self._was.states[boundary.axis]
         if not boundary.spread or before.is_sharded and before.dim == 0:
             return result
-        states[boundary.axis] = VARYING if before is VARYING else INVARIANT
+        states[boundary.axis] = REPLICATE if before is REPLICATE else INVARIANT
         return convert(result, result.mesh_layout.base.with_states(states), f"{boundary.name} (experts)")
 
 
-class _WholeCall:
+class _UnsplitCall:
     """One forward of an experts module in the reproducible mode, on the weights of all experts. Cost: all-gathers of
     the weights over the expert axis, and reductions of their gradients."""
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from vescale_dtensor.engine import Mesh
 
-from .experts import refuse_whole, split_axes
+from .experts import refuse_unsplit, split_axes
 from .route import Spread
 from .rows import Rows
 
@@ -30,7 +30,7 @@ class Members:
         self.mesh, at = mesh, mesh.names.index(axis)
         self.spread = Spread(name, mesh, at, count)
         self.split, whole = split_axes(self.modules.named_parameters(), at)
-        refuse_whole(name, mesh, self.modules.named_parameters(), whole)
+        refuse_unsplit(name, mesh, self.modules.named_parameters(), whole)
         self.load = [0] * self.spread.local
         self.replicas: tuple[int, ...] = ()
         self.gives: torch.dtype | None = None  # of an expert's answer

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor, Layout
-from vescale_dtensor.engine import VARYING, Mesh, State, convert, from_plain, layout_of
+from vescale_dtensor.engine import REPLICATE, Mesh, State, convert, from_plain, layout_of
 
 from .._plan.parts import PlanError
 
@@ -44,7 +44,7 @@ class Rows:
 
     def untold(self, shape: Sequence[int]) -> Layout:
         """Of rows whose places no layout tells: every rank works on its own, as if they were whole."""
-        states = tuple(VARYING if state.is_sharded else state for state in self.states)
+        states = tuple(REPLICATE if state.is_sharded else state for state in self.states)
         return layout_of(self.mesh, states, tuple(shape))
 
     def wrap(self, tensor: Tensor, where: str) -> DTensor:

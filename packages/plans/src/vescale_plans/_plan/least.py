@@ -29,7 +29,8 @@ def least_collectives(
 
     In forward a weight cut along what it sums over takes one, as does an embedding cut along its rows. In backward each
     value that weights cut along their out features read takes one, for its gradient is a sum over the ranks: Q, K and V
-    read one, a latent attention's up projections one each, a feed-forward part beside attention the same as it. A norm
+    read one, a latent attention's up projections one each, a feed-forward part beside attention the same as it.
+    Convolutions count alike, by their channels; what is in groups is cut by them, and takes none. A norm
     of features that are cut takes one in both, of its statistics. What a boundary makes whole although no sum is open
     is gathered, and its gradient sent back. A head cut along the vocabulary takes one in backward, and its loss one, of
     the greatest logit and the sum together. Experts in stacks take one in forward, and in backward two: of their rows,
@@ -43,7 +44,7 @@ def least_collectives(
         backward: of a forward alone, without.
     """
     times = Counter({name: 1 for name, _ in model.named_modules()}) if calls is None else calls
-    return sum(_of_axis(axis, plan, model, times, reads, backward) for axis in _axes(plan))
+    return sum(_of_axis(axis, plan, model, times, reads, backward) for axis in cutting_axes(plan))
 
 
 def _of_axis(
@@ -78,7 +79,7 @@ def _of_axis(
 def open_sums(plan: PlanFields, model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Module -> axes over which it gives a sum of parts that no boundary, of it or of one around it, makes whole."""
     found: dict[str, tuple[str, ...]] = {}
-    for axis in _axes(plan):
+    for axis in cutting_axes(plan):
         for path, kind in _cut(axis, plan, model):
             parts = path.split(".")
             around = (first_match(plan.boundaries, ".".join(parts[:end])) for end in range(1, len(parts) + 1))
@@ -88,7 +89,8 @@ def open_sums(plan: PlanFields, model: nn.Module) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _axes(plan: PlanFields) -> list[str]:
+def cutting_axes(plan: PlanFields) -> list[str]:
+    """The axes of more than one rank that share no batch, sequence or stages: they cut weights as they are used."""
     apart = {*plan.data_axes, plan.context_axis, plan.expert_axis, plan.pipeline.axis if plan.pipeline else None}
     return [axis for axis, size in plan.mesh.items() if size > 1 and axis not in apart]
 
@@ -116,11 +118,13 @@ def _cut(axis: str, plan: PlanFields, model: nn.Module) -> Iterator[tuple[str, s
                 kinds.add("table" if placement.dim == 0 else "part")
             elif module in heads:
                 kinds.update({"head"} if placement.dim == 0 else ())
-            elif parameter.ndim == 3 and not isinstance(module, nn.Conv1d):
+            elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                kinds.update({"sum"} if placement.dim == 1 else {"out"} if module.groups == 1 else ())
+            elif parameter.ndim == 3:
                 kinds.add("stack")
             elif parameter.ndim == 2:
                 kinds.add("sum" if sums else "out")
-        if kinds & {"out", "part"} and "sum" not in kinds and _is_whole(plan, path, axis):
+        if kinds & {"out", "part"} and "sum" not in kinds and _is_replicated(plan, path, axis):
             kinds.add("gather")
         yield from ((path, kind) for kind in sorted(kinds))
 
@@ -137,7 +141,7 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or bool(re.search("(RMS|Layer)_?Norm", type(module).__name__))
 
 
-def _is_whole(plan: PlanFields, path: str, axis: str) -> bool:
+def _is_replicated(plan: PlanFields, path: str, axis: str) -> bool:
     glob = first_match(plan.boundaries, path)
     return glob is not None and isinstance(plan.boundaries[glob].output.get(axis), Replicate)
 

@@ -39,7 +39,7 @@ class Placed(NamedTuple):
 
     def tensor(self) -> Tensor:
         self.stay.asked()
-        return self.of.whole().as_strided(self.shape, self.stride, self.offset)
+        return self.of.full().as_strided(self.shape, self.stride, self.offset)
 
 
 class Moved:
@@ -83,7 +83,7 @@ class Moved:
                 flat.record_stream(lane)
                 self._arrived = lane.record_event()
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """Back on the device; kept there until all who saved it have asked. Call with dispatch disabled."""
         self._stay.wait_for_copies()
         self._check()

@@ -121,21 +121,21 @@ class Gathered:
         self.version = version  # of the whole, when it was gathered
         self.saved = 0
         self._asked = 0
-        self._whole: Tensor | None = None
+        self._full: Tensor | None = None
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """Gathered again; kept until all who saved it have asked. Call with dispatch disabled."""
-        shard, whole = self._shard, self._whole
+        shard, whole = self._shard, self._full
         if isinstance(shard, Tensor) and shard._version != self._version:
             what = "a shard that is to be gathered again was written in place after it was gathered"
             raise _written(what, shard)
         if whole is None:
             shard = shard if isinstance(shard, Tensor) else shard.tensor()
             set_cause(CAUSE)
-            whole = self._whole = self._route(shard)
+            whole = self._full = self._route(shard)
         self._asked += 1
         if self._asked >= self.saved:
-            self._whole, self._asked = None, 0
+            self._full, self._asked = None, 0
         return whole
 
     def offload(self, host: Host) -> None:
@@ -258,7 +258,7 @@ def _unpack(saved: Kept | View | Placed) -> Tensor:
         if isinstance(saved, Placed):
             return saved.tensor()
         if isinstance(saved, View):
-            return saved.of.whole().as_strided(saved.shape, saved.stride, saved.offset)
+            return saved.of.full().as_strided(saved.shape, saved.stride, saved.offset)
         if saved.tensor._version != saved.version:
             raise _written("a tensor that backward needs was written in place after it was used", saved.tensor)
         return saved.tensor

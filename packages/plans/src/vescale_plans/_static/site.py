@@ -11,7 +11,7 @@ from torch import nn
 from .._recompute.checkpoint import is_checkpoints
 from . import passes
 from .key import is_ours, knows_plain
-from .region import Eager, Region
+from .static_region import Eager, Region
 
 _STATE = "__getstate__"  # Python asks the object for it, not its class, when it is copied
 STATIC, DRAWN, EAGER, UNSEEN = "static", "static, draws its region", "eager", "not called"

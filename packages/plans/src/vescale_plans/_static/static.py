@@ -28,8 +28,8 @@ from .key import foreign_global_hooks, take_key
 from .mode import check_compiler, is_watched
 from .reads import Changed, Reads
 from .record import Recording
-from .region import Eager, Nested, Region, StaleRegion, StaticWarning
 from .site import DRAWN, EAGER, STATIC, UNSEEN, Site
+from .static_region import Eager, Nested, Region, StaleRegion, StaticWarning
 from .threads import are_others_looking
 
 MISSES = 8  # recordings of one module after its first; then it stays eager

@@ -7,7 +7,7 @@ The gradient of a parameter that nobody used must stay None, as on one device, a
 ranks alike, though a rank that did not use it cannot know of the others. What it sends
 for it is -0.0: the sum is -0.0 only where nobody sent anything else, for what is added
 into a bucket is added to zero, which never makes -0.0. From ZeRO-2 on a rank may hold nothing of the
-parameter to look at; then ranks tell each other, a byte per parameter (`in_flight.Usage`).
+parameter to look at; then ranks tell each other, a byte per parameter (`running_reductions.Usage`).
 """
 
 from __future__ import annotations

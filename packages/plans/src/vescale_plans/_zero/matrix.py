@@ -70,11 +70,11 @@ class Owners:
         """The weight and its gradient to the owner. Cost: what the two lack there."""
         plain = self.plain(param)
         with torch.no_grad():
-            plain.data = self._whole(param, param.parameter)
-            plain.grad = None if gradient is None else self._whole(param, gradient)
+            plain.data = self._full_values(param, param.parameter)
+            plain.grad = None if gradient is None else self._full_values(param, gradient)
         return plain
 
-    def _whole(self, param: ShardedParameter, tensor: Tensor) -> Tensor:
+    def _full_values(self, param: ShardedParameter, tensor: Tensor) -> Tensor:
         owned = convert(tensor, self.layout(param), "step", own=True)
         with local_only():
             local = owned.detach().view(self.local_shape(param))

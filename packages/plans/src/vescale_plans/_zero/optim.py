@@ -55,7 +55,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     optimizer._parallel = data_parallel
     optimizer._parameter_names = names
     optimizer._owners, optimizer._is_inside = None, False
-    optimizer._whole = methods is None and kind not in MATRIX
+    optimizer._on_dtensors = methods is None and kind not in MATRIX
     if scheduled:
         optimizer.step = _scheduled_step(optimizer)
     if methods is None and any(bucket.offloads for unit in data_parallel.units for bucket in unit.buckets):
@@ -124,7 +124,7 @@ class Sharded(ShardedStates):
     def step(self, closure: Any = None, **options: Any) -> Any:
         """As the optimizer's own: gradients still partial are reduced first, parameters follow after."""
         own_step = self._own_step()
-        if self._whole:
+        if self._on_dtensors:
             if closure is not None:
                 options["closure"] = _reducing(closure, self._parallel)
             self._parallel.flush()

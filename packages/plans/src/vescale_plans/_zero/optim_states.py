@@ -28,18 +28,18 @@ class ShardedStates:
 
     _parallel: DataParallel
     _parameter_names: dict[int, str]
-    _whole: bool  # on the DTensors themselves
+    _on_dtensors: bool  # on the DTensors themselves
     _owners: Owners | None  # of matrices
     _is_inside: bool  # its own code runs, on plain local parts
 
     @property
     def state(self) -> Any:
         """As the optimizer's own, of DTensors between steps (`optim_shown.py`)."""
-        return self._held_states if self._whole or self._is_inside else ShownStates(self)
+        return self._held_states if self._on_dtensors or self._is_inside else ShownStates(self)
 
     @state.setter
     def state(self, states: Any) -> None:
-        if self._whole or self._is_inside:
+        if self._on_dtensors or self._is_inside:
             self._held_states = states
         else:
             self._held_states = defaultdict(dict)
@@ -81,7 +81,7 @@ class ShardedStates:
         given = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, parameter in zip(given, self._held()):
             param = self._parallel.param_of(parameter)
-            if param is not None and param.optimized is not None and not self._whole and parameter in states:
+            if param is not None and param.optimized is not None and not self._on_dtensors and parameter in states:
                 own = states[parameter]
                 for name, value in state_dict["state"].get(key, {}).items():
                     if isinstance(value, Tensor) and name in own and name not in _COUNTS:
@@ -113,7 +113,7 @@ class ShardedStates:
         With materialize, states that the first step would make are made, as they are
         before it: zeros, and a step count of 0. Nothing else changes. No communication.
         """
-        if materialize and not self._whole:
+        if materialize and not self._on_dtensors:
             self._materialize()
         state = {self._parameter_names[id(parameter)]: dict(values) for parameter, values in self.state.items()}
         groups = [
@@ -144,14 +144,14 @@ class ShardedStates:
                     with torch.no_grad(), local_only():
                         if mine.numel() + value.numel() and mine.data_ptr() != value.data_ptr():
                             mine.copy_(value)
-                elif type(value) is DTensor and not self._whole:
+                elif type(value) is DTensor and not self._on_dtensors:
                     with torch.no_grad(), local_only():
                         own[key] = value.detach().clone().as_subclass(Tensor)
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
 
     def _as_dtensor(self, key: str, value: Any, param: ShardedParameter | None) -> Any:
-        if param is None or self._whole or type(value) is not Tensor or key in _COUNTS:
+        if param is None or self._on_dtensors or type(value) is not Tensor or key in _COUNTS:
             return value
         plain, layout = self._plain_of(param)
         if plain is None:  # frozen since before `parallelize`: its state is as the optimizer made it
@@ -163,9 +163,9 @@ class ShardedStates:
     def _taken_in(self, key: str, value: Tensor, param: ShardedParameter) -> Tensor:
         """What the optimizer keeps of a tensor that somebody puts into a state: of the parameter's shape, this rank's
         part, over the same memory where it lies so already; else all of it, plain."""
-        plain, layout = (None, None) if self._whole else self._plain_of(param)
+        plain, layout = (None, None) if self._on_dtensors else self._plain_of(param)
         if plain is None or tuple(value.shape) != layout.shape or key in _COUNTS:
-            return value.full_tensor().detach() if type(value) is DTensor and not self._whole else value
+            return value.full_tensor().detach() if type(value) is DTensor and not self._on_dtensors else value
         if type(value) is DTensor:
             part = convert(value.detach(), layout, "optimizer.state")
         else:

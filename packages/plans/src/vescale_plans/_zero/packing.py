@@ -142,6 +142,6 @@ def _place(sized: list[tuple[int, int]], ranks: int, part: int, align: int) -> l
     return starts
 
 
-def whole_rows(shape: Sequence[int], rows: int) -> int:
+def numel_of_rows(shape: Sequence[int], rows: int) -> int:
     """Elements in `rows` rows of dim 0."""
     return rows * prod(shape[1:])

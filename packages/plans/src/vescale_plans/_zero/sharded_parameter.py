@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from vescale_dtensor import DTensor, Layout, PlacementError
 from vescale_dtensor.engine import Held, Lender, Mesh, attach, convert, convert_plain, forget, local_only
 
-from .packing import whole_rows
+from .packing import numel_of_rows
 
 _set_data = Tensor.data.__set__
 
@@ -269,4 +269,4 @@ def largest_shard(layout: Layout) -> int:
 
 def block_of(layout: Layout, rows: int) -> int:
     """Elements of `rows` rows of the local shard."""
-    return whole_rows(layout.local_shape, rows) if layout.ndim else 1
+    return numel_of_rows(layout.local_shape, rows) if layout.ndim else 1

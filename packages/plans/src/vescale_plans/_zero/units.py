@@ -1,7 +1,7 @@
 """Units: a model's blocks with their buckets, and which parameters share one.
 
-A `Unit` is one block of the model, or below ZeRO-3 several, gathered and reduced together; the root, with what lies in
-no block, is the last. When they are gathered and reduced is `zero.py`'s.
+An `FSDPUnit` is one block of the model, or below ZeRO-3 several, gathered and reduced together; the root, with what
+lies in no block, is the last. When they are gathered and reduced is `zero.py`'s.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pass:
         self.inputs = self.left = 0
 
 
-class Unit:
+class FSDPUnit:
     """Blocks that are gathered and reduced together."""
 
     def __init__(self, name: str, modules: list[nn.Module], buckets: list[Bucket]) -> None:
@@ -45,7 +45,7 @@ class Unit:
         self.unsharded = [bucket for bucket in buckets if bucket.separate]
         self.look_at_buckets()
         self.is_open = not self.unsharded
-        self.next: dict[bool, Unit | None] = {False: None, True: None}  # by whether this is a backward
+        self.next: dict[bool, FSDPUnit | None] = {False: None, True: None}  # by whether this is a backward
         self.started = False
         self.touched = False
         self.entered: list[Pass] = []  # calls that have not returned
@@ -103,7 +103,7 @@ class Unit:
 
 def units_of(
     model: nn.Module, sharing: Sharing, rows: Mapping[str, int], closed: Collection[nn.Module] = ()
-) -> list[Unit]:
+) -> list[FSDPUnit]:
     """The units of a model in its order, the root's last. `rows`: by parameter name, see `Plan.blocks`; `closed`: lists
     whose members are no blocks."""
     blocks = blocks_of(model, closed)
@@ -129,8 +129,23 @@ def units_of(
     if groups and not apart and _bytes(groups[0][2]) + _bytes(root) <= limit:
         _, modules, members = groups.pop(0)  # the last that backward reaches, as the root's are
         rooted, root = [model, *modules], root + members
-    units = [Unit(", ".join(n), modules, _buckets(m, sharing, rows)) for n, modules, m in groups]
-    return [*units, Unit("", rooted, _buckets(root, sharing, rows))]
+    units = [FSDPUnit(", ".join(n), modules, _buckets(m, sharing, rows)) for n, modules, m in groups]
+    root, head = (root, []) if apart or not blocks else _head_apart(model, root, blocks[-1][0])
+    if head:
+        units.append(FSDPUnit("", [], _buckets(head, sharing, rows)))
+    return [*units, FSDPUnit("", rooted, _buckets(root, sharing, rows))]
+
+
+def _head_apart(
+    model: nn.Module, root: list[tuple[str, DTensor]], last: str
+) -> tuple[list[tuple[str, DTensor]], list[tuple[str, DTensor]]]:
+    """The root's parameters, and apart from them those registered after the `last` block, where both are large: a
+    backward begins with these, and ends with the others."""
+    names = [name for name, _ in model.named_parameters()]
+    end = max((i for i, name in enumerate(names) if name.startswith(f"{last}.")), default=len(names))
+    late = set(names[end + 1 :])
+    head, rest = [one for one in root if one[0] in late], [one for one in root if one[0] not in late]
+    return (rest, head) if min(_bytes(head), _bytes(rest)) >= LEAST_BUCKET_BYTES else (root, [])
 
 
 def _without_few(named: list[tuple[str, DTensor]]) -> tuple[list, list]:

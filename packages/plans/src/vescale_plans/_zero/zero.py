@@ -11,7 +11,7 @@ Of units (`units.py`) of buckets (`bucket.py`):
 A pipeline runs a call in many small forwards and backwards (`in_parts`): every block is
 gathered once per call then, by the first part that runs it.
 
-In which order sums start and end is `sums.py`'s.
+In which order sums start and end is `reductions.py`'s.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from vescale_dtensor.engine import (
 from .._apply.containers import map_tensors
 from .._torch_private import DisableTorchFunction, _current_graph_task_id, queue_callback
 from .bucket import Bucket
+from .reductions import GradientReductions
 from .sharded_parameter import ShardedParameter, Sharing
-from .sums import Sums
-from .units import Pass, Unit, units_of
+from .units import FSDPUnit, Pass, units_of
 
 
 class DataParallel:
@@ -62,14 +62,14 @@ class DataParallel:
             for bucket in unit.buckets:
                 self._params.update((param.parameter, param) for param in bucket.params)
                 self._listen(unit, bucket, range(len(bucket.params)))
-        self._sums = Sums(sharing)
+        self._reductions = GradientReductions(sharing)
         self._look_at_buckets()
         self._touched = False
         self._asked = 0  # the backward whose end is waited for
         # Whether the backward that runs makes a graph, and whether one from before may run again: a graph that a
         # backward made computes with parameters.
         self._makes_graph = self._made_graph = False
-        self._last: dict[bool, Unit | None] = {False: None, True: None}
+        self._last: dict[bool, FSDPUnit | None] = {False: None, True: None}
         self.enabled, self.holds = True, False
         forward = [self.units[-1], *self.units[:-1]]  # until it is seen in what order they run
         for one, other in itertools.pairwise(forward):
@@ -120,7 +120,7 @@ class DataParallel:
         if frozen:
             self._thaw(frozen)
 
-    def _thaw(self, thawed: list[tuple[Unit, Bucket]]) -> None:
+    def _thaw(self, thawed: list[tuple[FSDPUnit, Bucket]]) -> None:
         """Parameters that were frozen when their buckets were made are trained from here on. A gradient that one of
         them has by now is partial, and summed with the next ones, or before the step."""
         for unit, bucket in thawed:
@@ -133,10 +133,10 @@ class DataParallel:
         every = [(unit, bucket) for unit in self.units for bucket in unit.buckets]
         self._frozen = [(unit, bucket) for unit, bucket in every if not bucket.differentiable]
         apart = [bucket for _, bucket in every if bucket.differentiable and bucket.holders]
-        self._sums.look_at(self.units, apart)
-        self._needs_end = bool(apart) or bool(self._sums.order)
+        self._reductions.look_at(self.units, apart)
+        self._needs_end = bool(apart) or bool(self._reductions.order)
 
-    def _listen(self, unit: Unit, bucket: Bucket, which: Iterable[int]) -> None:
+    def _listen(self, unit: FSDPUnit, bucket: Bucket, which: Iterable[int]) -> None:
         """Hears when autograd has added to the gradients of these of the bucket's parameters."""
         for i in which if bucket.reduces else ():
             parameter = bucket.params[i].parameter
@@ -208,7 +208,7 @@ class DataParallel:
 
     # --- forward --------------------------------------------------------------------------
 
-    def _install(self, unit: Unit, module: nn.Module) -> None:
+    def _install(self, unit: FSDPUnit, module: nn.Module) -> None:
         root = unit is self.units[-1]
 
         def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -234,7 +234,7 @@ class DataParallel:
         compute = self.sharing.compute
         return map_tensors((args, kwargs), lambda one: one.to(compute) if one.is_floating_point() else one)
 
-    def _enter(self, unit: Unit, inputs: Any) -> None:
+    def _enter(self, unit: FSDPUnit, inputs: Any) -> None:
         backward = _current_graph_task_id() != -1
         self._open(unit, backward)
         if inputs is not None and torch.is_grad_enabled():
@@ -258,7 +258,7 @@ class DataParallel:
 
             map_tensors(inputs, watch)
 
-    def _open(self, unit: Unit, backward: bool) -> None:
+    def _open(self, unit: FSDPUnit, backward: bool) -> None:
         if unit.is_open and not unit.unsharded:
             return
         if not (unit.is_open or unit.is_intact):
@@ -272,7 +272,7 @@ class DataParallel:
                 self._last[backward] = unit
             self._unshard_ahead(unit, backward)
 
-    def _unshard_ahead(self, unit: Unit, backward: bool) -> None:
+    def _unshard_ahead(self, unit: FSDPUnit, backward: bool) -> None:
         """Starts to gather the blocks that came next in the last pass, as many and as large as the plan allows."""
         room, following = self.sharing.ahead_bytes, unit
         for _ in range(self.sharing.prefetch):
@@ -287,7 +287,7 @@ class DataParallel:
             if following is self.units[-1]:  # with it a backward ends
                 return
 
-    def _leave(self, unit: Unit, output: Any, root: bool) -> None:
+    def _leave(self, unit: FSDPUnit, output: Any, root: bool) -> None:
         if root:
             self._last[False] = None
         if (unit.may_wait and not self.enabled) or not (unit.unsharded or self._needs_end):
@@ -318,7 +318,7 @@ class DataParallel:
 
     # --- backward -------------------------------------------------------------------------
 
-    def _reached(self, unit: Unit, entry: Pass) -> None:
+    def _reached(self, unit: FSDPUnit, entry: Pass) -> None:
         """A gradient has reached the output of a unit's block."""
         if unit.may_wait and not self.enabled:
             return
@@ -332,7 +332,7 @@ class DataParallel:
         if not unit.touched:
             unit.open_gradients()
 
-    def _passed(self, unit: Unit, entry: Pass) -> None:
+    def _passed(self, unit: FSDPUnit, entry: Pass) -> None:
         """The gradient of an input of a unit's block is there; of the last one: this call of the block is through."""
         entry.left -= 1
         if entry.left > 0:
@@ -341,7 +341,7 @@ class DataParallel:
         if unit.passes:
             return
         if self.enabled and not unit.started and any(bucket.filled for bucket in unit.reduced):
-            self._sums.start(unit)
+            self._reductions.start(unit)
         if not self._keeps_open:
             unit.reshard()
 
@@ -349,7 +349,7 @@ class DataParallel:
     def _keeps_open(self) -> bool:
         return self.holds or self._makes_graph or self._made_graph
 
-    def _arrival(self, unit: Unit, bucket: Bucket, i: int) -> Callable[[Tensor], None]:
+    def _arrival(self, unit: FSDPUnit, bucket: Bucket, i: int) -> Callable[[Tensor], None]:
         """The hook of a parameter: autograd has added to its gradient.
 
         It holds nothing: autograd keeps hooks where no garbage collector sees them, and a model that one of them holds
@@ -367,7 +367,7 @@ class DataParallel:
             unit.touched = True
             bucket.arrived(i)
             if self.enabled and not unit.started and unit.is_full:
-                self._sums.start(unit)
+                self._reductions.start(unit)
 
         return arrived
 
@@ -388,9 +388,9 @@ class DataParallel:
         self._touched = False
         with torch.no_grad():
             if self.enabled:
-                self._sums.finish()
+                self._reductions.finish()
             else:
-                self._sums.leave_partial()
+                self._reductions.leave_partial()
         self._last[True] = None
         for unit in self.units:
             unit.touched = False

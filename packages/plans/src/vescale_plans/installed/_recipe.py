@@ -22,7 +22,7 @@ from .._apply.masks import MaskBoundary
 from .._experts.experts import ExpertsBoundary
 from .._experts.lists import ListBoundary
 from .._experts.structure import Experts
-from .._plan.least import Reads, least_collectives, open_sums
+from .._plan.least import Reads, cutting_axes, least_collectives, open_sums
 from .._recompute.host import Host
 from .._recompute.recompute import install_recompute
 from .._zero.sharded_parameter import Sharing
@@ -109,7 +109,7 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     for name, boundary in recipe.boundaries.items():
         install_boundary(model.get_submodule(name), name, boundary)
     boundaries = _of_experts(plan, model, recipe.experts, mesh)
-    install_scopes(model)
+    install_scopes(model, [mesh.axis(name) for name in cutting_axes(plan)])
     if recipe.loss_fn is not None:
         LossBoundary(model, recipe.loss_fn)
     balance = balance_of(plan, mesh, model)

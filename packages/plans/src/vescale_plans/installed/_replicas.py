@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, PlainTensorError
-from vescale_dtensor.engine import INVARIANT, VARYING, Mesh, fold_objects, line_objects, local_only, place_of
+from vescale_dtensor.engine import INVARIANT, REPLICATE, Mesh, fold_objects, line_objects, local_only, place_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -52,7 +52,7 @@ def check_replicas(root: nn.Module, mesh: Mesh) -> None:
 
 
 def _copies(parameter: Tensor, axis: int) -> bool:
-    return parameter._layout.base.states[axis] in (INVARIANT, VARYING)
+    return parameter._layout.base.states[axis] in (INVARIANT, REPLICATE)
 
 
 def _is_replicated(parameter: Tensor, mesh: Mesh) -> bool:

@@ -2,7 +2,7 @@
 
 from .probing.sample import Sample as Sample
 from .probing.sample import sample_of as sample_of
-from .probing.structure import structure_of as structure_of
+from .probing.find_structure import structure_of as structure_of
 from .pricing.sizes import Sizes as Sizes
 from .pricing.sizes import sizes_of as sizes_of
 from .structure import Blocks as Blocks

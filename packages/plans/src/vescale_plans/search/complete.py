@@ -14,8 +14,8 @@ from vescale_dtensor.engine import unstopped
 from .._plan.fields import PlanFields
 from .._plan.match import first_match
 from .._plan.parts import Boundary
+from .probing.find_structure import structure_of
 from .probing.sample import sample_of
-from .probing.structure import structure_of
 from .structure import Structure
 from .tensor_plan import patterns
 
@@ -30,7 +30,7 @@ def completed(plan: _Plan, model: nn.Module, sample: Any) -> _Plan:
     leaving: dict[str, dict[str, Placement]] = {}
     for axis in plan.mesh:
         if axis not in taken and plan.mesh[axis] > 1:
-            for name in _whole(structure, _split(plan, structure, axis)):
+            for name in _made_full(structure, _split(plan, structure, axis)):
                 leaving.setdefault(name, {})[axis] = Replicate()
     added = {name: _beside(plan, name, output) for name, output in leaving.items()}
     globs = patterns({name: added.get(name) for name in structure.modules}, rest=None, last=False)
@@ -52,7 +52,7 @@ def _split(plan: PlanFields, structure: Structure, axis: str) -> dict[str, int]:
     return split
 
 
-def _whole(structure: Structure, split: Mapping[str, int]) -> list[str]:
+def _made_full(structure: Structure, split: Mapping[str, int]) -> list[str]:
     """Modules whose output is to be made whole once, for all who read it: a sum of parts that a cut sink gives, and
     where the residual stream begins, that of a cut table."""
     sums = [group.module for group in structure.groups if split.get(group.sink) == group.dim]

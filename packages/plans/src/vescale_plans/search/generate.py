@@ -24,11 +24,11 @@ from .candidates import PINNABLE, Candidate
 from .explain import Explanation
 from .pricer import Estimate, Request
 from .pricing.profiles import hardware_of
+from .probing.find_structure import structure_of
 from .probing.sample import POSITIONS, Sample, sample_of
-from .probing.structure import structure_of
 from .progress import Bar
 from .ranking import MARGIN, rank
-from .refusals import InfeasibleError, beyond
+from .refusals import InfeasibleError, over_memory_in_dry_run
 from .structure import Structure
 from .tensor_plan import patterns, tensor_parallel_plan
 
@@ -143,7 +143,7 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
             demoted[one.candidate] = peak
             limit = min(limit, wanted.limit * one.memory.total / peak)
             bar.tick("running plans dry", len(best))
-    raise beyond(wanted, tuple(demoted.items()))
+    raise over_memory_in_dry_run(wanted, tuple(demoted.items()))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -210,7 +210,7 @@ def plan_of(
         parameters, boundaries = tensor.parameters, tensor.boundaries
     expert_axis = "ep" if candidate.ep > 1 else None
     if expert_axis is None and "dp" in mesh and candidate.dp > 1 and structure.expert_degrees:
-        expert_axis, kept = "dp", _kept_whole(structure, parameters, "dp")
+        expert_axis, kept = "dp", _kept_full(structure, parameters, "dp")
         parameters = _deciding(structure, kept | {glob: said for glob, said in parameters.items() if glob not in kept})
     pipeline = None
     if candidate.pp > 1:
@@ -251,7 +251,7 @@ def _again(structure: Structure, inside: Sequence[str], blocks: Sequence[str]) -
     return names if any(others) else [glob for glob in globs if met[glob]]
 
 
-def _kept_whole(structure: Structure, parameters: Mapping[str, Placements], axis: str) -> dict[str, Placements]:
+def _kept_full(structure: Structure, parameters: Mapping[str, Placements], axis: str) -> dict[str, Placements]:
     """What a plan says of its experts, which every rank of the data axis has: rows stay where they are, and each rank
     computes its own. Of experts that no axis spreads, nobody knows which rows are whose, and all ranks compute all."""
     stacked = {name for one in structure.experts for name in one.parameters}

@@ -94,7 +94,7 @@ class Pricer:
 
     def evenly(self, candidate: Candidate, batch: int | None = None) -> Estimate:
         """In closed form, with blocks dealt out evenly; all of them computed again where the candidate may."""
-        asked, sizes = self.request, self._whole(candidate.tp)
+        asked, sizes = self.request, self._sizes_at(candidate.tp)
         shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
         cost = cost_of(sizes, *shape, self._pass(candidate, batch)[0], self._anew(candidate, batch)[0])
         return Estimate(candidate, cost, memory_of(sizes, *shape))
@@ -149,7 +149,7 @@ class Pricer:
         one, parts = self._pass(candidate)
         again, anew = self._anew(candidate)
         shape = (candidate, asked.hardware.joining(candidate.ranks), asked.batch, asked.seq)
-        rough = cost_of(self._whole(candidate.tp), *shape, one, again)
+        rough = cost_of(self._sizes_at(candidate.tp), *shape, one, again)
         each = [part.busy + (more.once if whole else 0.0) for part, more in zip(parts, anew)]
         counts = self._kinds(candidate.tp)[2]
         total = sum(seconds * counts[kind] for kind, seconds in enumerate(each))
@@ -169,7 +169,7 @@ class Pricer:
         if key not in self._passes:
             shape = (candidate, asked.hardware.joining(candidate.ranks), rows, asked.seq)
             kinds = [pass_of(one, *shape) for one in self._kinds(candidate.tp)[0]]
-            self._passes[key] = (pass_of(self._whole(candidate.tp), *shape), kinds)
+            self._passes[key] = (pass_of(self._sizes_at(candidate.tp), *shape), kinds)
         return self._passes[key]
 
     def _keeps(self, candidate: Candidate, batch: int) -> list[tuple[int, int]]:
@@ -200,7 +200,7 @@ class Pricer:
         if key not in self._again:
             shape = (candidate, asked.hardware.joining(candidate.ranks), rows, asked.seq)
             kinds = [again_of(one, *shape) for one in self._kinds(candidate.tp)[0]]
-            self._again[key] = (again_of(self._whole(candidate.tp), *shape), kinds)
+            self._again[key] = (again_of(self._sizes_at(candidate.tp), *shape), kinds)
         return self._again[key]
 
     def _kinds(self, tp: int) -> tuple[list[Sizes], list[int], Counter[int]]:
@@ -215,7 +215,7 @@ class Pricer:
             self._parts[tp] = (kinds, of, Counter(of))
         return self._parts[tp]
 
-    def _whole(self, tp: int) -> Sizes:
+    def _sizes_at(self, tp: int) -> Sizes:
         if tp not in self._sizes:
             self._sizes[tp] = sizes_of(self.request.structure, tp)
         return self._sizes[tp]
@@ -240,8 +240,8 @@ class Pricer:
         asked = self.request
         shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
         if candidate.pp > 1:
-            return memory_of(self._whole(candidate.tp), *shape).gathered
-        held = Held(self._whole(candidate.tp), *shape)
+            return memory_of(self._sizes_at(candidate.tp), *shape).gathered
+        held = Held(self._sizes_at(candidate.tp), *shape)
         return held.alone().total - held.static() - int(held.kept() + held.loss())
 
     def _estimate(self, candidate: Candidate, rough: Estimate, found: Stages) -> Estimate:

@@ -11,7 +11,7 @@ from .candidates import Candidate
 from .pricer import Estimate, Pricer, Request
 from .pricing.hardware import Hardware
 from .progress import Bar
-from .refusals import nothing_legal, too_large
+from .refusals import nothing_legal, over_memory_by_formula
 from .structure import Structure
 
 MARGIN = 0.94
@@ -58,7 +58,7 @@ def rank(request: Request, bar: Bar | None = None) -> list[Estimate]:
     else:
         best = _fastest(pricer, legal, whole, bar)
     if not best:
-        raise too_large(request, pricer)
+        raise over_memory_by_formula(request, pricer)
     return best
 
 

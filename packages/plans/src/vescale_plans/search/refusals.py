@@ -59,7 +59,7 @@ def nothing_legal(request: Request) -> InfeasibleError:
     return InfeasibleError("generate_plan", rule, facts, remedies)
 
 
-def too_large(request: Request, pricer: Pricer) -> InfeasibleError:
+def over_memory_by_formula(request: Request, pricer: Pricer) -> InfeasibleError:
     """Every candidate needs more memory than there is."""
     held = ((pricer.least(one), one) for one in request.candidates())
     least = min(((memory.total, one, memory) for memory, one in held if memory is not None), default=None)
@@ -88,7 +88,7 @@ def too_large(request: Request, pricer: Pricer) -> InfeasibleError:
     return InfeasibleError("generate_plan", rule, facts, remedies)
 
 
-def beyond(request: Request, demoted: Sequence[tuple[Candidate, int]]) -> InfeasibleError:
+def over_memory_in_dry_run(request: Request, demoted: Sequence[tuple[Candidate, int]]) -> InfeasibleError:
     """Plans that fit by formula, none of which does in a dry run."""
     least = min(size for _, size in demoted)
     return InfeasibleError(

@@ -201,10 +201,10 @@ def _place(local: Tensor, layout: Layout, draw: Draw, fresh: bool, like: Tensor 
     parts = [] if zero else parts_of(local, layout, order.dims)
     if local.device.type == "cuda":
         _place_on_device(parts, layout, local, order, draw)
-    elif not zero and parts and parts[0][1].is_whole and layout.flat_axis is None:
+    elif not zero and parts and parts[0][1].is_full and layout.flat_axis is None:
         draw(local)
     elif _seeds_another(draw, local.dtype):
-        _fill_from_whole(parts, _sizes(layout, order), local, order, draw)
+        _fill_from_full(parts, _sizes(layout, order), local, order, draw)
     else:
         _fill_in_chunks(parts, layout.numel, local.dtype, order, draw)
     return local.zero_() if zero else local
@@ -218,7 +218,7 @@ def _place_on_device(parts: list[Part], layout: Layout, local: Tensor, order: Or
         fill_parts(parts, layout.numel, local.dtype, draw.function, draw.args, draw.kwargs, generator)
     else:
         check_not_named(draw.function, local.dtype)
-        _fill_from_whole(parts, _sizes(layout, order), local, order, draw)
+        _fill_from_full(parts, _sizes(layout, order), local, order, draw)
 
 
 def _in_rows(shape: Sequence[int]) -> Order:
@@ -313,7 +313,7 @@ def _fresh(count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(count, dtype=dtype)
 
 
-def _fill_from_whole(parts: list[Part], sizes: tuple[int, ...], local: Tensor, order: Order, draw: Draw) -> None:
+def _fill_from_full(parts: list[Part], sizes: tuple[int, ...], local: Tensor, order: Order, draw: Draw) -> None:
     whole = _memory(prod(sizes), local.dtype, order.contiguous or local.device.type != "cpu", _fresh)
     whole = whole.to(local.device)
     # Such a kernel goes by index, not by memory: it must be given the dims in the user's order.

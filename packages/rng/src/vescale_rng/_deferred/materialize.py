@@ -79,7 +79,7 @@ def materialize(target: nn.Module | Tensor) -> nn.Module | Tensor:
         if not is_deferred(value):
             return value
         if id(value) not in done:
-            done[id(value)] = _whole(value)
+            done[id(value)] = _full(value)
         return done[id(value)]
 
     if not isinstance(target, nn.Module):
@@ -96,7 +96,7 @@ def materialize(target: nn.Module | Tensor) -> nn.Module | Tensor:
     return target
 
 
-def _whole(tensor: Deferred) -> Tensor:
+def _full(tensor: Deferred) -> Tensor:
     value = value_of(tensor._slot).requires_grad_(tensor.requires_grad)
     if getattr(tensor, "_is_param", False):
         value = nn.Parameter(value.detach(), tensor.requires_grad)
@@ -123,7 +123,7 @@ def recorded(tensor: Deferred) -> int:
 # --- a shard ----------------------------------------------------------------------
 
 
-class _Whole(Exception):
+class _NeedsFull(Exception):
     """A shard cannot be made by itself."""
 
 
@@ -133,7 +133,7 @@ def _shard(slot: Slot, layout: Layout) -> Tensor | None:
         for entry in history(slot):
             out = _on_shards(entry, layout, values)
             values.update((made, out) for _, made in entry.made)
-    except _Whole:
+    except _NeedsFull:
         return None
     return values[slot] if isinstance(values[slot], Tensor) else None
 
@@ -143,12 +143,12 @@ def _on_shards(entry: Entry, layout: Layout, values: dict) -> Tensor | list[Tens
     function, args, kwargs = entry.function, entry.args, entry.kwargs
     if entry.constant is not None:
         if entry.constant.dim() and entry.constant.shape != layout.shape:
-            raise _Whole
+            raise _NeedsFull
         return cut(entry.constant.clone(), layout)
     parts = [values[one] for one in tree_flatten((args, kwargs))[0] if isinstance(one, Slot)]
     if any(isinstance(part, list) for part in parts):
         if function not in _CONSTANT:
-            raise _Whole
+            raise _NeedsFull
         for view in parts[0]:
             function(view, *args[1:])
         return parts[0]
@@ -157,14 +157,14 @@ def _on_shards(entry: Entry, layout: Layout, values: dict) -> Tensor | list[Tens
             ranges = layout.region_at(layout.mesh.coordinate)
             return _VIEWS[function](parts[0], layout.shape, ranges, *args[1:], **kwargs)
         if made.meta.shape != layout.shape or not made.meta.is_contiguous():
-            raise _Whole
+            raise _NeedsFull
     if entry.taken is not None:
         return entry.taken.place(parts[0], layout)
     if function in _SIZED:
         at = _SIZED[function]
         args = (*args[:at], layout.local_shape, *args[at + 1 :])
     elif function not in _ALIKE and not _is_elementwise(function):
-        raise _Whole
+        raise _NeedsFull
     args, kwargs = tree_map_only(Slot, values.__getitem__, (args, kwargs))
     return function(*args, **kwargs)
 
@@ -206,7 +206,7 @@ def _sliced(
 ) -> list[Tensor]:  # fmt: skip
     """What the shard holds of the indices from `start` to `end` of a dim."""
     if step != 1:
-        raise _Whole
+        raise _NeedsFull
     start, end, _ = slice(start, end).indices(shape[dim])
     parts, at = [], 0
     for low, high in ranges[dim]:

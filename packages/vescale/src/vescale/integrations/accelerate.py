@@ -28,7 +28,7 @@ from vescale_plans import Plan, PlanError, adopt, loader, no_sync
 from vescale_rng.state import get_state, set_state
 
 from .._stages import parallelize as _parallelize
-from ._whole import barrier, is_first, whole
+from ._full import barrier, full, is_first
 
 
 def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
@@ -109,12 +109,12 @@ class Planned:
 
     def gather(self, tensor: Any) -> Any:
         """Whole plain tensors: they are global already. Cost: an all-gather of what is sharded."""
-        return whole(tensor)
+        return full(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As accelerate's own on one process, of whole plain tensors: what was repeated for rows that the last batch
         does not have is cut off."""
-        return super().gather_for_metrics(whole(input_data), use_gather_object)
+        return super().gather_for_metrics(full(input_data), use_gather_object)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Nothing to pad: a tensor has one shape."""

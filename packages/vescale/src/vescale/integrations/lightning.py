@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from ._whole import barrier, is_first, whole
+from ._full import barrier, full, is_first
 
 
 class Checkpoints(TorchCheckpointIO):
@@ -26,7 +26,7 @@ class Checkpoints(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """As Lightning's own, of whole tensors."""
-        found = whole(checkpoint)
+        found = full(checkpoint)
         barrier()  # all have looked whether the path is free
         if is_first():
             super().save_checkpoint(found, path, storage_options)

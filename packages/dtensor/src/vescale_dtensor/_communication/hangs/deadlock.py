@@ -1,9 +1,9 @@
 """Ranks that wait for each other, each in a communication that the other has not come to: proved, not suspected.
 
-A rank that has waited for a while writes into the store what it waits for, and how far it has come with every line of
-ranks (`flight.Line`). Two that wait are in a deadlock if each waits for a communication of both that the other has not
-begun: neither will, for its host stands in the other. That is so for as long as both wait, so what is in the store need
-not be new. Collectives that were started and are not waited for count as begun.
+A rank that has waited for a while writes into the store what it waits for, and how far it has come with every group
+of ranks (`flight_recorder.RankGroup`). Two that wait are in a deadlock if each waits for a communication of both that
+the other has not begun: neither will, for its host stands in the other. That is so for as long as both wait, so what is
+in the store need not be new. Collectives that were started and are not waited for count as begun.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
-from .. import flight
-from ..flight import Line
+from .. import flight_recorder as recorder
+from ..flight_recorder import RankGroup
 
 AFTER_S = 4.0
 """A wait that is longer is written down: long for a step, and short for a person."""
@@ -29,40 +29,40 @@ class Waits:
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank, self._told = store, rank, 0
 
-    def look(self) -> Line | None:
-        """The line over which this rank waits in a deadlock; None where there is none, or none is known yet. A rank
+    def look(self) -> RankGroup | None:
+        """The group over which this rank waits in a deadlock; None where there is none, or none is known yet. A rank
         that has not waited for AFTER_S asks the store nothing."""
-        entry = next((one for one in list(flight.ring) if _waits(one)), None)
+        entry = next((one for one in list(recorder.ring) if _waits(one)), None)
         if entry is None:
             return None
-        line, number = entry[2], entry[3]
+        group, number = entry[2], entry[3]
         counts = _counts()
         if self._told != id(entry):
-            said = {"key": line.key, "ranks": line.ranks, "number": number, "counts": counts}
+            said = {"key": group.key, "ranks": group.ranks, "number": number, "counts": counts}
             self._store.set(f"{_KEY}/{self._rank}", json.dumps(said))
             self._told = id(entry)
-        for rank in line.ranks[:_MOST]:
+        for rank in group.ranks[:_MOST]:
             if rank != self._rank and self._store.check([f"{_KEY}/{rank}"]):
                 other = json.loads(self._store.get(f"{_KEY}/{rank}"))
-                if deadlocked(self._rank, line.key, number, counts, other):
-                    return line
+                if deadlocked(self._rank, group.key, number, counts, other):
+                    return group
         return None
 
 
 def deadlocked(rank: int, key: str, number: int, counts: Mapping[str, int], other: Mapping[str, Any]) -> bool:
-    """Whether this rank, which waits for `number` of the line `key` and has begun `counts`, and one that has said
+    """Whether this rank, which waits for `number` of the group `key` and has begun `counts`, and one that has said
     `other` wait for each other."""
     waits_for_us = rank in other["ranks"] and counts.get(other["key"], 0) < other["number"]
     return waits_for_us and other["counts"].get(key, 0) < number
 
 
 def _waits(entry: list) -> bool:
-    return entry[flight.STATE] == flight.WAITING and monotonic() - entry[flight.BEGAN] > AFTER_S
+    return entry[recorder.STATE] == recorder.WAITING and monotonic() - entry[recorder.BEGAN] > AFTER_S
 
 
 def _counts() -> dict[str, int]:
     """Of meshes with the same axes and ranks the most: a rank is rather taken to have begun what it has not."""
     found: dict[str, int] = {}
-    for line in list(flight.lines):
-        found[line.key] = max(line.count, found.get(line.key, 0))
+    for group in list(recorder.rank_groups):
+        found[group.key] = max(group.count, found.get(group.key, 0))
     return found

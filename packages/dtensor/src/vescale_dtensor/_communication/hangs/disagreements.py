@@ -1,9 +1,9 @@
 """What ranks that hang disagree about: pure comparisons of what each was in (`hang.py`).
 
-Three things are compared, per line of ranks (`flight.Line`): collectives and ordered transfers by their numbers, of
-which the same must be the same everywhere; and messages, which are known by their names, by who posted them. What
-counts most comes first: what two ranks see differently, or one of them has passed by; then what somebody waits for
-whose other end does not wait for anything itself; then what waits in a chain, the oldest first.
+Three things are compared, per group of ranks (`flight_recorder.RankGroup`): collectives and ordered transfers by their
+numbers, of which the same must be the same everywhere; and messages, which are known by their names, by who posted
+them. What counts most comes first: what two ranks see differently, or one of them has passed by; then what somebody
+waits for whose other end does not wait for anything itself; then what waits in a chain, the oldest first.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .. import flight
+from .. import flight_recorder
 
 Report = Mapping[str, Any]
 Known = Mapping[int, Mapping[int, dict]]
-"""Of a line of ranks: rank -> number -> event."""
+"""Of a group of ranks: rank -> number -> event."""
 _MOST = 3  # that are told
 
 
@@ -34,16 +34,16 @@ def compared(reports: Mapping[int, Report], size: int) -> str:
 
 
 def _disagreements(reports: Mapping[int, Report]) -> Iterator[tuple[tuple, str]]:
-    """(order of importance, text) per line of ranks that disagree."""
-    lines: dict[tuple, dict[int, list[dict]]] = defaultdict(dict)  # (of, axes, ranks) -> rank -> events
+    """(order of importance, text) per group of ranks that disagree."""
+    groups: dict[tuple, dict[int, list[dict]]] = defaultdict(dict)  # (of, axes, ranks) -> rank -> events
     for rank, one in reports.items():
         for event in one["events"]:
-            line = event["of"], tuple(event["axes"]), tuple(event["ranks"])
-            lines[line].setdefault(rank, []).append(event)
-    for (of, axes, ranks), by_rank in lines.items():
+            group = event["of"], tuple(event["axes"]), tuple(event["ranks"])
+            groups[group].setdefault(rank, []).append(event)
+    for (of, axes, ranks), by_rank in groups.items():
         members = {rank: by_rank.get(rank, []) for rank in ranks if rank in reports}
         axis = ", ".join(map(repr, axes))
-        if of == flight.MESSAGES:
+        if of == flight_recorder.MESSAGES:
             yield from _unanswered(reports, members, axis)
         else:
             yield from _out_of_step(reports, members, of, axis)
@@ -55,7 +55,7 @@ def _unanswered(reports: Mapping[int, Report], members: Mapping[int, list[dict]]
     for rank, events in members.items():
         for other in members:
             for event in events if other != rank else ():
-                if event["state"] != flight.WAITING or event["kind"] in posted[other]:
+                if event["state"] != flight_recorder.WAITING or event["kind"] in posted[other]:
                     continue
                 instead = [  # what comes after it, here
                     one["kind"]
@@ -93,13 +93,13 @@ def _out_of_step(reports: Mapping[int, Report], members: Mapping[int, list[dict]
     shown = next((rank for rank in ahead if number in known[rank]), ahead[0])
     event = known[shown].get(number, known[shown][most])
     waits = any(reports[rank]["waiting"] for rank in behind)
-    reached = f"come to {least}" if least else f"none over it among the last {flight.EVENTS}"
+    reached = f"come to {least}" if least else f"none over it among the last {flight_recorder.EVENTS}"
     text = (
         f"{_ranks(ahead)} {'are' if len(ahead) > 1 else 'is'} at {of} {event['number']} over axis {axis} "
         f"({event['kind']}, asked for by {_asked(reports, known, shown, event['number'])}), {_ranks(behind)} "
         f"{'have' if len(behind) > 1 else 'has'} {reached}, at {_place(reports[behind[0]])}"
     )
-    yield (1 + waits, number if of == flight.COLLECTIVES else -event["seconds_ago"]), text
+    yield (1 + waits, number if of == flight_recorder.COLLECTIVES else -event["seconds_ago"]), text
 
 
 def _first_odd(known: Known) -> int | None:
@@ -118,7 +118,7 @@ def _by(known: Known, number: int) -> dict[str, list[int]]:
 
 def _asked(reports: Mapping[int, Report], known: Known, rank: int, number: int) -> str:
     event = known[rank][number]
-    waits = event["state"] == flight.WAITING
+    waits = event["state"] == flight_recorder.WAITING
     return f"{event['cause']} at {_place(reports[rank])}" if waits else event["cause"]
 
 

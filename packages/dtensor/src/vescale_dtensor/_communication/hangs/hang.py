@@ -3,9 +3,9 @@
 A thread looks, every few seconds, for two things: a collective or a transfer between stages of a pipeline that this
 rank's host waits for, or an accelerator that is busy with one, for longer than `bound_seconds`; and word in the store
 that another rank has seen that. Then it puts what this rank is in and its last collectives and transfers
-(`flight.py`) into the store, waits a little for the others', and writes a file: which ranks disagree, since which
-communication (`disagreements.py`), and asked for by which lines of code. Errors about the
-broken connections that follow say the same (`verdict`). The bound is below that of the backend, whose own end of a hang
+(`flight_recorder.py`) into the store, waits a little for the others', and writes a file: which ranks disagree, since
+which communication (`disagreements.py`), and asked for by which lines of code. Errors about the broken connections that
+follow say the same (`verdict`). The bound is below that of the backend, whose own end of a hang
 may be the process's.
 
     VESCALE_HANG_SECONDS    the bound; 80% of the backend's without it
@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from ..._debugger.session import answer_where, is_open
 from ..._torch_private import _dump_nccl_trace_json, _get_default_store, backend_timeouts
-from .. import flight
+from .. import flight_recorder as recorder
 from ..endings import ALONE, close, tell_first
 from ..events import is_users
 from .deadlock import Waits
@@ -100,44 +100,44 @@ class Watch:
                 if stuck:
                     self._store.compare_set(_SEEN, "", str(self._rank))
                 if stuck or self._store.check([_SEEN]):
-                    self._tell(pause)
+                    self._report(pause)
                     if stuck and deadlock is not None:
                         self._end(deadlock)
                     return
             except RuntimeError:  # the store is gone, and the world with it
                 return
 
-    def _end(self, line: flight.Line) -> None:
+    def _end(self, group: recorder.RankGroup) -> None:
         """Ends the wait of this rank in a deadlock, and with its connections that of the ranks which wait for it."""
         tell_first(f"rank {self._rank} found a deadlock: {self.verdict}{_READ if ' at read ' in self.verdict else ''}")
-        if (group := line.group()) is not None:
-            close(group)
+        if (process_group := group.process_group()) is not None:
+            close(process_group)
 
     def _place(self) -> str:
         """Where this rank is, in a line."""
         waits = [
             f"in {entry[1]} over axis {', '.join(entry[2].axes)}"
-            for entry in list(flight.ring)
-            if entry[flight.STATE] == flight.WAITING
+            for entry in list(recorder.ring)
+            if entry[recorder.STATE] == recorder.WAITING
         ]
         at = next(iter(_user_lines(self._main)), "no line of the user's")
         return ", waiting ".join([f"it is at {at}", *waits[-1:]])
 
     def _is_stuck(self) -> bool:
         """Whether the host waits for a collective for too long, or the device for one that came last."""
-        events = sorted([*flight.ring, *flight.transfers], key=lambda event: event[flight.BEGAN])
+        events = sorted([*recorder.ring, *recorder.transfers], key=lambda event: event[recorder.BEGAN])
         if not events:
             return False
         now = time.monotonic()
         begun = now - self._bound
-        if any(event[flight.STATE] == flight.WAITING and event[flight.BEGAN] < begun for event in events):
+        if any(event[recorder.STATE] == recorder.WAITING and event[recorder.BEGAN] < begun for event in events):
             return True
         last = id(events[-1])
         if self._moved[0] != last:
             self._moved = last, now
         return now - self._moved[1] > self._bound and _device_is_busy()
 
-    def _tell(self, pause: float) -> None:
+    def _report(self, pause: float) -> None:
         own = report(self._rank, self._main)
         self._store.set(f"{_REPORT}/{self._rank}", json.dumps(own))
         reports, until = {self._rank: own}, time.monotonic() + 2 * pause + 2
@@ -165,13 +165,13 @@ def _device_is_busy() -> bool:
 
 def report(rank: int, main: int | None) -> dict[str, Any]:
     """What a rank is in: where its code stands, the collectives it waits for, its last events, newest first."""
-    events = [flight.told(one) for ring in (flight.ring, flight.transfers) for one in list(ring)[::-1]]
+    events = [recorder.told(one) for ring in (recorder.ring, recorder.transfers) for one in list(ring)[::-1]]
     found: dict[str, Any] = {
         "rank": rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "lines": _user_lines(main),
-        "waiting": [event for event in events if event["state"] == flight.WAITING],
+        "waiting": [event for event in events if event["state"] == recorder.WAITING],
         "events": events,
     }
     if _dump_nccl_trace_json is not None:

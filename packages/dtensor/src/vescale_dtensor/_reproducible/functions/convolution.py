@@ -3,7 +3,7 @@
     b c w..., o c k... -> b o l...     its gradients are products of the same labels, summed over b and l..., and over o
 
 Windows are views (`Tensor.unfold`); a gradient adds up those that overlap, per sample and channel, which is in order on
-any mesh. Spatial dims are whole on every rank, as ever (`_rules/conv.py`).
+any mesh. Spatial dims are whole on every rank, as ever (`products/conv.py`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def expand(call: Call, splits: Splits) -> Decision | None:
     kept = tuple(d for d, label in enumerate(found.inputs[0]) if label is not None)
     dims = tuple(d for d, label in enumerate(labels) if label not in found.inputs[0])
     shape = found.out.local_shape
-    cuts = tuple(_whole(shape[d]) for d in dims)
+    cuts = tuple(_full(shape[d]) for d in dims)
     run = found.decision.run
 
     def stretch(input: Tensor, *args, **kwargs) -> Tensor:
@@ -36,7 +36,7 @@ def expand(call: Call, splits: Splits) -> Decision | None:
     return found.decision
 
 
-def _whole(size: int) -> Cut:
+def _full(size: int) -> Cut:
     count = fine_count(size)
     return Cut(count, size // count, tuple(range(count)))
 

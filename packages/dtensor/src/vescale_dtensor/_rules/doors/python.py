@@ -23,7 +23,7 @@ from ..traits import VIEWS, Trait
 from .communication import leave_nobody_waiting
 
 
-def whole(tensor: DTensor, cause: object) -> Tensor:
+def full_value(tensor: DTensor, cause: object) -> Tensor:
     """The whole tensor, plain; the shard itself where it is replicated already."""
     if tensor._layout.base.is_replicated:
         return alias(tensor)
@@ -38,13 +38,13 @@ def whole(tensor: DTensor, cause: object) -> Tensor:
 def value(function, args, kwargs):
     """The global value: a collective on every rank unless the tensor is replicated."""
     with torch.no_grad() if function not in (Tensor.numpy, Tensor.__array__) else _as_is():
-        full = whole(args[0], function)
-    return function(full, *args[1:], **kwargs)
+        gathered = full_value(args[0], function)
+    return function(gathered, *args[1:], **kwargs)
 
 
 @handler(Tensor.__contains__, traits=Trait.READS)
 def contains(function, args, kwargs):
-    return function(*[whole(a, function) if type(a) is DTensor else a for a in args])
+    return function(*[full_value(a, function) if type(a) is DTensor else a for a in args])
 
 
 @handler(Tensor.__iter__)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,25 @@ from ..registry import Call, Decision, rule
 from ..traits import Trait
 
 
-def _whole(call: Call, shape) -> Decision:
-    return Decision(targets=(None,), out=layout_of(call.mesh, (INVARIANT,) * call.mesh.ndim, tuple(shape)))
+def zeroed(function: Callable) -> Callable:
+    """`function`, whose result is noted to be zeros: parts of sums may be added to it (`_dispatch/sums.py`)."""
+
+    def run(*args, **kwargs) -> Tensor:
+        out = function(*args, **kwargs)
+        out._zeros = True
+        return out
+
+    return run
+
+
+def _replicated(call: Call, shape) -> Decision:
+    run = zeroed(call.function) if call.function is Tensor.new_zeros else None
+    return Decision(targets=(None,), out=layout_of(call.mesh, (INVARIANT,) * call.mesh.ndim, tuple(shape)), run=run)
 
 
 @rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty_strided, traits=Trait.METADATA)
 def sized(call: Call):
-    return _whole(call, call.rest(1, "size"))
+    return _replicated(call, call.rest(1, "size"))
 
 
 @rule(Tensor.new_empty, traits=Trait.METADATA)
@@ -30,7 +44,7 @@ def unwritten(call: Call):
     would make each of them be gathered."""
     size = call.rest(1, "size")
     if any(type(one) is not int for one in size):
-        return _whole(call, size)
+        return _replicated(call, size)
     like = call.operands[0]
 
     def cut(state: State) -> bool:
@@ -47,7 +61,7 @@ def unwritten(call: Call):
 @rule(Tensor.new_full, traits=Trait.METADATA)
 def filled(call: Call):
     size = call.get(1, "size")
-    return _whole(call, size) if len(call.operands) == 1 else None
+    return _replicated(call, size) if len(call.operands) == 1 else None
 
 
 @rule(Tensor.new_tensor, traits=Trait.METADATA)
@@ -55,4 +69,4 @@ def from_data(call: Call):
     """From numbers; a tensor as data is copied by the fallback."""
     if len(call.operands) != 1:
         return None
-    return _whole(call, torch.tensor(call.get(1, "data")).shape)
+    return _replicated(call, torch.tensor(call.get(1, "data")).shape)

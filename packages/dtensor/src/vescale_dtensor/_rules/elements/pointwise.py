@@ -15,6 +15,7 @@ from ..._dispatch.signature import Signature
 from ..._torch_private import _special
 from ..registry import TABLE, Call, Decision, Operand, both, decomposed, rule
 from ..traits import ELEMENTWISE, Trait
+from .fresh import zeroed
 
 # f(x) with f not linear: a partial input is reduced first.
 NONLINEAR = """abs absolute acos acosh arccos arccosh angle arcsin arcsinh arctan arctanh asin asinh atan atanh atan2
@@ -200,7 +201,8 @@ def filled_like(call: Call):
     """Like the input's layout; values do not count, so a partial input gives a whole result, and nothing moves."""
     if len(call.operands) > 1:
         return elementwise(call)
-    return Decision(out=call.operands[0].layout.reduced)
+    run = zeroed(call.function) if call.function is torch.zeros_like else None
+    return Decision(out=call.operands[0].layout.reduced, run=run)
 
 
 @rule(Tensor.zero_, torch.zero_, traits=ELEMENTWISE | Trait.LINEAR)

@@ -70,7 +70,7 @@ def _convolution(call: Call, groups: int, transposed: bool) -> Signature | None:
         channels, summed, whole, run = ("c", "o"), {"c"}, (), call.function
     else:
         kernel, channels, summed = ("g", None), ("g", "g"), ()
-        whole = () if _whole_groups(call, groups, len(batch)) else {"g"}
+        whole = () if _keeps_groups(call, groups, len(batch)) else {"g"}
         run = _regrouped(call.function, len(batch), x.shape[len(batch)] // groups)
     inputs = [(*batch, channels[0], *window), (*kernel, *window)]
     addends = ()
@@ -88,7 +88,7 @@ def _bias(input: Tensor, weight: Tensor, bias: Tensor, *_, **__) -> Tensor:
     return bias.reshape(-1, *[1] * (weight.ndim - 2))
 
 
-def _whole_groups(call: Call, groups: int, channel: int) -> bool:
+def _keeps_groups(call: Call, groups: int, channel: int) -> bool:
     """Whether every cut of the channels that the solver may choose gives each rank whole groups.
 
     It may cut them on each axis that shards anything: evenly, or as an operand brings it. A channel that is a group of

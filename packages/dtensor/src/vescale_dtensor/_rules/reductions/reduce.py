@@ -33,7 +33,7 @@ def _linear(call: Call):
 
 
 @rule(torch.sum, Tensor.sum, traits=Trait.LINEAR)
-def total(call: Call):
+def sum_rule(call: Call):
     found = _arguments(call)
     return None if found is None else reduction(call, *found, summed=set(found[0]), linear=_linear(call))
 

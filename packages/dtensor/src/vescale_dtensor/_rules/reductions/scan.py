@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._dispatch.signature import Signature
-from ..._layouts.state import VARYING
+from ..._layouts.state import REPLICATE
 from ..._tensor.tensor import DTensor
 from ..registry import Call, Operand, both, decomposed, rule
 from ..solvers.parts import (
@@ -66,7 +66,7 @@ def _moved_on(x: DTensor, dim: int, dtype: torch.dtype | None, sums: bool, funct
         rank = rank * layout.mesh.sizes[axis] + layout.mesh.coordinate[axis]
     local = plain(x)
     total = local.sum(dim, dtype=dtype) if sums else local.prod(dim, dtype=dtype)
-    before = rows(total, reduced_layout(layout, (dim,), False), axes, function, state=VARYING)[:rank]
+    before = rows(total, reduced_layout(layout, (dim,), False), axes, function, state=REPLICATE)[:rank]
     if sums:
         return attached(local.cumsum(dim, dtype=dtype) + before.sum(0).unsqueeze(dim), layout)
     return attached(local.cumprod(dim, dtype=dtype) * before.prod(0).unsqueeze(dim), layout)

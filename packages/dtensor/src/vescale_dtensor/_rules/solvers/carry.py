@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from ..._conversions.conversion import axis_cost
-from ..._dispatch.signature import whole_numel
+from ..._dispatch.signature import unsharded_numel
 from ..._layouts.layout import Layout, layout_of
 from ..._layouts.state import INVARIANT, State, sharded
 from ..registry import Call, Decision
@@ -83,7 +83,7 @@ def _exchange(layout, axis, source, results, through, offers) -> tuple[State, tu
             if kept is not None:
                 choices.append((sharded(dim), kept))
     choices.append((INVARIANT, (INVARIANT,) * len(results)))
-    numel = whole_numel(layout, axis)
+    numel = unsharded_numel(layout, axis)
 
     def cost(choice: tuple) -> tuple:
         target = choice[0]

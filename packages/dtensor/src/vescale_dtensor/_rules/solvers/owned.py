@@ -1,4 +1,7 @@
-"""Indices into a sharded dim: which of them this rank holds, and where."""
+"""Ids of tokens and classes, which name one place of a sharded dim: which of them this rank holds, and where.
+
+A shard may be any ranges of the dim. What indexes several dims at once, or counts from the end, is `rows.py`'s.
+"""
 
 from __future__ import annotations
 

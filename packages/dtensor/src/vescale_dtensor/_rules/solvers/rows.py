@@ -1,4 +1,7 @@
-"""Index tensors on a sharded dim: which indices this rank holds, and where."""
+"""Index tensors over one or several sharded dims (`x[i, j]`, `gather`): which indices this rank holds, and where.
+
+Each rank holds one range of each dim, and indices may count from the end. Ids of tokens and classes are `owned.py`'s.
+"""
 
 from __future__ import annotations
 

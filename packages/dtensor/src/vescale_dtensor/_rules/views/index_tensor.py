@@ -27,6 +27,7 @@ from ..._conversions.convert import convert_operand
 from ..._dispatch.dispatch import call as dispatched
 from ..._dispatch.fallback import gathered
 from ..._dispatch.signature import Signature, solve
+from ..._dispatch.sums import parted
 from ..._layouts.layout import layout_of
 from ..._tensor.tensor import DTensor, attach, local_only
 from ..elements.pointwise import broadcast
@@ -156,6 +157,7 @@ def read_tensors(x: Tensor, index: Any) -> Tensor:
     if not tensors:
         return x[basic]
     dims, indices = expanded(tensors)
+    x = parted(x, Tensor.__getitem__)
     return _run(take_dims, x if _is_trivial(basic) else x[basic], dims, *indices)
 
 

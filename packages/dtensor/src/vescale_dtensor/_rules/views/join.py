@@ -167,7 +167,7 @@ def stacks(call: Call):
 # --- parting --------------------------------------------------------------------------
 
 
-def whole_shapes(call: Call) -> list[tuple[int, ...]]:
+def global_shapes(call: Call) -> list[tuple[int, ...]]:
     """The global shapes of the outputs, asked of torch itself; it complains about wrong arguments, too."""
     whole = torch.empty(call.operands[0].shape, device="meta")
     kwargs = {name: value for name, value in call.kwargs.items() if not isinstance(value, Operand)}
@@ -214,7 +214,7 @@ def _parted(call: Call, dim):
     """Pieces of whole groups keep the cut; any other cut of `dim` must go."""
     if len(call.operands) != 1 or not isinstance(dim, int):
         return None
-    shapes = whole_shapes(call)
+    shapes = global_shapes(call)
     dim = dim_of(call, dim)
 
     def through(axis, state, source, results):
@@ -234,7 +234,11 @@ def _parted(call: Call, dim):
             return None
         return _splitter(sizes, dim)
 
-    return carry(call, shapes, through, local=local, why=lambda layout, axis: _explain(layout, axis, shapes))
+    decision = carry(call, shapes, through, local=local, why=lambda layout, axis: _explain(layout, axis, shapes))
+    if decision is not None:
+        sizes = (*call.args[1:2], *call.kwargs.values())  # where each is told, the parts are of several kinds
+        decision.parts = any(isinstance(one, (tuple, list)) for one in sizes) and dim == len(shapes[0]) - 1
+    return decision
 
 
 def _splitter(sizes: list[int], dim: int) -> Callable:
@@ -279,7 +283,7 @@ def diagonal(call: Call):
     ndim = call.operands[0].ndim
     default = (-2, -1) if call.function is torch.linalg.diagonal else (0, 1)
     dims = {dim_of(call, call.get(at, f"dim{at - 1}", default[at - 2])) for at in (2, 3)}
-    (shape,) = whole_shapes(call)
+    (shape,) = global_shapes(call)
     return renamed(call, [*[d for d in range(ndim) if d not in dims], "diagonal"], shape)
 
 
@@ -290,7 +294,7 @@ def diag_embed(call: Call):
     dims = [dim_of(call, call.get(at, f"dim{at - 1}", default), ndim + 1) for at, default in ((2, -2), (3, -1))]
     others = iter(range(ndim - 1))
     labels = [f"diagonal {d}" if d in dims else next(others) for d in range(ndim + 1)]
-    (shape,) = whole_shapes(call)
+    (shape,) = global_shapes(call)
     return renamed(call, labels, shape)
 
 
@@ -299,5 +303,5 @@ def unfold(call: Call):
     """Windows along a dim, which must be whole; they come last."""
     dim = dim_of(call, call.get(1, "dimension"))
     labels = ["windows" if d == dim else d for d in range(call.operands[0].ndim)]
-    (shape,) = whole_shapes(call)
+    (shape,) = global_shapes(call)
     return renamed(call, [*labels, "window"], shape)

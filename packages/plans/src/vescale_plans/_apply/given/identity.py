@@ -17,7 +17,7 @@ from vescale_dtensor.engine import local_only
 
 from ..._plan.parts import PlanError
 from ..._torch_private import _swap_tensor_impl
-from ...installed._gradient_hooks import Hooks, hooks_of, take_hooks
+from ...installed._carried_hooks import Hooks, hooks_of, take_hooks
 
 
 class Became:

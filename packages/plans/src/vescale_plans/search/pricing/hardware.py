@@ -86,7 +86,8 @@ class Numbers:
         parameters: as they are held, and gathered.
         states: of the optimizer, with a copy of narrower parameters that it steps.
         gradients: as they are summed.
-        sums: of a pipeline's gradients, how many: the sum over microbatches, and what is added to it.
+        sums: of gradients that several backwards add up, how many are held: the sum, and, of 2, all that a backward
+            has reduced, which is added to it when the backward is through; of 1 each unit's are as they come.
         stepping: what an optimizer that goes over all parameters at once makes on the way; 0 of a fused one.
         summed_sharded: from ZeRO-2 on, a pipeline's sums are sharded as well; ours are whole.
         everywhere: ZeRO shards experts over their copies, and the rest over all replicas; ours shards both over the

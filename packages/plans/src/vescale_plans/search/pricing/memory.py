@@ -18,7 +18,7 @@ KEPT_OF_INPUT, KEPT_OF_STREAM = 1, 6
 KEPT_OF_ROW = 3
 """Of the rows sorted by expert, in the stream's width: what enters the experts, leaves them, and is weighed."""
 UNDER_WAY = 2
-"""Sums of gradients at most (`_zero/in_flight.py`), before one more that begins."""
+"""Sums of gradients at most (`_zero/running_reductions.py`), before one more that begins."""
 LOGITS = 3
 """Copies of the last contraction's result that a loss keeps, in fp32."""
 
@@ -146,8 +146,8 @@ class Held:
         if gloo and self.candidate.zero in (1, 2) and not self.narrow:
             stepped = (1 + sums) * self.parameters() - self.part(2, numbers.gradients)
         summed, gradients = self.summed(), self.part(2, numbers.gradients)
-        if self.candidate.zero > 1:
-            gradients += summed  # what a backward has reduced is added to what the ones before left when it is through
+        if self.candidate.zero > 1:  # what a backward has reduced is added to what the ones before left at its end
+            gradients += (numbers.sums - 1) * summed
         moments = (
             (summed, self.kept() + self.loss(), gathered + outside),  # the head's gradient comes first
             (summed, self.kept() + self.again(), gathered + outside + block * (1 + sums)),

@@ -73,7 +73,7 @@ class _Prober:
         self._sinks = {key: frozenset(s for s, i in sinks.items() if not i.is_mixing) for key, sinks in sampled.items()}
         self.silent = frozenset(key for key in found.calls if not sampled.get(key) and key not in found.routers)
         units = self._units(wanted, sampled)
-        found.influences = self._influences(self._whole(wanted, units), units, sampled=sampled)
+        found.influences = self._influences(self._in_full(wanted, units), units, sampled=sampled)
         for key, sinks in sampled.items():
             whole = found.influences.setdefault(key, {})
             for sink, one in sinks.items():
@@ -151,7 +151,7 @@ class _Prober:
             for at in sorted({0, size // 3, size - 1}):
                 yield Test(key, torch.tensor([at]))
 
-    def _whole(self, keys: Iterable[Key], units: Mapping[Key, int]) -> Iterator[Test]:
+    def _in_full(self, keys: Iterable[Key], units: Mapping[Key, int]) -> Iterator[Test]:
         for key in keys:
             size, unit = self.findings.calls[key].out_features, units.get(key, 1)
             for at in range(0, size, unit):
@@ -286,7 +286,7 @@ class _Prober:
         sampled = self._influences(self._sampled(sources), {}, bridge=True)
         sources = [key for key in sources if any(not one.is_mixing for one in sampled.get(key, {}).values())]
         units = self._units(sources, sampled)
-        found.bridged = self._influences(self._whole(sources, units), units, sampled=sampled, bridge=True)
+        found.bridged = self._influences(self._in_full(sources, units), units, sampled=sampled, bridge=True)
 
     def _enclosed(self) -> set[Key]:
         """Sinks whose sources reach nothing else, and that are neither a source to split nor the last: what reads a

@@ -17,7 +17,7 @@ MOST = 2
 """Sums under way before the oldest is waited for: bounds the memory of gradients under ZeRO-2 and 3."""
 
 
-class InFlight:
+class RunningReduction:
     """The reduction of one bucket's gradients, started and on its way."""
 
     def __init__(self, bucket: Bucket) -> None:
@@ -42,11 +42,11 @@ class InFlight:
             self.usage.close()
 
 
-def newest(flights: Sequence[InFlight], room: int | None) -> int:
+def newest(reductions: Sequence[RunningReduction], room: int | None) -> int:
     """How many of the newest may be under way: `MOST`, and more than one only within `room` bytes, if that bounds."""
     count = 0
-    for flight in flights[: -MOST - 1 : -1]:
-        room = None if room is None else room - flight.nbytes
+    for reduction in reductions[: -MOST - 1 : -1]:
+        room = None if room is None else room - reduction.nbytes
         if count and room is not None and room < 0:
             break
         count += 1
@@ -59,13 +59,13 @@ class Usage:
     Arguments: all reductions of the backward, in the same order on all ranks.
     """
 
-    def __init__(self, flights: Sequence[InFlight], mesh: Mesh) -> None:
-        axes = tuple(sorted({axis for flight in flights for axis in flight.bucket.axes}))
+    def __init__(self, reductions: Sequence[RunningReduction], mesh: Mesh) -> None:
+        axes = tuple(sorted({axis for reduction in reductions for axis in reduction.bucket.axes}))
         self._at: dict[int, int] = {}
         mine: list[int] = []
-        for flight in flights:
-            missing = set(flight.missing)
-            for i, param in enumerate(flight.bucket.params):
+        for reduction in reductions:
+            missing = set(reduction.missing)
+            for i, param in enumerate(reduction.bucket.params):
                 at = self._at.setdefault(id(param), len(mine))
                 if at == len(mine):
                     mine.append(0)
@@ -73,7 +73,7 @@ class Usage:
         self._everyone: list[int] | None = None
         self._gathering: GatherInFlight | None = None
         if axes:
-            part = _on_device(bytes(mine), flights[0].bucket.device)
+            part = _on_device(bytes(mine), reductions[0].bucket.device)
             self._out = part.new_empty(mesh.count(axes) * len(mine))
             set_cause(SYNC)
             self._gathering = GatherInFlight(self._out, part, mesh, axes)
@@ -104,7 +104,7 @@ def _made(values: bytes, device: torch.device) -> Tensor:
 _kept = lru_cache(maxsize=64)(_made)
 
 
-class Apart:
+class HeldAlone:
     """Of parameters that some ranks hold alone, whether they have a gradient: all ranks must see the same ones.
 
     What sums norms over `parameters()`, or counts steps, would otherwise meet other parameters on every rank.
@@ -114,7 +114,7 @@ class Apart:
         self._buckets, self._mesh = buckets, mesh
         self._axes = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
 
-    def tell(self) -> None:
+    def exchange(self) -> None:
         """Cost: an all-gather of a byte per parameter."""
         mine = [param.parameter.grad is not None for bucket in self._buckets for param in bucket.params]
         if not mine:

@@ -15,7 +15,7 @@ from weakref import WeakSet, ref
 
 from .._errors import CommunicationError
 from . import events
-from .board import board_of
+from .collective_check import board_of
 
 EVENTS = 50
 """So many are kept."""
@@ -25,23 +25,23 @@ STARTED, WAITING, DONE, FAILED = "under way", "waited for", "done", "failed"
 COLLECTIVES, TRANSFERS, MESSAGES, READS, BLOCKS = "collective", "transfer", "message", "read", "block"
 
 
-lines: WeakSet[Line] = WeakSet()
+rank_groups: WeakSet[RankGroup] = WeakSet()
 
 
-class Line:
-    """The ranks of a process group, the axes that they are a line of, and how many collectives they were asked for.
+class RankGroup:
+    """The ranks of a process group, the axes that they lie along, and how many collectives they were asked for.
 
     `of` tells what: collectives; reads by the host (`reads.py`); blocks of keys and values; transfers of two ranks,
     which match in the order in which both post them; or messages of two ranks, which are known by what they are called.
     """
 
-    __slots__ = ("__weakref__", "axes", "board", "count", "group", "of", "ranks")
+    __slots__ = ("__weakref__", "axes", "board", "count", "of", "process_group", "ranks")
 
     def __init__(self, axes: Sequence[str], ranks: Sequence[int], of: str = COLLECTIVES, group: Any = None) -> None:
         self.axes, self.ranks, self.of, self.count = tuple(axes), tuple(ranks), of, 0
-        self.group = (lambda: None) if group is None else ref(group)  # no group may outlive the interpreter
+        self.process_group = (lambda: None) if group is None else ref(group)  # no group may outlive the interpreter
         self.board = None if group is None or of != COLLECTIVES else board_of(group)
-        lines.add(self)
+        rank_groups.add(self)
 
     @property
     def key(self) -> str:
@@ -49,15 +49,15 @@ class Line:
         return f"{self.of} {self.axes} {self.ranks}"
 
 
-def note(kind: str, line: Line, received: int, state: str) -> list:
+def note(kind: str, group: RankGroup, received: int, state: str) -> list:
     """One collective begins; set its [STATE] when it goes on. `received`: bytes. Raises CommunicationError where a
     rank of this machine has begun another one in its place."""
-    line.count = number = line.count + 1
-    entry = [state, kind, line, number, received, events._current, events._direction, monotonic()]
+    group.count = number = group.count + 1
+    entry = [state, kind, group, number, received, events._current, events._direction, monotonic()]
     ring.append(entry)
-    if line.board is not None:
+    if group.board is not None:
         try:
-            line.board.post(kind, received, line.axes, line.group())
+            group.board.post(kind, received, group.axes, group.process_group())
         except CommunicationError:
             entry[STATE] = FAILED
             raise
@@ -74,18 +74,18 @@ class Transfers:
 
     def __init__(self, axis: str) -> None:
         self._axis = axis
-        self._lines: dict[tuple, Line] = {}
+        self._rank_groups: dict[tuple, RankGroup] = {}
 
     def begin(self, message: Any, is_ordered: bool, received: int) -> list:
         """`message`: has a `source`, a `target` and a `call`, and the same text at both ends."""
         source, target = message.source, message.target
         pair = (source, target) if source < target else (target, source)
-        line = self._lines.get((pair, is_ordered))
-        if line is None:
+        group = self._rank_groups.get((pair, is_ordered))
+        if group is None:
             of = TRANSFERS if is_ordered else MESSAGES
-            line = self._lines[pair, is_ordered] = Line((self._axis,), pair, of)
-        line.count = number = line.count + 1
-        entry = [STARTED, message, line, number, received, None, "", monotonic()]
+            group = self._rank_groups[pair, is_ordered] = RankGroup((self._axis,), pair, of)
+        group.count = number = group.count + 1
+        entry = [STARTED, message, group, number, received, None, "", monotonic()]
         transfers.append(entry)
         return entry
 
@@ -101,20 +101,20 @@ class Transfers:
 
 def told(entry: list) -> dict:
     """An event as JSON has it."""
-    state, kind, line, number, received, function, direction, began = entry
+    state, kind, group, number, received, function, direction, began = entry
     more: dict = {}
-    if line.of in (TRANSFERS, MESSAGES):
+    if group.of in (TRANSFERS, MESSAGES):
         cause, more = "the schedule", {"way": [kind.source, kind.target], "call": kind.call}
     elif isinstance(function, events.Cause):
         cause = f"{function}"
     else:
         cause = f"{events.function_name(function)} ({direction})"
     return {
-        "of": line.of,
+        "of": group.of,
         "number": number,
         "kind": str(kind),
-        "axes": list(line.axes),
-        "ranks": list(line.ranks),
+        "axes": list(group.axes),
+        "ranks": list(group.ranks),
         "bytes": received,
         "cause": cause,
         "state": state,

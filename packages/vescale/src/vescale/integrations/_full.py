@@ -21,13 +21,13 @@ def barrier() -> None:
         dist.barrier()
 
 
-def whole(value: Any) -> Any:
+def full(value: Any) -> Any:
     """Of nested containers, every DTensor as a whole plain tensor. Cost: an all-gather of what is sharded."""
     if isinstance(value, Tensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, (tuple, list)):
-        items = [whole(one) for one in value]
+        items = [full(one) for one in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return type(value)({name: whole(one) for name, one in value.items()})
+        return type(value)({name: full(one) for name, one in value.items()})
     return value

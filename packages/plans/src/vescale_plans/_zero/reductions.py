@@ -1,7 +1,8 @@
 """The sums of a backward over ranks: when the gradients of each unit's buckets start on their way, and their end.
 
-They start in one fixed order, that of the units reversed, so that all ranks start the
-same collectives whatever each of them used. A gradient that comes again after its sum
+They start in one fixed order, that of the blocks reversed and then the root, whose embedding
+is what backward reaches last, so that all ranks start the same collectives whatever each of
+them used. A gradient that comes again after its sum
 has started (a reentrant checkpoint, a block that runs twice) is summed in a second
 round. Each contribution is thereby reduced exactly once and then ADDED to what earlier
 backwards left: several backwards before a step come out as on one device (design
@@ -15,31 +16,32 @@ from collections.abc import Sequence
 import torch
 
 from .bucket import Bucket
-from .in_flight import Apart, InFlight, Usage, newest
+from .running_reductions import HeldAlone, RunningReduction, Usage, newest
 from .sharded_parameter import Sharing
-from .units import Unit
+from .units import FSDPUnit
 
 
-class Sums:
+class GradientReductions:
     """See the module."""
 
     def __init__(self, sharing: Sharing) -> None:
-        self.order: list[Unit] = []
+        self.order: list[FSDPUnit] = []
         self._sharing = sharing
         self._next = 0
-        self._running: list[InFlight] = []
+        self._running: list[RunningReduction] = []
 
-    def look_at(self, units: Sequence[Unit], apart: Sequence[Bucket]) -> None:
+    def look_at(self, units: Sequence[FSDPUnit], apart: Sequence[Bucket]) -> None:
         """From here on these are summed.
 
         Arguments:
             units: of a model, the root last.
             apart: the trained buckets that some ranks hold alone.
         """
-        self.order = [unit for unit in reversed(units) if unit.reduced]
-        self._apart = Apart(apart, self._sharing.mesh)
+        *others, root = units
+        self.order = [unit for unit in (*reversed(others), root) if unit.reduced]
+        self._apart = HeldAlone(apart, self._sharing.mesh)
 
-    def start(self, unit: Unit) -> None:
+    def start(self, unit: FSDPUnit) -> None:
         """The unit's gradients are complete: they are summed as soon as those before them in the order are."""
         unit.started = True
         self._start_in_order()
@@ -49,19 +51,19 @@ class Sums:
             self._start(self.order[self._next])
             self._next += 1
 
-    def _start(self, unit: Unit) -> None:
+    def _start(self, unit: FSDPUnit) -> None:
         with torch.no_grad():
             for bucket in unit.reduced:
-                self._running.append(flight := InFlight(bucket))
+                self._running.append(reduction := RunningReduction(bucket))
                 if bucket.is_hooked and self._sharing.zero >= 2:
-                    flight.usage = Usage([flight], self._sharing.mesh)
+                    reduction.usage = Usage([reduction], self._sharing.mesh)
             under_way = newest(self._running, self._sharing.ahead_bytes)
-            for flight in self._running[: len(self._running) - under_way]:
-                flight.advance()
+            for reduction in self._running[: len(self._running) - under_way]:
+                reduction.advance()
             while len(self._running) > under_way and self._running[0].bucket.is_hooked:  # its gradients may go then
-                flight = self._running.pop(0)
-                flight.finish()
-                flight.bucket.run_hooks()
+                reduction = self._running.pop(0)
+                reduction.finish()
+                reduction.bucket.run_hooks()
 
     def finish(self) -> None:
         """The backward is through: starts what is left, waits for all, and hands out the reduced gradients."""
@@ -69,18 +71,18 @@ class Sums:
             unit.started = True
         self._start_in_order()
         for unit in self.order:  # what came again after its sum had started
-            self._running += [InFlight(bucket) for bucket in unit.reduced if bucket.flat is not None]
+            self._running += [RunningReduction(bucket) for bucket in unit.reduced if bucket.flat is not None]
         running, self._running = self._running, []
         usage = Usage(running, self._sharing.mesh) if self._sharing.zero >= 2 else None
-        for flight in running:
-            flight.advance()
-        for flight in running:
-            flight.finish(usage)
+        for reduction in running:
+            reduction.advance()
+        for reduction in running:
+            reduction.finish(usage)
         if usage is not None:
             usage.close()
-        self._apart.tell()
-        for flight in running:
-            flight.bucket.run_hooks()
+        self._apart.exchange()
+        for reduction in running:
+            reduction.bucket.run_hooks()
         self._begin_anew()
 
     def leave_partial(self) -> None:

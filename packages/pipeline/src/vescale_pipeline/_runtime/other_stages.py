@@ -41,13 +41,13 @@ class Placed(NamedTuple):
 NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm))
 
 
-class Elsewhere(nn.Parameter):
+class OtherStagesGradients(nn.Parameter):
     """See the module. `norm_of(order)` gives the norms; it communicates."""
 
     before_dtensor = True
     norm_of: Callable[[float], Placed]
 
-    def __new__(cls, norm_of: Callable[[float], Placed], device: torch.device) -> Elsewhere:
+    def __new__(cls, norm_of: Callable[[float], Placed], device: torch.device) -> OtherStagesGradients:
         made = make_subclass(cls, torch.empty(0, device=device), True)
         made.norm_of, made.exists = norm_of, False
         return made
@@ -142,7 +142,7 @@ def norms_of_gradients(gradients: Sequence[Tensor], order: float, whole: Callabl
     return [whole(norm) for norm in _foreach_norm(gradients, order)] if gradients else []
 
 
-def norms_elsewhere(member: Member, order: float) -> Placed:
+def norms_on_other_stages(member: Member, order: float) -> Placed:
     """The norms of the gradients that this rank does not hold. Call it on all ranks of the pipeline.
 
     Cost: to and from each rank one message of 8 bytes per gradient, told by the first that holds it, and a word of

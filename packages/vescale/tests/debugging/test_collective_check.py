@@ -80,7 +80,7 @@ def test_what_one_rank_computes_alone_raises_on_both(plan, alone, who):
     assert len(saw) == 2, found  # the other by its first cause
     for said in saw:
         assert re.search(r"rank 0  in .*, with(out)? gradients.*\n.*rank 1  in .*, with(out)? gradients", said), said
-        assert "test_board.py:" in said, said
+        assert "test_collective_check.py:" in said, said
 
 
 def test_on_both_ranks_it_is_what_one_device_computes():
@@ -107,7 +107,7 @@ def test_the_comparison_can_be_turned_off():
     def boards():
         import os
 
-        from vescale_dtensor._communication.board import board_of
+        from vescale_dtensor._communication.collective_check import board_of
 
         os.environ["VESCALE_BOARD"] = "0"
         off = board_of(dist.group.WORLD)

@@ -13,10 +13,10 @@ from .._trace.containers import fill, tensors_in
 from .._transport.messages import PARTS
 from .._transport.p2p import Part, part_of
 from .call import Call
-from .generators import digest
 from .interpreter import Interpreter
 from .loss import Weights, loss_in, weighted
 from .member import Member
+from .random_order import digest
 
 
 def greet(member: Member, number: int, call: Call, trains: bool, changed: bool) -> bool:
