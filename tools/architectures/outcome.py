@@ -141,26 +141,36 @@ def wrong(found: dict[str, Any]) -> dict[str, float]:
 
 
 def static(name: str, plan: vescale.Plan) -> list[str]:
-    """What is not bitwise alike in static mode."""
+    """What is not bitwise alike in static mode.
+
+    Of a model of which two runs in eager mode are not alike either (reformer takes its seeds from the clock, so that
+    its reversed layers round differently each time), what is farther from eager mode than BOUNDS."""
     with quiet():
-        eager = trained(name, *_parallel(name, plan))
-        other = trained(name, *_parallel(name, plan, mode="static"))
+        eager, other = (trained(name, *_parallel(name, plan, mode=mode)) for mode in ("eager", "static"))
+        apart = _unequal(eager, other)
+        if not apart or not _unequal(eager, trained(name, *_parallel(name, plan, mode="eager"))):
+            return sorted(apart)
+    kinds = (("gradients", BY_SCALE), ("last", LATER), ("parameters", LATER))
+    return [kind for kind, bound in kinds if not _apart(getattr(other, kind), getattr(eager, kind))[0] <= bound]
+
+
+def _unequal(one: Trained, other: Trained) -> set[str]:
+    """What two trainings do not have in common to the bit."""
     kinds = ("gradients", "last", "parameters")
-    apart = [
-        f"{kind} of {n}"
-        for kind in kinds
-        for n, t in getattr(eager, kind).items()
-        if not torch.equal(t, getattr(other, kind)[n])
-    ]
-    return apart + ["losses"] * (eager.losses != other.losses)
+    tensors = ((kind, n, t) for kind in kinds for n, t in getattr(one, kind).items())
+    unequal = {f"{kind} of {n}" for kind, n, t in tensors if not torch.equal(t, getattr(other, kind)[n])}
+    return unequal | ({"losses"} if one.losses != other.losses else set())
 
 
-def generated(name: str, plan: vescale.Plan) -> bool:
-    """Whether greedy tokens are those of one device."""
+def generated(name: str, plan: vescale.Plan) -> bool | None:
+    """Whether greedy tokens are those of one device; None where one device generates none."""
     with quiet():
         prompt = inputs_of(name)["input_ids"]
         asked = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-        wanted = build(name).eval().generate(prompt, **asked)
+        try:
+            wanted = build(name).eval().generate(prompt, **asked)
+        except Exception:  # reformer: no positions are left after a prompt of its axial shape
+            return None
         found = _parallel(name, plan)[0].eval().generate(prompt, **asked)
     return torch.equal(_whole(found), wanted)
 

@@ -27,7 +27,7 @@ PINS: dict[str, dict[str, int]] = {
 }
 TRAININGS = ("tp 2", "dp 2 x tp 2, zero 3")
 CASES = (*TRAININGS, "pp 2", "static", "generate")
-RIGHT, LIMIT_S = "right", 300.0
+RIGHT, ALONE, LIMIT_S = "right", "not on one device", 300.0
 
 
 @functools.lru_cache(maxsize=2)  # static and generate take that of "tp 2"
@@ -60,6 +60,8 @@ def tried(name: str, case: str) -> dict[str, Any]:
     if case == "static":
         apart = sorted({one for answer in answers for one in answer})
         return found | {"outcome": f"wrong: {', '.join(apart[:4])}" if apart else RIGHT}
+    if case == "generate" and None in answers:
+        return found | {"outcome": ALONE}
     if case == "generate":
         return found | {"outcome": RIGHT if all(answers) else "wrong: tokens"}
     worst = {key: max(answer[key] for answer in answers) for key in outcome.BOUNDS}

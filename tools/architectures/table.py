@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import register
-from .run import CASES, RIGHT, TRAININGS
+from .run import ALONE, CASES, RIGHT, TRAININGS
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -26,18 +26,20 @@ configuration (`tools/architectures/types.json`: {causal} causal language models
 others; {left} more do not build so, and are named there). The plan of each case is `generate_plan`'s with these
 degrees. Compared with one device are three losses, all gradients of the first and of the last pass, and what two steps
 of SGD made of the parameters; the last two were not compared in runs recorded before that was done: {early} of the
-right ones under TP 2 and ZeRO-3. *Not run* says nothing of either. Microbatches of a
-pipeline draw their own random numbers, and have their own statistics in batch normalization, as accumulation on one
-device does: models that draw or normalize so (phimoe's router samples its experts) are held against that.
+right ones under TP 2 and ZeRO-3. *Not run* says nothing of either. Static mode is held to eager mode bitwise, but for a
+model that is not bitwise alike in two eager runs either (reformer). *Not on one device*: it generates nothing there.
+Microbatches of a pipeline draw their own random numbers, and have their own statistics in batch normalization, as
+accumulation on one device does: models that draw or normalize so (phimoe's router samples its experts) are held
+against that.
 Of the outcomes, {days}.
 
 {summary}
 
 *Sent* is the collectives of the last of three steps under TP 2, without gradient syncs. *By count* is a count from the
-model and the plan (`Trace.least`; runs recorded before 2026-11-24 counted two for each sum and knew no norms): in
-forward one for each weight cut along what it sums over, and for an embedding cut along its rows; in backward one for
-each value that weights cut along their out features read, for its gradient is a sum over the ranks (Q, K and V read
-one, a latent attention's up projections one each); one in both for a norm of features that are cut (of its squares:
+model and the plan (`Trace.least`): in forward one for each weight cut along what it sums over, and for an embedding cut
+along its rows; in backward one for each value that weights cut along their out features read, for its gradient is a sum
+over the ranks (Q, K and V read one, a latent attention's up projections one each); of convolutions, by their channels,
+alike, but for grouped ones, which are cut by groups; one in both for a norm of features that are cut (of its squares:
 OLMo 2's queries and keys, BitNet's second norms), and for what a boundary of the plan gathers; two in backward for
 experts in stacks, of their rows and of the routing weights, whose gradient is a product with what the experts give; two
 for a head cut along the vocabulary with its loss. It knows no recurrence, and no value that meets what is cut outside
@@ -74,7 +76,7 @@ def merge(files: Iterable[str]) -> None:
 def write() -> None:
     """The page."""
     names, found, listed = register.listed(), kept(), json.loads(register.TYPES.read_text())
-    rows = ["| case | right | wrong | raises | no plan | not run |", "| --- | --- | --- | --- | --- | --- |"]
+    rows = [f"| case | {' | '.join(KINDS)} |", "| --- |" + " --- |" * len(KINDS)]
     for case in CASES:
         asked = [name for name in names if case != "generate" or not name.startswith("other: ")]
         kinds = Counter(_kind(found.get(name, {}).get(case)) for name in asked)
@@ -124,7 +126,7 @@ def short() -> list[str]:
     return [f"{case}: {n} of {count} right" for case, n in shares.items() if n < WANTED * count]
 
 
-KINDS = (RIGHT, "wrong", "raises", "no plan", "not run")
+KINDS = (RIGHT, "wrong", "raises", "no plan", ALONE, "not run")
 
 
 def _kind(what: dict[str, Any] | None) -> str:
