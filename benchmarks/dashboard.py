@@ -5,9 +5,9 @@
 
 The front page shows each headline beside its budget with a sparkline over the commits, what regressed and at which
 commit, every other figure, and the newest verdict of each "What it must show" check that results/ holds; of what
-`benchmarks/peers.py` measured the times and tokens per second of each contender beside the ratios, and of `make gpu`
-how many cases hold on which device. Over a point stand its commit's first line and value. It is one HTML file without
-scripts.
+`benchmarks/peers.py` measured the times, tokens per second and memory of each contender beside the ratios, and of
+`make gpu` how many cases hold on which device. Over a point stand its commit's first line and value. It is one HTML
+file without scripts.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ def front_page(config: Path, figures: list[Figure], verdicts: list[dict], device
                 "CPU time over theirs",
                 "milliseconds",
                 "tokens per second",
+                "memory over theirs",
+                "peak per rank",
                 "commit",
             ),
             peer_rows(verdicts),
@@ -194,8 +196,9 @@ def peer_rows(verdicts: Iterable[dict]) -> Iterator[tuple[str, ...]]:
         if "benchmarks/peers.py" in check.get("command", "") and isinstance(check["figures"], dict):
             for case, contenders in check["figures"].items():
                 for name, told in contenders.items():
-                    cells = (str(told.get(key, "")) for key in ("wall", "CPU", "ms", "tokens per second"))
-                    yield (escape(case), escape(name), *cells, f"<code>{check['commit'][:10]}</code>")
+                    cells = (str(told.get(key, "")) for key in ("wall", "CPU", "ms", "tokens per second", "memory"))
+                    peak = f"{told['peak bytes per rank']:,} bytes" if "peak bytes per rank" in told else ""
+                    yield (escape(case), escape(name), *cells, peak, f"<code>{check['commit'][:10]}</code>")
 
 
 def read_devices(folder: Path) -> list[dict]:

@@ -16,7 +16,10 @@ In one run all contenders of a case take turns, in rotating order, and train on 
 agree to 1e-4. A step is 4 rows of 256 tokens (pipelines: 8, in
 4 microbatches): forward, loss, backward, AdamW, the loss read by the host. Wall time is
 from a barrier to a barrier, CPU time that of both processes together, threads of gloo included; a ratio is the median
-over rounds of the ratio within a round. Exit status 1 when a figure is over its budget; the last line is JSON.
+over rounds of the ratio within a round. Memory is the most that the CPU's allocator has given out at once in a warm
+step, parameters, gradients and optimizer states among it, of the rank that has most; it is asked for in steps of their
+own, of each contender alone, and no budget speaks of it. Exit status 1 when a figure is over its budget; the last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_dtensor.testing import allocations, run_ranks, warm_up
 
 sys.path.insert(0, str(Path(__file__).absolute().parent))
 sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
@@ -78,8 +81,27 @@ def raced(case: str, sizes: training.Sizes, rounds: int) -> dict[str, dict[str, 
     return found
 
 
+def peaks(case: str, sizes: training.Sizes) -> dict[str, int]:
+    """Of every contender the bytes that this rank has at the worst moment of a warm step. Runs on every rank."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = {}
+    for name, make in training.contenders(case, sizes)[1].items():
+        with allocations() as log:
+            step = make()
+            for number in range(3):
+                with log.phase("step"):
+                    step(sizes.batch(number))
+        found[name] = log.total("step")
+        del step
+        gc.collect()
+    return found
+
+
 def compared(case: str, sizes: training.Sizes, rounds: int) -> dict[str, dict]:
-    """Of each of ours the ratios over the peer, of all the milliseconds and tokens per second."""
+    """Of each of ours the ratios over the peer, of all the milliseconds, tokens per second and bytes."""
     sizes = training.sizes_of(case, sizes)
     peer = training.contenders(case, sizes)[0]
     ranks = run_ranks(training.RANKS, raced, case, sizes, rounds, timeout=1500)
@@ -90,12 +112,16 @@ def compared(case: str, sizes: training.Sizes, rounds: int) -> dict[str, dict]:
     wall = {name: [max(each) for each in zip(*(rank[name]["wall"] for rank in ranks))] for name in ranks[0]}
     cpu = {name: [sum(each) for each in zip(*(rank[name]["CPU"] for rank in ranks))] for name in ranks[0]}
     tokens = sizes.rows * sizes.positions
+    of_ranks = run_ranks(training.RANKS, peaks, case, sizes, timeout=600)
+    most = {name: max(each[name] for each in of_ranks) for name in wall}
     return {
         name: {
             "wall": round(median(a / b for a, b in zip(wall[name], wall[peer])), 4),
             "CPU": round(median(a / b for a, b in zip(cpu[name], cpu[peer])), 4),
             "ms": round(1e3 * median(wall[name]), 1),
             "tokens per second": round(tokens / median(wall[name])),
+            "memory": round(most[name] / most[peer], 4),
+            "peak bytes per rank": most[name],
         }
         for name in wall
     }

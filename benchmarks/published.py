@@ -25,8 +25,10 @@ parallelism), whatever it says, in `published_blind.csv`, which `published_blind
 the hash is still FROZEN. Of 2026-11-23 (fc53d4f6810b4d87) are the first three reports, of which an excerpt of
 KempnerForge's and the best utilisation of Hagemann's had been seen (`results/2026-11-23-published-blind.json`). On
 2026-11-24 the links of a group, the systems' kernels and numbers, and what a system hides were mended with these rows
-in sight: they are SEEN, and say how well the terms describe, not how well they foretell. FROZEN, and BLIND_SOURCES,
-are of 2026-11-24, after that (committed as cd4c1f2efaad0502: the text of an error in a module is another since).
+in sight: they are SEEN, and say how well the terms describe, not how well they foretell. The same evening fms-fsdp's
+four runs were entered under cd4c1f2efaad0502, before memory by formula was mended. FROZEN, and BLIND_SOURCES, are of
+the night of 2026-11-24, after that (names in the modules are others since, no price is); what of a source's
+recomputation its page does not say, its recipes do.
 
 `--long`: runs with context parallelism, apart from the others and counted by themselves; no constant was chosen by
 them. torchtitan's have linear layers in fp8, which is not priced (they are priced as in bfloat16, so too slow where
@@ -53,7 +55,7 @@ from statistics import median
 
 import torch
 
-from published_kernels import with_experts, with_gates, with_loss, with_norms
+from published_kernels import with_attention, with_experts, with_gates, with_loss, with_norms
 
 BUDGETS = {"median error": 0.08, "worst error": 0.25, "recovered": 0.8}
 GAIN = 0.05
@@ -182,13 +184,19 @@ VIRTUAL = (1, 2, 3, 4)
 """Interleaved stages per rank."""
 MIXED = {"parameters": 2, "states": 12, "gradients": 4, "sums": 1, "stepping": 0, "everywhere": True}
 """What Megatron holds per parameter: it and its copy in float32 with both moments, and one sum of gradients."""
-NUMBERS = {"torchtitan": {"stepping": 0}, "Llama 3": {**MIXED, "summed_sharded": True}}
+NUMBERS = {"torchtitan": {"sums": 1, "stepping": 0}, "Llama 3": {**MIXED, "summed_sharded": True}}
 """By source, where it is not MIXED: torchtitan shards parameters in float32 and steps them by a fused kernel. Llama 3's
 pipeline keeps parameters gathered and shards optimizer states and gradients (arXiv 2407.21783, section 3.3.2)."""
-FROZEN = "90b327dfdffe8b45"
-SEEN = ("llm-foundry", "KempnerForge", "arXiv 2311.05610")
-"""Blind on 2026-11-23: llm-foundry's scripts/train/benchmarking, KempnerForge's benchmarks/mfu_scaling, the sheets."""
-BLIND_SOURCES = ("foundation-model-stack/fms-fsdp, README.md",)
+FROZEN = "26b030ad5e5ee424"
+SEEN = ("llm-foundry", "KempnerForge", "arXiv 2311.05610", "fms-fsdp")
+"""Blind once: llm-foundry's scripts/train/benchmarking, KempnerForge's benchmarks/mfu_scaling, the sheets, and
+foundation-model-stack/fms-fsdp's README.md."""
+BLIND_SOURCES = (
+    "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and its archive: bfloat16",
+    "NVIDIA/dgxc-benchmarking, READMEs of its recipes: bfloat16",
+    "yanring/Megatron-MoE-ModelZoo, best practices of DeepSeek-V3 and Mixtral: bfloat16",
+)
+"""NeMo AutoModel's summary is none: its figures stood in the answer to the search that found these."""
 PRICES = ("cost", "hardware", "interleaved", "memory", "profiles", "sizes")
 PRICING = ("candidates", "ranking", "stages", *(f"pricing/{name}" for name in PRICES))
 
@@ -284,8 +292,48 @@ def qwen_again(*sizes: int):
     return qwen(*sizes, again=True)
 
 
+def nemotron(layers: int, hidden: int, heads: int, groups: int, inner: int):
+    """Nemotron-4."""
+    from transformers import NemotronConfig, NemotronForCausalLM
+
+    return with_loss(NemotronForCausalLM(
+        NemotronConfig(
+            vocab_size=256000, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=groups, tie_word_embeddings=False,
+        )
+    ))  # fmt: skip
+
+
+def grok(layers: int, hidden: int, heads: int, groups: int, inner: int, experts: int, chosen: int):
+    """Grok-1's sizes in Mixtral's blocks."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    made = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=131072, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=groups, num_local_experts=experts,
+            num_experts_per_tok=chosen,
+        )
+    )  # fmt: skip
+    return with_loss(with_experts(with_norms(made), False))
+
+
+def deepseek():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return with_loss(with_experts(with_norms(DeepseekV3ForCausalLM(DeepseekV3Config())), False))
+
+
+def gpt_oss():
+    """Of 120B. Attention without the sinks, and over all pairs in every layer: in every second one it is a window."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return with_loss(with_norms(with_attention(GptOssForCausalLM(GptOssConfig(num_hidden_layers=36)))))
+
+
 BUILDERS = {"gpt": gpt, "mpt": mpt, "llama": llama, "llama2": llama2, "compiled": compiled}
-BUILDERS |= {"qwen": qwen, "qwen again": qwen_again}
+BUILDERS |= {"qwen": qwen, "qwen again": qwen_again, "nemotron": nemotron, "grok": grok}
+BUILDERS |= {"deepseek": deepseek, "gpt-oss": gpt_oss}
 
 
 # --- what was reported --------------------------------------------------------------------

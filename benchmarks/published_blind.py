@@ -12,7 +12,13 @@ is counted how often the planner says of a run that it fits, and of one that did
 Taken from the reports' texts or derived from their figures: of arXiv 2311.05610 the batch (2,048 rows of 2,048
 positions, 512 of 8,192) and the table of 128,000 words, which its utilisation and step times agree with; MPT by GPT-2's
 blocks, with tied tables and learned positions, as its counts of parameters show. fms-fsdp shards its 7B and 13B over
-the eight of a node and copies them over nodes, which no candidate does: they stand as sharded over all.
+the eight of a node and copies them over nodes, which no candidate does: they stand as sharded over all, as does
+MaxText's 70B on 512 GPUs and more, of dgxc-benchmarking. Of a configuration that several versions of a README have, the
+newest one's figure is entered; of Nemotron-4 340B on 512 and more GPUs in the README of both sizes the interleaving is
+not given, and Grok-1's and Llama 3.1's runs on H100 cut sequences. NeMo sends beside products what its tensor axis
+sends (user buffers), which is not priced. MaxText computes again what enters the second product of feed-forward parts;
+that stands as all of these parts. DeepSeek-V3 computes its products up from latents again, which is left out, and has
+no extra prediction layer. Without recomputation in its page or its recipe a run does not qualify (Paxml's).
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from statistics import median
 
 import torch
 
-from published import FROZEN, LLAMA, SEEN, frozen, profile, structure
+from published import FROZEN, LLAMA, MIXED, QWEN, SEEN, frozen, profile, structure
 from vescale_plans.search import Candidate, Request
 from vescale_plans.search.pricer import Estimate, Pricer
 from vescale_plans.search.pricing.hardware import Numbers
@@ -46,6 +52,10 @@ MODELS = {
     "llama-65B": ("llama", 80, 8192, 64, 64, 22016), "llama2-7B": ("llama2", 32, 4096, 32, 32, 11008),
     "llama2-13B": ("llama2", 40, 5120, 40, 40, 13824), "llama2-34B": ("llama2", 48, 8192, 64, 8, 22016),
     "llama2-70B": ("llama2", 80, 8192, 64, 8, 28672),
+    "gpt3-175B": ("gpt", 96, 12288, 96), "nemotron-15B": ("nemotron", 32, 6144, 48, 8, 24576),
+    "nemotron-340B": ("nemotron", 96, 18432, 96, 8, 73728), "grok-314B": ("grok", 64, 6144, 48, 8, 32768, 8, 2),
+    "maxtext-70B": ("compiled", 80, 8192, 64, 8, 28672, 32000), "qwen3-235B": QWEN, "deepseek-v3": ("deepseek",),
+    "gpt-oss-120B": ("gpt-oss",),
 }  # fmt: skip
 LATE = ("arXiv 2311.05610",)
 """Whose gradients are reduced when the last backward is through."""
@@ -56,13 +66,18 @@ ATTENTION = {("llm-foundry", "h100"): 0.35}
 130e12 on a H100 (arXiv 2307.08691, figure 7), of half the pairs."""
 NUMBERS_OF = {
     "arXiv 2311.05610": Numbers(parameters=2, states=12, gradients=2, sums=1, stepping=0),
-    "KempnerForge": Numbers(stepping=0),
-    "llm-foundry": Numbers(stepping=0),
+    "KempnerForge": Numbers(sums=1, stepping=0),
+    "llm-foundry": Numbers(sums=1, stepping=0),
+    "dgxc-benchmarking": Numbers(**MIXED),
+    "Megatron-Bridge": Numbers(**MIXED),
+    "maxtext-70B": Numbers(sums=1, stepping=0),
 }
-"""What its system holds per parameter: the first in bfloat16, with what the optimizer steps in float32; fused steps."""
+"""What its system, or that of one of its models, holds per parameter: the first in bfloat16, with what the optimizer
+steps in float32; fused steps.
+torch's FSDP adds a unit's shard to the sum of earlier backwards as soon as it is reduced."""
 NODES = {"KempnerForge": 4}
 """Devices of a node, where they are not the profile's."""
-NUMBERS = ("tp", "pp", "zero", "microbatches")
+NUMBERS = ("tp", "pp", "zero", "microbatches", "virtual", "ep")
 
 
 def runs() -> Iterator[dict[str, str]]:
@@ -73,7 +88,8 @@ def runs() -> Iterator[dict[str, str]]:
 def candidate_of(run: Mapping[str, str]) -> Candidate:
     degrees = {name: int(run[name]) for name in NUMBERS}
     dp = int(run["gpus"]) // degrees["tp"] // degrees["pp"]
-    return Candidate(**degrees, dp=dp, sp=run["sp"] == "1", checkpointing=run["again"] == "1")
+    inside = () if run["again"] in "01" else (run["again"],)
+    return Candidate(**degrees, dp=dp, sp=run["sp"] == "1", checkpointing=run["again"] != "0", inside=inside)
 
 
 @cache
@@ -84,7 +100,7 @@ def pricer_of(report: str, model: str, hardware: str, gpus: int, batch: int, seq
         node=NODES.get(report, known.node),
         stream=17 if report in EAGER else known.stream,
         attention=ATTENTION.get((report, hardware), known.attention),
-        numbers=NUMBERS_OF.get(report, known.numbers),
+        numbers=NUMBERS_OF.get(model) or NUMBERS_OF.get(report, known.numbers),
     )
     limit = MARGIN * known.memory
     return Pricer(Request(structure(MODELS[model]), gpus, batch, seq, known, limit, dtype=torch.bfloat16))

@@ -160,6 +160,20 @@ def with_experts(model, again: bool):
     return model
 
 
+def attention(module, query: Tensor, key: Tensor, value: Tensor, mask, scaling=None, **more: Any):
+    """Fused, causal, with shared keys as they are: [B, N, S, D] -> [B, S, N, D]."""
+    out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+def with_attention(model):
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("published", attention)
+    model.config._attn_implementation = "published"
+    return model
+
+
 def with_loss(model):
     model.loss_function = loss
     return model

@@ -160,6 +160,11 @@ def raced(names: Sequence[str], layout: str, rounds: int, steps: int) -> dict[st
         "cpu ms per step and rank": {name: round(median(cpu[name]), 2) for name in losses},
         "wall ms per step": {name: round(median(wall[name]), 2) for name in losses},
         "tokens per second": {name: round(tokens_of(layout) * 1000 / median(wall[name])) for name in losses},
+        "tokens per second over": {
+            other: {name: ratio(wall[other], wall[name]) for name in losses if name != other}
+            for other in losses
+            if other in (BARE, SPMD)
+        },
         "cpu over": {
             other: {name: ratio(cpu[name], cpu[other]) for name in losses if name != other}
             for other in losses
