@@ -40,8 +40,10 @@ class Pass:
 class FSDPUnit:
     """Blocks that are gathered and reduced together."""
 
-    def __init__(self, name: str, modules: list[nn.Module], buckets: list[Bucket]) -> None:
-        self.name, self.modules, self.buckets = name, modules, buckets
+    def __init__(self, name: str, modules: list[nn.Module], buckets: list[Bucket], uneven: bool = False) -> None:
+        """`uneven`: a backward reaches some of its parameters on some ranks only, so that it is complete on each rank
+        at another place among the collectives of that backward."""
+        self.name, self.modules, self.buckets, self.uneven = name, modules, buckets, uneven
         self.unsharded = [bucket for bucket in buckets if bucket.separate]
         self.look_at_buckets()
         self.is_open = not self.unsharded
@@ -129,11 +131,15 @@ def units_of(
     if groups and not apart and _bytes(groups[0][2]) + _bytes(root) <= limit:
         _, modules, members = groups.pop(0)  # the last that backward reaches, as the root's are
         rooted, root = [model, *modules], root + members
-    units = [FSDPUnit(", ".join(n), modules, _buckets(m, sharing, rows)) for n, modules, m in groups]
+    dealt = {id(parameter) for each in closed for parameter in each.parameters()}
+
+    def unit(names: list[str], modules: list[nn.Module], members: list[tuple[str, DTensor]]) -> FSDPUnit:
+        uneven = any(id(parameter) in dealt for _, parameter in members)
+        return FSDPUnit(", ".join(names), modules, _buckets(members, sharing, rows), uneven)
+
     root, head = (root, []) if apart or not blocks else _head_apart(model, root, blocks[-1][0])
-    if head:
-        units.append(FSDPUnit("", [], _buckets(head, sharing, rows)))
-    return [*units, FSDPUnit("", rooted, _buckets(root, sharing, rows))]
+    heads = [unit([""], [], head)] if head else []
+    return [*(unit(*group) for group in groups), *heads, unit([""], rooted, root)]
 
 
 def _head_apart(

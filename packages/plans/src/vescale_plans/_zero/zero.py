@@ -340,7 +340,7 @@ class DataParallel:
         unit.passes.discard(entry)
         if unit.passes:
             return
-        if self.enabled and not unit.started and any(bucket.filled for bucket in unit.reduced):
+        if self.enabled and not unit.started and (unit.uneven or any(bucket.filled for bucket in unit.reduced)):
             self._reductions.start(unit)
         if not self._keeps_open:
             unit.reshard()
@@ -366,7 +366,7 @@ class DataParallel:
             self._ask_for_the_end()
             unit.touched = True
             bucket.arrived(i)
-            if self.enabled and not unit.started and unit.is_full:
+            if self.enabled and not unit.started and unit.is_full and not unit.uneven:
                 self._reductions.start(unit)
 
         return arrived
