@@ -570,6 +570,8 @@ def test_slices_of_successive_days_are_the_whole(monkeypatch) -> None:
     assert all(4 <= len(part) <= 5 for part in slices)
     assert slice_of("abc", 1, day=3) == ["a", "b", "c"]
     assert slice_of(range(8), 2) in ([0, 2, 4, 6], [1, 3, 5, 7])
+    monkeypatch.setenv("VESCALE_GRID", "330")
+    assert slice_of(range(8), 4) == [2, 6]
     monkeypatch.setenv("VESCALE_GRID", "full")
     assert slice_of(range(8), 2, day=1) == list(range(8))
 
