@@ -238,6 +238,19 @@ class Chooses(torch.nn.Module):
         return out
 
 
+class Packs(torch.nn.Module):
+    """Rows as often as their counts say, numbered up to the sum of the counts, as Qwen3-VL does with patches."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, counts):
+        starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        within = torch.arange(counts.sum()) - starts
+        return self.linear(within[:, None].expand(-1, 4).float())
+
+
 CHOICES = {
     "topk": lambda logits: logits.softmax(-1).topk(2),
     "max": lambda logits: logits.softmax(-1).max(-1, keepdim=True),
@@ -247,9 +260,11 @@ MODELS = {
     "moves": (Moves, torch.arange(8)),
     "leaves a parameter out": (LeavesOut, torch.zeros(4, 4)),
     "learns a bias": (LearnsBias, torch.zeros(4, 3, 4)),
+    "packs rows": (Packs, torch.tensor([1, 2, 3, 1])),
 }
 
 
+@pytest.mark.filterwarnings("ignore:repeat_interleave has no rule")
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_needs_no_values_needs_none(name, zero):

@@ -127,6 +127,8 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     if _engine(mesh, axes).reduces or (pair and local.numel() >= 4096 and pairs.sums(local)):
         out = local.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         _run(kind, mesh, axes, received, group.allreduce, [_summable(out)], _REDUCE)
+        if mesh.backend(axes) == _FAKE and not out.is_meta:
+            return out.mul_(count)  # it gathers as if all ranks were like this one, but leaves a sum as it was
         return out
     flat = local.contiguous().view(-1)
     if flat.numel() < 4096:  # latency-bound: one collective instead of two

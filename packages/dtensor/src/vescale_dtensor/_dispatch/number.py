@@ -24,7 +24,7 @@ from .._conversions.reading import convert_to_read
 from .._errors import OperatorError
 from .._rules.doors.communication import refuse_operator
 from .._tensor.tensor import DTensor, local_only
-from .._torch_private import _current_graph_task_id, _DisableTorchDispatch, _is_torch_function_enabled
+from .._torch_private import _current_graph_task_id, _DisableTorchDispatch, _is_torch_function_enabled, TorchDispatchMode
 from .arguments import collect, substitute
 
 # What reads a value or hands it on, and is in no formula of a backward that such a number may take part in.
@@ -37,15 +37,39 @@ _READS = {
 def below_dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
     """`DTensor.__torch_dispatch__`, which only numbers reach."""
     kwargs = kwargs or {}
-    in_graph = _current_graph_task_id() != -1 and function not in _READS
-    if not _is_torch_function_enabled() or in_graph:
+    if not _is_value_meant(function):
         with _DisableTorchDispatch():
             return function(*args, **kwargs)
+    args, kwargs = _with_values(function, args, kwargs)
+    with _DisableTorchDispatch():
+        return function(*args, **kwargs)
+
+
+def under_mode(mode: TorchDispatchMode, function: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+    """What a mode of ours answers for an operator that somebody below the engine gives such a number, or
+    NotImplemented where there is none. A mode hears of it before the number does, and to disable torch functions, as
+    ours do first, would say that the part is meant. The mode sees what reads the value."""
+    if DTensor not in types or not _is_value_meant(function):
+        return NotImplemented
+    TorchDispatchMode.__enter__(mode)  # alone: what a mode of ours enters beside torch's is entered
+    try:
+        args, kwargs = _with_values(function, args, kwargs)
+        return function(*args, **kwargs)
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
+
+
+def _is_value_meant(function: Any) -> bool:
+    """Whether who calls is not the engine, in its own local run, nor a backward."""
+    return _is_torch_function_enabled() and (_current_graph_task_id() == -1 or function in _READS)
+
+
+def _with_values(function: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Operands, with plain values in place of such numbers. A collective of one number each."""
     refuse_operator(function, [tensor for tensor in _tensors(args, kwargs) if type(tensor) is DTensor])
     if function._schema.is_mutable:
         _refuse(function, _tensors(args, kwargs))
-    with _DisableTorchDispatch():
-        return function(*substitute(args, _full(function)), **substitute(kwargs, _full(function)))
+    return substitute(args, _full(function)), substitute(kwargs, _full(function))
 
 
 def _full(function: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, is_grad_enabled
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._communication import events
+from .._dispatch.number import under_mode
 from .._layouts.layout import Layout
 from .._tensor.tensor import local_only
 from .._torch_private import TorchDispatchMode
@@ -141,6 +142,9 @@ class Taping(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        value = under_mode(self, function, types, args, kwargs)
+        if value is not NotImplemented:
+            return value
         with local_only():
             if self.paused or not self.tapes or _have_no_data((args, kwargs)):
                 return function(*args, **kwargs)

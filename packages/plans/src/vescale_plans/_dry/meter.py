@@ -19,6 +19,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from vescale_dtensor.engine import under_mode
 
 from .._torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, tree_iter, tree_map_only
 from .meta_kernels import CHOICES, FLOPS, STAND_INS
@@ -59,6 +60,9 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        value = under_mode(self, function, types, args, kwargs)
+        if value is not NotImplemented:
+            return value
         # What arrives is below any subclass: a saved DTensor stands for its shard here.
         with DisableTorchFunctionSubclass():
             if any(tensor.is_meta for tensor in tree_iter((args, kwargs)) if isinstance(tensor, Tensor)):
