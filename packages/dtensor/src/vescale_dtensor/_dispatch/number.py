@@ -24,7 +24,12 @@ from .._conversions.reading import convert_to_read
 from .._errors import OperatorError
 from .._rules.doors.communication import refuse_operator
 from .._tensor.tensor import DTensor, local_only
-from .._torch_private import _current_graph_task_id, _DisableTorchDispatch, _is_torch_function_enabled, TorchDispatchMode
+from .._torch_private import (
+    TorchDispatchMode,
+    _current_graph_task_id,
+    _DisableTorchDispatch,
+    _is_torch_function_enabled,
+)
 from .arguments import collect, substitute
 
 # What reads a value or hands it on, and is in no formula of a backward that such a number may take part in.

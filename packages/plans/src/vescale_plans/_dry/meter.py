@@ -19,6 +19,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
 from vescale_dtensor.engine import under_mode
 
 from .._torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, tree_iter, tree_map_only
