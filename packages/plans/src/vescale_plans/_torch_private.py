@@ -92,6 +92,16 @@ def global_forward_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     return module._global_forward_pre_hooks, module._global_forward_hooks
 
 
+def has_global_hooks() -> bool:
+    """Whether somebody has hooks on all modules, of whatever kind. Instead: a public question."""
+    return bool(
+        module._global_forward_pre_hooks
+        or module._global_forward_hooks
+        or module._global_backward_pre_hooks
+        or module._global_backward_hooks
+    )
+
+
 def global_forward_hook_kinds() -> tuple[dict[int, bool], dict[int, bool]]:
     """Ids of those after forwards that take keyword arguments, and that are always called. Instead: none in public."""
     return module._global_forward_hooks_with_kwargs, module._global_forward_hooks_always_called

@@ -12,7 +12,8 @@ from torch import nn
 from vescale_dtensor import Replicate, Shard, comm_trace
 from vescale_dtensor._communication import events
 from vescale_dtensor.testing import run_ranks
-from vescale_plans import Boundary, Plan, parallelize
+from vescale_plans import Boundary, Plan, explain_calls, parallelize
+from vescale_plans._calls.phases import PHASES
 
 COLUMN, ROW = {"tp": Shard(0)}, {"tp": Shard(1)}
 NAMED = {"*.one.weight": COLUMN, "*.gate.weight": COLUMN, "*.two.weight": ROW, "table.weight": COLUMN, "*": {}}
@@ -217,8 +218,8 @@ def first_steps(boundaries, backward, times=2):
         loss = model(IDS)
         if backward:
             loss.backward()
-    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
-    left = [one for one in hooks if "traffic" in one.__module__] + events.listeners
+    what = [step.what for step in explain_calls(model).steps[""]]
+    left = [one for one in what if one in (PHASES["traffic"].before, PHASES["traffic"].after)] + events.listeners
     return lines, trace.advice().sent, trace.least, left
 
 

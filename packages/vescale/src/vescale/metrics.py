@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import VescaleError
 from vescale_dtensor.engine import watched
+from vescale_pipeline.engine import Runtime
 from vescale_plans.search import hardware_of
 
 from ._machine._torch_private import _current_graph_task_id
@@ -263,7 +264,7 @@ class Meter:
     def _watch_calls(self) -> Any:
         """What removes it again. Of a pipeline hooks see each microbatch, so that its call itself is watched."""
         run = self._model.__dict__.get("_call_impl")
-        if run is None:
+        if not isinstance(run, Runtime):
             return self._model.register_forward_pre_hook(self._entered, prepend=True, with_kwargs=True)
 
         def counted(*args: Any, **kwargs: Any) -> Any:

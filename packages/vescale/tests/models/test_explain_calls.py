@@ -14,7 +14,15 @@ import vescale_pipeline
 import vescale_plans
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
-from vescale_plans.calls import STEPS
+from vescale_plans._calls.chain import Chain
+from vescale_plans._calls.phases import (
+    INNER_AFTER,
+    INNER_BEFORE,
+    OUTER_AFTER,
+    OUTER_BEFORE,
+    PHASES,
+    STANDS_APART,
+)
 
 warm_up("vescale", "transformers")
 
@@ -23,6 +31,8 @@ REGISTERS = {
     "register_forward_pre_hook", "register_forward_hook",
     "register_module_forward_pre_hook", "register_module_forward_hook",
 }  # fmt: skip
+SAID = {text for phase in PHASES.values() for text in (phase.before, phase.after)}
+SAID |= {text for table in STANDS_APART.values() for text in table.values()}
 # Hooks on models of a probe, which `generate_plan` makes and throws away.
 PROBES = "vescale_plans.search."
 
@@ -60,12 +70,24 @@ def rows_of(calls):
     return {name: [(one.when, one.owner, one.what) for one in steps] for name, steps in calls.steps.items()}
 
 
+def count(hooks):
+    """Steps of ours, and everybody's hooks."""
+    found = 0
+    for hook in hooks.values():
+        order = getattr(getattr(hook, "__self__", None), "order", None)
+        part = {"_enter": "outer_before", "_enter_inside": "inner_before", "_leave_inside": "inner_after",
+                "_leave": "outer_after"}.get(hook.__name__)  # fmt: skip
+        found += 1 if order is None else len(getattr(order, part)) if part else 0
+    return found
+
+
 def explained():
     model, ids = parallelized(), torch.ones(2, 4, dtype=torch.long)
     model(input_ids=ids, labels=ids).loss.backward()  # the first call's own watch is gone after it
     calls = vescale.explain_calls(model)
     copied = rows_of(vescale.explain_calls(copy.deepcopy(model)))
-    counts = {name: (len(one._forward_pre_hooks), len(one._forward_hooks)) for name, one in model.named_modules()}
+    named = model.named_modules()
+    counts = {name: (count(one._forward_pre_hooks), count(one._forward_hooks)) for name, one in named}
     model(input_ids=ids, labels=ids).loss.backward()  # explaining has changed nothing that a call needs
     return str(calls), copied, counts, rows_of(calls)
 
@@ -76,15 +98,15 @@ def test_a_llama_with_a_plan_zero_and_recompute():
     assert [owner for _, owner, _ in layer if owner not in ("vescale", "model")] == [__name__.partition(".")[0]] * 2
     what = [said for _, _, said in layer]
     assert what.index("early") < what.index("LlamaDecoderLayer.forward") < what.index("late")
-    for of_ours in (STEPS["vescale_plans._zero.zero"]["enter"], STEPS["vescale_plans._recompute.checkpoint"]["_enter"]):
+    for of_ours in (PHASES["parameters"].before, PHASES["checkpoint"].before):
         assert what.index(of_ours) < what.index("LlamaDecoderLayer.forward")
-    for of_ours in (STEPS["vescale_plans._zero.zero"]["leave"], STEPS["vescale_plans._recompute.checkpoint"]["_leave"]):
+    for of_ours in (PHASES["parameters"].after, PHASES["checkpoint"].after):
         assert what.index(of_ours) > what.index("LlamaDecoderLayer.forward")
     for name, found in steps.items():  # every hook has its row, and each of ours says what it does
         assert tuple(sum(when == one for when, _, _ in found) for one in ("before", "after")) == counts[name], name
         assert [when for when, _, _ in found].count("forward") == 1
         for _, owner, said in found:
-            assert owner != "vescale" or any(said in table.values() for table in STEPS.values()), said
+            assert owner != "vescale" or said in SAID, said
     assert "model.layers.0\n" in text and "early" in text
     assert copied == steps  # a copy's hooks run in the same order, users' among them
 
@@ -95,7 +117,7 @@ def test_static_mode_stands_before_the_forward():
     model, _ = vescale.parallelize(plan, model, mode="static")
     root = [step for step in vescale.explain_calls(model).steps[""] if step.when == "forward"]
     assert [step.owner for step in root] == ["vescale", "model"]
-    assert root[0].what == STEPS["vescale_plans._static.site"]["Site"]
+    assert root[0].what == STANDS_APART["vescale_plans._static.site"]["Site"]
     assert root[1].what == "Sequential.forward"
 
 
@@ -145,4 +167,11 @@ def test_every_hook_of_ours_says_what_it_does(name, hooks):
         if isinstance(hook, ast.Call):  # a function that makes the hook
             continue
         leaf = hook.attr if isinstance(hook, ast.Attribute) else hook.id
-        assert leaf in STEPS.get(name, ()) or leaf in STEPS.get("vescale_plans._recompute.recompute", ()), (name, leaf)
+        assert name == Chain.__module__ or leaf in STANDS_APART.get(name, ()), (name, leaf)
+
+
+def test_every_phase_has_one_place_and_says_what_it_does_there():
+    for orders, side in (((OUTER_BEFORE, INNER_BEFORE), "before"), ((INNER_AFTER, OUTER_AFTER), "after")):
+        names = [name for order in orders for name in order]
+        assert len(set(names)) == len(names)
+        assert set(names) == {name for name, phase in PHASES.items() if getattr(phase, side)}

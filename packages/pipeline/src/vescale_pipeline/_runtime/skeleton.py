@@ -58,7 +58,10 @@ class Station:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
-        self.original = type(module)._call_impl.__get__(module)
+        before = module.__dict__.get("_call_impl")
+        self.original = before.original if isinstance(before, Station) else before
+        if self.original is None:
+            self.original = type(module)._call_impl.__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         reader = current.reader

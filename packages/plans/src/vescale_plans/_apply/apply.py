@@ -95,7 +95,7 @@ def parallelize(
             forward does not take go to `loss_fn` alone. It runs where the output is: under a
             pipeline on the last stage, per microbatch.
         mode: "eager", or "static": modules whose own code computes on local shards what it
-            computes on the whole run on plain tensors from the second call on (see `static`), and what stays eager
+            computes on full tensors run on plain tensors from the second call on (see `static`), and what stays eager
             after it was static is told by a StaticWarning; "auto": the same without a word, and a call that a
             debugger, a compiler or `reproducible` looks at is eager; "compile": static modules go through
             torch.compile besides. By default what the environment variable VESCALE_MODE says, else "auto".
@@ -157,7 +157,7 @@ def _parallelized(
     if plan.pipeline is None:
         device_mesh = make_mesh(plan)
     else:
-        whole = plan
+        given = plan
         if len(plan.mesh) == 1:  # a stage's tensors need a mesh, be it of one rank
             plan = plan.override(mesh={**plan.mesh, "dp": 1})
         before = list(model.named_parameters())
@@ -166,7 +166,7 @@ def _parallelized(
         for name, parameter in before:
             if parameter not in left:
                 parameter.__dict__[GONE] = name
-        keep_stage_mesh(whole, device_mesh)
+        keep_stage_mesh(given, device_mesh)
     mesh = mesh_of(device_mesh)
     with together("sharding the model"):
         shards = _shard_parameters(plan, model, device_mesh, placed)

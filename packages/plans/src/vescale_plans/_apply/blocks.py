@@ -2,7 +2,7 @@
 
 Blocks are the modules that a model repeats: the members of its outermost lists
 (ModuleList, Sequential, ModuleDict), lists in lists opened up. What lies in no block is
-the root's. A parameter that two blocks share is the root's too: it must be whole while
+the root's. A parameter that two blocks share is the root's too: it must be gathered while
 either runs.
 """
 

@@ -1,9 +1,9 @@
-"""Boundaries of modules: forward hooks that convert, and the scopes in which conversions are remembered."""
+"""Boundaries of modules: steps of their calls that convert, and the scopes in which conversions are remembered."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from vescale_dtensor.engine import (
     open_scope,
 )
 
+from .._calls.chain import Hook, add_step
 from .._plan.parts import Boundary, Placements
 from .._static import passes
 from .containers import map_first, map_tensors
@@ -63,7 +64,7 @@ class Converter:
 
 
 def install_boundary(module: nn.Module, name: str, boundary: Boundary) -> None:
-    """Hooks that convert what enters and leaves `module`."""
+    """Steps that convert what enters and leaves `module`."""
     if boundary.input:
         convert_input = Converter(boundary.input, f"{name} (input boundary)")
 
@@ -74,7 +75,7 @@ def install_boundary(module: nn.Module, name: str, boundary: Boundary) -> None:
             return args, kwargs
 
         enter.converter = convert_input
-        module.register_forward_pre_hook(enter, with_kwargs=True)
+        add_step(module, "boundary", before=enter)
     if boundary.arguments:
         positions = list(inspect.signature(module.forward).parameters)
         converters = {
@@ -92,23 +93,23 @@ def install_boundary(module: nn.Module, name: str, boundary: Boundary) -> None:
                     args[at] = map_tensors(args[at], converter)
             return tuple(args), kwargs
 
-        module.register_forward_pre_hook(enter_named, with_kwargs=True)
+        add_step(module, "arguments", before=enter_named)
     if boundary.output:
         convert_output = Converter(boundary.output, f"{name} (output boundary)")
 
-        def leave(_: nn.Module, args: tuple, output: Any) -> Any:
+        def leave(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             return map_first(output, convert_output)
 
         leave.converter = convert_output
-        module.register_forward_hook(leave)
+        add_step(module, "boundary", after=leave)
 
 
-def replaceable(hooks: Iterable[Callable]) -> tuple[Converter | None, ...] | None:
-    """The converters of a module's hooks, None for one of a scope; None where a hook does something else."""
+def replaceable(hooks: Iterable[Hook]) -> tuple[Converter | None, ...] | None:
+    """The converters of what stands around a module's forward, None for a scope; None where anything else does."""
     found = []
     for hook in hooks:
-        converter = getattr(hook, "converter", None)
-        if converter is None and hook not in (_open, _close):
+        converter = getattr(hook.call, "converter", None)
+        if converter is None and hook.call not in (_open, _close):
             return None
         found.append(converter)
     return tuple(found)
@@ -122,8 +123,7 @@ def install_scopes(root: nn.Module, axes: Collection[int] = ()) -> None:
     for module in root.modules():
         if next(module.children(), None) is not None:
             object.__setattr__(module, "_cut_axes", _cut_axes(module, axes))
-            module.register_forward_pre_hook(_open, prepend=True)
-            module.register_forward_hook(_close, always_call=True)
+            add_step(module, "sharing", _open, _close)
 
 
 def _cut_axes(module: nn.Module, axes: Collection[int]) -> tuple[int, ...]:
@@ -137,9 +137,9 @@ def _cut_axes(module: nn.Module, axes: Collection[int]) -> tuple[int, ...]:
     return tuple(axis for axis in axes if any(layout.states[axis].is_sharded for layout in layouts))
 
 
-def _open(module: nn.Module, args: tuple) -> None:
+def _open(module: nn.Module, args: tuple, kwargs: dict) -> None:
     open_scope(module._cut_axes)
 
 
-def _close(module: nn.Module, args: tuple, output: Any) -> None:
+def _close(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
     close_scope()

@@ -37,6 +37,7 @@ from vescale_dtensor.engine import (
     sharded,
 )
 
+from .._calls.chain import add_step
 from .._plan.fields import PlanFields
 from .._plan.parts import PlanError
 from .._torch_private import DisableTorchFunction, is_traceable_wrapper_subclass
@@ -88,14 +89,13 @@ def cuts_of(plan: PlanFields, balance: Balance | None = None) -> Cuts:
 
 
 class RootBoundary:
-    """Hooks of the root module."""
+    """A step of the root module's calls."""
 
     def __init__(self, root: nn.Module, mesh: Mesh, cuts: Cuts) -> None:
         self._mesh = mesh
         self._cuts = cuts
         self._calls = 0
-        root.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        root.register_forward_hook(self._leave)
+        add_step(root, "inputs", self._enter, self._leave)
 
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         checks = self._calls < FIRST_CHECKS or self._calls % CHECK_EVERY == 0
@@ -127,8 +127,8 @@ class RootBoundary:
         states = [state if at == axis else layout.states[at] for at, state in enumerate(states)]
         return convert(tensor, layout.with_states(states), "batch (zigzag)")
 
-    def _leave(self, root: nn.Module, args: tuple, output: Any) -> Any:
-        """A partial number (a loss) becomes whole here, so that `loss.item()` never communicates."""
+    def _leave(self, root: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """A partial number (a loss) is reduced here, so that `loss.item()` never communicates."""
         if type(output) is DTensor and output._layout.shape:
             return None
         return map_tensors(output, _reduced_number)
@@ -218,7 +218,7 @@ def parts(plan: PlanFields, batch: Any, model: nn.Module | None) -> Iterator[Any
     """See `Plan.parts`."""
     count = plan.accumulation
     parallel = getattr(model, "_vescale", None)
-    pauses = parallel is not None and plan.zero < 2  # from ZeRO-2 on a rank has no room for whole gradients
+    pauses = parallel is not None and plan.zero < 2  # from ZeRO-2 on a rank cannot hold full gradients
     for tensor in tensors_in(batch):
         rows = tensor.shape[0] if tensor.ndim else 0
         if rows % count or not rows:

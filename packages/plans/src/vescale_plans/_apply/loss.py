@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from .._calls.chain import add_step
+
 LossFn = Callable[..., Any]
 
 
 class LossBoundary:
-    """Root hooks by which `model(...)` returns `loss_fn(output, ...)`, called with the arguments of the call.
+    """A step of the root by which `model(...)` returns `loss_fn(output, ...)`, called with the arguments of the call.
 
     Keyword arguments that the forward does not take (targets) go to `loss_fn` alone.
     """
@@ -23,8 +25,7 @@ class LossBoundary:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._taken = None if takes_all else {p.name for p in parameters}
         self._for_the_loss: dict[str, Any] = {}
-        root.register_forward_pre_hook(self._enter, with_kwargs=True)
-        root.register_forward_hook(self._leave, with_kwargs=True)
+        add_step(root, "loss", self._enter, self._leave)
 
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self._taken is None:

@@ -1,4 +1,4 @@
-"""HuggingFace's attention masks by rows: a rank makes those of its part of the sequence, and no mask is ever whole.
+"""HuggingFace's attention masks by rows: a rank makes those of its part of the sequence, and no mask is ever full.
 
 transformers makes a mask by a function of places, applied to an index tensor for rows and one for columns that
 broadcast (`masking_utils`), through a table that is open to whoever brings an attention of his own. While a model with
@@ -32,6 +32,7 @@ from vescale_dtensor.engine import (
     state_of,
 )
 
+from .._calls.chain import add_step
 from .._static import passes
 from .balance import Balance
 
@@ -51,21 +52,19 @@ _running: list[Context] = []  # the innermost last
 
 
 class MaskBoundary:
-    """Hooks of the root module: within its forward masks are made by rows."""
+    """A step of the root module: within its forward masks are made by rows."""
 
     def __init__(self, root: nn.Module, mesh: Mesh, axis: int, balance: Balance | None, describes: bool) -> None:
         self._context = Context(mesh, axis, balance, describes)
-        root.register_forward_pre_hook(self._enter)
-        root.register_forward_hook(self._leave, always_call=True)
+        add_step(root, "masks", self._enter, self._leave)
 
-    def _enter(self, root: nn.Module, args: tuple) -> None:
+    def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> None:
         _install()
         _running.append(self._context)
         mixing.enter(*self._context[:2], root)
 
-    def _leave(self, root: nn.Module, args: tuple, output: Any) -> None:
-        if _running and _running[-1] == self._context:  # another hook of the root may have failed before `_enter`
-            _running.pop()
+    def _leave(self, root: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        _running.pop()
         mixing.leave(root)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vescale_dtensor.engine import local_only
 
 from .._apply.generators import random_states, same_states, set_random_states
+from .._calls.chain import add_step
 from .._plan.validate import CONTAINERS
 from .._torch_private import _top_saved_tensors_default_hooks
 
@@ -25,7 +26,7 @@ WATCHED_CALLS = 2
 
 
 class Beside:
-    """The hooks around the block of an experts module."""
+    """The step around the block of an experts module."""
 
     def __init__(self, block: nn.Module, experts: nn.Module) -> None:
         self._block, self._experts = block, experts
@@ -36,8 +37,7 @@ class Beside:
         self._passed = False
         self.enabled = True
         if self._candidates():
-            block.register_forward_pre_hook(self._enter, with_kwargs=True)
-            block.register_forward_hook(self._leave, always_call=True, prepend=True)
+            add_step(block, "beside", self._enter, self._leave)
 
     def _candidates(self) -> dict[str, nn.Module]:
         """Modules of the block that compute with parameters of their own; all but the experts."""
@@ -57,7 +57,7 @@ class Beside:
             self._found[block.training] = []
             block._modules.update({name: _Watch(self, name, child) for name, child in self._held.items()})
 
-    def _leave(self, block: nn.Module, args: tuple, output: Any) -> None:
+    def _leave(self, block: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         block._modules.update(self._held)
         self._held, self._tokens = {}, None
 

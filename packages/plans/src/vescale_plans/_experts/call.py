@@ -79,13 +79,13 @@ class Call:
         def leave(tensor: Tensor) -> DTensor:
             if back.requires_grad and tensor.is_floating_point():
                 tensor = _Tied.apply(tensor, back)
-            whole = self.rows.wrap(tensor, self.members.name)
-            now, was = whole.mesh_layout.base, self.was.states[self.members.spread.axis]
+            full = self.rows.wrap(tensor, self.members.name)
+            now, was = full.mesh_layout.base, self.was.states[self.members.spread.axis]
             if was.is_sharded and was.dim == 0:
-                return whole
+                return full
             states = list(now.states)
             states[self.members.spread.axis] = REPLICATE if was is REPLICATE else INVARIANT
-            return convert(whole, now.with_states(states), f"{self.members.name} (experts)")
+            return convert(full, now.with_states(states), f"{self.members.name} (experts)")
 
         return map_tensors(output, leave)
 

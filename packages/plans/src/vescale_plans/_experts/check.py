@@ -25,11 +25,11 @@ def check_token_wise(call: Call) -> None:
     Cost: an all-gather of the block's input, and three forwards without experts.
     """
     members, kept = call.members, random_states()
-    whole = members.rows(tuple(_unsharded(state) for state in call.rows.states), call.was.shape)
+    full = members.rows(tuple(_unsharded(state) for state in call.rows.states), call.was.shape)
     with torch.no_grad():
-        here, everywhere = call.local(call.rows), call.local(whole)  # communicates: outside of what may raise
+        here, everywhere = call.local(call.rows), call.local(full)  # communicates: outside of what may raise
         try:
-            problem = _tried(call, ((whole, everywhere, 1.0), (call.rows, here, 1.0), (call.rows, here, 0.0)), kept)
+            problem = _tried(call, ((full, everywhere, 1.0), (call.rows, here, 1.0), (call.rows, here, 0.0)), kept)
             problem = problem or _unfit(call, call.tokens(here))
         except Exception as error:
             problem = error.rule if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
@@ -72,10 +72,10 @@ def _stand_in(asked: list[tuple[int, Tensor]], factor: float, experts: int, inde
     return rows * factor * (1 + index / experts)
 
 
-def _difference(call: Call, whole: list[Tensor], local: list[Tensor]) -> str | None:
-    if len(whole) != len(local):
+def _difference(call: Call, full: list[Tensor], local: list[Tensor]) -> str | None:
+    if len(full) != len(local):
         return "over this rank's tokens it returns other tensors than over all"
-    for i, (theirs, ours) in enumerate(zip(whole, local)):
+    for i, (theirs, ours) in enumerate(zip(full, local)):
         if not ours.ndim or ours.shape[0] not in (call.rows.local[0], call.rows.local_tokens):
             return f"tensor {i} of what it returns, {list(ours.shape)}, has no row per token"
         flat = (len(ours), prod(ours.shape[1:]))

@@ -4,7 +4,7 @@ An experts module is known by its structure: stacked weights (two or more parame
 one slice per expert) and a forward that takes tokens [T, hidden], the indices [T, k] and the weights [T, k] of the
 experts chosen for each token. Who chose them, and how, is the model's own business and runs as it is written.
 
-The module's own forward computes, unmodified, on the experts that this rank holds. Two hooks stand around it:
+The module's own forward computes, unmodified, on the experts that this rank holds. A step of its chain is around it:
 
 - before, the tokens are sharded over the expert axis (they are already, where that is a data axis), every token is
   copied once per chosen expert, the copies are sorted by expert and exchanged: each rank receives those for its own
@@ -51,6 +51,7 @@ from vescale_dtensor.engine import (
     to_plain,
 )
 
+from .._calls.chain import add_step
 from .._plan.parts import PlanError
 from .added_last import added_last
 from .beside import Beside
@@ -60,7 +61,7 @@ from .split import split_problem
 
 
 class ExpertsBoundary:
-    """The two hooks around an experts module, whose parameters are on the mesh already."""
+    """The step around an experts module, whose parameters are on the mesh already."""
 
     def __init__(
         self,
@@ -89,8 +90,7 @@ class ExpertsBoundary:
         self._tried = not (self.whole or self.split)
         self.beside = Beside(block, module) if spread and block is not None else None
         self._running: list[_Call | _UnsplitCall] = []
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave, always_call=True, prepend=True)
+        add_step(module, "experts", self._enter, self._leave)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if not self._tried:
@@ -140,9 +140,7 @@ class ExpertsBoundary:
                 refuse_split(self.name, self.mesh, self.split, held, problem)
         self._tried = True
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if not self._running:  # the pre-hook itself raised
-            return output
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         call = self._running.pop()
         call.restore()
         return call.combine(output) if isinstance(output, Tensor) else output
@@ -361,9 +359,9 @@ def _tokens_indices_weights(name: str, args: tuple, kwargs: dict) -> tuple[DTens
     """By kind: the integers are the indices; of the floating point ones the tokens come first, then the weights."""
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
     floating = [one for one in tensors if one.is_floating_point()]
-    whole = [one for one in tensors if not one.is_floating_point()]
-    if len(floating) == 2 and len(whole) == 1:
-        tokens, weights, indices = *floating, whole[0]
+    integers = [one for one in tensors if not one.is_floating_point()]
+    if len(floating) == 2 and len(integers) == 1:
+        tokens, weights, indices = *floating, integers[0]
         fits = tokens.ndim == 2 and indices.shape == weights.shape and tokens.shape[0] == indices.shape[0]
         if fits and all(type(one) is DTensor for one in (tokens, indices, weights)):
             return tokens, indices, weights

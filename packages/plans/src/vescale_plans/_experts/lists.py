@@ -25,6 +25,7 @@ from torch import nn
 
 from vescale_dtensor.engine import Mesh, check_order
 
+from .._calls.chain import add_step
 from .call import Call
 from .check import check_token_wise
 from .experts import total_load
@@ -35,14 +36,13 @@ CHECKED_CALLS = 2
 
 
 class ListBoundary(Members):
-    """The two hooks around a block that calls the members of a list of experts."""
+    """The step around a block that calls the members of a list of experts."""
 
     def __init__(self, block: nn.Module, name: str, count: int, mesh: Mesh, axis: str) -> None:
         super().__init__(block, name, count, mesh, axis)
         self._checks = {True: CHECKED_CALLS, False: CHECKED_CALLS}
         self._running: list[Call] = []
-        block.register_forward_pre_hook(self._enter, with_kwargs=True)
-        block.register_forward_hook(self._leave, always_call=True, prepend=True)
+        add_step(block, "list", self._enter, self._leave)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         check_order("experts", f"{self.name}, whose experts are spread over an axis, computes")
@@ -54,9 +54,7 @@ class ListBoundary(Members):
         self._running.append(call)
         return entered
 
-    def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
-        if not self._running:  # the pre-hook itself raised
-            return output
+    def _leave(self, block: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         call = self._running.pop()
         call.close()
         return output if output is None else call.finish(output)

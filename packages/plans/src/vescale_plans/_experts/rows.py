@@ -37,13 +37,13 @@ class Rows:
     def layout(self, tensor: Tensor) -> Layout | None:
         """Of a plain tensor with rows in dim 0; None where no layout says which rows this rank holds."""
         batch, tokens = (self.shape[0], self.local[0], True), (self.tokens, self.local_tokens, self._flattens)
-        for whole, here, known in (batch, tokens) if tensor.ndim == len(self.shape) else (tokens, batch):
+        for rows, here, known in (batch, tokens) if tensor.ndim == len(self.shape) else (tokens, batch):
             if tensor.ndim and tensor.shape[0] == here:
-                return layout_of(self.mesh, self.states, (whole, *tensor.shape[1:])) if known else None
+                return layout_of(self.mesh, self.states, (rows, *tensor.shape[1:])) if known else None
         return None
 
     def untold(self, shape: Sequence[int]) -> Layout:
-        """Of rows whose places no layout tells: every rank works on its own, as if they were whole."""
+        """Of rows whose places no layout tells: every rank works on its own, as if they were all."""
         states = tuple(REPLICATE if state.is_sharded else state for state in self.states)
         return layout_of(self.mesh, states, tuple(shape))
 
@@ -63,13 +63,13 @@ class Rows:
         apart = layout_of(self.mesh, self.states, (*self.shape[:-1], *rest))
         return from_plain(tensor.reshape(*self.local[:-1], *rest), apart).flatten(0, len(self.shape) - 2)
 
-    def part(self, whole: Tensor) -> Tensor:
+    def part(self, full: Tensor) -> Tensor:
         """This rank's rows of a plain tensor that all ranks hold."""
-        rest = tuple(whole.shape[1:])
-        rest = rest if whole.shape[0] == self.shape[0] else (*self.shape[1:-1], *whole.shape[1:])
-        whole = whole.reshape(self.shape[0], *rest)
-        target = layout_of(self.mesh, self.states, tuple(whole.shape))
-        return convert(from_plain(whole, target.invariant), target, "experts").to_local()
+        rest = tuple(full.shape[1:])
+        rest = rest if full.shape[0] == self.shape[0] else (*self.shape[1:-1], *full.shape[1:])
+        full = full.reshape(self.shape[0], *rest)
+        target = layout_of(self.mesh, self.states, tuple(full.shape))
+        return convert(from_plain(full, target.invariant), target, "experts").to_local()
 
 
 class Draws(TorchFunctionMode):

@@ -1,18 +1,18 @@
-"""torch's non-reentrant checkpoint around a module's forward, put there by hooks.
+"""torch's non-reentrant checkpoint around a module's forward, put there by a step of its chain.
 
-What users' hooks do to a call counts once, wherever they stand. Those that the call passes before the checkpoint's
-own (of all modules, from before `parallelize`, or with `prepend=True`) lie outside of it: what they made of the
-arguments is what is kept. Those between the checkpoint's two hooks lie inside, as the forward does, and run again with
+What users' hooks do to a call counts once, wherever they stand. Those that the call passes before the checkpoint
+(of all modules, from before `parallelize`, or with `prepend=True`) lie outside of it: what they made of the
+arguments is what is kept. Those behind it lie inside, as the forward does, and run again with
 it, on what they were given the first time. The hooks are those of the first pass, on the module and on those inside:
 one that is taken off before backward, or put on, changes nothing; neither does `eval()`. Buffers are read as the first
-pass found them, and written once. What this library has on the module (gathers, scopes, boundaries) runs both times.
+pass found them, and written once. What this library has on the module (gathers, boundaries) runs both times.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.nn.modules import module as every
 from torch.utils import checkpoint
 from torch.utils.hooks import BackwardHook
 
-from .._static.key import is_ours
+from .._calls.chain import Hook, add_step, hooks_after, hooks_before, is_ours
 from .._torch_private import (
     _DEFAULT_DETERMINISM_MODE,
     _checkpoint_without_reentrant_generator,
@@ -33,20 +33,19 @@ from .host import Host, Parked
 
 
 class Checkpoint:
-    """The two hooks of one module."""
+    """The step of one module."""
 
     def __init__(self, module: nn.Module, region: Any = None, host: Host | None = None) -> None:
         """`region`: whose `enter` and `leave` are to be around it, once per call; `host`: where arguments wait."""
         self._running: list[tuple[Generator, Again]] = []
         self._buffers = Buffers(module)
         self._region, self._host = region, host
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave, prepend=True, always_call=True)
+        add_step(module, "checkpoint", self._enter, self._leave)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         again = Again(module, self._buffers.now())
         if self._region is not None:
-            self._region.enter(module, args)
+            self._region.enter(module, args, kwargs)
         if self._host is not None and self._host.is_open and torch.is_grad_enabled():
             tensors = [one for one in args if isinstance(one, Tensor)]
             device = [one.detach().new_empty(0) for one in tensors[:1]]  # whose generator's state torch keeps
@@ -57,27 +56,12 @@ class Checkpoint:
         next(around)
         self._running.append((around, again))
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if not self._running:  # a hook before `_enter` raised
-            return
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         around, again = self._running.pop()
         again.returns()
         next(around, None)
         if self._region is not None:
-            self._region.leave(module, args, output)
-
-
-def is_checkpoints(hook: Callable) -> bool:
-    """Whether a module's hook is a checkpoint's."""
-    return isinstance(getattr(hook, "__self__", None), Checkpoint)
-
-
-class Hook(NamedTuple):
-    """One of a module's, and how torch calls it."""
-
-    call: Callable
-    takes_kwargs: bool
-    always: bool
+            self._region.leave(module, args, kwargs, output)
 
 
 class Again:
@@ -86,19 +70,12 @@ class Again:
 
     def __init__(self, module: nn.Module, found: Found) -> None:
         self._module, self._inside, self._found = module, Inside(module), found
-        held = [
-            Hook(hook, id_ in module._forward_pre_hooks_with_kwargs, False)
-            for id_, hook in module._forward_pre_hooks.items()
-        ]
-        at = next(i for i, hook in enumerate(held) if is_checkpoints(hook.call))
+        held = hooks_before(module)
+        at = _place(held)
         self._before = [*_ours(held[:at]), *held[at + 1 :]]
         self._after: list[Hook] = []
         self._closing: list[Hook] = []
-        self._is_watched = bool(
-            module._backward_hooks
-            or module._backward_pre_hooks
-            or has_global_backward_hooks()
-        )
+        self._is_watched = bool(module._backward_hooks or module._backward_pre_hooks or has_global_backward_hooks())
 
     def returns(self) -> None:
         """The forward is through: which hooks come after it, and which buffers it has written."""
@@ -106,17 +83,14 @@ class Again:
         module = self._module
         with_kwargs, _ = global_forward_hook_kinds()
         everywhere = [
-            Hook(hook, id_ in with_kwargs, False)
+            Hook(hook, id_ in with_kwargs, False, id_)
             for id_, hook in global_forward_hooks()[1].items()
             if not is_ours(hook)
         ]
-        held = [
-            Hook(hook, id_ in module._forward_hooks_with_kwargs, id_ in module._forward_hooks_always_called)
-            for id_, hook in module._forward_hooks.items()
-        ]
-        at = next(i for i, hook in enumerate(held) if is_checkpoints(hook.call))
+        held = hooks_after(module)
+        at = _place(held)
         self._after = [*everywhere, *held[:at]]
-        self._closing = [hook for hook in _ours(held) if hook.always and not is_checkpoints(hook.call)]
+        self._closing = _ours(hook for hook in (*held[:at], *held[at + 1 :]) if hook.always)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if args and isinstance(args[0], Parked):
@@ -124,8 +98,8 @@ class Again:
         module, output = self._module, None
         before, after = global_forward_hooks()
         _, always = global_forward_hook_kinds()
-        closing = [Hook(hook, False, True) for id_, hook in after.items() if id_ in always]
-        closing = [*_ours(closing), *self._closing]
+        closing = [Hook(hook, False, True, id_) for id_, hook in after.items() if id_ in always]
+        closing, begun = [*_ours(closing), *self._closing], []
         try:
             for hook in before.values():
                 if is_ours(hook):
@@ -134,6 +108,7 @@ class Again:
                 if hook.takes_kwargs:
                     answer = hook.call(module, args, kwargs)
                     args, kwargs = (args, kwargs) if answer is None else answer
+                    begun.append(hook.step)
                 else:
                     answer = hook.call(module, args)
                     args = args if answer is None else answer if isinstance(answer, tuple) else (answer,)
@@ -147,7 +122,8 @@ class Again:
                 output = output if answer is None else answer
         finally:  # torch ends it by an exception once all that was kept is there again
             for hook in closing:
-                _after(hook, module, args, kwargs, output)
+                if hook.step is None or hook.step in begun:
+                    _after(hook, module, args, kwargs, output)
 
 
 _HOOKS = (
@@ -188,8 +164,13 @@ def _fill(table: dict, items: tuple) -> None:
     table.update(items)
 
 
+def _place(hooks: list[Hook]) -> int:
+    """Where among a module's the checkpoint stands."""
+    return next(i for i, hook in enumerate(hooks) if hook.step is not None and hook.step.name == "checkpoint")
+
+
 def _ours(hooks: Iterable[Hook]) -> list[Hook]:
-    return [hook for hook in hooks if is_ours(hook.call)]
+    return [hook for hook in hooks if hook.is_ours]
 
 
 def _after(hook: Hook, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

@@ -2,7 +2,7 @@
 gathered again, and those that lie on the host.
 
 A checkpointed module is torch's own non-reentrant checkpoint, put around the module's
-forward by hooks (`checkpoint.py`), so that its forward, its names and its type stay.
+forward by a step of its chain (`checkpoint.py`), so that its forward, its names and its type stay.
 What enters it is kept as it is sharded outside: a conversion at its boundary is inside,
 and made again. A HuggingFace cache of keys and values does not enter it while gradients
 are recorded: the second computation would append to it again, and attend to what the
@@ -38,6 +38,7 @@ from vescale_dtensor import GradientError
 from vescale_dtensor.debug import Cause
 from vescale_dtensor.engine import Route, communicates, local_only, route_between, set_cause, set_watch
 
+from .._calls.chain import add_step
 from .._plan.validate import CONTAINERS
 from .._torch_private import _top_saved_tensors_default_hooks
 from .checkpoint import Checkpoint
@@ -61,10 +62,9 @@ def install_recompute(
     for name in checkpointed:
         module = model.get_submodule(name)
         Checkpoint(module, regions.pop(module, None), host)
-        module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        add_step(module, "cache", before=_without_cache)
     for module, region in regions.items():
-        module.register_forward_pre_hook(region.enter, prepend=True)
-        module.register_forward_hook(region.leave, always_call=True)
+        add_step(module, "saving", region.enter, region.leave)
     return host
 
 
@@ -118,25 +118,25 @@ class Gathered:
         self._shard: Tensor | Placed = shard
         self._route = route
         self._version = shard._version
-        self.version = version  # of the whole, when it was gathered
+        self.version = version  # of the full tensor, when it was gathered
         self.saved = 0
         self._asked = 0
         self._full: Tensor | None = None
 
     def full(self) -> Tensor:
         """Gathered again; kept until all who saved it have asked. Call with dispatch disabled."""
-        shard, whole = self._shard, self._full
+        shard, full = self._shard, self._full
         if isinstance(shard, Tensor) and shard._version != self._version:
             what = "a shard that is to be gathered again was written in place after it was gathered"
             raise _written(what, shard)
-        if whole is None:
+        if full is None:
             shard = shard if isinstance(shard, Tensor) else shard.tensor()
             set_cause(CAUSE)
-            whole = self._full = self._route(shard)
+            full = self._full = self._route(shard)
         self._asked += 1
         if self._asked >= self.saved:
             self._full, self._asked = None, 0
-        return whole
+        return full
 
     def offload(self, host: Host) -> None:
         """The shard lies on the host, unless it is written already, or worth no way."""
@@ -169,7 +169,7 @@ class Saving:
         self._running: list[tuple[saved_tensors_hooks, Watch | None]] = []
         self._known: dict[int, tuple[StorageWeakRef, Gathered]] = {}
 
-    def enter(self, module: nn.Module, args: tuple) -> None:
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         hooks = saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
         _active.append(hooks)
@@ -179,9 +179,7 @@ class Saving:
             self._host.enter(module)
         self._running.append((hooks, around))
 
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if not self._running:
-            return
+    def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         hooks, around = self._running.pop()
         if self._host is not None:
             self._host.leave()
@@ -202,11 +200,11 @@ class Saving:
 
         return watch
 
-    def _note(self, shard: Tensor, whole: Tensor, route: Route) -> None:
-        storage = whole.untyped_storage()
+    def _note(self, shard: Tensor, full: Tensor, route: Route) -> None:
+        storage = full.untyped_storage()
         known = self._known.get(storage._cdata)  # the weak reference keeps the address taken
-        if known is None or known[1].version != whole._version:
-            self._known[storage._cdata] = (StorageWeakRef(storage), Gathered(shard.detach(), route, whole._version))
+        if known is None or known[1].version != full._version:
+            self._known[storage._cdata] = (StorageWeakRef(storage), Gathered(shard.detach(), route, full._version))
 
     def _pack(self, tensor: Tensor) -> Kept | View | Placed:
         with local_only():
@@ -228,7 +226,7 @@ class Keeping:
     def __init__(self) -> None:
         self._paused: list[saved_tensors_hooks | None] = []
 
-    def enter(self, module: nn.Module, args: tuple) -> None:
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         hooks = _active[-1] if _active else None
         if hooks is not None:
             top = _top_saved_tensors_default_hooks(True)
@@ -239,9 +237,7 @@ class Keeping:
         self._paused.append(hooks)
         _active.append(None)
 
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if not self._paused:
-            return
+    def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         _active.pop()
         hooks = self._paused.pop()
         if hooks is not None:

@@ -64,10 +64,8 @@ def _describe(value: Any, found: list, tensors: list[Tensor]) -> bool:
     return True
 
 
-_KNOWING = frozenset(
-    f"vescale_plans.{name}"
-    for name in ("_apply.boundary", "_zero.zero", "_recompute.recompute", "_apply.inputs", "_apply.loss")
-) | {"vescale_dtensor.debug"}
+_KNOWING = "vescale_dtensor.debug"
+"""Of hooks of all modules, those that do on plain shards what they do on DTensors."""
 
 
 def foreign_global_hooks() -> bool:
@@ -77,14 +75,4 @@ def foreign_global_hooks() -> bool:
     before, after = global_forward_hooks()
     if not (before or after):
         return False
-    return any(not knows_plain(hook) for hook in (*before.values(), *after.values()))
-
-
-def knows_plain(hook: Any) -> bool:
-    """Whether a hook is one of this library's that do on plain shards what they do on DTensors."""
-    return getattr(hook, "__module__", "") in _KNOWING
-
-
-def is_ours(hook: Any) -> bool:
-    """Whether a hook is one of this library's."""
-    return (getattr(hook, "__module__", "") or "").startswith("vescale")
+    return any(getattr(hook, "__module__", "") != _KNOWING for hook in (*before.values(), *after.values()))

@@ -29,7 +29,7 @@ from .key import take_key
 from .passes import entered
 from .scan.scan import scan
 from .scan.state import Unseen
-from .trial import explained, judge
+from .trials.trial import explained, judge
 
 
 class Recording:

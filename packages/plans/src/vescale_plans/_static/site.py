@@ -8,12 +8,11 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from .._recompute.checkpoint import is_checkpoints
+from .._calls.alone import Alone, State
+from .._calls.chain import Hook, hooks_after, hooks_before
 from . import passes
-from .key import is_ours, knows_plain
 from .static_region import Eager, Region
 
-_STATE = "__getstate__"  # Python asks the object for it, not its class, when it is copied
 STATIC, DRAWN, EAGER, UNSEEN = "static", "static, draws its region", "eager", "not called"
 
 
@@ -30,7 +29,7 @@ class Sites(Protocol):
         """Of modules of the model."""
 
 
-class Site:
+class Site(Alone):
     """Stands before the forward of one module; `forward` is the module's own."""
 
     def __init__(self, static: Sites, module: nn.Module, name: str) -> None:
@@ -80,24 +79,9 @@ class Site:
         else:
             held.pop("forward", None)
         if self.front is self:
-            held.setdefault(_STATE, self.state)
-        elif held.get(_STATE) == self.state:
-            del held[_STATE]
-
-    def state(self) -> Any:
-        """What a copy of the module takes (`copy.copy`): not the site, which stands before this module alone."""
-        state = type(self.module).__getstate__(self.module)
-        held, *slots = state if isinstance(state, tuple) else (state,)
-        if not isinstance(held, dict):
-            return state
-        held = dict(held)
-        self.leave(held)
-        return (held, *slots) if isinstance(state, tuple) else held
+            State(self.module)
 
     def leave(self, held: dict) -> None:
-        """Takes the site off what a module, or a copy of it, holds."""
-        if held.get(_STATE) == self.state:
-            del held[_STATE]
         if held.get("forward") is self:
             del held["forward"]
             if self.own is not None:
@@ -132,17 +116,17 @@ class Site:
 
     def has_foreign_hooks(self) -> bool:
         """Whether hooks stand on the module that must see DTensors: it cannot be called inside a region."""
-        hooks = self._hooks
         backward = self.module._backward_hooks or self.module._backward_pre_hooks
-        return bool(backward) or any(not knows_plain(hook) for hook in hooks)
+        return bool(backward) or not all(hook.knows_plain for hook in self._hooks)
 
     def has_odd_boundary(self) -> bool:
         """Whether a boundary of ours stands on the module that changes what its forward computes with."""
-        return any(is_ours(hook) and not knows_plain(hook) and not is_checkpoints(hook) for hook in self._hooks)
+        odd = [hook for hook in self._hooks if hook.is_ours and not hook.knows_plain]
+        return any(hook.step is None or hook.step.name != "checkpoint" for hook in odd)
 
     @property
-    def _hooks(self) -> tuple:
-        return (*self.module._forward_pre_hooks.values(), *self.module._forward_hooks.values())
+    def _hooks(self) -> list[Hook]:
+        return [*hooks_before(self.module), *hooks_after(self.module)]
 
 
 class _Covered(Site):

@@ -1,7 +1,7 @@
 """Static mode: modules that were shown to compute on shards what they compute on DTensors run on plain tensors.
 
     site        stands before a module's forward: runs a region whose key fits, or lets a pass be recorded
-    recording   an eager pass, written down; every call in it is judged by a trial (`trial.py`)
+    recording   an eager pass, written down; every call in it is judged by a trial (`trials/trial.py`)
     region      the largest module that is static with all that it calls; the rest stays eager
 
 A key is what a caller may change: layouts, sizes, strides, dtypes and devices of the

@@ -27,6 +27,7 @@ from vescale_dtensor.engine import (
 from .._apply.boundary import replaceable
 from .._apply.containers import map_first, map_tensors
 from .._apply.generators import random_states, set_random_states
+from .._calls.chain import hooks_after, hooks_before
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from .._torch_private import compiler_errors, functorch_config
 from . import passes
@@ -179,9 +180,7 @@ class Region:
 
     def _hooks_of(self, site: Any) -> tuple[tuple, tuple] | None:
         """The converters of a module's hooks; None where a hook does something else."""
-        held = site.module.__dict__
-        before = replaceable(held["_forward_pre_hooks"].values())
-        after = replaceable(held["_forward_hooks"].values())
+        before, after = replaceable(hooks_before(site.module)), replaceable(hooks_after(site.module))
         return None if before is None or after is None else (before, after)
 
     def _straightened(self) -> Iterator[tuple[dict, dict, dict]]:
@@ -199,7 +198,10 @@ class Region:
             forward = _across_once(inner, nested.first, *ways)
             held = site.module.__dict__
             straight = {**{hooks: OrderedDict() for hooks in FORWARD_HOOKS}, "forward": forward}
-            yield held, straight, {hooks: held[hooks] for hooks in FORWARD_HOOKS}
+            usual = {name: held[name] for name in (*FORWARD_HOOKS, "_call_impl") if name in held}
+            if "_call_impl" in usual:
+                straight["_call_impl"] = type(site.module)._call_impl.__get__(site.module)
+            yield held, straight, usual
 
     def _way(self, step: Step) -> Callable[[Tensor], Tensor]:
         """A conversion of a plan's boundary, as a function; one operator where a compiler is to trace it."""

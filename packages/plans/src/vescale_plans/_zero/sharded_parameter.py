@@ -46,7 +46,7 @@ class Sharing:
 
 
 class Read(Function):
-    """A parameter's part at rest -> the same values; backward, a part's gradient -> what this rank adds to the whole's.
+    """A parameter's part at rest -> the same values; backward, a part's gradient -> this rank's share of the full one.
 
     Parts of different ranks are of different elements, so what is sent is nothing more than the sum over ranks that the
     gradients of the model's own use take.
@@ -80,7 +80,7 @@ class ShardedParameter:
     full_layout: Layout  # while the model computes with it
     shard_layout: Layout  # as the optimizer updates it
     shown: tuple[Layout, Layout]  # at rest and unsharded; of these, and whether views are watched
-    reduced_layout: Layout  # of the whole reduced gradient
+    reduced_layout: Layout  # of the full reduced gradient
     gradient_layout: Layout  # of the reduced gradient that an optimizer step consumes
     full: Tensor
     shard: Tensor
@@ -155,7 +155,7 @@ class ShardedParameter:
         _set_data(self.parameter, data)
 
     def spread(self, grad: Tensor) -> Tensor:
-        """A gradient of the part, as one of the whole local shard: zero elsewhere. With dispatch off."""
+        """A gradient of the part, as one of the local shard: zero elsewhere. With dispatch off."""
         self.open_gradients()
         low, high = self.held
         padded = F.pad(grad.reshape(-1), (low, self.numel - high)).view(self.shape)

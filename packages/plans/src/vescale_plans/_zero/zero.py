@@ -37,6 +37,7 @@ from vescale_dtensor.engine import (
 )
 
 from .._apply.containers import map_tensors
+from .._calls.chain import add_step
 from .._torch_private import DisableTorchFunction, _current_graph_task_id, queue_callback
 from .bucket import Bucket
 from .reductions import GradientReductions
@@ -78,9 +79,9 @@ class DataParallel:
         for unit in self.units:
             for module in unit.modules:
                 self._install(unit, module)
-        model.register_forward_pre_hook(self._begin, prepend=True)
+        add_step(model, "memory", before=self._begin)
         if sharing.compute is not None:
-            model.register_forward_pre_hook(self._cast, with_kwargs=True)
+            add_step(model, "precision", before=self._cast)
 
     # --- what the optimizer and the user call -------------------------------------------
 
@@ -214,16 +215,14 @@ class DataParallel:
         def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
             self._enter(unit, None if root else (args, kwargs))
 
-        def leave(_: nn.Module, args: tuple, output: Any) -> None:
+        def leave(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             self._leave(unit, output, root)
 
-        if unit.unsharded:
-            module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         # That a gradient has reached the model is known from its output, so that all ranks take part in the sums.
         if unit.unsharded or (root and module is unit.modules[0]):
-            module.register_forward_hook(leave)
+            add_step(module, "parameters", enter if unit.unsharded else None, leave)
 
-    def _begin(self, root: nn.Module, args: tuple) -> None:
+    def _begin(self, root: nn.Module, args: tuple, kwargs: dict) -> None:
         if _current_graph_task_id() == -1:
             self.take_in()
             if not self.holds:

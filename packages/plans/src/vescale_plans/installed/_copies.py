@@ -22,9 +22,9 @@ from torch import nn
 from vescale_dtensor import OperatorError
 from vescale_dtensor.engine import attach
 
+from .._calls.alone import take_off
+from .._calls.chain import is_ours
 from .._plan.promise import promise_copy
-from .._static.key import is_ours
-from .._static.site import Site
 from .._static.static import run_static
 from .._zero.sharded_parameter import ShardedParameter
 from ._recipe import install
@@ -121,13 +121,11 @@ def _taken_off(modules: Sequence[nn.Module]) -> Iterator[None]:
     for module in modules:
         held = module.__dict__
         mine = {name for name in ("_vescale", _COPIER) if name in held}
-        forward = held.get("forward")
         hooks = {id_ for name in _HOOKS for id_, hook in held[name].items() if is_ours(hook)}
         kept.append((held, dict(held)))
         for name in mine:
             del held[name]
-        if isinstance(forward, Site):
-            forward.leave(held)
+        take_off(held)
         for name in (*_HOOKS, *_MARKS):
             held[name] = OrderedDict((id_, value) for id_, value in held[name].items() if id_ not in hooks)
     try:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vescale_dtensor.engine import ASKED, Event, cut_last, mesh_of, value_number, watched
 
 from .._apply.containers import tensors_in
+from .._calls.chain import add_step
 from .._plan.least import least_collectives, open_sums
 from .._torch_private import DisableTorchFunction, queue_callback
 from ..plan import Plan
@@ -34,7 +35,7 @@ def watch_first_step(model: nn.Module, plan: Plan) -> None:
 
 
 class FirstStep:
-    """Hooks of the root module for its first call, and of what that gives."""
+    """A step of the root module for its first call, and of what that gives."""
 
     def __init__(self, root: nn.Module, plan: Plan) -> None:
         self._root, self._plan = root, plan
@@ -43,18 +44,14 @@ class FirstStep:
         self._reads: dict[str, dict[int, tuple[str, ...]]] = {}
         self._sent = 0
         self._open = contextlib.ExitStack()
-        self._hooks = [
-            root.register_forward_pre_hook(self._enter, prepend=True),
-            root.register_forward_hook(self._leave, always_call=True),
-        ]
+        self._hooks = [add_step(root, "traffic", self._enter, self._leave)]
 
-    def _enter(self, root: nn.Module, args: tuple) -> None:
+    def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> None:
         self._hooks[0].remove()
         self._open.enter_context(watched(self._hear, _nothing))
         self._open.callback(nn.modules.module.register_module_forward_pre_hook(self._count).remove)
 
-    def _leave(self, root: nn.Module, args: tuple, output: Any) -> None:
-        self._hooks[1].remove()
+    def _leave(self, root: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         self._open.close()
         tensors = tensors_in(output)
         with DisableTorchFunction():

@@ -32,7 +32,7 @@ _parallels: WeakSet[DataParallel] = WeakSet()
 
 def check_given(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raises PlanError for an optimizer that holds none of the model's parameters, or is some model's already, or has
-    states of whole matrices."""
+    states of full matrices."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = set(model.parameters())
     if isinstance(optimizer, Sharded) or not any(parameter in own for parameter in held):
@@ -81,7 +81,7 @@ def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     themselves.
 
     Returns the same object. Raises PlanError for a model that is not parallelized, an optimizer of other parameters,
-    or one that has states of whole matrices. Cost: states that are there already are cut, before the first step none.
+    or one that has states of full matrices. Cost: states that are there already are cut, before the first step none.
     """
     parallel = getattr(model, "_vescale", None)
     if parallel is None:
@@ -90,9 +90,9 @@ def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     if isinstance(optimizer, Sharded) and optimizer._parallel is parallel.sync:
         return optimizer
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    whole = type(optimizer) in MATRIX and optimizer.state
-    if whole or all(parallel.sync.param_of(parameter) is None for parameter in held):
-        what = "has states of whole matrices" if whole else "holds none of the model's parameters"
+    of_matrices = type(optimizer) in MATRIX and optimizer.state
+    if of_matrices or all(parallel.sync.param_of(parameter) is None for parameter in held):
+        what = "has states of full matrices" if of_matrices else "holds none of the model's parameters"
         raise PlanError(
             "adopt",
             f"the {type(optimizer).__name__} {what}",

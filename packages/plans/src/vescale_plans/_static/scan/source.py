@@ -63,11 +63,11 @@ def _path(name: str) -> str:
 def _file(lines: list[str], name: str) -> _File | None:
     try:
         tree = ast.parse("".join(lines), name)
-        whole = compile("".join(lines), name, "exec", dont_inherit=True)
+        module = compile("".join(lines), name, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError):
         return None
     codes: dict[tuple[int, str], list[CodeType]] = {}
-    for code in _codes_in(whole):
+    for code in _codes_in(module):
         codes.setdefault((code.co_firstlineno, code.co_name), []).append(code)
     trees: dict[tuple[int, str], list[Function]] = {}
     for node in ast.walk(tree):

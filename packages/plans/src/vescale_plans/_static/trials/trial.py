@@ -25,27 +25,26 @@ from vescale_dtensor.engine import (
     Difference,
     Op,
     Pairs,
-    Ref,
     Storages,
     Taping,
-    communicates,
-    convert,
     first_difference,
     graph_difference,
     is_users,
     local_only,
     refs_of,
-    route_between,
     same_bits,
     unwrap,
     wrap,
 )
 
-from .._apply.containers import map_tensors
-from .frame import Boundary, Frame, Step, odd_value, parameter_place, tensors_of
-from .guard import FORWARD_HOOKS, has_gradient_hooks
-from .passes import entered
-from .threads import outlasts
+from ..._apply.containers import map_tensors
+from ..._calls.chain import hooks_after, hooks_before
+from ..frame import Frame, odd_value, parameter_place, tensors_of
+from ..guard import FORWARD_HOOKS, has_gradient_hooks
+from ..passes import entered
+from ..threads import outlasts
+from .forbidden import copied, forbidden, storages_in, why_not
+from .hoisting import hoisted
 
 
 class _Left(BaseException):
@@ -65,148 +64,9 @@ def judge(frame: Frame, storages: Storages) -> Difference | None:
         # A region converts parameters where it begins, so backward comes to them in another order. Hooks communicate,
         # and whether there is a region is every rank's own finding.
         return Difference("has a hook on a parameter's gradient, which must run in the same order on all ranks", "")
-    tape, reason = _hoisted(frame, storages)
-    reason = reason or _forbidden(frame, tape)
+    tape, reason = hoisted(frame, storages)
+    reason = reason or forbidden(frame, tape)
     return reason or _tried(frame, tape, storages)
-
-
-# --- conversions ---------------------------------------------------------------------
-
-
-def _hoisted(frame: Frame, storages: Storages) -> tuple[list, Difference | None]:
-    """The tape without the conversions of the module's own input, parameters and output, which go to its boundary."""
-    parameters = {id(p): name for name, p in frame.module.named_parameters(remove_duplicate=False)}
-    inputs = {id(tensor): i for i, tensor in enumerate(frame.inputs)}
-    outputs = {id(tensor): i for i, tensor in enumerate(tensors_of(frame.out))}
-    before: dict[int | str, Conversion] = {}
-    after: dict[int, Conversion] = {}
-    moved: dict[str, Tensor] = {}
-    made_by: dict[int, Op] = {}
-    rest: list = []
-    crossed = False  # a module was called, which may communicate: what communicates may not be moved before it
-    for item in frame.tape:
-        crossed = crossed or type(item) is Crossing
-        if type(item) is Op:
-            made_by.update(dict.fromkeys(set(_storages(item.out)) - set(_storages(item.args)), item))
-        if type(item) is not Conversion or item.by is not None:
-            rest.append(item)
-        elif item.result is item.source:
-            continue
-        elif (at := inputs.get(id(item.source), parameters.get(id(item.source)))) is not None:
-            known = before.setdefault(at, item)
-            if known.result is not item.result:
-                return rest, Difference(f"has {_named(at)} in two layouts", item.line)
-            if known is item and crossed and communicates(item.before, item.after):
-                return rest, Difference(f"converts {_named(at)} after it called another module", item.line)
-        elif id(item.result) in outputs:
-            after[outputs[id(item.result)]] = item
-        elif (name := _parameter_behind(item, made_by, frame, storages)) is not None and name not in before:
-            before[name] = item
-            moved[name] = convert(frame.module.get_parameter(name), item.after, item.cause, own=True)
-        else:
-            return rest, Difference(f"converts {item.before!r} to {item.after!r} in between", item.line)
-    frame.conversions = {at: item.result for at, item in before.items()} | moved
-    frame.moved = frozenset(route_between(before[name].before, before[name].after) for name in moved)
-    frame.sources = {at: item.source for at, item in after.items()}
-    frame.crossed = {
-        item.by: Step(0, route_between(item.before, item.after), item.cause)
-        for item in rest
-        if type(item) is Conversion
-    }
-    frame.boundary = Boundary(
-        tuple(Step(at, route_between(i.before, i.after), i.cause) for at, i in before.items()),
-        tuple(Step(at, route_between(i.before, i.after), i.cause) for at, i in after.items()),
-    )
-    return rest, None
-
-
-# Of one parameter and of numbers: their gradient is linear in the one that comes, and nothing if that is nothing.
-_OF_A_PARAMETER = frozenset({"aten::add", "aten::sub", "aten::rsub", "aten::mul", "aten::neg", "aten::_to_copy"})
-
-
-def _parameter_behind(item: Conversion, made_by: dict[int, Op], frame: Frame, storages: Storages) -> str | None:
-    """The parameter that a converted value is computed from alone, where it may as well be converted before.
-
-    So it is with `(1 + self.weight) * x` where only the weight's gradient is another (R to I): values stay, and
-    whether gradients flow the same ways is looked at in the graph.
-    """
-    route = route_between(item.before, item.after)
-    if not route.is_alias:
-        return None
-    storage = item.refs[0].storage
-    while (op := made_by.get(storage)) is not None:
-        behind = {ref.storage for ref in op.args if isinstance(ref, Ref)}
-        if op.name not in _OF_A_PARAMETER or len(behind) != 1 or op.random or op.written:
-            return None
-        (storage,) = behind
-    with local_only():
-        for name, parameter in frame.module.named_parameters(recurse=False):
-            fits = type(parameter) is DTensor and parameter._layout.base is item.before
-            if fits and storages.ref(parameter).storage == storage:
-                return name
-    return None
-
-
-def _named(at: int | str) -> str:
-    return f"its parameter {at}" if isinstance(at, str) else f"its input {at}"
-
-
-# --- what a trial must not do --------------------------------------------------------
-
-
-def _forbidden(frame: Frame, tape: list) -> Difference | None:
-    """What the tape alone says against plain tensors."""
-    made: set[int] = set()
-    draw = next((item for item in tape if type(item) is Op and item.random), None)
-    if draw is not None:
-        frame.draws = not frame.children
-        return Difference(_why_not(draw, made, frame), draw.line)
-    copied = _copied(tape)
-    for item in tape:
-        if type(item) is Op:
-            why = _why_not(item, made, frame)
-            if why:
-                return Difference(why, item.line)
-            if copied & set(item.written):
-                return Difference("writes in place where one device has a copy and the shard a view", item.line)
-            made |= set(_storages(item.out)) - set(_storages(item.args))
-        elif type(item) is Crossing and item.frame.state != frame.state:
-            return Difference(
-                f"calls {item.frame.site.name} under another grad mode or hooks on saved tensors (a checkpoint), "
-                "so that it runs again outside of this forward",
-                frame.site.line,
-            )
-    return None
-
-
-def _copied(tape: list) -> set[int]:
-    """Storages that are one on plain tensors and two on one device, and here."""
-    return {at for item in tape if type(item) is Op and item.copying for at in _storages((item.args, item.out))}
-
-
-def _why_not(op: Op, made: set[int], frame: Frame) -> str:
-    if op.random:
-        return f"draws random numbers ({op.name.removeprefix('aten::')}) in its own forward"
-    if op.reads_value:
-        return "reads the value of a tensor"
-    if op.communicates:
-        return "communicates in its own forward"
-    if op.hooked != frame.state[1]:
-        return "keeps saved tensors through hooks of its own (a checkpoint)"
-    if not made.issuperset(op.written):
-        return "writes in place to a tensor that it did not make"
-    return ""
-
-
-def _storages(value: Any):
-    if isinstance(value, Ref):
-        yield value.storage
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _storages(item)
-
-
-# --- the trial -----------------------------------------------------------------------
 
 
 _HOOKING = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook})
@@ -307,8 +167,8 @@ def _check(op: Op, taping: Taping, made: set[int], frame: Frame) -> None:
     """Before an operator of the trial runs. What earlier ones made is read from the tape."""
     for item in taping.tapes[-1][-1:]:
         if type(item) is Op:
-            made |= set(_storages(item.out)) - set(_storages(item.args))
-    why = _why_not(op, made, frame)
+            made |= set(storages_in(item.out)) - set(storages_in(item.args))
+    why = why_not(op, made, frame)
     if why:
         raise _Left(why)
 
@@ -317,7 +177,7 @@ def _made_on(tape: list) -> set[int]:
     """The storages that operators on a tape made, all other tensors on it let go."""
     ops = [item for item in tape if type(item) is Op]
     tape.clear()
-    return {made for op in ops for made in set(_storages(op.out)) - set(_storages((op.args, op.kwargs)))}
+    return {made for op in ops for made in set(storages_in(op.out)) - set(storages_in((op.args, op.kwargs)))}
 
 
 def _entering(frame: Frame) -> tuple[tuple, dict]:
@@ -337,14 +197,13 @@ def _swap(frame: Frame) -> list[tuple[dict, str, Tensor]]:
 
 
 def _quiet_hooks(tape: list) -> list[tuple[dict, str, Any]]:
-    """Takes all hooks but a plan's boundaries off the modules that are called: in a trial they are not run again."""
+    """Takes all but a plan's boundaries off the modules that are called: in a trial they are not run again."""
     usual = []
     for module in {item.frame.module for item in tape if type(item) is Crossing}:
         held = module.__dict__
-        for name in FORWARD_HOOKS:
+        for name, hooks in zip(FORWARD_HOOKS, (hooks_before(module), hooks_after(module))):
             usual.append((held, name, held[name]))
-            boundaries = [(key, hook) for key, hook in held[name].items() if hasattr(hook, "converter")]
-            held[name] = OrderedDict(boundaries)
+            held[name] = OrderedDict((hook.key, hook.call) for hook in hooks if hasattr(hook.call, "converter"))
     return usual
 
 
@@ -359,10 +218,10 @@ def _compare(
     if len(tried) != len(done) or odd_value(out) or _skeleton(out) != _skeleton(frame.out):
         return Difference("returns something else", frame.site.line)
     wanted = [frame.sources.get(i, tensor) for i, tensor in enumerate(done)]
-    copied = _copied(tape)
+    twice = copied(tape)
     with local_only():
         for one, other in zip(wanted, tried):
-            if taping.storages.ref(one).storage in copied:
+            if taping.storages.ref(one).storage in twice:
                 return Difference("returns a view of a shard where one device has a copy", frame.site.line)
             if not pairs.same(taping.storages.ref(one), taping.storages.ref(other)):
                 return Difference("returns another tensor", frame.site.line)
@@ -370,11 +229,11 @@ def _compare(
                 return Difference("gives other bits", frame.site.line)
         # Modules answer with what they gave, graph and all, so that gradients of what they took are looked at apart: a
         # boundary may convert an input whose gradient alone differs (R to I), and a module may have taken it as it was.
-        taken = graph_difference([one for one, _ in met], [other for _, other in met], bool(copied), frame.moved)
+        taken = graph_difference([one for one, _ in met], [other for _, other in met], bool(twice), frame.moved)
         if taken is not None:
             what = f"calls a module with a value whose gradient would flow in another way ({taken.what})"
             return Difference(what, frame.site.line)
-        return graph_difference(wanted, tried, bool(copied), frame.moved)
+        return graph_difference(wanted, tried, bool(twice), frame.moved)
 
 
 def _skeleton(value: Any) -> Any:
