@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
+from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks, warm_up
 
 warm_up("torch._dynamo")
 
@@ -98,3 +99,14 @@ def whole_graph():
 
 def test_it_is_told():
     assert run_ranks(2, whole_graph, timeout=120) == [[2.0, 2.0]] * 2
+
+
+def flexible():
+    heads = distribute_tensor(torch.ones(2, 4, 16, 8), mesh_of(2), [Shard(1)])
+    flex_attention(heads, heads, heads)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_says_what_runs_on_shards():
+    text = raises_on_all(2, Exception, flexible)
+    assert "flex_attention is given a DTensor" in text and "attn_implementation='sdpa'" in text

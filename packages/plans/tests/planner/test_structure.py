@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard
 from vescale_dtensor.engine import cut_ranges
-from vescale_plans import PlanError
+from vescale_plans import PlanError, generate_plan
+from vescale_plans._dry.meter import Meter
 from vescale_plans.search import sample_of, structure_of, tensor_parallel_plan
 from vescale_plans.search.progress import Bar
 from vescale_plans.search.structure import Group, Source
@@ -613,3 +615,21 @@ def test_what_a_dict_of_modules_names_is_no_list_of_blocks():
 
     (chain,) = structure(Named()).blocks
     assert chain.names == tuple(f"parts.blocks.{at}" for at in range(3))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_an_operator_that_takes_functions_is_refused_by_name():
+    class Flexible(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inward, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WORDS)
+
+        def forward(self, x):
+            q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.inward(x).chunk(3, -1))
+            return self.head(flex_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+    with pytest.raises(PlanError, match="calls flex_attention, an operator that torch compiles") as refused:
+        generate_plan(Flexible(), world_size=2, batch=4, sample=torch.zeros(4, 16, WIDTH))
+    assert "sdpa" in str(refused.value)
+    with Meter(), torch.no_grad(), pytest.raises(PlanError, match="dry_run: the model calls flex_attention"):
+        flex_attention(*torch.zeros(3, 2, 4, 16, 8))

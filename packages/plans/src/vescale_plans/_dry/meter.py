@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from vescale_dtensor.engine import under_mode
 
 from .._torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, tree_iter, tree_map_only
+from .higher_order import check_plain
 from .meta_kernels import CHOICES, FLOPS, STAND_INS
 
 HOST = "host"  # the kind of storages that stand for memory of the host
@@ -36,6 +37,8 @@ class Meter(TorchDispatchMode):
     `live` is bytes by kind at this moment, `peak` at the worst moment since `mark`, `flops` since then. A storage is
     of the kind that `kind` was when it appeared, or that `label` gave it.
     """
+
+    supports_higher_order_operators = True  # and refuses them (`check_plain`)
 
     def __init__(self, scratch: str = "", chooses: bool = False) -> None:
         """`scratch`: of a backend, whose collectives take memory of their own. `chooses`: what is chosen by values that
@@ -60,6 +63,7 @@ class Meter(TorchDispatchMode):
             self._note(tensor, kind, relabel=True)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        check_plain("dry_run", function)
         kwargs = kwargs or {}
         value = under_mode(self, function, types, args, kwargs)
         if value is not NotImplemented:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._dry.higher_order import check_plain
 from ..._torch_private import TorchDispatchMode
 from .calls import Call, Key, Reached, Test
 from .contractions import Form, read
@@ -62,6 +63,8 @@ class Probe(TorchDispatchMode):
         values: what stubs gave in other forwards of the same model, to be given again, and added to.
     """
 
+    supports_higher_order_operators = True  # and refuses them (`check_plain`)
+
     def __init__(
         self,
         operands: Operands,
@@ -98,6 +101,7 @@ class Probe(TorchDispatchMode):
     # ------------------------------------------------------------------ dispatch
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        check_plain("generate_plan", function)
         kwargs = dict(kwargs or {})
         tensors = _tensors(args, kwargs)
         metas = [one for one in tensors if one.is_meta]
