@@ -75,11 +75,41 @@ def test_slices_of_whole_groups_keep_them():
     run_ranks(2, groups)
 
 
+STEPS = [(Shard(3), 24), (InterleavedShard(3, 3), 48), (cut_alike((4, 2, 2), 2, 3), 64)]
+
+
+def every_other(shape) -> None:
+    """Every second and every fourth feature, of those that each rank has in runs of multiples of these: gate and up
+    that take turns, pairs that are turned."""
+    torch.manual_seed(0)
+    mesh = mesh_of(*shape)
+    for (cut, size), step in itertools.product(STEPS, (2, 4)):
+        x = torch.randn(2, 5, 4, size, dtype=torch.double).requires_grad_()
+        for placed in [(cut,)] if mesh.ndim == 1 else [(R, cut), (cut, R), (Shard(1), cut)]:
+            for start in range(step):
+                at = slice(start, None, step)
+                assert compare(lambda x, at=at: x[..., at], [x], [placed], mesh) == [], (placed, at)
+                whole = x.detach().clone()
+                d = distribute_tensor(whole, mesh, placed)
+                with comm_trace() as trace:
+                    assert d[:, :, 1:, at].placements == tuple(placed)
+                    d[..., at].mul_(2)  # a view, as on one device
+                whole[..., at].mul_(2)
+                assert len(trace) == 0 and torch.equal(d.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_every_other_index_keeps_the_cut(shape):
+    run_ranks(prod(shape), every_other, shape, timeout=120)
+
+
 def others() -> None:
-    """What begins or ends within a chunk, has a step, or leaves a rank without any, is right, and has no part's cut."""
+    """What begins or ends within a chunk, has another step, or leaves a rank without any, is right, and has no part's
+    cut."""
     cut = InterleavedShard(1, 1, (0, 0, 1, 1, 0, 1))
     x = torch.randn(3, 24, dtype=torch.double).requires_grad_()
-    for at in (slice(1, 16), slice(0, 14), slice(0, 8), slice(0, 24, 2), slice(4, 4), 5):
+    steps = slice(0, 24, 3), slice(2, 24, 2), slice(0, 22, 2)
+    for at in (slice(1, 16), slice(0, 14), slice(0, 8), *steps, slice(4, 4), 5):
         compare(lambda x, at=at: x[:, at] * 1, [x], [(cut,)], mesh_of(2))
 
 

@@ -3,7 +3,8 @@
     dim taken whole                keeps its sharding
     sharded dim, integer or        partial: the ranks that hold a part give it, the others zeros; no
     short slice                    communication here, and the partial result is smaller than a gather
-    whole groups or chunks         keep their cut, a view (`part`)
+    whole groups or chunks, or     keep their cut, a view (`part`)
+    every k-th index of such
     chunks dealt out, long slice   stay dealt out, few rows move over their boundaries (`shift`)
     sharded dim, any other slice   made whole first
     partial input                  partial

@@ -2,6 +2,7 @@
 
     whole groups of InterleavedShard(d, groups)           as many groups; of one group Shard(d)
     whole chunks of InterleavedShard(d, groups, order)    the simplest cut that deals them out so
+    every k-th index, where runs are multiples of k       the same cut
     what begins or ends within one                        no cut: it has to move
 """
 
@@ -52,9 +53,15 @@ def sliced(layout: Layout, items: Sequence[Item]) -> tuple[list[State], dict[int
     for axis, state in enumerate(layout.states):
         item = taken.get(state.dim) if state.is_sharded else None
         if item is not None:
-            if item.drop or item.taken.step != 1 or not item.taken or len(layout.axes_of(item.dim)) > 1:
+            if item.drop or not item.taken or len(layout.axes_of(item.dim)) > 1:
                 return None
             count, size = layout.mesh.sizes[axis], layout.shape[item.dim]
+            if item.taken.step != 1:
+                if not _keeps_cut(state, count, size, item.taken):
+                    return None
+                local[item.dim] = slice(item.taken.start, None, item.taken.step)
+                states.append(state.at(places[state.dim]))
+                continue
             held = cut(state, size, count)[layout.mesh.coordinate[axis]]
             state = part_of(state, count, size, item.taken.start, len(item.taken))
             if state is None:
@@ -63,6 +70,18 @@ def sliced(layout: Layout, items: Sequence[Item]) -> tuple[list[State], dict[int
             local[item.dim] = slice(before, before + _within(held, item.taken.start, item.taken.stop))
         states.append(state.at(places[state.dim]) if state.is_sharded else state)
     return (states, local) if local else None
+
+
+def _keeps_cut(state: State, count: int, size: int, taken: range) -> bool:
+    """Whether every `taken.step`-th index of a dim is cut as the dim is: each run that a rank has is whole steps."""
+    step = taken.step
+    if state.units is not None or taken.start >= step or len(taken) * step != size:
+        return False
+    whole = cut(state, size, count)
+    if any(low % step or high % step for held in whole for low, high in held):
+        return False
+    thinned = [[(low // step, high // step) for low, high in held] for held in whole]
+    return [[tuple(one) for one in held] for held in cut(state, len(taken), count)] == thinned
 
 
 def _within(held: Ranges, start: int, stop: int) -> int:
