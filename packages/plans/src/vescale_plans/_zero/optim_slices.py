@@ -63,12 +63,12 @@ def _is_flat(plain: Tensor, values: dict[str, Any] | None) -> bool:
     """Whether the parameter, its gradient and its states lie so that a slice of one meets a slice of the others."""
     if plain.device.type != "cpu" or not values or plain.grad is None:
         return False
-    return _is_whole(plain.grad, plain) and all(
-        type(one) is Tensor and (one.numel() == 1 or _is_whole(one, plain)) for one in values.values()
+    return _lies_alike(plain.grad, plain) and all(
+        type(one) is Tensor and (one.numel() == 1 or _lies_alike(one, plain)) for one in values.values()
     )
 
 
-def _is_whole(one: Tensor, plain: Tensor) -> bool:
+def _lies_alike(one: Tensor, plain: Tensor) -> bool:
     return one.shape == plain.shape and one.device == plain.device and one.is_contiguous() and plain.is_contiguous()
 
 
