@@ -207,8 +207,23 @@ def groups_from_the_least(x, y):
     return F.mse_loss(torch.zeros_like(x).index_add_(0, places // 2, z), y)
 
 
+def filled(x, y):
+    """Tables as large as the batch, filled with numbers that are not the batch's."""
+    ones, scale = torch.full((x.shape[0], CLASSES), 1), x.new_full(x.shape, 2.0)
+    return F.mse_loss(x * ones + torch.full([*x.shape], fill_value=0.5), y * scale)
+
+
+def filled_with_the_count(x, y):
+    return F.mse_loss(x * torch.full(x.shape, len(x)), y)
+
+
+def filled_alike_with_the_count(x, y):
+    return F.mse_loss(x * x.new_full(x.shape, len(x)), y)
+
+
 RIGHT = {
     "a sum": (plain_sum, {}),
+    "tables that are filled": (filled, {}),
     "a sum outside the model": (plain_sum, {"outside": True}),
     "reduction=sum": (lambda x, y: F.mse_loss(x, y, reduction="sum"), {}),
     "a mean": (F.mse_loss, {}),
@@ -245,6 +260,8 @@ REFUSED = {
     "neighbours of sorted rows": (neighbours_in_order, {}, "view"),
     "keys of other rows": (keys_across_rows, {}, "sort"),
     "groups counted from the least key": (groups_from_the_least, {}, "histc"),
+    "a table filled with the number of rows": (filled_with_the_count, {}, "full, at "),
+    "a table of the batch's filled with the number of rows": (filled_alike_with_the_count, {}, "new_full, at "),
     "means over labels and over rows": (two_numbers_of_labels, {"pick": (0, 3)}, "different"),
 }
 
@@ -264,3 +281,4 @@ def test_what_cannot_be_right_is_refused(case):
     loss_of, options, named = REFUSED[case]
     text = raises_on_all(2, PipelineError, lambda: step(loss_of, **options))
     assert named in text and "fix one of:" in text
+    assert f"{__file__}:" in text or "the loss adds up parts that weigh" in text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ class Note:
     args: tuple
     kwargs: dict
     outs: tuple[Ref, ...]
+    line: str = ""  # who called it, outside of torch and of veScale
 
 
 class Notes(TorchFunctionMode):
@@ -56,7 +59,7 @@ class Notes(TorchFunctionMode):
         if made or name in _READS:
             given = map_tensors((args, kwargs or {}), self._ref)
             outs = tuple(self._new(tensor, strange=False) for tensor in made)
-            self.notes.append(Note(function, name.strip("_"), *given, outs))
+            self.notes.append(Note(function, name.strip("_"), *given, outs, _line()))
         return out
 
     def number_of(self, tensor: Tensor) -> int:
@@ -77,3 +80,10 @@ class Notes(TorchFunctionMode):
         ref = Ref(self._count, tuple(tensor.shape), lost, integer, type(tensor) is Placeholder)
         self._known[id(tensor)] = (tensor, ref)
         return ref
+
+
+def _line() -> str:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0].startswith(("torch", "vescale")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""

@@ -188,7 +188,10 @@ def read_error(function: Callable, args: tuple, where: str) -> PipelineError:
         f"{name_of(function)} reads a value that {origin!r} computes, in the forward of {where!r}, which every stage "
         "runs: on the other stages the value is not there",
         (),
-        [(f"a cut before or after, not inside {where!r}", "then one stage owns the reader and the value")],
+        [
+            (f"a cut before or after, not inside {where!r}", "then one stage owns the reader and the value"),
+            ("generate_plan(model, pin={'pp': 1}, ...)", "values are read as on one device without a pipeline"),
+        ],
     )
 
 

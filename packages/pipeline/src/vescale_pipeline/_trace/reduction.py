@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +36,7 @@ LABELLED = frozenset((F.cross_entropy, F.nll_loss))
 @dataclass(frozen=True)
 class Lost:
     cause: str
+    line: str = ""
 
 
 CONSTANT, ROWS = "constant", "rows"
@@ -54,7 +55,7 @@ def reduction(part: Notes, whole: Notes, times: int, losses: tuple[Tensor, Tenso
     for small, large in zip(part.notes, whole.notes):
         tags.go_on(small, large)
     if tags.read is not None:
-        return Lost(f"{tags.read} of what depends on the batch")
+        return replace(tags.read, cause=f"{tags.read.cause} of what depends on the batch")
     number = part.number_of(losses[0])
     if number != whole.number_of(losses[1]):
         return Lost("a forward that calls other functions for another number of rows")
@@ -62,11 +63,11 @@ def reduction(part: Notes, whole: Notes, times: int, losses: tuple[Tensor, Tenso
 
 
 class _Tags:
-    """`of`: number of a value -> its tag. `read`: the function that made a number of the batch's values."""
+    """`of`: number of a value -> its tag. `read`: who made a number of the batch's values."""
 
     def __init__(self, times: int) -> None:
         self.of: dict[int, Tag] = {}
-        self.read: str | None = None
+        self.read: Lost | None = None
         self._times = times
         self._labelled = 0
         self._counted: set[int] = set()  # values that count the batch's rows
@@ -79,7 +80,7 @@ class _Tags:
             self._labelled += 1
         if not small.outs:
             if any(tag != CONSTANT for tag in given):
-                self.read = small.name
+                self.read = Lost(small.name, small.line)
             return
         lost = next((tag for tag in given if isinstance(tag, Lost)), None)
         pairs = [*zip(refs, others), *zip(small.outs, large.outs)]
@@ -90,12 +91,12 @@ class _Tags:
             if lost is None and small.function not in FACTORIES:
                 ordered = self._ordered(small, large, refs, given, place)
                 if ordered is not None:
-                    self.of[out.number] = ordered
+                    self.of[out.number] = _at(small, ordered)
                     continue
             if isinstance(axis, Lost) or lost is not None and small.function not in FACTORIES:
-                self.of[out.number] = lost or Lost(small.name)
+                self.of[out.number] = lost or Lost(small.name, small.line)
             else:
-                self.of[out.number] = self._made(small, large, refs, given, axis is not None)
+                self.of[out.number] = _at(small, self._made(small, large, refs, given, axis is not None))
 
     def _ordered(self, small: Note, large: Note, refs: list[Ref], given: list[Tag], place: int) -> Tag | None:
         """The tag of what a sort makes of the batch's rows, and others of rows in that order; None of anything else."""
@@ -142,7 +143,9 @@ class _Tags:
         """The tag of what a function makes of values with these tags, none of them Lost."""
         name = small.name
         ratio = _ratio(small, large)
-        if small.function in FACTORIES:
+        if name in _FILLED and _fill(small) != _fill(large):
+            return Lost(name)
+        if small.function in FACTORIES or name in _FILLED and not given:
             return ROWS if has_rows else CONSTANT if ratio == 1 else Lost(name)
         reduced = [tag for tag in given if isinstance(tag, frozenset)]
         if reduced:
@@ -207,6 +210,16 @@ class _Tags:
         return lost
 
 
+def _at(note: Note, tag: Tag) -> Tag:
+    """`tag`, which says where it was lost if that is here."""
+    return replace(tag, line=note.line) if isinstance(tag, Lost) and not tag.line else tag
+
+
+def _fill(note: Note) -> Any:
+    """What one of _FILLED fills with."""
+    return note.kwargs.get("fill_value", next(iter(note.args[_FILLED[note.name] :]), None))
+
+
 def _scaled(kinds: frozenset, ratio: float | None, times: int) -> frozenset | None:
     """`kinds` times a number that is `ratio` times as large for the whole batch."""
     if ratio is None:
@@ -248,9 +261,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def refused(lost: Lost) -> PipelineError:
     """The error for a loss of which nobody can tell what a microbatch weighs."""
+    line = f", at {lost.line}" if lost.line else ""
     return PipelineError(
         "pipeline",
-        f"the loss comes from the batch by {lost.cause}: the batch's loss cannot be derived from the "
+        f"the loss comes from the batch by {lost.cause}{line}: the batch's loss cannot be derived from the "
         "microbatches' losses",
         ["known  means and sums over rows, means over labels, and these times constants, added up"],
         [
@@ -258,6 +272,7 @@ def refused(lost: Lost) -> PipelineError:
             ("loss = x.sum() / count", "with `count` an argument of the model's call, of the whole batch"),
             ('Pipeline(loss="mean")', "if the batch's loss is the mean of the microbatches' losses"),
             ('Pipeline(loss="sum")', "if it is their sum"),
+            ("generate_plan(model, pin={'pp': 1}, ...)", "rows that meet in the loss do so without a pipeline"),
         ],
     )
 
@@ -281,6 +296,9 @@ _SHAPES = frozenset(
     )
 )
 """Functions whose numbers are sizes: for the whole batch they are larger."""
+
+_FILLED = {"full": 1, "full_like": 1, "new_full": 2}
+"""Functions that fill what they make with a number, and its place; their other numbers are sizes."""
 
 _ALONG = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "gumbel_softmax"), -1),
