@@ -204,12 +204,29 @@ def test_ranks_with_other_batches_are_told():
     assert "ranks 0 and 1 are about to run different things" in outcomes[0][1]
 
 
+def an_encoder_outside():
+    """One that computes the batch is not a part of the model, and would get no gradient."""
+    model, _ = parallel(Net(), ranks=2)
+    x, y = batch()
+    model(nn.Linear(4, 4)(x), y=y)
+
+
+def a_named_input_that_awaits_a_gradient():
+    model, _ = parallel(Net(), ranks=2)
+    x, y = batch()
+    with torch.no_grad():
+        model(x.requires_grad_(), y)  # evaluation gives no gradients
+    model(x.detach(), y=y.requires_grad_())
+
+
 # What is called, and what is said; on all ranks alike, and before anything has run.
 MISTAKES = {
     "rows": (lambda: parallel(Net(), 2, 4)[0](*batch(18)), "18 rows does not divide into 4 microbatches"),
     "cut": (lambda: parallel(Net(), 2, cuts=("block.4",)), "'block.4', which is not a module of the model"),
     "order": (lambda: parallel(Net(), 3, cuts=("blocks.4", "blocks.2")), "'blocks.2' does not come after the cut"),
     "schedule": (lambda: parallel(Net(), 2, kind="1f2b"), "there is no schedule '1f2b'"),
+    "encoder": (an_encoder_outside, "argument 0 requires a gradient ([16, 4]), and a pipeline gives gradients to"),
+    "input": (a_named_input_that_awaits_a_gradient, "the argument 'y' requires a gradient ([16, 4])"),
     "no tensor": (lambda: parallel(Net(), 2)[0](None, None), "without a tensor that has rows"),
 }
 

@@ -62,6 +62,26 @@ def split(
     ]
 
 
+def check_awaits_no_gradient(inputs: tuple[tuple, dict]) -> None:
+    """Raises PipelineError where something given to a training call awaits a gradient: the backward has run when the
+    model returns, for the parameters alone, so that whatever computed the input would silently not be trained."""
+    args, kwargs = inputs
+    for name, value in (*enumerate(args), *kwargs.items()):
+        for tensor in tensors_in(value):
+            if tensor.requires_grad:
+                given = f"argument {name}" if isinstance(name, int) else f"the argument {name!r}"
+                raise PipelineError(
+                    "pipeline",
+                    f"{given} requires a gradient ({list(tensor.shape)}), and a pipeline gives gradients to the "
+                    "model's parameters alone",
+                    (),
+                    [
+                        ("model(x.detach())", "where the gradient is not needed"),
+                        ("a module of the model that computes it, before the first cut", "then it is trained"),
+                    ],
+                )
+
+
 def rows_of(inputs: Any) -> int:
     """Dim 0 of the first tensor that has dims."""
     for tensor in tensors_in(inputs):

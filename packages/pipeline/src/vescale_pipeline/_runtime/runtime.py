@@ -39,7 +39,7 @@ from .call_exchange import greet, share_buffers, share_loss, share_outputs, sum_
 from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
-from .microbatches import loss_weights, split
+from .microbatches import check_awaits_no_gradient, loss_weights, split
 from .other_stages import OtherStagesGradients, norms_on_other_stages
 from .ownership import Ownership, disown_buffers, release
 from .skeleton import Run, Station
@@ -135,7 +135,13 @@ class Runtime:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current.reader is not None:  # the model calls itself
             return self._root(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            # Tensors of this mode count no writes, and buffers for receives are used again, in training too.
+            with torch.inference_mode(False), torch.no_grad():
+                return self(*args, **kwargs)
         self._check()
+        if torch.is_grad_enabled():
+            check_awaits_no_gradient((args, kwargs))
         parts = split((args, kwargs), self.schedule.microbatches, self._member.codec.parts)
         doing = _Doing() if self._beginning is None else _Told(self._beginning)
         self._in_call = True

@@ -42,6 +42,7 @@ from .._trace.placeholder import (
     local_only,
     make,
     name_of,
+    no_handle,
     placeholder,
 )
 
@@ -82,6 +83,7 @@ class Run:
 
     __slots__ = (
         "_events",
+        "_crossing",
         "_stage",
         "_at",
         "values",
@@ -102,7 +104,7 @@ class Run:
         lift: Callable[[Tensor, list[Tensor]], Tensor] = lambda tensor, others: tensor,
     ) -> None:
         self._lift = lift
-        self._events = record.events
+        self._events, self._crossing = record.events, record.crossing
         self._stage = stage
         self._at = 0
         self.values = values
@@ -174,6 +176,8 @@ class Run:
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         if function in FACTORIES:
             return make(function, args, kwargs)
+        if function is Tensor.register_hook and not args[0].is_weight:
+            return self._hook(*args, **kwargs)
         event = self._events[self._at] if self._at < len(self._events) else None
         if event is None or event.function is not function and event.function != function:
             return self._unforeseen(function, args, kwargs, event)
@@ -220,6 +224,14 @@ class Run:
                 return target
         template = event.template
         return template if type(template) is Placeholder else copied(template)
+
+    def _hook(self, tensor: Placeholder, hook: Callable) -> Any:
+        """On the stage that computes the value: what arrived has the gradient of its uses from here on alone."""
+        value = self.values.get(tensor.key)
+        arrived = self._crossing[self._stage - 1] if self._stage else ()
+        if value is None or tensor.key in arrived or not value.requires_grad:
+            return no_handle()
+        return value.register_hook(hook)
 
     def _computed(self, event: Event, function: Callable, args: tuple, kwargs: dict) -> Any:
         """What the stage's own event computes."""

@@ -262,11 +262,17 @@ _OWNERS: dict[Callable, Callable] = {
     Tensor.requires_grad_: lambda weight: weight,
     Tensor.requires_grad.__set__: lambda weight: None,
     Tensor.grad.__set__: lambda weight: None,
-    Tensor.register_hook: lambda weight: RemovableHandle(OrderedDict()),
-    Tensor.register_post_accumulate_grad_hook: lambda weight: RemovableHandle(OrderedDict()),
+    Tensor.register_hook: lambda weight: no_handle(),
+    Tensor.register_post_accumulate_grad_hook: lambda weight: no_handle(),
 }
 """What a loop does to a parameter by its name, and only the stage that owns it has to do: for the others, what is
 returned."""
+
+
+def no_handle() -> RemovableHandle:
+    """Of a hook that is registered on another stage."""
+    return RemovableHandle(OrderedDict())
+
 
 FACTORIES = frozenset(
     [

@@ -32,6 +32,7 @@ from .placeholder import (
     make,
     memory_of,
     name_of,
+    no_handle,
     placeholder,
     read_error,
     stand_in_of,
@@ -138,6 +139,8 @@ class Recorder:
         """A function on placeholders: its shapes, computed on meta."""
         if function in FACTORIES:
             return make(function, args, kwargs)
+        if function in (Tensor.register_hook, Tensor.retain_grad) and not args[0].is_weight:
+            return self._hook(function, args[0])
         given = [tensor for tensor in tensors_in((args, kwargs)) if type(tensor) is Placeholder]
         for tensor in given:
             self._note_use(tensor)
@@ -167,6 +170,27 @@ class Recorder:
             event = self._event(None, function, result, name_of(function), began)
             self._frames[-1].append(replace(event, fills=None if fills is None else fills.key))
         return result
+
+    def _hook(self, function: Callable, tensor: Placeholder) -> Any:
+        """A hook on a value's gradient is registered where the value is computed; there is none to retain."""
+        born = self.born.get(tensor.key, self.stage)
+        if function is Tensor.retain_grad:
+            raise PipelineError(
+                "pipeline",
+                f"retain_grad was called on a value of {tensor.origin!r}: the backward of a microbatch has run when "
+                "the model returns, and its values are gone",
+                (),
+                [("x.register_hook(f)", "f sees each microbatch's gradient")],
+            )
+        if born != self.stage:
+            raise PipelineError(
+                "pipeline",
+                f"a hook is registered in stage {self.stage} on the gradient of a value of {tensor.origin!r}, which is "
+                f"of stage {born}: it would see a part of the gradient",
+                (),
+                [("x.register_hook(f)", f"before {self.cuts[born]!r} is called")],
+            )
+        return no_handle()
 
     def _fill(self, written: list[tuple[Tensor, Tensor]], origin: str, home: torch.device) -> Placeholder | None:
         """Notes values that are written in place; a plain tensor that is filled with values becomes a placeholder."""
