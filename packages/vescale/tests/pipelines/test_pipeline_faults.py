@@ -273,3 +273,21 @@ def test_a_loss_outside_of_the_model_names_loss_fn():
 def test_reading_a_value_in_the_forward_names_the_module():
     for kind, text, _, _ in run_ranks(2, lambda: outcome(lambda: parallel(Reads(), ranks=2)[0](*batch()))):
         assert kind is PipelineError and "reads a value that 'blocks.0' computes" in text
+
+
+class Selecting(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return x[x.sum(-1) > 0]
+
+
+def test_a_shape_that_values_decide_within_a_stage_is_told_as_that():
+    """No cut is near: another one would not help."""
+
+    def selecting():
+        model = Net()
+        model.blocks[1] = Selecting(4, 4)
+        parallel(model, ranks=2)[0](*batch())
+
+    for kind, text, _, _ in run_ranks(2, lambda: outcome(selecting)):
+        assert kind is PipelineError and "which is run without values first" in text and "a mask, multiplied" in text

@@ -180,18 +180,23 @@ def used_outside(function: Callable, args: tuple) -> PipelineError:
     )
 
 
-def read_error(function: Callable, args: tuple, where: str) -> PipelineError:
-    """The error for a value read inside a forward."""
+def read_error(function: Callable, args: tuple, where: str, is_cut: bool) -> PipelineError:
+    """The error for a value read inside a forward. `is_cut`: whether a cut lies in the module `where`."""
     origin = next((a.origin for a in args if type(a) is Placeholder), "?")
+    if is_cut:
+        why = "which every stage runs: on the other stages the value is not there"
+        fixes = [(f"a cut before or after, not inside {where!r}", "then one stage owns the reader and the value")]
+    else:
+        why = "which is run without values first, for the shapes of what crosses the cuts"
+        fixes = [
+            ("torch.where(condition, a, b)", "in place of a branch"),
+            ("a mask, multiplied", "in place of a selection, whose shape values decide"),
+        ]
     return PipelineError(
         "pipeline",
-        f"{name_of(function)} reads a value that {origin!r} computes, in the forward of {where!r}, which every stage "
-        "runs: on the other stages the value is not there",
+        f"{name_of(function)} reads a value that {origin!r} computes, in the forward of {where!r}, {why}",
         (),
-        [
-            (f"a cut before or after, not inside {where!r}", "then one stage owns the reader and the value"),
-            ("generate_plan(model, pin={'pp': 1}, ...)", "values are read as on one device without a pipeline"),
-        ],
+        [*fixes, ("generate_plan(model, pin={'pp': 1}, ...)", "values are read as on one device without a pipeline")],
     )
 
 

@@ -264,7 +264,9 @@ class Recorder:
                 out = call(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
-                raise read_error(function, args, self._path[-1] or "the model") from error
+                name = self._path[-1]
+                is_cut = not name or any(cut.startswith(f"{name}.") for cut in self.cuts)
+                raise read_error(function, args, name or "the model", is_cut) from error
             raise
         written = []
         for tensor, meta, version in pairs.values():
