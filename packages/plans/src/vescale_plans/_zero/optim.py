@@ -1,7 +1,6 @@
 """Optimizers over sharded parameters: what a user's optimizer is given, and when.
 
-    elementwise            while it steps, plain Parameters: this rank's flat parts of the full-precision shards, and on
-                           a CPU slices of them (`optim_slices.py`)
+    elementwise            while it steps, plain Parameters: this rank's flat parts of the full-precision shards
     matrix (a list)        while it steps, whole matrices, each on one rank of the data axis (`matrix.py`)
     sparse gradients       refused
     anything else          the DTensors themselves: right, by the rules of dtensor, not fast
@@ -31,8 +30,7 @@ from vescale_dtensor.engine import convert, drop_gradients, local_only, route_be
 
 from .._plan.parts import PlanError
 from .matrix import Owners
-from .optim_kinds import MATRIX, elementwise_methods, runs_torchs_step, without_hooks
-from .optim_slices import in_slices
+from .optim_kinds import MATRIX, elementwise_methods, without_hooks
 from .optim_states import ShardedStates, take_in_early
 from .sharded_parameter import ShardedParameter
 from .zero import DataParallel
@@ -52,12 +50,11 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
         return optimizer
     scheduled = _without_step(optimizer)
     methods = elementwise_methods(optimizer)
-    slices = methods is not None and runs_torchs_step(optimizer)
     own = {name: _on_parts(name) for name in methods or ()}
     optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__, **own})
     optimizer._parallel = data_parallel
     optimizer._parameter_names = names
-    optimizer._owners, optimizer._is_inside, optimizer._slices = None, False, slices
+    optimizer._owners, optimizer._is_inside = None, False
     optimizer._on_dtensors = methods is None and kind not in MATRIX
     if scheduled:
         optimizer.step = _scheduled_step(optimizer)
@@ -144,7 +141,7 @@ class Sharded(ShardedStates):
                 with torch.enable_grad():
                     loss = closure()
             self._parallel.flush()
-            with self._plain(), in_slices(self) if self._slices else contextlib.nullcontext():
+            with self._plain():
                 own_step(**options)
         self._parallel.updated()
         return loss

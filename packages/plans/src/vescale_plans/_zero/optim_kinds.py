@@ -15,11 +15,13 @@ import torch
 from .._plan.parts import PlanError
 
 Kind = type[torch.optim.Optimizer]
-_TORCHS = frozenset(
-    getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+_elementwise: dict[Kind, tuple[str, ...]] = dict.fromkeys(
+    (
+        getattr(torch.optim, name)
+        for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+    ),
+    (),
 )
-_elementwise: dict[Kind, tuple[str, ...]] = dict.fromkeys(_TORCHS, ())
 """Classes whose step treats every element of a parameter alike and alone -> methods beside it that do, too."""
 MATRIX = frozenset(kind for kind in (getattr(torch.optim, "Muon", None),) if kind is not None)
 """Classes whose step looks at one whole matrix at a time. Subclasses are not meant."""
@@ -70,7 +72,7 @@ def register_elementwise(kind: Kind | None = None, *, methods: tuple[str, ...] =
 def elementwise_methods(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
     """The methods beside `step` that run on flat parts; None for an optimizer that is not known to be elementwise."""
     kind = type(optimizer)
-    base = _base_of(kind)
+    base = next((one for one in kind.__mro__ if one in _elementwise), None)
     if base is None:
         return None
     reached = set(dir(base)) - _FREE | {"__getattribute__", "__getattr__", "__setattr__"}
@@ -79,15 +81,6 @@ def elementwise_methods(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | N
     if any(name in reached and callable(value) for name, value in vars(optimizer).items()):
         return None  # replaced on the object
     return _elementwise[base]
-
-
-def runs_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Of an elementwise optimizer, whether its step is one of torch's own."""
-    return _base_of(type(optimizer)) in _TORCHS
-
-
-def _base_of(kind: type) -> Kind | None:
-    return next((one for one in kind.__mro__ if one in _elementwise), None)
 
 
 def _found(kind: type, name: str) -> Any:
