@@ -117,6 +117,7 @@ from ._tensor.loans import written as written
 from ._tensor.tensor import attach as attach
 from ._tensor.tensor import drop_gradients as drop_gradients
 from ._tensor.tensor import local_only as local_only
+from ._tensor.tensor import plain_class as plain_class
 from ._tensor.tensor import requires_grad as requires_grad
 from ._tensor.tensor import set_reduced_grad as set_reduced_grad
 from ._tensor.tensor import take_partial_grad as take_partial_grad

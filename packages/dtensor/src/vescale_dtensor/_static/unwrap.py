@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._conversions.memo import recall, remember
 from .._conversions.steps import Route, route_of
@@ -25,7 +25,7 @@ def unwrap(tensors: Iterable[Tensor]) -> list[DTensor]:
     unwrapped = []
     for tensor in tensors:
         if type(tensor) is DTensor:
-            tensor.__class__ = nn.Parameter if tensor.__dict__.get("_is_param") else plain_class(tensor)
+            tensor.__class__ = plain_class(tensor)
             unwrapped.append(tensor)
     return unwrapped
 

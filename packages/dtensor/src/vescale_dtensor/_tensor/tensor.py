@@ -14,7 +14,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._dispatch.functorch import TensorType, check_not_mapped
 from .._layouts.layout import Layout
@@ -265,8 +265,17 @@ def source_of(number: DTensor) -> Tensor | None:
     return source
 
 
+class LocalNumberParameter(nn.Parameter):
+    """A LocalNumber that is a parameter: what was made a number is asked for `__torch_dispatch__`, and a Parameter
+    has none. Of every parameter of one element: under ZeRO it lies otherwise by now than when it was made."""
+
+    __torch_dispatch__ = LocalNumber.__torch_dispatch__
+
+
 def plain_class(tensor: DTensor) -> type[Tensor]:
     """The class under which `tensor` is its local part alone."""
+    if tensor.__dict__.get("_is_param"):
+        return LocalNumberParameter if tensor._layout.numel == 1 else nn.Parameter
     return LocalNumber if tensor._layout.is_number else Tensor
 
 

@@ -19,6 +19,7 @@ from vescale_dtensor.engine import (
     convert_unwrapped,
     crossing,
     number_of,
+    plain_class,
     requires_grad,
     unwrap,
     wrap,
@@ -75,6 +76,8 @@ class Region:
         self._attaches = any(layout is not None for layout in frame.outputs)
         module = frame.module
         self._weights = [tensor for tensor in module.parameters() if type(tensor) is DTensor]
+        classes = [(tensor, plain_class(tensor)) for tensor in self._weights]
+        self._numbers = [(tensor, kind) for tensor, kind in classes if kind is not nn.Parameter]
         self._others = [tensor for tensor in module.buffers() if type(tensor) is DTensor]
         self._random = any(each.drawn is not None for each in nested.values()) and bool(unseen)
         self._made: list[Tensor] = []
@@ -111,6 +114,8 @@ class Region:
         plain, sharded = nn.Parameter, DTensor
         for tensor in self._weights:
             tensor.__class__ = plain
+        for tensor, kind in self._numbers:
+            tensor.__class__ = kind
         registered = RemovableHandle.next_id
         for held, straight, was in self._stands:
             was["forward"] = held.get("forward")
