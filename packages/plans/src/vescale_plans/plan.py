@@ -13,12 +13,13 @@ from ._apply import inputs
 from ._plan import json, picture, table, validate
 from ._plan.fields import PlanFields
 from ._plan.match import covers, nearest
+from ._plan.parts import GLOBS, check_mapping
 from ._plan.parts import Boundary as Boundary
 from ._plan.parts import Pipeline as Pipeline
 from ._plan.parts import Placements as Placements
 from ._plan.parts import PlanError as PlanError
 from ._plan.parts import Precision as Precision
-from ._plan.self_check import check_itself
+from ._plan.self_check import check_itself, check_kinds
 
 if TYPE_CHECKING:
     from vescale_dtensor.engine import Picture
@@ -93,9 +94,10 @@ class Plan(PlanFields):
     """
 
     def __post_init__(self) -> None:
-        for name in ("mesh", *table.GLOBS):  # a caller's own mapping may change later
+        for name in ("mesh", *GLOBS):  # a caller's own mapping may change later
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, dict(getattr(self, name)))
+        check_kinds(self)
         axes = (self.data_axis,) if isinstance(self.data_axis, str) else tuple(self.data_axis or ())
         if self.data_axis == "dp" and "dp" not in self.mesh:
             axes = ()  # the default may be absent; an axis that somebody wrote may not
@@ -165,7 +167,8 @@ class Plan(PlanFields):
                 near = nearest(name, names)
                 remedies = [(f"use {near[0]!r}", "")] if near else [("remove it", "")]
                 raise PlanError("Plan.override", f"a plan has no field {name!r}", (), remedies)
-            if name in table.GLOBS and isinstance(value, Mapping):
+            if name in GLOBS and isinstance(value, Mapping):
+                check_mapping("Plan.override", name, value)
                 kept = {g: v for g, v in getattr(self, name).items() if not any(covers(new, g) for new in value)}
                 changes[name] = {glob: v for glob, v in value.items() if v is not None} | kept
         return replace(self, **changes)

@@ -13,6 +13,9 @@ from vescale_dtensor import Placement, VescaleError
 Placements = Mapping[str, Placement]
 """Axis name -> placement. For a parameter an axis that is not named replicates; at a boundary it stays as it is."""
 
+GLOBS = ("parameters", "boundaries", "checkpointing", "regather", "offload_activations", "blocks")
+"""The fields of a plan that map globs, in which order counts."""
+
 
 class PlanError(VescaleError):
     """A plan that does not fit its model, its mesh, or itself."""
@@ -33,6 +36,9 @@ class Boundary:
     input: Placements = field(default_factory=dict)
     output: Placements = field(default_factory=dict)
     arguments: Mapping[str, Placements] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_mapping("Boundary", "arguments", self.arguments, "parameter names", '{"mask": {"tp": Shard(0)}}')
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,10 @@ class Pipeline:
     def __post_init__(self) -> None:
         if isinstance(self.cuts, str):
             raise PlanError("Pipeline", f"cuts is {self.cuts!r}, not names", (), [(f"cuts=({self.cuts!r},)", "")])
+        check_axis("Pipeline", "axis", self.axis, needed=True)
+        if not isinstance(self.cuts, Iterable):
+            remedies = [('cuts=("layers.4",)', "names, as in model.named_modules()")]
+            raise PlanError("Pipeline", f"cuts is {self.cuts!r}, not names of modules", (), remedies)
         object.__setattr__(self, "cuts", tuple(self.cuts))
         for cut in self.cuts:
             if not isinstance(cut, str) or not cut:
@@ -83,6 +93,7 @@ class Pipeline:
             remedies = [('loss="mean"', "the mean of the microbatches' losses"), ('loss="sum"', "their sum")]
             raise PlanError("Pipeline", f"loss is {self.loss!r}, not one of 'mean', 'sum', None", (), remedies)
 
+        check_mapping("Pipeline", "owners", self.owners, "module names", '{"head": 1}')
         object.__setattr__(self, "owners", dict(self.owners))
         for name, stage in self.owners.items():
             if type(stage) is not int or not 0 <= stage <= len(self.cuts):
@@ -132,6 +143,28 @@ TRAINED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(map(str, dtypes))
+
+
+def check_mapping(operation: str, name: str, value: Any, of: str = "globs", example: str = '{"*": ...}') -> None:
+    """Raises PlanError unless `value` is a mapping from words."""
+    if not isinstance(value, Mapping):
+        raise PlanError(operation, f"{name} is {value!r}, not a mapping from {of}", (), [(f"{name}={example}", "")])
+    for key in value:
+        if not isinstance(key, str):
+            rule = f"{name} names {key!r}, which is none of {of}: it is no text"
+            raise PlanError(operation, rule, (), [(f"{name}={example}", "")])
+
+
+def check_axis(operation: str, name: str, value: Any, *, several: bool = False, needed: bool = False) -> None:
+    """Raises PlanError unless `value` names a mesh axis; several of them, where they may be; or is None, if it may."""
+    if isinstance(value, str) or (value is None and not needed):
+        return
+    if several and isinstance(value, (tuple, list)) and all(isinstance(axis, str) for axis in value):
+        return
+    remedies = [(f'{name}="dp"', "an axis of the mesh")]
+    remedies += [(f'{name}=("dpr", "dp")', "several, outermost first")] if several else []
+    remedies += [] if needed else [(f"{name}=None", "")]
+    raise PlanError(operation, f"{name} is {value!r}, not the name of a mesh axis", (), remedies)
 
 
 def check_count(operation: str, name: str, value: Any) -> None:

@@ -9,13 +9,24 @@ from vescale_dtensor import Placement
 from vescale_dtensor.engine import WAYS
 
 from .fields import PlanFields
-from .parts import Boundary, Pipeline, PlanError, Precision, check_count
+from .parts import GLOBS, Boundary, Pipeline, PlanError, Precision, check_axis, check_count, check_mapping
 
 
 def check_itself(plan: PlanFields) -> None:
     """Raises PlanError for the first value that does not fit the plan's mesh, or the others."""
     for check in CHECKS:
         check(plan)
+
+
+def check_kinds(plan: PlanFields) -> None:
+    """Raises PlanError for a value of another kind than its field's: what is read off a plan may rely on them."""
+    if not isinstance(plan.mesh, Mapping):
+        rule = f"mesh is {plan.mesh!r}, not a mapping from axes to sizes"
+        raise PlanError("Plan", rule, (), [('mesh={"dp": 2}', "")])
+    for name in GLOBS:
+        check_mapping("Plan", name, getattr(plan, name))
+    for name in ("data_axis", "expert_axis", "context_axis"):
+        check_axis("Plan", name, getattr(plan, name), several=name == "data_axis")
 
 
 def _mesh(plan: PlanFields) -> None:
@@ -93,7 +104,7 @@ def _known_axis(plan: PlanFields, where: str, axis: Any) -> None:
             "Plan",
             f"{where} names axis {axis!r}, which the mesh does not have",
             [f"mesh  {plan.mesh}"],
-            [(f"use one of {', '.join(map(repr, plan.mesh))}", "")],
+            [(f"use one of {', '.join(map(repr, plan.mesh))}" if plan.mesh else f'mesh={{"{axis}": 2}}', "")],
         )
 
 
@@ -163,19 +174,12 @@ def _pipeline(plan: PlanFields) -> None:
 
 def _globs(plan: PlanFields) -> None:
     for name in ("checkpointing", "regather", "offload_activations"):
-        for pattern, value in _mapping(plan, name).items():
+        for pattern, value in getattr(plan, name).items():
             if not isinstance(value, bool):
                 remedies = [(f'{{"{pattern}": True}}', ""), (f'{{"{pattern}": False}}', "an exception to later globs")]
                 raise PlanError("Plan", f"{name}[{pattern!r}] is {value!r}, neither True nor False", (), remedies)
-    for pattern, rows in _mapping(plan, "blocks").items():
+    for pattern, rows in plan.blocks.items():
         check_count("Plan", f"blocks[{pattern!r}]", rows)
-
-
-def _mapping(plan: PlanFields, name: str) -> Mapping:
-    value = getattr(plan, name)
-    if not isinstance(value, Mapping):
-        raise PlanError("Plan", f"{name} is {value!r}, not a mapping from globs", (), [(f'{name}={{"*": ...}}', "")])
-    return value
 
 
 def _precision(plan: PlanFields) -> None:

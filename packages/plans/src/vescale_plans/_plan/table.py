@@ -12,9 +12,6 @@ from .fields import PlanFields
 from .json import placement_text
 from .parts import Boundary, Pipeline, Placements, Precision
 
-GLOBS = ("parameters", "boundaries", "checkpointing", "regather", "offload_activations", "blocks")
-"""The fields that map globs, in which order counts."""
-
 
 def table(plan: PlanFields) -> str:
     """`str(plan)`: what is decided for the whole, then one line per glob and one column per mesh axis."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from math import isnan
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from ..plan import Pipeline, Placements, Plan, PlanError, Precision
 from .candidates import PINNABLE, Candidate
 from .explain import Explanation
 from .pricer import Estimate, Request
+from .pricing.hardware import Hardware
 from .pricing.profiles import hardware_of
 from .probing.find_structure import structure_of
 from .probing.sample import POSITIONS, Sample, sample_of
@@ -36,6 +39,40 @@ ASKED = (
     *("world_size", "batch", "seq", "hardware", "memory", "objective", "pin", "forbid", "overrides", "sample"),
     *("verify", "loss_fn", "optimizer_fn", "precision"),
 )
+
+NEEDED = ("world_size", "batch")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not isnan(value)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_forbidding(value: Any) -> bool:
+    listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return listed and all(isinstance(one, (str, Mapping)) for one in value)
+
+
+Kind = tuple[Callable[[Any], bool], str, str]
+
+KINDS: dict[str, Kind] = {
+    "world_size": (_is_count, "a positive number", "world_size=8"),
+    "batch": (_is_count, "a positive number", "batch=8"),
+    "seq": (_is_count, "a positive number", "seq=2048"),
+    "hardware": (lambda value: isinstance(value, (str, os.PathLike, Hardware)), "a profile", 'hardware="h100"'),
+    "memory": (_is_bytes, "a number of bytes", "memory=80 * 2**30"),
+    "precision": (lambda value: isinstance(value, Precision), "a Precision", "precision=Precision(torch.bfloat16)"),
+    "pin": (_is_mapping, "a mapping from names to degrees", 'pin={"tp": 8}'),
+    "forbid": (_is_forbidding, "a list of names and combinations", 'forbid=["pp", {"tp": 4, "zero": 3}]'),
+    "overrides": (_is_mapping, "a mapping from globs to placements", 'overrides={"*.bias": {}}'),
+}
 
 
 ROUNDS = 3
@@ -82,30 +119,31 @@ def generate_plan(
     Raises InfeasibleError when nothing fits, PlanError for a request that is none, or overrides that do not fit.
     """
     request = {**(constraints or {}), **asked}
+    _check_request(request)
+    sample = sample_of(model, request.get("sample"))
+    with Bar() as bar, unstopped("generate_plan ran the model on samples"):
+        return _generated(model, sample, request, bar, runner)
+
+
+def _check_request(request: Mapping[str, Any]) -> None:
+    """Raises PlanError for a name that is no constraint, one that is missing, and a value of another kind."""
     for name in request:
         if name not in ASKED:
             pinned = [(f"pin={{{name!r}: {request[name]!r}}}", "a degree or a setting that is given")]
             remedies = pinned if name in PINNABLE else [(f"one of {', '.join(ASKED)}", "")]
             raise PlanError("generate_plan", f"{name!r} is no constraint", (), remedies)
-    for name in ("world_size", "batch"):
-        if type(request.get(name)) is not int or request[name] < 1:
-            raise PlanError(
-                "generate_plan", f"{name} is {request.get(name)!r}, not a positive number", (), [(f"{name}=8", "")]
-            )
-    sample = sample_of(model, request.get("sample"))
-    with Bar() as bar, unstopped("generate_plan ran the model on samples"):
-        return _generated(model, sample, request, bar, runner)
+    for name, (fits, kind, example) in KINDS.items():
+        value = request.get(name)
+        if not fits(value) and (value is not None or name in NEEDED):
+            raise PlanError("generate_plan", f"{name} is {value!r}, not {kind}", (), [(example, "")])
 
 
 def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar: Bar, runner: Runner | None) -> Plan:
     structure = structure_of(model, sample, bar)
     seq = request.get("seq") or sample.positions or POSITIONS
     precision = request.get("precision")
-    if not isinstance(precision, Precision | None):
-        remedies = [("precision=Precision(torch.bfloat16)", "")]
-        raise PlanError("generate_plan", f"precision is {precision!r}, not a Precision", (), remedies)
     computed = precision.compute if precision is not None else _dtype(model)
-    hardware = hardware_of(request.get("hardware", "auto")).computing(computed.itemsize)
+    hardware = hardware_of(request.get("hardware") or "auto").computing(computed.itemsize)
     memory = request.get("memory")
     wanted = Request(
         structure,
@@ -116,7 +154,7 @@ def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar
         MARGIN * hardware.memory if memory is None else memory,
         request.get("objective", "time"),
         request.get("pin"),
-        tuple(request.get("forbid", ())),
+        tuple(request.get("forbid") or ()),
         computed,
     )
     demoted: dict[Candidate, int] = {}
