@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from vescale_dtensor import Replicate, Shard, comm_trace
 from vescale_dtensor.testing import run_ranks, slice_of
@@ -109,6 +110,36 @@ def test_against_one_device(plan, penalty, when):
     losses, parameters = alone(penalty, when)
     ranks = torch.Size(PLANS[plan].mesh.values()).numel()
     for got, trained in run_ranks(ranks, train, PLANS[plan], penalty, when):
+        assert got == pytest.approx(losses, abs=1e-5)
+        for ours, wanted in zip(trained, parameters, strict=True):
+            torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
+
+
+def read_between(plan):
+    """Of a model all of whose parameters are its blocks': read after a forward, which is followed by another one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+    model, optimizer = parallelize(plan, model, lambda given: torch.optim.SGD(given, lr=0.05))
+    seen = []
+    for step in range(3):
+        torch.manual_seed(step)
+        first, second = torch.randn(2, 4, 6).unbind()
+        loss = model(first).square().mean()
+        halves = {name: parameter * 0.5 for name, parameter in model.named_parameters()}
+        loss = loss + functional_call(model, halves, (second,)).square().mean()
+        if step == 1:
+            loss = functional_call(model, halves, (second,)).sum()
+        loss.backward()
+        seen.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, [p.detach().full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("plan", ["zero3", "zero2 precision", "zero3 hybrid", "zero1"])
+def test_parameters_of_blocks_rest_between_two_forwards(plan):
+    losses, parameters = run_ranks(1, read_between, Plan(mesh={}, parameters={"*": {}}))[0]
+    for got, trained in run_ranks(torch.Size(PLANS[plan].mesh.values()).numel(), read_between, PLANS[plan]):
         assert got == pytest.approx(losses, abs=1e-5)
         for ours, wanted in zip(trained, parameters, strict=True):
             torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)

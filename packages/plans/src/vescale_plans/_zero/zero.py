@@ -289,7 +289,10 @@ class DataParallel:
     def _leave(self, unit: FSDPUnit, output: Any, root: bool) -> None:
         if root:
             self._last[False] = None
-        if (unit.may_wait and not self.enabled) or not (unit.unsharded or self._needs_end):
+        listens = not (unit.may_wait and not self.enabled) and bool(unit.unsharded or self._needs_end)
+        # Beside the root's parameters those of the block that backward begins with are needed again at once.
+        gathered = [each for each in (self.units[-2:] if root else [unit]) if each.unsharded]
+        if not (listens or gathered):
             return
         in_graph = False
         entry = unit.entered.pop() if unit.entered else Pass()
@@ -299,21 +302,17 @@ class DataParallel:
             with local_only():
                 if tensor.requires_grad and not tensor.is_leaf:
                     in_graph = True
-                    value_of(tensor).register_hook(lambda _: self._reached(unit, entry))
+                    if listens:
+                        value_of(tensor).register_hook(lambda _: self._reached(unit, entry))
             return tensor
 
         if torch.is_grad_enabled():
             map_tensors(output, watch)
-        if unit.unsharded and _current_graph_task_id() == -1:
-            # The root's parameters, and those of the block that backward begins with, are needed again at once.
-            stays = in_graph and (root or unit is self.units[-2])
-            if root and not self._keeps_open:
-                with DisableTorchFunction():
-                    for each in {unit, self.units[-2] if len(self.units) > 1 else unit}:
-                        each.hide() if in_graph else each.reshard()
-            elif not stays and not self._keeps_open:
-                with DisableTorchFunction():
-                    unit.reshard()
+        if _current_graph_task_id() != -1 or self._keeps_open or (in_graph and not root and unit is self.units[-2]):
+            return
+        with DisableTorchFunction():
+            for each in gathered:
+                each.hide() if root and in_graph else each.reshard()
 
     # --- backward -------------------------------------------------------------------------
 
