@@ -81,6 +81,7 @@ class Region:
         self._others = [tensor for tensor in module.buffers() if type(tensor) is DTensor]
         self._random = any(each.drawn is not None for each in nested.values()) and bool(unseen)
         self._made: list[Tensor] = []
+        self._is_hooked = False  # whether what operators save goes to hooks, in the call that runs
         self.holds = frame.guard
         self._compiled: Callable | None = None
         if backend and not frame.shares and self._is_one_graph():
@@ -106,7 +107,7 @@ class Region:
         if hooked:  # a hook keeps the very object that an operator saves, where that has no gradient
             args, kwargs = _apart((args, kwargs))
         made: list[Tensor] = []
-        outer, self._made = self._made, made
+        outer, self._made, self._is_hooked = (self._made, self._is_hooked), made, hooked
         before, passes.running = passes.running, self
         state = random_states() if self._random else None
         if self._others:
@@ -129,7 +130,7 @@ class Region:
             raise
         finally:
             passes.running = before
-            self._made = outer
+            self._made, self._is_hooked = outer
             for held, _, was in self._stands:
                 held.update(was)
                 if was["forward"] is None:
@@ -253,12 +254,12 @@ class Region:
                     if isinstance(step.at, str):
                         owner, name = parameter_place(site.module, step.at)
                         swapped.append((owner, name, owner[name]))
-                        owner[name] = convert_unwrapped(owner[name], step.route, step.cause, self._made)
+                        owner[name] = self._converted(owner[name], step.route, step.cause)
                         continue
                     if inputs is None:
                         inputs = tensors_of((args, kwargs))
                     old = inputs[step.at]
-                    new = convert_unwrapped(old, step.route, step.cause, self._made)
+                    new = self._converted(old, step.route, step.cause)
                     inputs = [new if tensor is old else tensor for tensor in inputs]
                 if inputs is not None:
                     args, kwargs = _filled((args, kwargs), inputs)
@@ -269,7 +270,7 @@ class Region:
         if boundary.after:
             outputs = tensors_of(out)
             for step in boundary.after:
-                outputs[step.at] = convert_unwrapped(outputs[step.at], step.route, step.cause, self._made)
+                outputs[step.at] = self._converted(outputs[step.at], step.route, step.cause)
             out = _filled(out, outputs)
         return out
 
@@ -296,7 +297,12 @@ class Region:
         step = self._boundaries.get(converter)
         if step is None:
             return tensor
-        return convert_unwrapped(tensor, step.route, converter, self._made)
+        return self._converted(tensor, step.route, converter)
+
+    def _converted(self, tensor: Tensor, route: Any, cause: Any) -> Tensor:
+        """What is kept of a conversion is a DTensor again when the region has run, so a hook gets another object."""
+        out = convert_unwrapped(tensor, route, cause, self._made)
+        return out.detach() if self._is_hooked and not out.requires_grad else out
 
 
 def _across_once(inner: Callable, first: int | str | None, before: list[Callable], after: list[Callable]) -> Callable:
