@@ -71,6 +71,29 @@ def test_keys_that_heads_share_are_repeated_for_a_cpu_alone(llama):
     assert cpu - gpu >= ROWS * POSITIONS * config.num_hidden_layers * each
 
 
+@pytest.mark.parametrize("degrees", ({}, {"tp": 2}))
+def test_values_narrower_than_queries_have_a_kernel_on_a_gpu_alone(degrees):
+    """Multi-head latent attention: a CPU keeps the scores of all heads, a GPU none."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {
+        "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+        "first_k_dense_replace": 3, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 32,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "use_cache": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)), torch.randint(128, (ROWS, 256))
+    batch, candidate = {"input_ids": ids, "labels": ids}, Candidate(**degrees)
+    structure = structure_of(model, sample_of(model, batch))
+    counted, peaks = sizes_of(structure, candidate.tp), {}
+    for backend, hardware in (("gloo", "cpu"), ("nccl", "h100")):
+        closed = memory_of(counted, candidate, hardware_of(hardware).computing(4), ROWS, 256).total
+        peaks[backend] = dry_run(plan_of(structure, candidate), model, batch, adamw, backend=backend).peak
+        assert abs(closed / peaks[backend] - 1) <= MARGIN, (backend, closed, peaks)
+    scores = ROWS * 8 * 256**2 * 4 * 3 / candidate.tp
+    assert peaks["gloo"] - peaks["nccl"] >= 0.9 * scores
+
+
 @pytest.mark.parametrize("sp", (False, True))
 def test_rows_of_experts_are_whole_where_positions_are_split(sp):
     from transformers import MixtralConfig, MixtralForCausalLM

@@ -196,6 +196,19 @@ def test_a_link_is_inside_where_no_group_crosses_a_border(node, stride, size, in
     assert hardware.joining(node).link(stride, size).bandwidth >= hardware.link(stride, size).bandwidth
 
 
+@pytest.mark.parametrize(
+    ("ranks", "node"), [(32, 32), (64, 64), (72, 72), (128, 64), (144, 72), (512, 64), (576, 64), (100, 72)]
+)
+def test_a_job_over_several_racks_takes_64_of_each_72(ranks, node):
+    """Where it consists of such parts, as schedulers deal them out; groups of powers of two then cross no border."""
+    joined = hardware_of("gb200").joining(ranks)
+    assert joined.node == node
+    for size in (8, 32, 64):
+        assert joined.crosses(1, size) == (node % size != 0)
+    assert hardware_of("h100").joining(128).node == 8
+    assert Hardware.from_json(hardware_of("gb200").to_json()).segment == 64
+
+
 def test_a_group_receives_over_the_links_of_all_its_ranks_in_a_node():
     """Eight ranks of a node that gather the same have eight links for it; one rank in each node has its own."""
     hardware = hardware_of("h100")
@@ -248,13 +261,18 @@ def test_what_a_system_holds_per_parameter_is_data(structure):
 
 
 def test_a_system_that_adds_up_gradients_as_they_come_holds_one_sum_of_them(structure):
-    """Units' shards are added to earlier sums one by one, as torch's FSDP does, or all at a backward's end, as ours."""
+    """Units' shards are added to earlier sums one by one, as torch's FSDP does, or all at a backward's end, as ours:
+    until then those of the blocks that it has been through lie beside them."""
     sizes, own = sizes_of(structure, 1), hardware_of("h100")
     come = replace(own, numbers=Numbers(sums=1))
+    block = (sizes.held - sizes.outside) / sizes.blocks * 4 / 2
+    blocks = [block * through for through in range(1, sizes.blocks)] + [structure.parameters * 4 / 2]
     for zero, more in ((1, 0), (2, 1), (3, 1)):
         candidate = Candidate(dp=2, zero=zero, microbatches=2, checkpointing=True)
         ours, theirs = (memory_of(sizes, candidate, one, 4, 8) for one in (own, come))
-        assert ours.gradients - theirs.gradients == more * structure.parameters * 4 // 2
+        beside = ours.gradients - theirs.gradients
+        assert theirs.gradients == structure.parameters * 4 // (2 if zero > 1 else 1)
+        assert min(abs(beside - one) for one in (blocks if more else [0])) <= 16
 
 
 def test_a_system_that_hides_nothing_shows_all_of_a_pipeline_s_transfers(structure):

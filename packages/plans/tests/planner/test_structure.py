@@ -633,3 +633,20 @@ def test_an_operator_that_takes_functions_is_refused_by_name():
     assert "sdpa" in str(refused.value)
     with Meter(), torch.no_grad(), pytest.raises(PlanError, match="dry_run: the model calls flex_attention"):
         flex_attention(*torch.zeros(3, 2, 4, 16, 8))
+
+
+def test_what_the_first_block_makes_for_all_is_in_each_ones_group():
+    """T5's bias by distance: a parameter of the first block, in the attention of all, of encoder and decoder."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 4, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, use_cache=False))
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    structure = structure_of(model, sample_of(model, {"input_ids": ids, "labels": ids}))
+    groups = {group.sink: [source.parameter for source in group.sources] for group in structure.groups}
+    for stack in ("encoder", "decoder"):
+        for at in range(4):
+            attention = f"{stack}.block.{at}.layer.0.SelfAttention"
+            sources = groups[f"{attention}.o.weight"]
+            assert {f"{attention}.{name}.weight" for name in "qkv"} < set(sources)
+            assert f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in sources

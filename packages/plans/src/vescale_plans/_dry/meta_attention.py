@@ -2,7 +2,8 @@
 
 For a meta tensor torch chooses attention written out, which makes the [L, S] scores that no fused kernel keeps. Keys
 that several heads share are repeated for the kernels of a CPU, which want as many as there are queries; a GPU's read
-them as they are.
+them as they are, and take values that are narrower than queries (multi-head latent attention), for which a CPU has none
+but writes the scores out.
 """
 
 from __future__ import annotations
@@ -54,10 +55,16 @@ def fused(
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if attn_mask is not None and attn_mask.requires_grad:  # a learned bias: its gradient is as large as the scores are
         return F.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
-    if query.ndim != 4 or query.shape[-1] != value.shape[-1] or 0 in query.shape or 0 in key.shape:
+    apart = query.shape[-1] != value.shape[-1]
+    written = apart and (repeat is not None or query.ndim != 4 or query.shape[1] != key.shape[1])
+    if query.ndim != 4 or written or 0 in query.shape or 0 in key.shape:
         return F.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)  # as the kernels do
+    if apart:
+        bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        return kernel(query, key, value, bias, query.requires_grad, 0.0, is_causal, scale=scale)[0]
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and repeat is not None:
         key, value = repeat(key, groups), repeat(value, groups)

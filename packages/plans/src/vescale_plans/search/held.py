@@ -18,6 +18,7 @@ class Amount(NamedTuple):
         gathered: per position, on every rank of the tensor axis even where what is whole is split by position.
         repeated: per position, split, of keys that are repeated for a kernel, one for each head, beyond those that
             heads share.
+        written: per position and position that it meets, split, of scores that a kernel of a CPU writes out.
         fixed_split: whatever rows and positions, and split: of parameters that the tensor axis splits.
         classes, classes_split: per position, of what a loss makes besides the gradient of its scores: over classes that
             the tensor axis could split, on one rank, and split.
@@ -34,6 +35,7 @@ class Amount(NamedTuple):
     fixed_split: float = 0.0
     classes: float = 0.0
     classes_split: float = 0.0
+    written: float = 0.0
 
     def plus(self, other: Amount, times: float = 1.0) -> Amount:
         return Amount(*(one + times * more for one, more in zip(self, other)))
@@ -42,9 +44,10 @@ class Amount(NamedTuple):
         self, positions: float, seq: int, tp: int, sp: bool = False, cp: int = 1, repeats: bool = True
     ) -> float:
         """Bytes of one rank with so many positions, of rows of `seq` that are cut over `cp` ranks; under `sp` what is
-        whole is split by position. `repeats`: a kernel wants a key for each head."""
+        whole is split by position. `repeats`: kernels are a CPU's, which want a key for each head."""
         whole, split = self.whole + seq * self.whole_meet, self.split + seq * self.split_meet
-        split += (self.repeated if repeats else 0.0) + (self.classes_split if tp > 1 else self.classes)
+        split += self.classes_split if tp > 1 else self.classes
+        split += self.repeated + seq * self.written if repeats else 0.0
         each = whole / (tp if sp else 1) + self.gathered + split / tp
         return positions * each + self.fixed + self.fixed_split / tp + seq * seq / cp * self.meet
 

@@ -117,6 +117,8 @@ class Hardware:
         host: seconds that the host takes per operator: Python, dispatch, autograd. On a CPU they come on top; a GPU
             computes beside them.
         node: devices joined by `inside`, any number; across nodes by `across`.
+        segment: of these, how many a job of whole segments takes in each node, if it takes more than one node; 0 for
+            all. A scheduler gives such a job 64 of an NVL72's 72, so that groups of powers of two cross no boundary.
         itemsize: bytes of a number of that dtype, and so of an activation.
         at_once: devices that compute at full speed at the same time; None for all. Cores, where ranks share a host.
         stream: reads and writes of a stream's width per group of matrices and direction, by elementwise operators and
@@ -167,6 +169,7 @@ class Hardware:
     numbers: Numbers = Numbers()
     attention: float = ATTENTION
     scores: float = 0.0
+    segment: int = 0
 
     def computing(self, itemsize: int) -> Hardware:
         """The same device at work in numbers of so many bytes: float32 beyond the profile's; nothing that was measured
@@ -188,8 +191,11 @@ class Hardware:
         return gcd(self.node // stride, size) if self.node % stride == 0 else 1
 
     def joining(self, ranks: int) -> Hardware:
-        """The same for a world of so many ranks: one that fits in a node crosses no boundary."""
-        return replace(self, node=ranks) if ranks <= self.node else self
+        """The same for a world of so many ranks: one that fits in a node crosses no boundary, one of whole segments
+        has these for nodes."""
+        if ranks <= self.node:
+            return replace(self, node=ranks)
+        return replace(self, node=self.segment) if self.segment and ranks % self.segment == 0 else self
 
     def product_seconds(self, m: float, n: float, k: float) -> float:
         """Of one matrix product [m, k] x [k, n]: as measured, or by a roofline that small sizes do not reach."""

@@ -18,7 +18,9 @@ KEPT_OF_INPUT, KEPT_OF_STREAM = 1, 6
 KEPT_OF_ROW = 3
 """Of the rows sorted by expert, in the stream's width: what enters the experts, leaves them, and is weighed."""
 UNDER_WAY = 2
-"""Sums of gradients at most (`_zero/running_reductions.py`), before one more that begins."""
+"""Sums of gradients at most (`_zero/running_reductions.py`); of torch's FSDP one."""
+BUCKET_BYTES = 25 << 20
+"""Of gradients that are summed together at most, but for ZeRO-3's (`_zero/units.py`)."""
 LOGITS = 3
 """Copies of the last contraction's result that a loss keeps, in fp32."""
 
@@ -131,32 +133,59 @@ class Held:
         )
 
     def alone(self) -> Memory:
-        """Of the worst moment: at the loss, in the last block's backward, in the first one's, at its end, and in the
-        optimizer, which on a GPU makes roots of all second moments at once."""
-        numbers = self.numbers
-        each = self.hardware.itemsize if self.candidate.zero == 3 else 0
-        gathered = (2 * self.block + self.outside) * each + self.meeting
-        spread, gloo = self.candidate.replicas > 1, self.hardware.backend == "gloo"
-        outside, block = (size * numbers.gradients * spread for size in (self.outside, self.block))
-        sums = int(gloo and self.candidate.replicas > 2)  # it adds up in as much again, gathers so; two ranks exchange
-        before = max(1, min(UNDER_WAY + 1, self.sizes.blocks - 1))  # whose sums are under way, or just begin
-        last = min(UNDER_WAY, self.sizes.blocks)
-        late = int(spread and self.candidate.zero > 1)  # whole gradients on their way to be shards
+        """Of the worst moment: at the loss, in a block's backward, at its end, and in the optimizer, which on a GPU
+        makes roots of all second moments at once."""
+        numbers, blocks = self.numbers, self.sizes.blocks
+        gloo = self.hardware.backend == "gloo"
+        there = self.summed() if self.candidate.zero < 2 else 0  # whole since the first microbatch
+        outside = self.outside * numbers.gradients * (self.candidate.replicas > 1 and not there)
         stepped = 0 if gloo else self.part(1, numbers.stepping)
         if gloo and self.candidate.zero in (1, 2) and not self.narrow:
-            stepped = (1 + sums) * self.parameters() - self.part(2, numbers.gradients)
-        summed, gradients = self.summed(), self.part(2, numbers.gradients)
-        if self.candidate.zero > 1:  # what a backward has reduced is added to what the ones before left at its end
-            gradients += (numbers.sums - 1) * summed
-        moments = (
-            (summed, self.kept() + self.loss(), gathered + outside),  # the head's gradient comes first
-            (summed, self.kept() + self.again(), gathered + outside + block * (1 + sums)),
-            (gradients, self.first(), gathered + late * (outside + block) + sums * block * before),
-            (gradients, self.tail(), gathered + late * outside + sums * (outside + block * last)),
+            stepped = (1 + self._scratch) * self.parameters() - self.part(2, numbers.gradients)
+        held, under_way = self._reduced(blocks)
+        moments = [
+            (self.summed(), self.kept() + self.loss(), self._gathered(1) + outside),  # the head's gradient comes first
+            (held, self.tail(), self._gathered(1) + under_way),
             (self.part(2, numbers.gradients), 0.0, stepped),
-        )
+        ]
+        for through in {0, min(UNDER_WAY, blocks - 1), blocks - 1}:  # between these what is held changes evenly
+            held, under_way = self._reduced(through)
+            before = self.kept() * (blocks - 1 - through) / blocks
+            kept = before + self.first() if through else self.kept() + self.again()
+            moments.append((held, kept, self._gathered(min(2, blocks - through)) + under_way))
         held, kept, more = max(moments, key=sum)
-        return Memory(self.parameters(), held, self.states(), int(kept), int(more))
+        return Memory(self.parameters(), int(held), self.states(), int(kept), int(more))
+
+    def _gathered(self, blocks: int) -> int:
+        """Of parameters, with so many blocks; in a backward the next one comes while one is computed."""
+        each = self.hardware.itemsize if self.candidate.zero == 3 else 0
+        return (blocks * self.block + self.outside) * each + self.meeting
+
+    @property
+    def _scratch(self) -> int:
+        """Gloo adds up in as much again, and gathers so; two ranks exchange."""
+        return int(self.hardware.backend == "gloo" and self.candidate.replicas > 2)
+
+    def _reduced(self, through: int) -> tuple[float, float]:
+        """Bytes of gradients that stay, and of whole ones that do not yet, in the backward of a block after so many
+        others: its own, the root's, which are summed last, and of the blocks before it those whose sums are under way
+        (`_zero/reductions.py`)."""
+        numbers, blocks, one = self.numbers, self.sizes.blocks, self.candidate
+        if one.replicas == 1:
+            return (self.part(2, numbers.gradients) if through >= blocks - 1 else self.summed()), 0.0
+        block, outside = self.block * numbers.gradients, self.outside * numbers.gradients
+        bucket = block if one.zero == 3 else min(block, BUCKET_BYTES)
+        most = UNDER_WAY if numbers.sums > 1 else 1
+        own, under_way = block * (through < blocks), min(most, through) * bucket
+        if one.zero < 2:
+            done = self.summed() or min(self.part(2, numbers.gradients), outside + block * through + own)
+            return done, self._scratch * (under_way + own)
+        made = self.part(2, numbers.gradients)  # with the root's, at the end
+        if through < blocks:
+            made *= self.block * through / max(1, self.block * blocks + self.outside)
+        if one.microbatches > 1:  # what a backward has reduced is added to what the ones before left at its end
+            made = self.summed() + (numbers.sums - 1) * made
+        return made, outside + own + under_way * (1 + self._scratch) + self._scratch * own
 
     def kept(self) -> float:
         """Of all blocks."""

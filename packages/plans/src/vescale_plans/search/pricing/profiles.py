@@ -19,9 +19,11 @@ from .hardware import GIB, Hardware, Link
 NVLINK_LATENCY, NETWORK_LATENCY = 8e-6, 2e-5
 
 
-def _gpu(name, flops, small, bandwidth, memory, inside, across, peak, wide, node=8, latency=NVLINK_LATENCY) -> Hardware:
-    links = Link(latency, inside), Link(NETWORK_LATENCY, across)
-    return Hardware(name, flops, small, bandwidth, memory * GIB, 6e-6, node, *links, peak=peak, wide=wide)
+def _gpu(name, flops, small, bandwidth, memory, inside, across, peak, wide, node=8, segment=0) -> Hardware:
+    links = Link(NVLINK_LATENCY, inside), Link(NETWORK_LATENCY, across)
+    return Hardware(
+        name, flops, small, bandwidth, memory * GIB, 6e-6, node, *links, peak=peak, wide=wide, segment=segment
+    )
 
 
 PROFILES: Mapping[str, Hardware] = MappingProxyType(
@@ -32,7 +34,7 @@ PROFILES: Mapping[str, Hardware] = MappingProxyType(
             _gpu("h100", 740e12, 128, 3.35e12, 80, 370e9, 46e9, 989e12, 52e12),
             _gpu("h200", 740e12, 128, 4.3e12, 141, 370e9, 46e9, 989e12, 52e12),
             # The longer name first: "auto" takes the first that a device's name carries.
-            _gpu("gb200", 1870e12, 128, 7.2e12, 186, 740e9, 46e9, 2500e12, 62e12, node=72),
+            _gpu("gb200", 1870e12, 128, 7.2e12, 186, 740e9, 46e9, 2500e12, 62e12, 72, 64),
             _gpu("b200", 1690e12, 128, 7.2e12, 180, 740e9, 46e9, 2250e12, 58e12),
             _gpu("v100", 95e12, 64, 0.8e12, 32, 115e9, 11e9, 125e12, 14e12),
             Hardware(
@@ -81,6 +83,8 @@ SOURCES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "gb200": {
             "peak, memory, node": "NVIDIA GB200 NVL72 data sheet, dense, a 72nd of the rack",
+            "segment": "16 trays of four: NVIDIA's advice for jobs of 128 GPUs and more (developer blog, topology-aware"
+            " scheduling with Slurm on GB200 NVL72)",
             "flops, bandwidth, inside, across": "as of a B200: assumed, nothing was measured",
         },
         "v100": {

@@ -257,13 +257,15 @@ def _experts(model: nn.Module, found: Findings) -> tuple[Experts, ...]:
 
 
 def _everywhere(groups: tuple[Group, ...], repeated: Mapping[str, tuple[str, ...]]) -> tuple[Group, ...]:
-    """The groups of the first block of each kind, and their like in the others."""
+    """The groups of the first block of each kind, and their like in the others. What comes from a block that fewer are
+    like (T5's first makes the bias of all) is the same in all of them."""
     made: dict[str, Group] = {group.sink: group for group in groups}
     for group in groups:
-        for at in range(len(repeated.get(group.sink, ()))):
+        alike = len(repeated.get(group.sink, ()))
+        for at in range(alike):
 
-            def move(name: str | None, at=at) -> str | None:
-                return repeated[name][at] if name in repeated else name
+            def move(name: str | None, at=at, alike=alike) -> str | None:
+                return repeated[name][at] if len(repeated.get(name, ())) == alike else name
 
             if move(group.sink) not in made:
                 sources = tuple(

@@ -5,9 +5,10 @@ rows is an activation, what does not is the size of a parameter. A tensor lies b
 and is split by it, if it comes out of a split matrix and has not met the next one yet; so is the gradient of a split
 table. What a module makes of whole activations that it is given, with split matrices inside (experts and their rows),
 is whole on every rank, whether positions are split outside or not. So nothing is assumed about attention, norms, gates
-or the loss: they keep what they keep. Keys that are repeated for the kernel of a CPU are told apart; and of a loss over
-classes what it makes on the way, since of split ones it is computed in another way (`_rules/solvers/class_parts.py` of
-vescale_dtensor): it keeps the scores in place of their logarithms, and makes their gradient in float32, in place.
+or the loss: they keep what they keep. Keys that are repeated for the kernel of a CPU are told apart, and scores for
+which it has no kernel (values that are narrower than queries); and of a loss over classes what it makes on the way,
+since of split ones it is computed in another way (`_rules/solvers/class_parts.py` of vescale_dtensor): it keeps the
+scores in place of their logarithms, and makes their gradient in float32, in place.
 
 Which modules of a block are worth computing again in place of all of it follows from the same step. What was made and
 saved in one module alone is not kept if that module is computed again; what it was called with is.
@@ -173,6 +174,8 @@ def _amount(few: Item, many: Item, longer: Item | None, positions: int) -> Amoun
     elif longer is not None and longer.size >= LONGER**2 * fixed:
         fixed, meeting = 0.0, fixed / positions**2
     each = row / positions - square * positions
+    if many.written:
+        return Amount(written=square or row / positions**2)
     if many.split:
         kept = Amount(split_meet=square, meet=meeting, fixed_split=fixed)
         if many.loss:  # split, it is made of numbers of four bytes, and narrower ones after it

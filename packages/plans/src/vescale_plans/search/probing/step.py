@@ -6,7 +6,7 @@ The model runs forward and backward on meta tensors. What autograd saves passes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -31,15 +31,40 @@ LOSS_GRADIENTS = (torch.ops.aten.nll_loss_backward, torch.ops.aten.nll_loss2d_ba
 ATTENTION_GRADIENT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+WRITTEN = 2
+"""Gradients of scores that attention which is written out makes, in float32, before the scores that it kept may go."""
+
+
+class _Written(torch.autograd.Function):
+    """What attention gives, with the scores that a CPU would keep for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, shape: tuple[int, ...], log: _Log) -> Tensor:
+        ctx.log = log
+        with log.writing():
+            ctx.save_for_backward(made.new_empty(shape, dtype=torch.float32))
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        with ctx.log.writing():
+            [torch.empty_like(*ctx.saved_tensors) for _ in range(WRITTEN)]
+        return grad, None, None
+
+
 class _Fused(TorchFunctionMode):
     def __init__(self, log: _Log) -> None:
         super().__init__()
         self._log = log
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function is F.scaled_dot_product_attention and not (kwargs or {}).get("dropout_p"):
+        if function is not F.scaled_dot_product_attention or (kwargs or {}).get("dropout_p"):
+            return function(*args, **(kwargs or {}))
+        query, key, value = (*args, *((kwargs or {})[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+        if query.shape[-1] == value.shape[-1] or query.ndim != 4 or query.shape[1] != key.shape[1]:
             return fused(*args, **(kwargs or {}), repeat=self._repeat)
-        return function(*args, **(kwargs or {}))
+        made = fused(*args, **(kwargs or {}), repeat=None)
+        return _Written.apply(made, (*query.shape[:3], key.shape[2]), self._log)
 
     def _repeat(self, shared: Tensor, heads: int) -> Tensor:
         self._log.repeating = heads
@@ -52,13 +77,15 @@ class _Fused(TorchFunctionMode):
 @dataclass
 class Item:
     """`inside`: made within a module that takes and gives whole activations, with split parameters between; `repeated`:
-    so often, for a kernel; `loss`: the gradient of logarithms, of so many bytes each."""
+    so often, for a kernel; `written`: scores that a CPU keeps, and a GPU does not; `loss`: the gradient of logarithms,
+    of so many bytes each."""
 
     size: int
     born: int
     split: bool
     inside: bool = False
     repeated: int = 0
+    written: bool = False
     loss: int = 0
     died: int | None = None
     kind: str = ""
@@ -72,7 +99,7 @@ class _Log(Meter):
         self.items: list[Item] = []
         self.at: dict[int, int] = {}
         self.now = 0
-        self.inside, self.repeating = False, 0
+        self.inside, self.repeating, self._writing = False, 0, False
         self._weights, self._tables, self._mark = split, {tuple(shape) for shape in split.values()}, False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -94,13 +121,22 @@ class _Log(Meter):
                 self._item(grad).repeated = self._item(given).repeated
         return made
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What appears meanwhile are scores, split as what attention is given."""
+        self._writing = True
+        try:
+            yield
+        finally:
+            self._writing = False
+
     def _item(self, tensor: Tensor) -> Item:
         return self.items[self.at[tensor.untyped_storage()._cdata]]
 
     def _add(self, key: int, kind: str, size: int) -> None:
         self._known[key] = (kind, size)
         self.at[key] = len(self.items)
-        self.items.append(Item(size, self.now, self._mark, self.inside, self.repeating))
+        self.items.append(Item(size, self.now, self._mark, self.inside, self.repeating, self._writing))
         self.now += 1
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
