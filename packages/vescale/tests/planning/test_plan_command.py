@@ -97,6 +97,9 @@ def test_the_dtype_is_the_configurations_and_the_choice_is_run_dry(tmp_path):
     wide = " ".join(run(*asked, "--precision", "float32", "--no-verify").split())
     assert "in float32, for the least time" in wide
     assert "in a dry run" not in wide
+    assert "max_position_embeddings" not in shown + wide
+    longer = " ".join(run(*asked[:5], "--seq", 4096, *asked[7:], "--no-verify").split())
+    assert "rows of 4096 positions are longer than the configuration's max_position_embeddings, 2048" in longer
 
 
 def test_a_factory_with_a_sample(factory, tmp_path):
@@ -104,6 +107,14 @@ def test_a_factory_with_a_sample(factory, tmp_path):
     shown = run(*given, "--pin", "tp=2", "--pin", "pp=2", "--forbid", "sp", "--json", tmp_path / "plan.json")
     assert "chosen: pp=2 dp=2 tp=2" in shown
     assert dict(Plan.from_json((tmp_path / "plan.json").read_text()).mesh) == {"pp": 2, "dp": 2, "tp": 2}
+
+
+def test_nodes_of_another_size(factory):
+    given = (f"{factory}:build", "--world-size", 12, "--batch", 12, "--hardware", "h100", "--seq", 16, "--pin", "tp=4")
+    for node, said in ((6, "crosses boundaries of nodes of 6"), (4, "inside a node")):
+        shown = " ".join(run(*given, "--node", node, "--precision", "bf16").split())
+        assert f"axis tp: 4 ranks 1 apart, {said}" in shown
+        assert "in bfloat16" in shown
 
 
 @pytest.mark.parametrize(
@@ -115,7 +126,12 @@ def test_a_factory_with_a_sample(factory, tmp_path):
         (["MODULE:nothing", "--world-size", "2"], "gives no model but an object of type int"),
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--pin", "tp"], "--pin 'tp' gives no number"),
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--pin", "tp=7"], "leave no plan for 2 ranks"),
-        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--memory", "0"], "memory binds"),
+        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--memory", "1e-6"], "memory binds"),
+        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--memory", "-1"], "not a positive number"),
+        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--seq", "0"], "seq is 0, not a positive number"),
+        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--node", "0"], "--node 0 is not a positive"),
+        (["MODULE:build", "--world-size", "2", "--precision", "int8"], "--precision bfloat16  # or bf16"),
+        (["MODULE:build", "--world-size", "2", "--json", "absent/plan.json"], "there is no folder absent"),
         ([".", "--world-size", "2"], "holds no config that builds"),
     ],
 )

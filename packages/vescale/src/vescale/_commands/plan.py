@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +18,13 @@ from torch import nn
 
 from vescale_dtensor import VescaleError
 from vescale_plans import Plan, PlanError, Precision, generate_plan
+from vescale_plans.search import Hardware, hardware_of
 
 from .._planning.dry_run import dry_run
 
 GIB = 2**30
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""As they may be asked for, by either name."""
 
 
 def plan(
@@ -29,6 +33,7 @@ def plan(
     hardware: Annotated[str, typer.Option(help='Profile, such as h100; "auto" is what is here.')] = "auto",
     batch: Annotated[int | None, typer.Option(help="Rows of the global batch; one for each rank by default.")] = None,
     seq: Annotated[int, typer.Option(help="Positions of a row.")] = 4096,
+    node: Annotated[int | None, typer.Option(help="Devices of a node; by default the profile's, 8 of an h100.")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of one device that may be used.")] = None,
     objective: Annotated[str, typer.Option(help="time or memory.")] = "time",
     precision: Annotated[
@@ -48,17 +53,24 @@ def plan(
     Memory is by formula, and then by a dry run of the choice, for models of transformers; of a pipeline where it is
     asked for.
     """
+    for option, path in (("--html", html), ("--json", json)):
+        if path is not None and not path.parent.is_dir():
+            remedies = [(f"mkdir -p {path.parent}", "makes it")]
+            raise PlanError("vescale plan", f"{option} {path}: there is no folder {path.parent}", (), remedies)
     built, sample = _build(model)
     rows = world_size if batch is None else batch
     asked: dict[str, Any] = {} if memory is None else {"memory": int(memory * GIB)}
     if sample is not None:
         asked["sample"] = sample
-    computed = _dtype_of(built) if precision is None else getattr(torch, precision, precision)
+    computed = _dtype_of(built) if precision is None else _dtype(precision)
     if precision is not None or computed is not torch.float32:
         asked["precision"] = Precision(computed)
     notes = []
     if precision is None and "precision" in asked:
         notes.append(f"computed in {str(computed).removeprefix('torch.')}, as the configuration says; kept in float32")
+    most = getattr(getattr(built, "config", None), "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < seq:
+        notes.append(f"rows of {seq} positions are longer than the configuration's max_position_embeddings, {most}")
     if verify and (global_batch := _batch(built, rows, seq)) is not None:
         asked["verify"] = global_batch
     made = _generated(
@@ -68,7 +80,7 @@ def plan(
         world_size=world_size,
         batch=rows,
         seq=seq,
-        hardware=hardware,
+        hardware=hardware if node is None else _nodes(hardware, node),
         objective=objective,
         pin=_pins(pin or ()),
         forbid=tuple(forbid or ()),
@@ -98,6 +110,21 @@ def _generated(model: nn.Module, notes: list[str], **asked: Any) -> Plan:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         notes.append(f"memory is by formula alone: the model does not run dry ({why})")
         return generate_plan(model, **asked)
+
+
+def _nodes(hardware: str, node: int) -> Hardware:
+    """The profile, of machines with so many devices each."""
+    if node < 1:
+        raise PlanError("vescale plan", f"--node {node} is not a positive number", (), [("--node 8", "")])
+    return replace(hardware_of(hardware), node=node, segment=0)
+
+
+def _dtype(name: str) -> torch.dtype:
+    for dtype, short in DTYPES.items():
+        if name in (dtype, short):
+            return getattr(torch, dtype)
+    remedies = [(f"--precision {dtype}", f"or {short}") for dtype, short in DTYPES.items()]
+    raise PlanError("vescale plan", f"--precision {name} is no dtype that models are trained in", (), remedies)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
