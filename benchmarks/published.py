@@ -26,9 +26,11 @@ the hash is still FROZEN. Of 2026-11-23 (fc53d4f6810b4d87) are the first three r
 KempnerForge's and the best utilisation of Hagemann's had been seen (`results/2026-11-23-published-blind.json`). On
 2026-11-24 the links of a group, the systems' kernels and numbers, and what a system hides were mended with these rows
 in sight: they are SEEN, and say how well the terms describe, not how well they foretell. The same evening fms-fsdp's
-four runs were entered under cd4c1f2efaad0502, before memory by formula was mended. FROZEN, and BLIND_SOURCES, are of
-the night of 2026-11-24, after that (names in the modules are others since, no price is); what of a source's
-recomputation its page does not say, its recipes do.
+four runs were entered under cd4c1f2efaad0502, before memory by formula was mended; and in its night the fifty of
+NVIDIA's two reports under 26b030ad5e5ee424 (`results/2026-11-24-published-blind-night.json`). On 2026-11-25 a job over
+several NVL72 racks was laid out by 64 of each, and memory by formula mended, with these in sight: they are SEEN as
+well, and there is no blind row now. FROZEN is the hash that they were entered under; what of a source's recomputation
+its page does not say, its recipes do.
 
 `--long`: runs with context parallelism, apart from the others and counted by themselves; no constant was chosen by
 them. torchtitan's have linear layers in fp8, which is not priced (they are priced as in bfloat16, so too slow where
@@ -188,15 +190,16 @@ NUMBERS = {"torchtitan": {"sums": 1, "stepping": 0}, "Llama 3": {**MIXED, "summe
 """By source, where it is not MIXED: torchtitan shards parameters in float32 and steps them by a fused kernel. Llama 3's
 pipeline keeps parameters gathered and shards optimizer states and gradients (arXiv 2407.21783, section 3.3.2)."""
 FROZEN = "26b030ad5e5ee424"
-SEEN = ("llm-foundry", "KempnerForge", "arXiv 2311.05610", "fms-fsdp")
-"""Blind once: llm-foundry's scripts/train/benchmarking, KempnerForge's benchmarks/mfu_scaling, the sheets, and
-foundation-model-stack/fms-fsdp's README.md."""
+SEEN = ("llm-foundry", "KempnerForge", "arXiv 2311.05610", "fms-fsdp", "dgxc-benchmarking", "Megatron-Bridge")
+"""Blind once: llm-foundry's scripts/train/benchmarking, KempnerForge's benchmarks/mfu_scaling, the sheets,
+foundation-model-stack/fms-fsdp's README.md, and BLIND_SOURCES."""
 BLIND_SOURCES = (
     "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and its archive: bfloat16",
     "NVIDIA/dgxc-benchmarking, READMEs of its recipes: bfloat16",
     "yanring/Megatron-MoE-ModelZoo, best practices of DeepSeek-V3 and Mixtral: bfloat16",
 )
-"""NeMo AutoModel's summary is none: its figures stood in the answer to the search that found these."""
+"""Of the last blind rows. NeMo AutoModel's summary is none: its figures stood in the answer to the search that found
+these."""
 PRICES = ("cost", "hardware", "interleaved", "memory", "profiles", "sizes")
 PRICING = ("candidates", "ranking", "stages", *(f"pricing/{name}" for name in PRICES))
 
