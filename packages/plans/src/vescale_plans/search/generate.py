@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import isnan
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_bytes(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not isnan(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
 def _is_mapping(value: Any) -> bool:
