@@ -127,7 +127,7 @@ def test_nodes_of_another_size(factory):
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--pin", "tp"], "--pin 'tp' gives no number"),
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--pin", "tp=7"], "leave no plan for 2 ranks"),
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--memory", "1e-6"], "memory binds"),
-        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--memory", "-1"], "not a positive number"),
+        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--memory", "-1"], "not a number of bytes"),
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--seq", "0"], "seq is 0, not a positive number"),
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--node", "0"], "--node 0 is not a positive"),
         (["MODULE:build", "--world-size", "2", "--precision", "int8"], "--precision bfloat16  # or bf16"),
