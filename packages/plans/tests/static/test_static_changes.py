@@ -394,8 +394,10 @@ def test_a_change_between_calls_shows_at_once(case):
         plain, *_ = train(Flagged(), "eager")
         return same(wanted, found), same(wanted, plain), told, verdict(model, "up")[0]
 
+    # Hooks on gradients run in one order on all ranks, which no region keeps.
+    wanted = "eager" if case == "a parameter's hook" else "static"
     for equal, nothing_changed, told, up in run_ranks(4, run):
-        assert equal and told == [] and up == "static"
+        assert equal and told == [] and up == wanted
         assert nothing_changed == (case in ("the default dtype", "a module added"))
 
 

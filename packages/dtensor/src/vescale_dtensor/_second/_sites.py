@@ -19,6 +19,9 @@ def asker(frame: FrameType | None) -> str:
     return " < ".join(f"{file}:{function}" for file, function in found) or "autograd"
 
 
+_PASSES_CALLS_ON = frozenset({"constructors.py", "worker.py", "contextlib.py", "threading.py", "chain.py"})
+
+
 @lru_cache(maxsize=4096)
 def _place(filename: str) -> str:
     """A file as sites name it: by its package; empty for what only passes calls on."""
@@ -27,7 +30,7 @@ def _place(filename: str) -> str:
     for package in ("torch", "_second"):
         if package in parts[:-1]:
             return ""
-    if path.name.startswith("<") or path.name in ("constructors.py", "worker.py", "contextlib.py", "threading.py"):
+    if path.name.startswith("<") or path.name in _PASSES_CALLS_ON:
         return ""
     for i, part in enumerate(parts[:-1]):
         if part.startswith("vescale") and parts[i - 1] in ("src", "site-packages"):
