@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,8 +101,11 @@ def _facts(device: str) -> dict[str, Any]:
     if device == "cuda":
         facts["device"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         facts |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=TOP, check=False)
-    return facts | {"python": platform.python_version(), "commit": git.stdout.strip() or "unknown"}
+    commit = ""
+    if shutil.which("git"):
+        command = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, cwd=TOP, check=False).stdout.strip()
+    return facts | {"python": platform.python_version(), "commit": commit or "unknown"}
 
 
 if __name__ == "__main__":

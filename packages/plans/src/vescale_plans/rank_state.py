@@ -17,7 +17,7 @@ SHARED = {
     # by object, and objects are a rank's own
     "_apply.given.adopt": ("_parallels",),
     "_apply.inputs": ("_calls_of",),
-    "_apply.join": ("_chosen",),
+    "_apply.join": ("_chosen", "_ending"),  # the second of a process that joined, where no ranks are simulated
     "_zero.optim_kinds": ("_elementwise",),
     "_static.reads": ("_spaces",),
     "_static.scan.source": ("_files",),  # facts about files

@@ -8,7 +8,7 @@ import sys
 from vescale_dtensor.testing import in_turns
 
 SCRIPT = """
-import os, sys, time
+import atexit, os, sys, threading, time
 from datetime import timedelta
 from vescale_dtensor._second import register
 
@@ -25,6 +25,16 @@ plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})
 model, _ = vescale.parallelize(plan, nn.Linear(4, 4), torch.optim.SGD)
 model(torch.ones(4, 4)).sum().backward()
 x = torch.ones(4, device="second")
+
+
+@atexit.register
+def as_python_from_3_12_on():
+    def start(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    threading.Thread.start = start
+
+
 if CASE == "exits":
     join.TIMEOUT = timedelta(seconds=3)
 groups = [dist.new_group([0, 1]) for _ in range(2)]

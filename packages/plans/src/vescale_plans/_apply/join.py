@@ -60,6 +60,9 @@ def join() -> None:
             where = f"{device}:{torch.accelerator.current_device_index()}"
             print(f"vescale: not started by torchrun: one rank, on {where}", file=sys.stderr)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if device != "cpu":
+        global _ending
+        _ending = _Ending()
     atexit.register(leave)
     tell_endings()
     watch_for_hangs()
@@ -100,25 +103,49 @@ def leave() -> None:
     if dist.get_backend() == "gloo":
         dist.destroy_process_group()
         return
+    global _ending
+    ending, _ending = _ending or _Ending(), None
     until = time.monotonic() + TIMEOUT.total_seconds()
-    ending = threading.Thread(target=_destroy, daemon=True)
     if not raised_here():
-        ending.start()
+        ending.begin()
+    while ending.is_under_way() and time.monotonic() < until and not raised_anywhere():
         ending.join(LOOK_S)
-    while ending.is_alive() and time.monotonic() < until and not raised_anywhere():
-        ending.join(LOOK_S)
-    if raised_here() or ending.is_alive():
-        if ending.is_alive():
+    if raised_here() or ending.is_under_way():
+        if ending.is_under_way():
             print("vescale: at the end a collective is in flight that no rank answers: it is aborted", file=sys.stderr)
         with contextlib.suppress(RuntimeError):  # of what has ended meanwhile
             _abort_process_group()
-        if ending.is_alive():  # Python would end it amid C++, which ends the process by SIGABRT
+        if ending.is_under_way():  # Python would end it amid C++, which ends the process by SIGABRT
             ending.join(_COMES_BACK_S)
 
 
-def _destroy() -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # what was aborted
-        dist.destroy_process_group()
+class _Ending:
+    """A thread that ends the process groups when it is told to: it waits for good where a collective is in flight.
+
+    It stands ready from the time of joining, for a Python that ends starts no thread any more.
+    """
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vescale-leave", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._told.wait()
+        with contextlib.suppress(RuntimeError, ValueError):  # what was aborted
+            dist.destroy_process_group()
+
+    def begin(self) -> None:
+        self._told.set()
+
+    def is_under_way(self) -> bool:
+        return self._told.is_set() and self._thread.is_alive()
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+
+_ending: _Ending | None = None  # of the world that was joined, where its groups are no gloo's
 
 
 def accelerator() -> str:
