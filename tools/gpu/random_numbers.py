@@ -72,9 +72,23 @@ def attention(device: str) -> list[str]:
     return [name for name, found in results.items() if not all(map(close, found, first))]
 
 
+def followed() -> dict[str, Any]:
+    """Fills that torch does not draw on this device as the closed form has it: every rank draws the whole of them."""
+    from vescale_rng._cuda.fill import is_followed
+    from vescale_rng._cuda.numbers import fused_dropout_
+
+    names = "uniform_ normal_ exponential_ cauchy_ geometric_ log_normal_ random_ bernoulli_".split()
+    functions = [*(getattr(Tensor, name) for name in names), fused_dropout_]
+    device = torch.device("cuda", torch.cuda.current_device())
+    asked = [(function, dtype) for function in functions for dtype in DTYPES]
+    odd = [f"{function.__name__} of {dtype}" for function, dtype in asked if not is_followed(function, dtype, device)]
+    return {"holds": not odd, "asked": len(asked), "drawn whole": odd}
+
+
 def _mesh(device: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
+    torch.zeros((), device=device)  # a mesh gives a device that nobody has used yet to each rank: here they share one
     return init_device_mesh(device, (torch.distributed.get_world_size(),))
 
 
@@ -97,6 +111,8 @@ def ask(part: Part) -> None:
         odd = run_ranks(part.ranks, attention, part.device, timeout=100, device=world)[0]
         return {"holds": not odd, "other than replicated": odd}
 
+    if part.device == "cuda":
+        part.each("the closed form of fills", followed)
     part.each("attention dropout, sharded against replicated", dropped)
 
 

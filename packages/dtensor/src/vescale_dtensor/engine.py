@@ -85,9 +85,9 @@ from ._rules.registry import declare as declare
 from ._rules.registry import handler as handler
 from ._rules.registry import traits_of as traits_of
 from ._rules.traits import Trait as Trait
+from ._static.compare import Comparison as Comparison
 from ._static.compare import Difference as Difference
 from ._static.compare import Pairs as Pairs
-from ._static.compare import first_difference as first_difference
 from ._static.compare import graph_difference as graph_difference
 from ._static.compare import same_bits as same_bits
 from ._static.compile import convert_numbered as convert_numbered

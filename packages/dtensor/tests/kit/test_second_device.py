@@ -1,5 +1,8 @@
 """The second device and its process group: what a GPU and NCCL refuse, delay or count, they do."""
 
+import os
+import subprocess
+import sys
 import threading
 from unittest import mock
 
@@ -75,6 +78,35 @@ def test_refuses_tensors_of_two_devices_as_cuda_does():
     messages, device = on_one(attempts)
     assert device == DEVICE
     assert all(DEVICE in message for message in messages), messages
+
+
+OUT_OF_BOUNDS = """
+import torch
+from vescale_dtensor._second import register
+
+register()
+table, index = torch.randn(3, 2, device="second"), torch.tensor([1, 7], device="second")
+for attempt in (
+    lambda: table[index],
+    lambda: torch.nn.functional.embedding(index, table),
+    lambda: torch.nn.functional.cross_entropy(table, torch.tensor([0, 1, 2], device="second")),
+    lambda: table + 1,
+):
+    try:
+        attempt()
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines()[0])
+"""
+
+
+def test_an_index_out_of_bounds_is_the_end_of_the_device_in_this_process():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", OUT_OF_BOUNDS], env=environment, capture_output=True, text=True, check=True
+    )
+    said = ran.stdout.splitlines()
+    assert len(said) == 4 and len(set(said)) == 1, ran.stdout
+    assert "device-side assert triggered: aten::index.Tensor" in said[0]
 
 
 def test_a_module_moves_in_place_and_keeps_its_ties():

@@ -646,7 +646,8 @@ def test_random_trainings():
     refusals = collections.Counter(text.splitlines()[0] for text in good.values() if text != "ran")
     print(*(f"{count} {text}" for text, count in refusals.most_common()), sep="\n")
     assert not wrong, "\n\n".join(f"seed {seed}: {told}\n{program(seed)}" for seed, told in wrong.items())
-    assert list(good.values()).count("ran") >= 0.9 * len(seeds)
+    valid = [text for text in good.values() if not text.startswith("invalid")]  # one device raises for the others, too
+    assert len(valid) >= len(seeds) / 2 and valid.count("ran") >= 0.9 * len(valid)
 
 
 if __name__ == "__main__":

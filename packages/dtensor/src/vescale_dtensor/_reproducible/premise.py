@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import DisableTorchFunction
+from .functions.lookup import add_rows
 from .functions.position import POSITION_DEPENDENT, WIDTH, position_independent
 from .grid import ReproducibleError
 from .merging import batched
@@ -92,7 +93,7 @@ def _operations(shapes, generator, device) -> Iterator[tuple[str, Callable, list
     yield "mul", torch.mul, pair
     yield "div", torch.div, pair
     yield "sqrt", lambda x: x.abs().sqrt(), pair[:1]
-    yield "index_add_", _rows_added, pair[:1]
+    yield "rows added by index", _rows_added, pair[:1]
     for function in _unary():
         name = getattr(function, "__name__", str(function))
         yield name, lambda x, function=function: position_independent(function, [x.abs()], {}), pair[:1]
@@ -101,7 +102,7 @@ def _operations(shapes, generator, device) -> Iterator[tuple[str, Callable, list
 def _rows_added(x: Tensor) -> Tensor:
     """Every third row into one: the blocks of a table's gradient."""
     index = torch.arange(len(x), device=x.device) // 3
-    return x.new_zeros(len(x) // 3, x.shape[1]).index_add_(0, index, x)
+    return add_rows(x.new_zeros(len(x) // 3, x.shape[1]), index, x)
 
 
 def _unary() -> list[Callable]:

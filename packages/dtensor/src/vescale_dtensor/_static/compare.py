@@ -26,6 +26,7 @@ from .tape import Conversion, Crossing, Op, Ref, Tape
 _CLONE = "CloneBackward0"
 # They give another object for the same values; whether gradients pass is the graph's matter.
 _SILENT = frozenset({"aten::detach", "aten::alias"})
+_LAYS = "aten::as_strided"
 # Sizes may be written with -1: what counts is the result.
 _SIZES = frozenset({"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::_reshape_alias"})
 
@@ -89,52 +90,85 @@ def _place_of_values(ref: Ref) -> tuple:
     return ref.offset, ref.shape, strides, ref.dtype
 
 
-def first_difference(done: Tape, tried: Tape, pairs: Pairs, *, whole: bool = True) -> Difference | None:
-    """Where the second tape parts from the first, or None; it may end early unless `whole`. Fills `pairs`."""
-    done, tried = _audible(done), _audible(tried)
-    rest = iter(tried)
-    for one in done:
-        if type(one) is Op and one.copying:
-            pairs.alias(one.out, one.args[0])
-            continue
-        other = next(rest, None)
-        if other is None:
-            return Difference(f"{_what(one)} of the shards only", one.line) if whole else None
-        if type(one) is not type(other):
-            return Difference(f"{_what(one)} in place of {_what(other)}", one.line)
-        why = _COMPARE[type(one)](one, other, pairs)
-        if why:
-            return Difference(why, one.line)
-    odd = next(rest, None)
-    if whole and odd is not None:
-        return Difference(f"{_what(odd)} on plain tensors only", odd.line)
-    return None
+class Comparison:
+    """A second tape held against a first one, item by item, while it is being written. Fills `pairs`."""
+
+    def __init__(self, done: Tape, pairs: Pairs) -> None:
+        self._rest = iter([item for item in done if _is_audible(item)])
+        self._next: Any = None
+        self._pairs = pairs
+        self._advance()
+
+    def _advance(self) -> None:
+        """To what the second pass has to do next. What only keeps writes apart it does not do."""
+        self._next = next(self._rest, None)
+        while type(self._next) is Op and self._next.copying:
+            self._pairs.alias(self._next.out, self._next.args[0])
+            self._next = next(self._rest, None)
+
+    def foreseen(self, op: Op) -> Difference | None:
+        """Whether an operator of the second pass that has yet to run is another one than the first pass had there."""
+        one = self._next
+        if op.name in _SILENT or op.name == _LAYS:
+            return None
+        if type(one) is not Op:
+            return self._other_kind(op)
+        why = _begun_otherwise(one, op, self._pairs)
+        return Difference(why, one.line) if why else None
+
+    def add(self, item: Any) -> Difference | None:
+        """Whether the next item of the second tape is another one than the first tape has there."""
+        one = self._next
+        if not _is_audible(item):
+            return None
+        if type(one) is not type(item):
+            return self._other_kind(item)
+        why = _COMPARE[type(one)](one, item, self._pairs)
+        self._advance()
+        return Difference(why, one.line) if why else None
+
+    def _other_kind(self, item: Any) -> Difference:
+        one = self._next
+        if one is None:
+            return Difference(f"{_what(item)} on plain tensors only", item.line)
+        return Difference(f"{_what(one)} in place of {_what(item)}", one.line)
+
+    def end(self) -> Difference | None:
+        """What the first pass did beyond the second, which has ended."""
+        one = self._next
+        return None if one is None else Difference(f"{_what(one)} of the shards only", one.line)
 
 
-def _audible(tape: Tape) -> Tape:
-    return [item for item in tape if not (type(item) is Op and (item.name in _SILENT or _only_lays(item)))]
+def _is_audible(item: Any) -> bool:
+    return not (type(item) is Op and (item.name in _SILENT or _only_lays(item)))
 
 
 def _only_lays(op: Op) -> bool:
     """Whether it gives other strides to dims of one index, and is nothing else."""
     return (
-        op.name == "aten::as_strided"
+        op.name == _LAYS
         and op.args[0].storage == op.out.storage
         and _place_of_values(op.args[0]) == _place_of_values(op.out)
     )
 
 
-def _compare_ops(a: Op, b: Op, pairs: Pairs) -> str:
+def _begun_otherwise(a: Op, b: Op, pairs: Pairs) -> str:
+    """Why two operators, of which the second may have yet to run, are not one and the same."""
     if a.function is not b.function:
         return f"{_what(a)} in place of {_what(b)}"
     if a.constant is not None or b.constant is not None:
-        if a.constant != b.constant:
-            return "a constant has another value"
-        return "" if pairs.made(a.out, b.out) else "a constant has another place"
+        return "a constant has another value" if a.constant != b.constant else ""
     skip = 1 if a.name in _SIZES else None
     if not pairs.same_values(a.args[:skip], b.args[:skip]) or not pairs.same_values(a.kwargs, b.kwargs):
         return f"{_what(a)} has other arguments"
-    return "" if pairs.made(a.out, b.out) else f"{_what(a)} has another result"
+    return ""
+
+
+def _compare_ops(a: Op, b: Op, pairs: Pairs) -> str:
+    why = _begun_otherwise(a, b, pairs)
+    if why or pairs.made(a.out, b.out):
+        return why
+    return "a constant has another place" if a.constant is not None else f"{_what(a)} has another result"
 
 
 def _compare_conversions(a: Conversion, b: Conversion, pairs: Pairs) -> str:

@@ -9,8 +9,8 @@ operands lie is decided by vescale_dtensor's rule for attention without dropout;
 
 An accelerator's fused kernels draw numbers of their own within a tile, which nobody else can make. So there, too, the
 math path is taken, with noise that the mesh does not change: of the philox stream where it is on, else of the device's
-generator (on CUDA a closed form; elsewhere drawn whole and cut). Nothing is gathered. That one device's own kernel
-would have drawn others is said once.
+generator (on CUDA that of the dropout kernel, which the math path of one device runs, in a closed form; elsewhere drawn
+whole and cut). Nothing is gathered. That a fused kernel of one device would have drawn others is said once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from vescale_dtensor import Layout, register_rule
 from vescale_dtensor.engine import TABLE, attention, layout_of
 from vescale_dtensor.rules import Call, Decision
 
+from .._cpu.stream import Draw, fill
+from .._cuda.numbers import fused_dropout_
 from .._deferred.materialize import cut
 from .._select import current_stream
 from .._torch_private import _safe_softmax
@@ -77,15 +79,15 @@ def _noise(local: Tensor, weights: Layout, p: float) -> Tensor:
         return drawn_noise(local, weights, p)
     _say_once(device)
     if device == "cuda":
-        return drawn_noise(local, weights, p)
+        return fill(local, weights, Draw(fused_dropout_, (p,)), fresh=True)
     return cut(local.new_empty(weights.shape).bernoulli_(1 - p), weights)
 
 
 @lru_cache(maxsize=8)
 def _say_once(device: str) -> None:
     _log.warning(
-        "attention dropout on %s draws its mask by global place, the same on every mesh; a fused kernel of one device "
-        'draws another. With vescale.use_rng_stream("philox") it is the same on every kind of device, too',
+        "attention dropout on %s is that of torch's math path, the same on every mesh; a fused kernel of one device "
+        'draws another mask. With vescale.use_rng_stream("philox") it is the same on every kind of device, too',
         device,
     )
 

@@ -57,12 +57,22 @@ class Rows(Function):
             block = block * blocks + number.view(-1, *[1] * (ids.ndim - dim - 1))
         local = [len(cut.held) for cut in cuts]
         total = grad.new_zeros(prod(local) * (v + 1), c)
-        total.index_add_(0, (block * (v + 1) + ids).reshape(-1), grad.reshape(-1, c))
+        add_rows(total, (block * (v + 1) + ids).reshape(-1), grad.reshape(-1, c))
         total = total.view(*local, v + 1, c).narrow(len(local), 0, v)
         for dim in reversed(range(len(cuts))):
             total = tree_sum(total, dim, cuts[dim])
         total = kept_on_first(total.to(dtype), cuts)
         return total.contiguous(), None, None, None, None
+
+
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Adds `rows` [n, c] to those of `total` [m, c] that `index` [n] names, in their order.
+
+    On a GPU `index_add_` adds in the order in which threads come; `index_put_` sorts first.
+    """
+    if total.device.type == "cpu":
+        return total.index_add_(0, index, rows)
+    return total.index_put_((index,), rows, accumulate=True)
 
 
 @form(F.embedding)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import (
+    Comparison,
     Conversion,
     Crossing,
     Difference,
@@ -27,7 +28,6 @@ from vescale_dtensor.engine import (
     Pairs,
     Storages,
     Taping,
-    first_difference,
     graph_difference,
     is_users,
     local_only,
@@ -53,6 +53,10 @@ class _Left(BaseException):
     def __init__(self, why: str) -> None:
         super().__init__(why)
         self.why = why
+
+
+class _Parted(BaseException):
+    """What a trial is about to do is not what the recorded pass did. No user code catches it."""
 
 
 def judge(frame: Frame, storages: Storages) -> Difference | None:
@@ -122,8 +126,9 @@ class _Trial:
 
 def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
     taping = Taping(storages)
-    made: set[int] = set()
-    taping.check = lambda op: _check(op, taping, made, frame)
+    pairs = Pairs()
+    follower = _Follower(frame, taping, Comparison(tape, pairs))
+    taping.check = follower.look
     args, kwargs = _entering(frame)
     known = [*frame.inputs, *frame.module.parameters(), *frame.module.buffers(), *frame.conversions.values()]
     known += frame.sources.values()
@@ -146,31 +151,68 @@ def _tried(frame: Frame, tape: list, storages: Storages) -> Difference | None:
             if frame.state[1]:  # a checkpoint counts what is saved: not what a trial saves
                 stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
             out = frame.site.forward(*args, **kwargs)
-        difference = _compare(frame, tape, taping, done, out, trial.met)
+        difference = follower.rest() or _compare(frame, tape, taping, pairs, done, out, trial.met)
         del out
         trial.met.clear()
         made_here = _made_on(taping.tapes.pop())
         if difference is None and outlasts(lambda: storages.any_alive(made_here)):
             return Difference("keeps a tensor that it made beyond its call", frame.site.line)
         return difference
+    except _Parted:
+        return explained(follower.parted)
     except _Left as left:
-        return _at_part(frame, tape, taping, left.why)
+        return follower.caught_up() or Difference(left.why, frame.site.line)
     except Exception as error:
-        return _at_part(frame, tape, taping, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", error)
+        return follower.caught_up() or _raised(frame, error)
     finally:
         for owner, name, usual in swapped:
             owner[name] = usual
         wrap(unwrapped)
 
 
-def _check(op: Op, taping: Taping, made: set[int], frame: Frame) -> None:
-    """Before an operator of the trial runs. What earlier ones made is read from the tape."""
-    for item in taping.tapes[-1][-1:]:
-        if type(item) is Op:
-            made |= set(storages_in(item.out)) - set(storages_in(item.args))
-    why = why_not(op, made, frame)
-    if why:
-        raise _Left(why)
+class _Follower:
+    """Follows a trial on its tape, and ends it before an operator runs that the recorded pass did not run there.
+
+    Only what ran on shards in that pass is safe to run on them: rows of a table that another rank holds are an
+    IndexError on a CPU, and on a GPU the end of the process.
+    """
+
+    def __init__(self, frame: Frame, taping: Taping, comparison: Comparison) -> None:
+        self._frame, self._taping, self._comparison = frame, taping, comparison
+        self._seen = 0
+        self._made: set[int] = set()  # storages that the trial's operators made
+        self.parted: Difference | None = None
+
+    def look(self, op: Op) -> None:
+        """Before an operator of the trial runs."""
+        self.parted = self._follow() or self._comparison.foreseen(op)
+        if self.parted is not None:
+            raise _Parted
+        why = why_not(op, self._made, self._frame)
+        if why:
+            raise _Left(why)
+
+    def _follow(self) -> Difference | None:
+        """What has come on the trial's tape since."""
+        tape, at = self._taping.tapes[-1], self._seen
+        self._seen = len(tape)
+        for item in tape[at:]:
+            difference = self._comparison.add(item)
+            if difference is not None:
+                return difference
+            if type(item) is Op:
+                self._made |= set(storages_in(item.out)) - set(storages_in(item.args))
+        return None
+
+    def caught_up(self) -> Difference | None:
+        """The first difference so far of a trial that was left."""
+        difference = self._follow()
+        return None if difference is None else explained(difference)
+
+    def rest(self) -> Difference | None:
+        """The first difference of a trial that came to its end."""
+        difference = self._follow() or self._comparison.end()
+        return None if difference is None else explained(difference)
 
 
 def _made_on(tape: list) -> set[int]:
@@ -208,13 +250,15 @@ def _quiet_hooks(tape: list) -> list[tuple[dict, str, Any]]:
 
 
 def _compare(
-    frame: Frame, tape: list, taping: Taping, done: list[Tensor], out: Any, met: list[tuple[Tensor, Tensor]]
+    frame: Frame,
+    tape: list,
+    taping: Taping,
+    pairs: Pairs,
+    done: list[Tensor],
+    out: Any,
+    met: list[tuple[Tensor, Tensor]],
 ) -> Difference | None:
     tried = tensors_of(out)
-    pairs = Pairs()
-    difference = first_difference(tape, taping.tapes[-1], pairs)
-    if difference is not None:
-        return explained(difference)
     if len(tried) != len(done) or odd_value(out) or _skeleton(out) != _skeleton(frame.out):
         return Difference("returns something else", frame.site.line)
     wanted = [frame.sources.get(i, tensor) for i, tensor in enumerate(done)]
@@ -250,16 +294,12 @@ def _skeleton(value: Any) -> Any:
 # --- words ---------------------------------------------------------------------------
 
 
-def _at_part(frame: Frame, tape: list, taping: Taping, why: str, error: Exception | None = None) -> Difference:
-    """The reason of a trial that was left early: the first difference so far, or what happened at its end."""
-    difference = first_difference(tape, taping.tapes[-1], Pairs(), whole=False)
-    if difference is not None:
-        return explained(difference)
-    if error is None:
-        return Difference(why, frame.site.line)
+def _raised(frame: Frame, error: Exception) -> Difference:
+    """The reason of a trial that raised."""
     line = _line_of(error) or frame.site.line
     if isinstance(error, (RuntimeError, ValueError)):
         return Difference(f"reads a global size{_source(line)}; write -1 to make it static", line)
+    why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return Difference(f"{why}{_source(line)}", line)
 
 
