@@ -294,7 +294,7 @@ def test_a_checkpointed_block_fills_no_cache(kind, config):
         assert model.config.use_cache
         plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, data_axis="dp", checkpointing=checkpointing)
         model, _ = vescale.parallelize(plan, model, torch.optim.AdamW)
-        out = model(input_ids=tokens(), labels=tokens())
+        out = model(input_ids=tokens(), labels=tokens(), use_cache=True)
         out.loss.backward()
         cached = out.past_key_values.get_seq_length()
         with torch.no_grad():

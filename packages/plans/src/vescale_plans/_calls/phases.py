@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 OUTER_BEFORE = ("traffic", "memory", "parameters", "inputs", "sharing", "saving")
 INNER_BEFORE = (
-    "checkpoint", "cache", "boundary", "arguments", "beside", "experts", "list", "loss", "masks", "precision",
+    "checkpoint", "cache", "decoding", "boundary", "arguments", "beside", "experts", "list", "loss", "masks",
+    "precision",
 )  # fmt: skip
-INNER_AFTER = ("list", "experts", "beside", "checkpoint")
+INNER_AFTER = ("list", "experts", "beside", "decoding", "checkpoint")
 OUTER_AFTER = ("saving", "boundary", "sharing", "loss", "inputs", "masks", "parameters", "traffic")
 
 
@@ -74,6 +75,11 @@ PHASES = {
         ends=True,
     ),
     "cache": Phase("a cache of keys and values is left out while gradients are recorded", knows_plain=True),
+    "decoding": Phase(
+        "a call that trains is made without a cache for decoding",
+        "what stands for the cache in the output says that it was not filled",
+        knows_plain=True,
+    ),
     "boundary": Phase(
         "the first input is redistributed, as the plan's boundary says",
         "the output is redistributed, as the plan's boundary says",

@@ -14,6 +14,7 @@ from vescale_dtensor.engine import Mesh, mesh_of, pin
 
 from .._apply.balance import balance_of
 from .._apply.boundary import install_boundary, install_scopes
+from .._apply.decoding import leave_caches_out
 from .._apply.given.adopt import watch
 from .._apply.given.wrappers import refuse_wrappers
 from .._apply.inputs import RootBoundary, cuts_of
@@ -106,6 +107,7 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     """Puts all of it on the model, whose parameters are on the mesh already."""
     mesh, plan = mesh_of(recipe.device_mesh), recipe.plan
     host = install_recompute(model, recipe.checkpointed, recipe.regathered, recipe.offloaded)
+    leave_caches_out(model)
     for name, boundary in recipe.boundaries.items():
         install_boundary(model.get_submodule(name), name, boundary)
     boundaries = _of_experts(plan, model, recipe.experts, mesh)
