@@ -2,9 +2,9 @@
 
 Every element is computed by itself: its place in the memory of the whole tensor says which thread makes it and by
 which call (`launch.py`), and the call says what it is (`numbers.py`, or `triton.py`, the same in one kernel). The
-one device is the tensor's own, unless `use_geometry` names another. No GPU was ever at hand for this: so the formula
-is held against torch itself, once for every function and dtype on every device, and where it is not followed to the
-bit, the whole is drawn and cut instead, with a warning.
+one device is the tensor's own, unless `use_geometry` names another. One kind of GPU was at hand for this, an H200: so
+the formula is held against torch itself, once for every function and dtype on every device, and where it is not
+followed to the bit, the whole is drawn and cut instead, with a warning.
 """
 
 from __future__ import annotations
