@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vescale
+from training_cases import CASES, batches, build, loss_of, optimizer_of, plan_of
 from vescale_dtensor import ReproducibleError, Shard, comm_trace, distribute_tensor
 from vescale_dtensor._test_kit.worker_pool import pool
 from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up
@@ -192,6 +193,33 @@ def test_the_reproducible_mode_asks_the_device_first(holds):
         assert on_second(2, run) == [["second"]] * 2
     else:
         assert "bmm: other bits again" in raises_on_all(2, ReproducibleError, run, device="second")
+
+
+@pytest.mark.parametrize("name", ["llama-zero3-clip", "llama-tp-sp", "mixtral-tp-sp"])
+def test_the_reproducible_mode_has_on_the_device_the_bits_of_one_cpu(name):
+    """Products go there by four entries at a time, and rows are sorted before they are added."""
+    splits = {"batch": 4, "seq": 2, "hidden": 4}
+
+    def run(alone):
+        case = CASES[name]
+        model, make = build(case), optimizer_of(case)
+        if alone:
+            optimizer = make(model.parameters())
+        else:
+            model, optimizer = vescale.parallelize(plan_of(case), model, make, mode="eager")
+        losses = []
+        with vescale.reproducible(splits=splits):
+            for tokens in batches():
+                loss = loss_of(case, model, tokens)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses, [(p if alone else p.full_tensor()).detach().cpu() for p in model.parameters()]
+
+    (wanted,) = run_ranks(1, run, True)
+    for losses, parameters in on_second(2, run, False):
+        assert losses == wanted[0] and all(map(torch.equal, parameters, wanted[1]))
 
 
 def test_a_static_region_takes_the_devices_generator_back():
