@@ -466,7 +466,7 @@ def compared(one: Row) -> dict:
 
 
 def table(rows: list[dict]) -> Iterator[str]:
-    yield "| run | GPUs | configuration | reported | predicted | error | searched | fits | what is chosen gains |"
+    yield "| run | GPUs | configuration | reported | predicted | error | searched | fits | gain of the chosen plan |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for one in rows:
         inside = "no: " + ", ".join(one["outside"]) if one["outside"] else "yes"
