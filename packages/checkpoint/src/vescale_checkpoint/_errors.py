@@ -15,10 +15,10 @@ from .format._text import printable, reason_of
 
 
 class CheckpointError(VescaleError):
-    """Base of every error of saving and loading. Its text has no control characters, and bounded length.
+    """Base class of all errors of saving and loading. The text has no control characters and a bounded length.
 
-    touched: where a load failed half-way, the names of the state's tensors that this rank has overwritten, wholly or
-        in part; the state is then a mixture.
+    touched: if a load failed half-way, the names of the state's tensors that this rank has overwritten, wholly or in
+    part. The state is then a mixture.
     """
 
     touched: tuple[str, ...] = ()
@@ -39,8 +39,7 @@ class CheckpointError(VescaleError):
 
 
 class StorageError(CheckpointError):
-    """A path that cannot be read or written; the message gives the path, the number of bytes and the system's
-    reason."""
+    """A path cannot be read or written. The message gives the path, the number of bytes and the system's reason."""
 
 
 class CorruptError(CheckpointError):
@@ -48,11 +47,11 @@ class CorruptError(CheckpointError):
 
 
 class FormatError(CheckpointError):
-    """A manifest that violates the format, or that a newer major version wrote."""
+    """A manifest violates the format, or was written by a newer major version."""
 
 
 class ConflictError(CheckpointError):
-    """Two processes saving the same step, or a step that already exists."""
+    """Two processes save the same step, or the step already exists."""
 
 
 class MismatchError(CheckpointError):
@@ -60,7 +59,7 @@ class MismatchError(CheckpointError):
 
 
 class UnsafeError(CheckpointError):
-    """A value that only pickle could store, or a file that only pickle could read."""
+    """Only pickle could store the value, or read the file."""
 
 
 class PeerError(CheckpointError):

@@ -44,10 +44,10 @@ _in_flight: PendingSave | None = None
 
 
 class PendingSave:
-    """A save that was begun. `path` is the step's directory, once committed.
+    """A save in progress. `path` is the step's directory, once committed.
 
-    `wait()` returns when it is committed, and raises, once, what made it fail; `done`
-    tells without waiting.
+    `wait()` returns when the step is committed, and raises the save's failure, once; `done` reports the state without
+    waiting.
     """
 
     def __init__(self, path: str, thread: threading.Thread | None = None, pace: Pace | None = None) -> None:
@@ -59,7 +59,7 @@ class PendingSave:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> str:
-        """The path of the committed step. Raises the save's error, the same on all ranks."""
+        """Waits for the commit and returns the path of the step. Raises the save's error, the same on all ranks."""
         self._join()
         if self._error is not None:
             error, self._error = self._error, None

@@ -38,16 +38,14 @@ class Wanted(NamedTuple):
 
 
 def reshard(source: Mapping[str, Any], target: MutableMapping[str, Any]) -> Report:
-    """Fills the state `target` from the state `source`; both live in the same world, under different plans. Call it
-    on every rank.
+    """Fills the state `target` from the state `source`; both are in the same world, under different plans. Call it on
+    every rank.
 
-    Both are states as for `save` and `load`: {"model": model, "optimizer": optimizer, ...}.
-    Every value arrives bit for bit; nothing touches a disk. Both are in memory
-    meanwhile, and a round's tensors once more.
+    Both are states as for `save` and `load`: {"model": model, "optimizer": optimizer, ...}. Every value is transferred
+    bit for bit, without a disk. Both states are in memory meanwhile, plus the tensors of one round.
 
-    Raises MismatchError, UnsafeError, PeerError on all ranks alike. Communication: each byte that a rank
-    needs, once, by all-to-alls of ROUND_BYTES per rank; catalogues as for `save`, and the boxes that
-    each rank needs.
+    Raises MismatchError, UnsafeError or PeerError on all ranks alike. Communication: each byte that a rank needs, once,
+    in all-to-alls of ROUND_BYTES per rank; catalogues as for `save`, and the boxes that each rank needs.
     """
     wait_for_save(raises=False)  # a session's keys are forgotten in the next, so that no two may be open at a time
     with session_of("reshard") as session, without_collector(), torch.no_grad():

@@ -39,26 +39,23 @@ def save(
     """Saves `state` as one step under `path`. Call it on every rank.
 
     Arguments:
-        path: the run's directory, or a URL that fsspec knows. The step becomes
-            `path/step-N`, whole or not at all.
-        state: any of "plan" (for information), models, optimizers, tensors and
-            DTensors, anything with `state_dict`, and plain values, in nested dicts and
-            lists. Values that are not sharded must be the same on all ranks.
-        asynchronous: return when the values are copied; the rest is done by a thread. In `vescale.simulate` all is
-            done before it returns.
-            At most one save is in flight: the next one waits for it.
-        step: its number, 0 to 10**18 - 1; by default `state["step"]`, else one more than the last.
+        path: the run's directory, or a URL that fsspec knows. The step becomes `path/step-N`, complete or not at all.
+        state: any of "plan" (for information), models, optimizers, tensors and DTensors, objects with `state_dict`, and
+            plain values, in nested dicts and lists. Values that are not sharded must be the same on all ranks.
+        asynchronous: return when the values are copied; a thread does the rest. At most one save is in flight: the next
+            one waits for it. In `vescale.simulate`, everything is done before it returns.
+        step: its number, 0 to 10**18 - 1; by default `state["step"]`, or else one more than the last.
         retention: what to delete once this step is committed; by default nothing.
         metrics: numbers that belong to this step, for `Retention(best=...)`.
-        overwrite: replace a committed step of this number once the new one is whole.
+        overwrite: replace a committed step of this number once the new one is complete.
 
-    Returns: a `PendingSave`; for a synchronous save it is done already.
+    Returns: a `PendingSave`; for a synchronous save it is already done.
 
-    Raises, on all ranks alike, the first cause: UnsafeError for what cannot be stored
-    without pickle, MismatchError for a step or metric that is none and where ranks disagree,
-    StorageError, ConflictError, PeerError when a rank dies. A background failure is raised by the next save, `wait` or
-    `close`. Communication: some hundred bytes per rank through the process group's store
-    (catalogues as well, where ranks hold different tensors), and each rank's checksums to rank 0.
+    Raises the first cause, on all ranks alike: UnsafeError for values that cannot be stored without pickle,
+    MismatchError for an invalid step or metric and if ranks disagree, StorageError, ConflictError, PeerError if a rank
+    dies. The next save, `wait` or `close` raises a background failure. Communication: some hundred bytes per rank
+    through the process group's store (also catalogues, if ranks hold different tensors), and each rank's checksums to
+    rank 0.
     """
     wait_for_save()
     asynchronous = asynchronous and not in_one_process()  # where a thread of a rank's would not wait for its turn
@@ -94,31 +91,29 @@ def load(
 ) -> Report:
     """Fills `state` from a checkpoint that was saved under any mesh and plan. Call it on every rank.
 
-    Tensors and optimizers are filled in place, objects get `load_state_dict`, plain
-    values are replaced in `state`. Every rank reads the bytes of its own shards only.
+    Tensors and optimizers are filled in place, objects get `load_state_dict`, and plain values are replaced in `state`.
+    Every rank reads only the bytes of its own shards.
 
     Arguments:
-        path: a run's directory (its latest committed step is taken), or one step's; or a
-            HuggingFace folder of safetensors, for the one model of the state.
+        path: a run's directory (its latest committed step is loaded), or that of one step; or a HuggingFace folder of
+            safetensors, for the single model of the state.
         state: as for `save`; keys that it lacks are not loaded.
         step: a committed step of the run.
-        only: globs over names of the state, such as "model.*"; the rest stays as it is.
-        rename: names in the checkpoint -> names in the state; one "*" on each side stands
-            for the same text. Optimizer states follow their parameters.
-        cast: conversions of dtypes that are permitted: "lossless", or by name, such as
-            "float32->bfloat16". None by default.
-        missing: "error", or "keep" the values of what the checkpoint lacks.
-        extra: "error", or "ignore" what the state lacks.
-        verify: whether to check each block that is read (CRC-32C); "first": all of them before any tensor is
-            touched, which reads everything twice.
+        only: globs over names of the state, such as "model.*"; the rest is not changed.
+        rename: names in the checkpoint -> names in the state; one "*" on each side stands for the same text. Optimizer
+            states follow their parameters.
+        cast: permitted conversions of dtypes: "lossless", or by name, such as "float32->bfloat16". None by default.
+        missing: "error", or "keep" the values that the checkpoint lacks.
+        extra: "error", or "ignore" names that the state lacks.
+        verify: whether to check each block that is read (CRC-32C). "first" checks all of them before any tensor is
+            changed, which reads everything twice.
 
     Returns: a Report of what was matched, missing, extra and converted.
 
-    Raises, on all ranks alike: MismatchError, FormatError, StorageError, and CorruptError.
-    Names, shapes, dtypes, files and their sizes are checked before any tensor is touched; an
-    altered block is found when it is read, and the state is then partly loaded: the error's `touched` has the names
-    of the tensors that this rank has overwritten. With verify="first" there are none.
-    Communication: some hundred bytes per rank through the process group's store.
+    Raises, on all ranks alike: MismatchError, FormatError, StorageError, and CorruptError. Names, shapes, dtypes, files
+    and their sizes are checked before any tensor is changed. An altered block is found when it is read, and the state
+    is then partly loaded: the error's `touched` has the names of the tensors that this rank has overwritten. With
+    verify="first" there are none. Communication: some hundred bytes per rank through the process group's store.
     """
     if verify not in (True, False, "first"):
         raise MismatchError("load", f"verify={verify!r} is none of True, False, 'first'")

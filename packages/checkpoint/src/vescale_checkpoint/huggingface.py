@@ -52,15 +52,15 @@ def export_huggingface(
 
     Arguments:
         path: the folder; it must not exist.
-        model: its names are written as they are, tied parameters once.
-        config: whatever has `save_pretrained(folder)`; by default the model's own `config`. The file names the
-            model's class, as `save_pretrained` of a model does; a `generation_config` is written, too.
-        also: further objects with `save_pretrained(folder)`: the tokenizer, a processor.
-        shard_bytes: files grow no larger, unless one tensor does.
+        model: its names are written unchanged, tied parameters once.
+        config: any object with `save_pretrained(folder)`; by default the model's own `config`. The file names the
+            model's class, as `save_pretrained` of a model does. A `generation_config` is written too.
+        also: further objects with `save_pretrained(folder)`, such as the tokenizer or a processor.
+        shard_bytes: the largest size of a file, unless one tensor is larger.
 
-    Raises ConflictError where the folder exists, StorageError, UnsafeError. Communication: an all-gather
-    per sharded tensor, and what rank 0 lacks, of a pipeline's other stages, is sent to it; rank 0 writes, and holds
-    one whole tensor at a time.
+    Raises ConflictError if the folder exists, StorageError, UnsafeError. Communication: an all-gather per sharded
+    tensor, and the tensors of a pipeline's other stages are sent to rank 0. Rank 0 writes, and holds one whole tensor
+    at a time.
     """
     with session_of("export") as session:
         first = first_names(model)
@@ -81,13 +81,13 @@ def export_huggingface(
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Gathers the `model.state_dict()` of a single device, as full plain tensors in host memory, for other libraries
-    to write: `torch.save`, safetensors, `save_pretrained(folder, state_dict=...)`, PEFT. Call it on every rank; the
-    first one gets the state, the others an empty dict. It includes all stages of a pipeline, and tied names still
-    share one tensor.
+    """Gathers the `model.state_dict()` of a single device, as full plain tensors in host memory, for other libraries to
+    write: `torch.save`, safetensors, `save_pretrained(folder, state_dict=...)`, PEFT. Call it on every rank; the first
+    one gets the state, the others an empty dict. It includes all stages of a pipeline, and tied names still share one
+    tensor.
 
-    Raises UnsafeError for a dtype that checkpoints do not have. Communication: an all-gather per sharded tensor, and
-    what rank 0 lacks, of a pipeline's other stages, is sent to it; it holds the whole model.
+    Raises UnsafeError for a dtype that checkpoints do not support. Communication: an all-gather per sharded tensor, and
+    the tensors of a pipeline's other stages are sent to rank 0, which holds the whole model.
     """
     with session_of("whole_state_dict") as session:
         first = first_names(model)

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 class VescaleError(RuntimeError):
     """Base class of all errors that a user can fix.
 
-    Arguments: the operation, the rule it broke (with numbers), the operands'
-    descriptions, and remedies as (code, cost) pairs.
+    Arguments: the operation, the violated rule (with numbers), descriptions of the operands, and remedies as (code,
+    cost) pairs.
     """
 
     def __init__(
@@ -50,43 +50,46 @@ class VescaleError(RuntimeError):
 
 
 class MeshError(VescaleError):
-    """A mesh of the wrong size, an unknown axis, or tensors of two meshes in one call."""
+    """The mesh has the wrong size or lacks an axis, or one call has tensors of two meshes."""
 
 
 class PlacementError(VescaleError):
-    """A placement that does not fit its tensor or its mesh."""
+    """A placement does not fit its tensor or its mesh."""
 
 
 class ShapeError(VescaleError):
-    """Local shapes that do not form the stated global tensor, or ranks that disagree on one."""
+    """Local shapes do not form the stated global tensor, or ranks disagree on a shape."""
 
 
 class ViewError(VescaleError):
-    """A view that cannot keep its sharding, or a write to a view that had to be made by copying."""
+    """A write to a view that had to be made by copying, or to its base; or a read of a parameter's view that no longer
+    shows the parameter.
+    """
 
 
 class PlainTensorError(VescaleError):
-    """A plain tensor that had lost its layout was combined with a DTensor."""
+    """A plain tensor that has lost its layout meets a DTensor."""
 
 
 class GradientError(VescaleError):
-    """The gradient would be wrong: an autograd Function that veScale does not know, or a gradient with the wrong
-    layout."""
+    """A gradient would be wrong: an autograd Function that veScale does not know, or a gradient with the wrong layout.
+    """
 
 
 class ImplicitCommunicationError(VescaleError):
-    """An implicit collective inside `strict()`. `fixes` maps the names of the call's operands to placements under
-    which the call needs no communication."""
+    """An implicit collective inside `strict()`. `fixes` maps the names of the call's operands to placements with which
+    the call needs no communication.
+    """
 
     fixes: Sequence[Mapping[str, tuple]] = ()
 
 
 class CommunicationError(VescaleError):
-    """A collective failed or timed out; names the collective, the axis and who asked for it."""
+    """A collective failed or timed out; the text names the collective, the axis and the function that asked for it."""
 
 
 class OperatorError(VescaleError):
-    """A function that cannot be computed correctly on distributed tensors."""
+    """A function cannot be computed correctly on distributed tensors."""
 
 
 class InternalError(RuntimeError):

@@ -51,30 +51,30 @@ class Trace:
     _said: tuple[int | None, dict[str, tuple[str, ...]]] | None = field(default=None, repr=False)
 
     def count(self, **wanted: object) -> int:
-        """How many collectives match: `trace.count(kind="all_gather", direction="forward")`.
+        """Returns how many collectives match: `trace.count(kind="all_gather", direction="forward")`.
 
         Fields: kind, axes (a tuple, or one axis name), direction, function, module (a prefix).
         """
         return sum(event.count for event in self.select(**wanted))
 
     def received(self, **wanted: object) -> int:
-        """Bytes that this rank received in the collectives that match."""
+        """Returns the bytes that this rank received in the collectives that match."""
         return sum(event.received for event in self.select(**wanted))
 
     def select(self, **wanted: object) -> list[Event]:
-        """The events that match; see `count`."""
+        """Returns the events that match; see `count`."""
         return [event for event in self.events if all(_matches(event, k, v) for k, v in wanted.items())]
 
     @property
     def least(self) -> int | None:
-        """Collectives that the plan's cut weights need for the calls that were traced; None without a plan."""
+        """Returns the collectives that the plan's sharded weights need for the traced calls; None without a plan."""
         return self._says()[0]
 
     def advice(self) -> Report:
-        """What was sent beside what the plan's cut weights need: for each line that sends more the cause, and the
-        boundary or the rule that would save it. `print(trace.advice())`.
+        """Reports what was sent beyond the needs of the plan's sharded weights: for each line that sends more, the
+        cause, and the boundary or the rule that would save it. `print(trace.advice())`.
 
-        Gradient syncs and gathers of sharded parameters are not looked at, nor what was asked for.
+        It ignores gradient synchronisation, gathers of sharded parameters, and explicit conversions.
         """
         return report(self.events, *self._says())
 
@@ -110,9 +110,8 @@ class Trace:
 def comm_trace(model: nn.Module | None = None) -> Iterator[Trace]:
     """Records every collective and its cause while the context is open.
 
-    Arguments: the root module, for module paths in the causes (without it they are
-    class names). Costs a Python call per module and per collective while open;
-    nothing otherwise.
+    Arguments: the root module, for module paths in the causes (without it, they are class names). It costs a Python
+    call per module and per collective while open, and nothing otherwise.
     """
     trace = Trace(_model=model)
     names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
@@ -155,12 +154,11 @@ def comm_trace(model: nn.Module | None = None) -> Iterator[Trace]:
 
 @contextlib.contextmanager
 def strict() -> Iterator[None]:
-    """Makes every implicit conversion that communicates in the forward an ImplicitCommunicationError, which names
+    """Turns every implicit conversion that communicates in the forward into an ImplicitCommunicationError, which names
     the fix.
 
-    Conversions that were asked for (`redistribute`, `full_tensor`, a plan's module
-    boundaries) are allowed. The error names the operands of the call that the user made, and fixes that were tried:
-    `error.fixes` has them as {operand: placements}.
+    Explicit conversions (`redistribute`, `full_tensor`, a plan's module boundaries) are allowed. The error names the
+    operands of the user's call, and fixes that were tried: `error.fixes` has them as {operand: placements}.
     """
     from ._communication.strict import Strict  # dispatch imports what stands here
 
@@ -171,15 +169,14 @@ def strict() -> Iterator[None]:
 def breakpoint(rank: int = 0) -> None:
     """Stops all ranks at the caller's line in Python's debugger, driven from `rank`.
 
-    Every rank executes what is typed, in its own frame: commands (`n`, `s`, `u`, `b`, `c`), expressions and
-    statements, including ones with collectives. The driving rank's answer is printed, followed by those of ranks
-    that differ. DTensors print the global tensor.
-    Ranks that do not reach the line are named; a collective that needs one of them is refused, as is one that not
-    all ranks begin. The ranks wait outside of any collective for up to an hour (VESCALE_BREAKPOINT_SECONDS) and then
-    continue.
+    Every rank executes what is typed, in its own frame: commands (`n`, `s`, `u`, `b`, `c`), expressions and statements,
+    including ones with collectives. The driving rank's answer is printed, followed by those of ranks that differ.
+    DTensors print the global tensor. Ranks that do not reach the line are named. A collective that needs one of them,
+    or that not all ranks begin, is refused. The ranks wait outside any collective for up to an hour
+    (VESCALE_BREAKPOINT_SECONDS) and then continue.
 
-    Call it on all ranks, at the same line. It does not stop inside `generate_plan` and `dry_run`, which run the code
-    on samples.
+    Call it on all ranks, at the same line. It does not stop inside `generate_plan` and `dry_run`, which run the code on
+    samples.
     """
     if is_unstopped():
         return

@@ -33,9 +33,9 @@ def register_rule(
 ) -> Callable:
     """Decorator that registers a rule for `functions` (a kernel, a `torch.library` op, a Function's apply).
 
-    A rule takes a `Call` and returns a `Signature`, a `Decision`, `decomposed(fn)` or
-    None; see `vescale_dtensor.rules`. Functions that do not come to
-    `__torch_function__` by themselves must be called through `local_map` instead.
+    A rule takes a `Call` and returns a `Signature`, a `Decision`, `decomposed(fn)` or None; see
+    `vescale_dtensor.rules`. Functions that do not reach `__torch_function__` by themselves must be called through
+    `local_map` instead.
 
     Example::
 
@@ -45,12 +45,12 @@ def register_rule(
             return Signature([dims], [dims])
 
     Arguments:
-        exact: the decision depends on the value of float arguments.
+        exact: whether the decision depends on the value of float arguments.
         view: the same as Trait.VIEW.
-        traits: what the functions do, whatever their layouts; see `Trait`. Without any, a function may do anything
-            with its elements: flat shards (ZeRO, optimizer states) are gathered for it, and in the reproducible mode
-            it runs on whole tensors. Traits of a function that has some already stay if none are given. A Signature
-            of a LINEAR function that names nothing as `linear` is linear in its first tensor.
+        traits: what the functions do, whatever their layouts; see `Trait`. A function without traits may do anything
+            with its elements: flat shards (ZeRO, optimizer states) are gathered for it, and in the reproducible mode it
+            runs on whole tensors. If none are given, a function keeps the traits that it already has. A Signature of a
+            LINEAR function that names nothing as `linear` is linear in its first tensor.
     """
     if view:
         traits = (traits or Trait(0)) | Trait.VIEW
@@ -83,14 +83,13 @@ def local_map(
 
     Arguments:
         out_placements: placements of the result, or one such list per result.
-        in_placements: placements that each positional tensor is converted to; None
-            leaves it as it is. Communication as `redistribute` states.
-        device_mesh: needed when no argument is a DTensor.
-        shapes: global shapes of the results; without them the ranks exchange their
-            local ones (a small all-gather).
+        in_placements: placements to which each positional tensor is converted; None leaves it unchanged. Communication
+            as for `redistribute`.
+        device_mesh: needed if no argument is a DTensor.
+        shapes: global shapes of the results; without them, the ranks exchange their local shapes (a small all-gather).
 
-    The local gradient of an input must be this rank's part (sharded) or this rank's
-    contribution (replicated): what autograd gives when ranks do different work.
+    The local gradient of an input must be this rank's shard (if sharded) or this rank's contribution (if replicated):
+    what autograd gives if ranks do different work.
     """
 
     @functools.wraps(function)
@@ -129,12 +128,12 @@ def _as_replicate(tensor: DTensor) -> DTensor:
 
 
 def register_function(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Makes a user's autograd Function right on DTensors: inputs are gathered, it runs whole, outputs are replicated.
+    """Makes a user's autograd Function correct on DTensors: inputs are gathered, it runs on whole tensors, and outputs
+    are replicated.
 
-    `Function.apply` does not come to `__torch_function__`, and the forward of a
-    Function runs without gradients, so conversions inside it would leave no trace.
-    For a cheaper way register a rule for `function.apply` as well. Idempotent; also
-    a decorator.
+    `Function.apply` does not reach `__torch_function__`, and the forward of a Function runs without gradients, so
+    conversions inside it would leave no trace. To communicate less, also register a rule for `function.apply`.
+    Idempotent; also a decorator.
     """
     if "_vescale_apply" in function.__dict__:
         return function
@@ -165,10 +164,9 @@ def register_function(function: type[torch.autograd.Function]) -> type[torch.aut
 
 
 def to_torch(tensor: DTensor) -> TorchDTensor:
-    """torch's DTensor over the same local storage; differentiable, no copy.
+    """Returns torch's DTensor over the same local storage; differentiable, no copy.
 
-    Raises PlacementError for a placement that torch's DTensor does not have
-    (InterleavedShard, RaggedShard).
+    Raises PlacementError for a placement that torch's DTensor does not have (InterleavedShard, RaggedShard).
     """
     layout = tensor._layout.base
     for placement in layout.placements:
@@ -190,7 +188,7 @@ def to_torch(tensor: DTensor) -> TorchDTensor:
 
 
 def from_torch(tensor: TorchDTensor) -> DTensor:
-    """Our DTensor over the local storage of torch's; differentiable, no copy."""
+    """Returns veScale's DTensor over the local storage of torch's; differentiable, no copy."""
     mesh = mesh_of(tensor.device_mesh)
     states = canonical_states("from_torch", tensor.placements, mesh, tensor.shape, replicated=INVARIANT)
     grads = [state.gradient.placement for state in states]

@@ -23,14 +23,13 @@ from torch.distributed.tensor.placement_types import Placement as Placement
 
 
 class InterleavedShard(Placement):
-    """Shard `dim`, which consists of `groups` equal groups, so that every rank holds its part of each.
+    """Shards `dim`, which consists of `groups` equal groups, so that every rank holds its part of each group.
 
-    The local tensor is the concatenation, along `dim`, of this rank's chunk of
-    group 0, of group 1, and so on.
+    The local tensor is the concatenation, along `dim`, of this rank's chunk of group 0, of group 1, and so on.
 
-    With `order` a group is cut into as many chunks as it has entries, by `torch.chunk`'s sizes, and
-    chunk i is rank `order[i]`'s. `zigzag(n)` gives each of n ranks a front and a back chunk: where work
-    grows along the dim, as under a causal mask, all ranks have the same.
+    With `order`, a group is split into as many chunks as `order` has entries, with the sizes of `torch.chunk`, and
+    chunk i belongs to rank `order[i]`. `zigzag(n)` gives each of n ranks a front and a back chunk. If the work grows
+    along the dim, as under a causal mask, this balances it.
 
     >>> InterleavedShard(0, 3)
     InterleavedShard(dim=0, groups=3)
@@ -62,7 +61,7 @@ class InterleavedShard(Placement):
 
 
 def zigzag(ranks: int) -> tuple[int, ...]:
-    """The chunk order in which rank r of n holds chunks r and 2n - 1 - r.
+    """Returns the chunk order in which rank r of n holds chunks r and 2n - 1 - r.
 
     >>> zigzag(3)
     (0, 1, 2, 2, 1, 0)
@@ -71,15 +70,14 @@ def zigzag(ranks: int) -> tuple[int, ...]:
 
 
 class RaggedShard(Placement):
-    """Shard contiguously, in parts of unequal size, one entry of `local_units` per rank of the axis.
+    """Shards contiguously, into parts of unequal size, with one entry of `local_units` per rank of the axis.
 
-    One dim: `dims=(d,)`, cut in the proportions of `local_units`.
+    One dim: `dims=(d,)`, split in the proportions of `local_units`.
 
-    All dims: `dims=(0, ..., n-1)` of a tensor of n dims. The shard that the other axes leave
-    is flattened row-major and cut into parts of `local_units` elements, so the local tensor
-    is 1-D. This cut comes last, whatever the axis's place in the mesh. The units sum to the
-    elements of the largest shard; where the other axes leave a smaller one, the last parts
-    end early. (A dim of a 1-D tensor that no other axis shards is both.)
+    All dims: `dims=(0, ..., n-1)` of a tensor of n dims. The shard that the other axes leave is flattened row-major and
+    split into parts of `local_units` elements, so the local tensor is 1-D. This split comes last, whatever the axis's
+    position in the mesh. The units sum to the elements of the largest shard; if the other axes leave a smaller one, the
+    last parts end early. (A dim of a 1-D tensor that no other axis shards is both.)
 
     >>> RaggedShard((0,), (3, 2))
     RaggedShard(dims=(0,), local_units=(3, 2))

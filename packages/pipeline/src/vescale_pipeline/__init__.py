@@ -1,4 +1,6 @@
-"""Pipeline parallelism without a graph: schedules as data, proofs that they are right, and what they take."""
+"""Pipeline parallelism without a graph: schedules as data, proofs of their correctness, their simulation, and a
+runtime.
+"""
 
 from ._errors import PipelineError as PipelineError
 from ._errors import ScheduleError as ScheduleError

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 class PipelineError(RuntimeError):
     """Base class of all errors in this package that a user can fix.
 
-    Arguments: the operation, the rule it broke (with numbers), the operands'
-    descriptions, and remedies as (code, cost) pairs.
+    Arguments: the operation, the violated rule (with numbers), descriptions of the operands, and remedies as (code,
+    cost) pairs.
     """
 
     def __init__(
@@ -50,4 +50,4 @@ class PipelineError(RuntimeError):
 
 
 class ScheduleError(PipelineError):
-    """A schedule that cannot be generated or read, or that would deadlock, compute something else, or need too much."""
+    """A schedule cannot be generated or read, or it would deadlock, compute something else, or need too much memory."""

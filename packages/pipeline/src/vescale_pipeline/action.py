@@ -50,7 +50,7 @@ ALL_MICROBATCHES = -1
 
 
 class Action(NamedTuple):
-    """One thing that a rank does; a tuple, since a schedule of a large job holds a million.
+    """One thing that a rank does. It is a tuple, because a schedule of a large job has a million of them.
 
     Arguments:
         kind: one of KINDS.
@@ -77,13 +77,13 @@ class Schedule:
     Arguments:
         version: of this format, FORMAT_VERSION.
         name: for people; nothing depends on it.
-        ranks: ranks of the pipeline (of its mesh axis).
-        microbatches: parts that a batch is run in.
-        stages: stages in all, over all ranks; virtual stages included.
+        ranks: the ranks of the pipeline (of its mesh axis).
+        microbatches: the number of parts of a batch.
+        stages: the number of stages over all ranks, including virtual stages.
         placement: the rank of each stage.
-        actions: per rank, its actions in order.
+        actions: the actions of each rank, in order.
 
-    Making one checks nothing: `verify` does.
+    Making one checks nothing; call `verify`.
     """
 
     version: int
@@ -117,7 +117,7 @@ class Schedule:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; an action is [kind, stage, microbatch] or [kind, stage, microbatch, peer]."""
+        """Returns JSON values; an action is [kind, stage, microbatch] or [kind, stage, microbatch, peer]."""
         return {
             "version": self.version,
             "name": self.name,
@@ -132,7 +132,7 @@ class Schedule:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | str) -> Schedule:
-        """Reads what `to_json` gives, or its text. Raises ScheduleError for anything of another shape."""
+        """Reads the output of `to_json`, or its text. Raises ScheduleError for anything of another form."""
         fields: Any = value
         if isinstance(value, str):
             try:

@@ -45,17 +45,17 @@ _FLOPS = {
 def balanced_cuts(
     model: nn.Module, stages: int, batch: Any, *, measured: bool = False, flops_per_byte: float = FLOPS_PER_BYTE
 ) -> tuple[str, ...]:
-    """Names of the modules that begin stages 1, 2, ...: `cuts` for a Pipeline.
+    """Returns the names of the modules that begin stages 1, 2, ...: the `cuts` of a Pipeline.
 
-    Call it before `parallelize`, either on every rank or on one. Dry runs compute no values, so all ranks find the
-    same cuts. Measured times differ between ranks: measure on one rank and keep the names in the plan.
+    Call it before `parallelize`, either on every rank or on one. Dry runs compute no values, so all ranks find the same
+    cuts. Measured times differ between ranks: measure on one rank and keep the names in the plan.
 
     Arguments:
-        stages: how many, virtual ones included.
-        batch: of one microbatch's size; a tuple of the model's arguments, a mapping of its keyword arguments, or
+        stages: the number of stages, including virtual ones.
+        batch: of the size of one microbatch; a tuple of the model's arguments, a mapping of its keyword arguments, or
             its only argument.
-        measured: by the clock instead of a dry run: three steps on the model's own device, the fastest counts.
-        flops_per_byte: an operator of a dry run costs what takes longer, computing or moving its operands.
+        measured: time three steps on the model's own device, and use the fastest, instead of a dry run.
+        flops_per_byte: in a dry run, an operator costs the larger of computing and of moving its operands.
 
     Gradients and buffers are left unchanged. Raises PipelineError if there are fewer modules than stages.
 

@@ -32,16 +32,16 @@ _DARK = 0.45
 
 
 def draw(what: Schedule | Simulation | Iterable[Sequence[Any]], path: str | Path, *, title: str | None = None) -> Path:
-    """Writes a timeline, a row per rank; the suffix of the path says what: .png, .svg, or .json for a trace.
+    """Writes a timeline with a row per rank. The suffix of the path selects the format: .png, .svg, or .json for a
+    trace.
 
     Arguments:
-        what: a schedule, drawn as simulated at unit costs; a simulation; or
-            recorded events (rank, action, start, end), times in seconds.
-        path: where to; replaced if it exists.
-        title: above the picture; what is known of the schedule by default.
+        what: a schedule, drawn as simulated at unit costs; a simulation; or recorded events (rank, action, start, end),
+            with times in seconds.
+        path: the file to write; replaced if it exists.
+        title: above the picture; by default, a summary of the schedule.
 
-    Raises ScheduleError for another suffix, and when a picture is asked for and
-    matplotlib is not installed.
+    Raises ScheduleError for another suffix, and if a picture is requested and matplotlib is not installed.
     """
     path = Path(path)
     if path.suffix not in (".png", ".svg", ".json"):
@@ -69,7 +69,8 @@ def draw(what: Schedule | Simulation | Iterable[Sequence[Any]], path: str | Path
 
 
 def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
-    """The events as Chrome's trace JSON: a process per rank, with a thread that computes and one that transfers.
+    """Returns the events as Chrome's trace JSON: a process per rank, with one thread that computes and one that
+    transfers.
 
     One unit of time is shown as one second.
     """

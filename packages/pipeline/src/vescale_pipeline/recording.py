@@ -12,11 +12,11 @@ _under_way: list[list[Event]] = []
 
 @contextmanager
 def record_events() -> Iterator[list[Event]]:
-    """Gives a list that fills with the actions of this rank while the block runs; seconds of the host's clock.
+    """Yields a list to which the actions of this rank are appended while the block runs, with times in seconds of the
+    host's clock.
 
-    An action begins when what it waited for has arrived, so that gaps are idle time.
-    Clocks are alike on all ranks of one machine: `draw` takes their lists joined.
-    On an accelerator the times are those of the host, which runs ahead.
+    An action begins when what it waited for has arrived, so gaps are idle time. Clocks are the same on all ranks of one
+    machine: join their lists for `draw`. On an accelerator, the times are those of the host, which runs ahead.
 
     Example:
         >>> with record_events() as events:

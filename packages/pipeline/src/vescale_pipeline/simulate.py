@@ -28,15 +28,14 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """What the actions of a stage cost, in any unit of time and of memory.
+    """The costs of a stage's actions, in any unit of time and of memory.
 
     Arguments:
-        forward, input_gradient, weight_gradient: times of F, I and W; B takes the
-            latter two together.
+        forward, input_gradient, weight_gradient: times of F, I and W; B takes the latter two together.
         transfer: time of one send, between any two ranks.
-        activation: memory that F keeps until the end of B or I. By default that of
-            one microbatch through all of a rank's stages is 1.
-        residue: the part of it that I keeps until the end of W; all by default.
+        activation: memory that F keeps until the end of B or I. By default, that of one microbatch through all stages
+            of a rank is 1.
+        residue: the part of it that I keeps until the end of W; by default all of it.
     """
 
     forward: PerStage = 1.0
@@ -68,7 +67,7 @@ UNIT_COSTS = Costs()
 
 
 class Event(NamedTuple):
-    """An action with when it ran; of a transfer, from when it was under way until it had arrived."""
+    """An action with its times; for a transfer, from when it was in flight until it arrived."""
 
     rank: int
     action: Action
@@ -136,10 +135,10 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Simulation:
-    """Times every action of a schedule that `verify` accepts.
+    """Computes the times of every action of a schedule that `verify` accepts.
 
-    Raises ScheduleError when the schedule waits for itself, or when costs per
-    stage are not as many as stages.
+    Raises ScheduleError if the schedule waits for itself, or if the number of costs per stage is not the number of
+    stages.
     """
     clock = _Clock(schedule, costs)
     clock.run()
@@ -148,10 +147,9 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Simulation:
 
 
 def peak_memory(schedule: Schedule, costs: Costs = UNIT_COSTS) -> tuple[float, ...]:
-    """Per rank, the most activation memory alive at once, in the unit of `costs`.
+    """Returns, per rank, the most activation memory alive at once, in the unit of `costs`.
 
-    It follows from the order alone: F keeps a stage's activation, I leaves its
-    residue, and B or W leave nothing.
+    It follows from the order alone: F keeps a stage's activation, I leaves its residue, and B or W leave nothing.
     """
     activation, residue = costs.memory(schedule)
     change = {

@@ -40,7 +40,7 @@ REDUCE = CODE["REDUCE"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What else is known of a schedule that can run.
+    """Further properties of a schedule that can run.
 
     Arguments:
         schedule, transport, costs: as given to `verify`.
@@ -75,7 +75,7 @@ def verify(
     """Raises ScheduleError, which names the actions, unless the schedule can run and computes what it should.
 
     Arguments:
-        schedule: any; nothing is assumed of it.
+        schedule: any schedule; nothing is assumed about it.
         transport: the model under which it must not deadlock: "buffered", "pair" or "rank".
         budget: the most activation memory that a rank may hold, in the unit of `costs`.
         costs: of a stage's activations.

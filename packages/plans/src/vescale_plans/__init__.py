@@ -1,4 +1,4 @@
-"""vescale_plans: plans that say how a model is sharded, and parallelize, which applies them."""
+"""vescale_plans: plans, which say how a model is sharded, and parallelize, which applies them."""
 
 import vescale_rng as _vescale_rng  # registers its rules: random numbers are one device's, at the cost of a shard
 

@@ -34,10 +34,11 @@ class Step:
 
 
 class Calls:
-    """What the calls of a model's modules do. `str` is a table of those in which more happens than their own forward.
+    """The steps of the calls of a model's modules. `str` gives a table of those modules that do more than their own
+    forward.
 
     Attributes:
-        steps: module name, "" for the root -> what its call does, in order.
+        steps: module name, "" for the root -> the steps of its call, in order.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,12 +58,12 @@ class Calls:
 
 
 def explain_calls(model: nn.Module) -> Calls:
-    """Lists what happens, in order, when each module of `model` is called: whose hooks and forwards run, and what
-    ours do.
+    """Lists what happens, in order, when each module of `model` is called: which hooks and forwards run, and what
+    veScale's own do.
 
     Works on any model, parallelized or not, and changes nothing. Hooks that are registered for all modules at once
-    (`register_module_forward_hook`) are in the row of each. What is put in place for the time of one call alone, such
-    as the stand-ins for experts in a list, is not seen from outside of that call. No communication.
+    (`register_module_forward_hook`) appear in the row of each. Anything installed for the time of one call, such as the
+    stand-ins for experts in a list, is not visible from outside that call. No communication.
 
     Example:
         >>> print(explain_calls(model))

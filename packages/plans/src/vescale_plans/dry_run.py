@@ -39,18 +39,19 @@ KINDS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one warm training step (the second) costs on one rank.
+    """The cost of one warm training step (the second) on one rank.
 
     Arguments:
-        plan: that was run.
+        plan: the plan that was run.
         collectives: every collective, with axes, bytes received and cause, in order.
         flops: of this rank's matrix products, convolutions and attention; forward, backward and recomputation.
-        memory: bytes by kind at the worst moment. "parameters" includes buffers and what ZeRO gathers, "activations"
-            is what forward made, "gradients" what backward and the gradient buffers hold.
+        memory: bytes by kind at the peak. "parameters" includes buffers and what ZeRO gathers, "activations" is what
+            the forward made, "gradients" what the backward and the gradient buffers hold.
         resting: bytes by kind between steps.
-        timeline: what the step's operators and collectives take on a hardware profile: `timeline.seconds(hardware)`.
-        stages: of a plan with a pipeline, the run of each of its ranks, in order; all else is of the fullest one. What
-            a stage waits for the others is in none of them.
+        timeline: the step's operators and collectives, to be priced on a hardware profile:
+            `timeline.seconds(hardware)`.
+        stages: for a plan with a pipeline, the run of each of its ranks, in order. The other fields are then those of
+            the fullest rank. None includes the time in which a stage waits for others.
     """
 
     plan: Plan
@@ -63,7 +64,7 @@ class DryRun:
 
     @property
     def peak(self) -> int:
-        """Bytes at the worst moment."""
+        """Bytes at the peak."""
         return sum(self.memory.values())
 
     @property
@@ -110,32 +111,33 @@ def dry_run(
     rank: int = 0,
     stages: Callable[[Callable[[str], None]], Stages] | None = None,
 ) -> DryRun:
-    """Runs two training steps of `plan` without processes or data, and reports what the second one costs, with all
-    backward passes if the plan accumulates.
+    """Runs two training steps of `plan` without processes or data, and reports the cost of the second one, with all
+    backwards if the plan accumulates.
 
     Arguments:
         plan: of any world size.
-        model: as for `parallelize`; it is left as it is. Its values, and those of `batch`, are not read.
-        batch: the global batch, as the model takes it: a tensor, a tuple of positional or a dict of keyword
-            arguments. Only shapes and dtypes count; meta tensors will do.
+        model: as for `parallelize`; it is not changed. Its values, and those of `batch`, are not read.
+        batch: the global batch, as the model takes it: a tensor, a tuple of positional or a dict of keyword arguments.
+            Only shapes and dtypes count; meta tensors are enough.
         optimizer_fn: as for `parallelize`; None for forward and backward alone.
         loss_fn: as for `parallelize`.
-        step: (model, batch) -> the loss, when it is neither what the model returns nor its `.loss`.
-        backend: whose way reductions go. On "gloo" a sum is an all-to-all and a local sum, which takes a buffer as
-            large as what is summed, and a gather takes as much again as it gathers; and attention repeats keys that
-            heads share, as on a CPU. On any other, an optimizer that does not say otherwise treats all parameters at
-            once (`foreach`), as torch's do on a GPU, which takes memory of the size of the parameters.
-        rank: whose step is run. Ranks differ where sequences are cut: of contiguous parts under a causal mask the last
-            rank computes and receives most.
-        stages: given a function that is told of what kind the memory is that is made from now on, see `Stages`;
-            `vescale.dry_run` brings it.
+        step: (model, batch) -> the loss, if it is neither what the model returns nor its `.loss`.
+        backend: the backend whose reductions are modelled. On "gloo", a sum is an all-to-all and a local sum, which
+            takes a buffer as large as the summed tensor, a gather takes as much again as it gathers, and attention
+            repeats keys that heads share, as on a CPU. On any other backend, an optimizer that does not say otherwise
+            treats all parameters at once (`foreach`), as torch's do on a GPU, which takes memory of the size of the
+            parameters.
+        rank: the rank whose step is run. Ranks differ if sequences are sharded: with contiguous parts under a causal
+            mask, the last rank computes and receives most.
+        stages: a function that is told the kind of the memory that is made from now on, see `Stages`; `vescale.dry_run`
+            supplies it.
 
-    Integers are real. A model that reads what it chose by floating point values (experts that are called one by one,
-    each with its rows) is run a second time, in which all is chosen equally often. One that reads a floating point
-    value itself (`item()`, `if x.any()`) cannot run without it.
+    Integers are real. If the model's control flow depends on choices among floating point values (experts that are
+    called one by one, each with its rows), it runs a second time, in which all choices are equally frequent. A model
+    that reads a floating point value itself (`item()`, `if x.any()`) cannot run.
 
-    Raises PlanError where a value is read, and in a process that has joined a world; what `parallelize` raises, and
-    what the model raises.
+    Raises PlanError if a value is read, or if the process has joined a world; also what `parallelize` and the model
+    raise.
     """
     if dist.is_initialized():
         raise PlanError(

@@ -1,4 +1,6 @@
-"""Plan: how one model is sharded over named mesh axes. A value: readable, comparable, nothing runs by making one."""
+"""Plan: how one model is sharded over named mesh axes. A plan is a value: readable, comparable, and making one runs
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,55 +34,54 @@ if TYPE_CHECKING:
 class Plan(PlanFields):
     """The complete sharding of one model.
 
-    Globs: "*" also matches dots. In every mapping from globs the first that matches a
-    name decides, in the order written: write exceptions before the rule.
+    Globs: "*" also matches dots. In every mapping from globs, the first match in the written order decides, so write
+    exceptions before the rule.
 
     Arguments:
-        mesh: axis name -> size, outermost first; their product is the world size.
-        parameters: glob over parameter names -> placements. Every parameter must be
-            decided: end with `"*": {}` to replicate the rest.
+        mesh: axis name -> size, outermost first. The product of the sizes is the world size.
+        parameters: glob over parameter names -> placements. Every parameter must be decided: end with `"*": {}` to
+            replicate the rest.
         boundaries: glob over module names -> Boundary.
-        data_axis: the axis over which the batch (dim 0 of every tensor that enters
-            the model) is sharded, or several, outermost first; None for no data
-            parallelism. Of several, ZeRO shards over the last, and replicates over
-            the others (hybrid sharding).
-        zero: 1 shards optimizer states over the data axis, 2 gradients too, 3 parameters too; without a data axis over
-            the context axis, whose ranks have the same parameters.
+        data_axis: the axis over which the batch (dim 0 of every tensor that enters the model) is sharded, or several
+            axes, outermost first; None for no data parallelism. With several axes, ZeRO shards over the last and
+            replicates over the others (hybrid sharding).
+        zero: 1 shards optimizer states over the data axis, 2 also gradients, 3 also parameters. Without a data axis,
+            ZeRO shards over the context axis, whose ranks have the same parameters.
         pipeline: the stages, see `Pipeline`.
-        accumulation: backwards that one optimizer step sums. The loop makes them, one for each of `parts(batch)`; a
-            pipeline has its microbatches for that.
-        checkpointing: glob over module names -> whether the activations inside are
-            computed again in backward. A glob also decides for all modules inside those
-            that it matches; of nested modules the outermost is checkpointed.
-        regather: glob over module names, likewise -> whether an activation that a
-            conversion inside gathered is gathered again in backward, not kept.
+        accumulation: the number of backwards that one optimizer step sums. The training loop makes them, one for each
+            of `parts(batch)`. A pipeline uses its microbatches instead.
+        checkpointing: glob over module names -> whether backward recomputes the activations inside. A glob also decides
+            for all modules inside those that it matches. Of nested modules, the outermost is checkpointed.
+        regather: glob over module names, as for `checkpointing` -> whether backward gathers an activation again that a
+            conversion inside gathered, instead of keeping it.
         precision: see `Precision`; None computes in the parameters' dtype.
-        offload: optimizer states live in host memory.
-        prefetch: blocks whose parameters are gathered ahead of the one that computes, where they are gathered for it
-            (zero=3, or a precision); 0 gathers each when it is reached.
-        ahead_bytes: bound of what is gathered ahead, and of the gradients whose sums are under way: what would not fit
-            is not gathered ahead, and of sums only one is under way then, else two. None bounds neither by bytes.
-        blocks: glob over parameter names -> rows (dim 0) that ZeRO must not split.
+        offload: whether optimizer states are kept in host memory.
+        prefetch: how many blocks are gathered ahead of the one that computes, if parameters are gathered per block
+            (zero=3, or a precision); 0 gathers each block when it is reached.
+        ahead_bytes: a bound in bytes on what is gathered ahead, and on the gradients whose reductions are in flight.
+            Blocks that exceed it are not gathered ahead, and only one reduction instead of two is in flight. None sets
+            no bound.
+        blocks: glob over parameter names -> number of rows (dim 0) that ZeRO must keep together.
         expert_axis: the axis over which experts are spread.
-        context_axis: the axis over which sequences are cut (dim 1 of tensors that enter the model with two or three
-            dims; dim 2 of masks with four): context parallelism. What treats positions one by one runs on its part;
-            attention meets the rest as `context` says. A tensor whose sequence is another dim gets a
-            `Boundary(arguments=...)` of the root, `""`.
-        context: "ring", "all-to-all" (over heads), "gather" (of keys and values), or "auto", by cost. Where heads do
-            not divide, an all-to-all is a ring.
-        context_layout: "contiguous", each rank one part of a sequence; "zigzag", a front and a back part, of as many
-            groups as balance the work of attention under causal masks, windows and packed documents (told by
-            `position_ids` that begin anew); or "auto", a zigzag where all attention of the model says that it is
-            causal, nothing else is known to mix positions, and `context` is "ring" or "auto". What leaves the model
-            keeps the layout: it is a DTensor, of which `full_tensor()` is in order.
-        sums: how gradients are summed over ranks that keep all of them (zero=0): "ordered", in the order of the ranks,
-            which other ZeRO stages have too, so that all give the same bits; or "all_reduce", by one collective of the
-            backend, in whatever order that has.
-        offload_activations: glob over module names, likewise -> whether what backward needs of what is computed inside
-            lies in host memory until then: of a checkpointed module what it was called with, of a regathered activation
-            its shard.
-        capacity_factor: each expert takes at most ceil(capacity_factor * tokens * k / experts) of the rows that
-            choose it, the first in the order of the batch's tokens; the others add nothing. None drops nothing.
+        context_axis: the axis over which sequences are sharded (context parallelism): dim 1 of tensors that enter the
+            model with two or three dims, dim 2 of masks with four. Functions that treat positions separately run on
+            their part; `context` says how attention reaches the others. If a tensor's sequence is another dim, give it
+            a `Boundary(arguments=...)` of the root, `""`.
+        context: "ring", "all-to-all" (over heads), "gather" (of keys and values), or "auto", by cost. If heads do not
+            divide, an all-to-all becomes a ring.
+        context_layout: "contiguous" gives each rank one part of a sequence. "zigzag" gives it a front and a back part,
+            in as many groups as balance the work of attention under causal masks, windows and packed documents
+            (detected by `position_ids` that restart). "auto" is a zigzag if all attention of the model is causal,
+            nothing else is known to mix positions, and `context` is "ring" or "auto". Outputs of the model keep the
+            layout: they are DTensors, and `full_tensor()` returns them in order.
+        sums: how gradients are summed over ranks that keep all of them (zero=0). "ordered" sums in rank order, as the
+            other ZeRO stages do, so that all give the same bits. "all_reduce" uses one collective of the backend, with
+            its order.
+        offload_activations: glob over module names, as for `checkpointing` -> whether the tensors that backward needs
+            of these modules are kept in host memory meanwhile: the inputs of a checkpointed module, the shard of a
+            regathered activation.
+        capacity_factor: each expert takes at most ceil(capacity_factor * tokens * k / experts) of the rows that choose
+            it, the first in the order of the batch's tokens. The others add nothing. None drops nothing.
 
     Example:
         >>> Plan(
@@ -89,8 +90,8 @@ class Plan(PlanFields):
         ...     boundaries={"*.mlp": Boundary(input={"tp": Replicate()}, output={"tp": Shard(1)})},
         ... )
 
-    Raises PlanError when it names an axis that its mesh does not have, or a value is
-    not of the kind above; nothing is known of a model yet.
+    Raises PlanError if the plan names an axis that its mesh does not have, or a value has the wrong type. The model is
+    not known yet; `validate` checks the plan against it.
     """
 
     def __post_init__(self) -> None:
@@ -116,15 +117,14 @@ class Plan(PlanFields):
         return table.table(self)
 
     def to_json(self) -> str:
-        """JSON text, one glob a line, in a fixed order of fields: equal plans give equal text."""
+        """Returns JSON text, with one glob per line and a fixed order of fields: equal plans give equal text."""
         return json.to_json(self)
 
     @classmethod
     def from_json(cls, text: str | Mapping[str, Any]) -> Plan:
-        """The plan that `to_json` wrote, from its text or from the object that it parses to.
+        """Returns the plan that `to_json` wrote, from its text or from the parsed object.
 
-        Raises PlanError for another format version, an unknown field, or a value that
-        a plan does not take.
+        Raises PlanError for another format version, an unknown field, or an invalid value.
         """
         return cls(**json.from_json(text))
 
@@ -132,34 +132,34 @@ class Plan(PlanFields):
     def from_huggingface(
         cls, model: nn.Module, *, mesh: Mapping[str, int], tensor_axis: str = "tp", **fields: Any
     ) -> Plan:
-        """The tensor parallelism that a HuggingFace model ships as its `tp_plan`.
+        """Returns the tensor parallelism that a HuggingFace model defines as its `tp_plan`.
 
         Arguments:
             model: a transformers model; its `tp_plan` may have been changed.
-            mesh, tensor_axis: without that axis in the mesh, parameters replicate.
+            mesh, tensor_axis: if the mesh lacks that axis, parameters are replicated.
             fields: further fields of the plan, such as `zero`.
 
-        Raises PlanError for a model that ships none, and for a style that is not known,
-        naming the parameter.
+        Raises PlanError if the model has no `tp_plan`, or uses an unknown style; the text names the parameter.
         """
         return cls(**import_hf.from_huggingface(model, mesh, tensor_axis, fields))
 
     def diff(self, other: Plan) -> table.PlanDiff:
-        """What differs in `other`, a `Change(where, before, after)` each, none for equal plans; prints as a table."""
+        """Returns the differences to `other`, a `Change(where, before, after)` each, none for equal plans; prints as a
+        table.
+        """
         return table.diff(self, other)
 
     def override(self, **changes: Any) -> Plan:
-        """The plan with other values of some fields.
+        """Returns the plan with other values for some fields.
 
-        Globs (`parameters`, `boundaries`, `checkpointing`, `regather`,
-        `offload_activations`, `blocks`) are added to those of the plan and come first,
-        so that they decide; a glob of the plan that one of them surely covers goes, and
-        None removes a glob. Any other value replaces the plan's.
+        New globs (`parameters`, `boundaries`, `checkpointing`, `regather`, `offload_activations`, `blocks`) are put
+        before those of the plan, so they decide. A glob of the plan that a new one certainly covers is removed, and the
+        value None removes a glob. Any other value replaces the plan's.
 
         Example:
             >>> plan.override(zero=3, parameters={"lm_head.weight": {}}, boundaries={"lm_head": None})
 
-        Raises PlanError for a field that plans do not have, or as `Plan` does.
+        Raises PlanError for a field that plans do not have, and as `Plan` does.
         """
         names = [f.name for f in fields(self)]
         for name, value in changes.items():
@@ -178,14 +178,14 @@ class Plan(PlanFields):
     @overload
     def explain(self, against: Mapping[str, Any]) -> Against: ...
     def explain(self, against: Mapping[str, Any] | None = None) -> Explanation | Against:
-        """Why `generate_plan` made this plan: the next best, what binds each, per block why; prints as tables, and
-        writes itself as a page (`write_html`).
+        """Explains why `generate_plan` made this plan: the next best plans, what limits each, and the reason for every
+        block. It prints as tables, and `write_html` writes it as a page.
 
-        With `against`, such as {"tp": 8}: what the best plan with these settings (as for `pin`) would take, and where
-        it loses to this one.
+        With `against`, such as {"tp": 8} (settings as for `pin`), it shows what the best plan with these settings would
+        take, and where it loses to this one.
 
-        Raises PlanError for a plan that was written, overridden or read from JSON: nothing was weighed for it;
-        InfeasibleError where no candidate has the settings asked for.
+        Raises PlanError for a plan that was written, overridden or read from JSON, because nothing was weighed for it;
+        InfeasibleError if no candidate has the requested settings.
         """
         explanation = self.__dict__.get("_explanation")
         if explanation is None:
@@ -194,36 +194,37 @@ class Plan(PlanFields):
         return explanation if against is None else explanation.against(against)
 
     def validate(self, model: nn.Module, *, even: bool = False) -> None:
-        """Raises PlanError for the first thing in which the plan does not fit `model`.
+        """Raises PlanError for the first point in which the plan does not fit `model`.
 
-        That is: a glob that matches nothing or decides nothing, a parameter that none
-        decides, a dim that a parameter does not have or that does not divide into groups,
-        tied parameters placed differently, a boundary's argument that a forward does not
-        take, a cut at a module that is not there or is never called. With `even` also
-        dims and attention heads that do not divide by their axes: such shards are right,
-        and cost more communication. `parallelize` validates without `even`.
+        These are: a glob that matches nothing or decides nothing, a parameter that no glob decides, a dim that a
+        parameter does not have or that does not divide into groups, tied parameters with different placements, a
+        boundary's argument that a forward does not take, and a cut at a module that does not exist or is never called.
+        With `even`, also dims and attention heads that do not divide by their axes: such shards are correct, but cost
+        more communication. `parallelize` validates without `even`.
         """
         validate.fit(self, model, even=even)
 
     def draw(self, model: nn.Module) -> Picture:
-        """A picture of which rank holds what of the model's parameters, for notebooks, and to `save(path)` as SVG.
+        """Draws which rank holds which part of the model's parameters, for notebooks, and to `save(path)` as SVG.
 
-        A row per kind of parameter: alike in name, but for numbers, in shape and in placements. Nothing is sent, no
-        process group is needed, and no value is read.
+        There is one row per kind of parameter: same name (except for numbers), shape and placements. No communication;
+        no process group is needed, and no value is read.
 
-        Raises PlanError where the plan does not fit the model.
+        Raises PlanError if the plan does not fit the model.
         """
         return picture.draw(self, model)
 
     def complete(self, model: nn.Module, sample: Any = None) -> Plan:
-        """The plan with boundaries where cut parameters alone leave open when a sum of parts is made whole.
+        """Returns the plan with additional boundaries that reduce partial sums once, where sharded parameters alone
+        leave this open.
 
-        Without them sums stay partial until something needs them, each reader for itself: right, with several times
-        the traffic. What the plan says already stands; `plan.diff(plan.complete(model))` shows what is added.
+        Without them, sums stay partial until they are needed, and each reader reduces them separately. This is correct,
+        but sends several times more. Existing entries of the plan are kept; `plan.diff(plan.complete(model))` shows the
+        additions.
 
         Arguments:
-            model: is probed on the meta device, as by `generate_plan`, and left as it is.
-            sample: what the model is called with, as for `generate_plan`.
+            model: is probed on the meta device, as by `generate_plan`, and is not changed.
+            sample: the arguments of a call of the model, as for `generate_plan`.
 
         Example:
             >>> plan = Plan(mesh={"tp": 2}, parameters={"*.up.weight": column, "*.down.weight": row, "*": {}})
@@ -234,10 +235,10 @@ class Plan(PlanFields):
         return completed(self, model, sample)
 
     def shard_batch(self, global_batch: Any) -> Any:
-        """The global batch, the same on every rank, as DTensors sharded over the data axes (dim 0), and their sequences
-        over the context axis.
+        """Shards a global batch that is the same on every rank into DTensors: dim 0 over the data axes, sequences over
+        the context axis.
 
-        What a model does to plain tensors that enter it, made ahead: a slice, no
+        A parallelized model does the same to plain tensors that enter it; this does it ahead of time, as a slice. No
         communication, and no check that the ranks agree.
 
         Arguments: tensors, in any nesting of tuples, lists and dicts.
@@ -245,36 +246,39 @@ class Plan(PlanFields):
         return inputs.shard_batch(self, global_batch)
 
     def parts(self, batch: Any, model: nn.Module | None = None) -> Iterator[Any]:
-        """The batch cut along dim 0 into `accumulation` parts, one for each backward before an optimizer step. With the
-        model, gradients are reduced over ranks once, with the last part, where the plan keeps them whole (ZeRO 0, 1).
+        """Splits the batch along dim 0 into `accumulation` parts, one for each backward before an optimizer step. If
+        the model is given and the plan keeps whole gradients (ZeRO 0, 1), gradients are reduced over ranks once, with
+        the last part.
 
-        A loss that is a mean over rows is divided by their number, so that its gradients add up to the batch's:
+        Divide a loss that is a mean over rows by the number of parts, so that its gradients add up to those of the
+        batch:
 
             >>> for part in plan.parts(batch, model):
             ...     (model(part) / plan.accumulation).backward()
 
-        Arguments: tensors with the same number of rows, in any nesting of tuples, lists and dicts. The parts are
-        views. Raises PlanError where rows do not divide: parts of unequal size would weigh unequally in a mean.
+        Arguments: tensors with the same number of rows, in any nesting of tuples, lists and dicts. The parts are views.
+        Raises PlanError if the rows do not divide: parts of unequal size would have unequal weight in a mean.
         """
         return inputs.parts(self, batch, model)
 
     def local_batch(self, batch: Any, *, whole_sequences: bool = True) -> Any:
-        """This rank's part of the batch as DTensors sharded over the data axes (dim 0), and their sequences over the
-        context axis; nothing is moved.
+        """Returns this rank's part of the batch as DTensors of the global batch: dim 0 is sharded over the data axes,
+        sequences over the context axis. Nothing is moved.
 
         Arguments:
-            batch: tensors, in any nesting of tuples, lists and dicts. Ranks that differ only along other axes must
-                give the same part.
-            whole_sequences: ranks along the context axis give the same whole sequences, which are cut here. False:
-                each gives its part of them, as `local_sequence` cuts it, so that no rank ever holds a whole one.
+            batch: tensors, in any nesting of tuples, lists and dicts. Ranks that differ only along other axes must pass
+                the same part.
+            whole_sequences: if True, ranks along the context axis pass the same whole sequences, which are sharded
+                here. If False, each passes its part, as `local_sequence` defines it, so that no rank ever holds a whole
+                sequence.
 
-        The ranks exchange shapes (a small all-gather); parts may differ in size as
-        torch.chunk's do. Raises ShapeError, on all ranks alike, when they do not fit.
+        Communicates: the ranks exchange shapes (a small all-gather). Parts may differ in size as those of torch.chunk
+        do. Raises ShapeError, on all ranks alike, if the shapes do not fit.
         """
         return inputs.local_batch(self, batch, whole_sequences)
 
     def local_sequence(self, length: int) -> range:
-        """The places of a sequence of `length` that this rank holds, for a loader that reads no others.
+        """Returns the positions of a sequence of `length` that this rank holds, for a loader that reads only these.
 
         Example:
             >>> part = plan.local_sequence(len(tokens))

@@ -46,19 +46,19 @@ class GlobalBatchSampler(Sampler[list[int]]):
     """A `batch_sampler` for `DataLoader` that yields, for each global batch, the indices of this rank's part.
     `plan.local_batch` assembles the parts.
 
-    Each iteration resumes where the last one stopped and runs to the end of the epoch; the one after it starts the
-    next epoch. There is no `set_epoch` to forget.
+    Each iteration resumes where the last one stopped and runs to the end of the epoch; the iteration after it starts
+    the next epoch. There is no `set_epoch` to forget.
 
     Arguments:
-        dataset: or its size.
-        plan: says which part is this rank's: torch.chunk's, over the data axes.
+        dataset: the dataset, or its size.
+        plan: says which part belongs to this rank: that of torch.chunk, over the data axes.
         batch_size: samples of a global batch, over all ranks.
-        shuffle: in an order drawn anew for each epoch, from `seed` and the epoch.
-        drop_last: the samples at the end of an epoch that do not fill a batch are left out.
-        coordinate: of the rank in the plan's mesh; by default this rank's, which joins
-            torch.distributed as `parallelize` does.
+        shuffle: draw a new order for each epoch, from `seed` and the epoch.
+        drop_last: leave out the samples at the end of an epoch that do not fill a batch.
+        coordinate: the rank's position in the plan's mesh; by default this rank's, which joins torch.distributed as
+            `parallelize` does.
 
-    Raises PlanError where a batch would leave a rank without any sample. No communication.
+    Raises PlanError if a batch would leave a rank without any sample. No communication.
     """
 
     def __init__(
@@ -89,20 +89,19 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return Batches(self)
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, int]:
-        """The position in the stream; the same on all ranks, and for all layouts.
+        """Returns the position in the stream; it is the same on all ranks, and for all layouts.
 
         Arguments:
-            batches: how many of this sampler's batches the loop has finished since the
-                sampler was made or loaded a state. Needed where a loader's workers fetch
-                ahead of the loop; without it, what was handed out counts.
+            batches: how many of this sampler's batches the loop has finished since the sampler was made or loaded a
+                state. Needed if a loader's workers fetch ahead of the loop; without it, all yielded batches count.
         """
         position = self._position if batches is None else self._after(batches)
         return {"position": position, "seed": self._seed, "size": self._size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on after the samples that the state has seen, with any plan and batch size.
+        """Continues after the samples that the state has seen, with any plan and batch size.
 
-        Raises PlanError where the seed or the dataset's size is another: the order of samples would be too.
+        Raises PlanError if the seed or the dataset's size differs, because the order of samples would differ too.
         """
         for name, mine in {"seed": self._seed, "size": self._size}.items():
             if state.get(name) != mine:

@@ -1,6 +1,6 @@
-"""vescale_rng: random numbers on sharded tensors that equal one device's, bit for bit.
+"""vescale_rng: random numbers on sharded tensors that are bitwise those of one device.
 
-Importing it registers its rules with vescale_dtensor, in place of those that draw the whole.
+Importing it registers its rules with vescale_dtensor. They replace the rules that draw the whole tensor on every rank.
 """
 
 from ._draws import attention as _attention

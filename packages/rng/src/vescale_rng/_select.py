@@ -25,13 +25,15 @@ class use_stream:
         vescale_rng.use_stream("philox")            # from now on
         with vescale_rng.use_stream("philox"): ...  # here
 
-    `"torch"`, the default: bitwise what stock torch draws on one device; on CPU the time is that of the global
-    tensor, or less. `"philox"`: every value is a function of 128 bits that the draw takes from the generator and of
-    the element's global index; the same numbers on every mesh and world size, at the cost of the shard, but not
-    those that torch would draw. Only DTensors and deferred tensors are drawn from it: plain tensors are torch's own.
+    `"torch"`, the default, is bitwise what stock torch draws on one device; on a CPU, it takes at most the time of
+    drawing the global tensor. In `"philox"`, every value is a function of 128 bits that the draw takes from the
+    generator and of the element's global index. The numbers are the same on every mesh and world size, and cost only
+    the time of the shard, but they are not those of torch. Only DTensors and deferred tensors draw from it: plain
+    tensors always get torch's own numbers.
 
-    Use the same on every rank. Both streams keep their state in torch's generators: `manual_seed`, `get_state`,
-    `fork`, and the recompute of a checkpoint are right for either. Raises RandomStreamError for another name.
+    Use the same stream on every rank. Both streams keep their state in torch's generators, so `manual_seed`,
+    `get_state`, `fork` and the recomputation of a checkpoint work for either. Raises RandomStreamError for another
+    name.
     """
 
     def __init__(self, name: Stream) -> None:
@@ -51,11 +53,11 @@ class use_stream:
 
 
 class RandomStreamError(VescaleError):
-    """A stream that does not exist."""
+    """A random stream does not exist, or cannot be used here."""
 
 
 def manual_seed(seed: int, *, stream: Stream | None = None) -> Generator:
-    """`torch.manual_seed(seed)`, and the stream to draw from, if named. Call it on every rank alike."""
+    """Calls `torch.manual_seed(seed)`, and selects the stream if one is named. Call it on every rank alike."""
     if stream is not None:
         use_stream(stream)
     return torch.manual_seed(seed)

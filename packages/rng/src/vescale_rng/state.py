@@ -26,7 +26,7 @@ class RandomStateError(VescaleError):
 
 
 def get_state(generator: Generator | None = None) -> Tensor:
-    """The state of torch's default CPU generator, or of `generator`, as `set_state` takes it. No communication."""
+    """Returns the state of torch's default CPU generator, or of `generator`, for `set_state`. No communication."""
     return generator_or_default(generator).get_state()
 
 
@@ -37,8 +37,8 @@ def set_state(state: Tensor, generator: Generator | None = None) -> None:
 
 @contextmanager
 def fork(seed: int | None = None, generator: Generator | None = None) -> Iterator[Generator]:
-    """Inside the block the generator draws from a state of its own, seeded with `seed` if given; afterwards the
-    state from before the block is restored.
+    """Gives the generator its own state inside the block, seeded with `seed` if given, and restores the earlier state
+    afterwards.
 
         with vescale_rng.fork(seed=7):
             x = vescale_rng.randn(4, 4, device_mesh=mesh, placements=[Shard(0)])
@@ -54,11 +54,11 @@ def fork(seed: int | None = None, generator: Generator | None = None) -> Iterato
 
 
 def check_in_step(device_mesh: DeviceMesh, generator: Generator | None = None) -> None:
-    """Checks that the generators of all ranks of the mesh, on the host and on the device, are in the same state.
-    Call it on every rank.
+    """Checks that the generators of all ranks of the mesh, on the host and on the device, are in the same state. Call
+    it on every rank.
 
-    Raises RandomStateError, on every rank alike, that names the first rank that drifted and the draws between
-    which it did. Communication: some KB from every rank.
+    Raises RandomStateError, on every rank alike, which names the first rank that deviates and the two draws between
+    which it deviated. Communication: some KB from every rank.
     """
     mesh = mesh_of(device_mesh)
     own = [generator_or_default(generator)]

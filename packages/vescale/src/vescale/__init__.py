@@ -1,4 +1,4 @@
-"""veScale in one import: the public names of its packages, under one name."""
+"""veScale in one import: the public names of its packages under one name."""
 
 from vescale_checkpoint import CheckpointError as CheckpointError
 from vescale_checkpoint import ConflictError as ConflictError

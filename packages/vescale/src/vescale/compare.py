@@ -28,14 +28,14 @@ def compare(run_a: str | Path, run_b: str | Path, *, rtol: float = 0.0) -> Compa
 
     Arguments:
         run_a, run_b: their folders.
-        rtol: 0 asks for every bit. Otherwise places differ whose tensors are farther apart than rtol times the larger
-            norm; the distance is estimated from sketches, usually within a quarter of its size.
+        rtol: 0 compares every bit. Otherwise, places differ if their tensors are farther apart than rtol times the
+            larger norm. The distance is estimated from sketches, usually within a quarter of its size.
 
-    Places are gone through in the order of computation: per step all forwards, by call, then all backwards, then what
-    the optimizer made. Ranks that hold another replica than the first are a difference, too. Places that only one run
-    has (a root module under a pipeline) are listed, and are no difference by themselves.
+    Places are compared in the order of computation: in each step all forwards, by call, then all backwards, then the
+    results of the optimizer. A rank that holds another replica than the first is a difference, too. Places that only
+    one run has (a root module under a pipeline) are listed, but are no difference by themselves.
 
-    Raises VescaleError: a folder that holds no record, or one of another format.
+    Raises VescaleError if a folder holds no record, or one of another format.
 
     Example:
         >>> print(vescale.compare("runs/one", "runs/tp4", rtol=1e-4))
@@ -64,7 +64,7 @@ def compare(run_a: str | Path, run_b: str | Path, *, rtol: float = 0.0) -> Compa
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` gives; `str()` is the report."""
+    """The result of `compare`; `str()` is the report."""
 
     run_a: str
     run_b: str

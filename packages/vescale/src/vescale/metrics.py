@@ -185,19 +185,19 @@ def metrics(
     """Reports metrics of a training run, on one device or under any plan.
 
     Arguments:
-        model: its calls count tokens: the elements of the first integer tensor that it is given, else the rows of the
-            first tensor.
-        optimizer: whose gradients' norm is told, at every step that is.
-        writers: of the steps told, on the first rank alone (see `Writer`).
-        every: how many steps are told as one.
-        flops_per_token: by default 6 per parameter, of experts the share that a token meets where the model's config
-            says it; embeddings that only look up are left out, attention over the sequence, too.
-        peak_flops: of one device, in the training's dtype; by default what the data sheet of this one says.
+        model: its calls count tokens: the elements of the first integer tensor among its arguments, or else the rows of
+            the first tensor.
+        optimizer: the norm of its gradients is reported, at every reported step.
+        writers: receive the reported steps, on the first rank only (see `Writer`).
+        every: how many steps are reported as one.
+        flops_per_token: by default 6 per parameter; for experts, the share that a token meets if the model's config
+            says it. Embeddings that only look up, and attention over the sequence, are not counted.
+        peak_flops: of one device, in the training's dtype; by default from the data sheet of this device.
 
-    Cost: a norm of the gradients (one small all-reduce) and two waits of the host for each step that is told; on others
-    two hooks. A loss that the model returned is global, so that nothing is averaged over ranks.
+    Cost: a norm of the gradients (one small all-reduce) and two waits of the host for each reported step; two hooks on
+    others. A loss that the model returned is global, so nothing is averaged over ranks.
 
-    Raises VescaleError for an `every` that is no count.
+    Raises VescaleError if `every` is not a positive number.
     """
     if every < 1:
         raise VescaleError("metrics", f"every={every} is not a number of steps", (), [("every=1", "tells each step")])

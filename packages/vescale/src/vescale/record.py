@@ -50,17 +50,17 @@ def record(
 
     Arguments:
         model: on one device, or parallelized under any plan, in eager mode, or in `auto`, which is eager meanwhile.
-        path: a folder that does not exist yet; rank 0 writes `steps.jsonl` there, a line per step.
-        optimizer: its `step()` ends a step of the record. Without it, call `.step()` of what `record` gives.
-        keep: globs of places whose values are stored whole, such as "3/forward/layers.0*" or a name that a
-            comparison printed.
+        path: a folder that does not exist yet; rank 0 writes `steps.jsonl` there, with one line per step.
+        optimizer: its `step()` ends a step of the record. Without it, call `.step()` of the returned recorder.
+        keep: globs of places whose values are stored whole, such as "3/forward/layers.0*" or a name that a comparison
+            printed.
 
-    Numbers, not values, are recorded: a digest of every bit, a sketch, the norm and the largest absolute value. Calls
-    that a checkpoint makes again in the backward are not recorded, nor modules inside of an experts module.
+    It records numbers instead of values: a digest of every bit, a sketch, the norm and the largest absolute value.
+    Calls that a checkpoint repeats in the backward are not recorded, nor modules inside an experts module.
     Communication: per step a gather to rank 0 and a broadcast over the world, and an all-reduce for each value that is
-    a partial sum. No value that the run computes changes. Without `record` no hook is installed.
+    a partial sum. Recording does not change any value of the run. Without `record`, no hook is installed.
 
-    Raises VescaleError: the path cannot be written, the model runs in static mode.
+    Raises VescaleError if the path cannot be written, or the model runs in static mode.
 
     Example:
         >>> with vescale.record(model, "runs/tp4", optimizer=optimizer):

@@ -36,19 +36,20 @@ def simulate(function: Callable[..., Any], *args: Any, ranks: int = 8, **kwargs:
         weights = vescale.simulate(train, ranks=8)
         weights[3].to_local()                        # what rank 3 holds
 
-    Each rank runs in a thread of its own, one at a time, and hands over where it waits for another: in a collective, or
-    a receive. Rank 0 runs in this thread, so that debuggers and notebooks work; `vescale.breakpoint()` stops all ranks.
-    The default group, torch's, Python's and numpy's random state, hooks, RANK in the environment are each rank's
-    own; generators begin where they stand here. Numbers are those of as many processes on gloo, to the bit: one thread
-    computes for a rank, and all of them on one processor.
+    Each rank runs in its own thread, one at a time, and yields where it waits for another, in a collective or a
+    receive. Rank 0 runs in this thread, so debuggers and notebooks work; `vescale.breakpoint()` stops all ranks. Each
+    rank has its own default group, random state of torch, Python and numpy, hooks, and RANK in the environment;
+    generators start from their current state. Numbers are bitwise those of the same number of gloo processes: each rank
+    computes with one thread, and all ranks share one processor.
 
     Arguments:
-        function: what a rank does: it makes its model itself, or takes it as an argument.
+        function: what a rank does. It makes its own model, or takes one as an argument.
         args, kwargs: for the function; every rank gets a copy.
-        ranks: of the world. All tensors are in this process's memory: so many models, where nothing is sharded.
+        ranks: of the world. All tensors are in this process's memory: one model per rank, if nothing is sharded.
 
-    Raises what the rank raised that did so first, with a note that says which; CommunicationError at once, where all
-    ranks wait for each other, with who waits for what; MeshError in a rank of a world of several, or without ranks.
+    Raises the error of the first rank that raised, with a note that names the rank; CommunicationError at once if all
+    ranks wait for each other, with what each waits for; MeshError inside a rank of a world of several, or without
+    ranks.
     """
     world = World(ranks)
     given = [copy.deepcopy((args, kwargs)) for _ in range(ranks)]

@@ -38,15 +38,15 @@ LANES = ("compute", "collectives", "pipeline")
 
 @contextlib.contextmanager
 def timeline(folder: str | Path, model: nn.Module | None = None) -> Iterator[None]:
-    """Records what this rank does inside the block and writes it to `folder/rank-N.json`.
+    """Records what this rank does inside the block, and writes it to `folder/rank-N.json`.
 
     Arguments:
-        folder: made if it is not there; the same for all ranks, on a file system that they share, or collected later.
-        model: whose modules are shown, by their paths; without it, collectives and pipeline actions alone.
+        folder: created if it does not exist; the same for all ranks, on a shared file system, or collected later.
+        model: whose modules are shown, by their paths; without it, only collectives and pipeline actions are.
 
-    Times are the host's: on an accelerator, which runs behind, those of its commands. Modules of a model in static
-    mode are shown where hooks still see them. Costs some Python per module and collective while open, nothing
-    otherwise. Clocks of several machines are as far apart as the machines' clocks are (`vescale doctor`).
+    Times are those of the host: on an accelerator, which runs behind, those of its commands. Modules of a model in
+    static mode are shown where hooks still see them. It costs some Python per module and collective while open, and
+    nothing otherwise. The clocks of several machines may differ (see `vescale doctor`).
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", 0))
     notes = _Notes()
@@ -66,10 +66,10 @@ def timeline(folder: str | Path, model: nn.Module | None = None) -> Iterator[Non
 
 
 def merge_timeline(folder: str | Path, path: str | Path | None = None) -> Path:
-    """Merges what all ranks wrote to a folder into one Chrome trace, by default `folder/trace.json`. Returns its
-    path.
+    """Merges the files that all ranks wrote to a folder into one Chrome trace, by default `folder/trace.json`. Returns
+    its path.
 
-    Raises VescaleError where the folder holds no timeline.
+    Raises VescaleError if the folder holds no timeline.
     """
     ranks = read_timeline(folder)
     begin = min((span["start"] for spans in ranks.values() for span in spans), default=0.0)

@@ -17,11 +17,11 @@ class Retention:
     """Which committed steps are kept: every step that any rule names, and the newest.
 
     Arguments:
-        last: the newest so many.
-        every: every step that is a multiple of this.
-        best: a metric's name (`save(..., metrics={"loss": 0.3})`); the `count` best steps by it.
+        last: the number of newest steps to keep.
+        every: keep every step that is a multiple of this.
+        best: a metric's name (`save(..., metrics={"loss": 0.3})`); keep the `count` best steps by it.
         count: see `best`.
-        largest: whether the best is the largest value, not the smallest.
+        largest: whether the best value is the largest instead of the smallest.
     """
 
     last: int = 1

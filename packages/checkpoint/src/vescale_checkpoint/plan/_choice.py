@@ -15,13 +15,13 @@ LOSSLESS = "lossless"
 
 @dataclass(frozen=True)
 class Report:
-    """What a load did.
+    """The result of a load.
 
     matched: names of the state that were loaded.
     missing: names of the state that the checkpoint lacks; they kept their values.
-    extra: names of the checkpoint, under keys that the state has, that went nowhere.
+    extra: names of the checkpoint, under keys that the state has, that were not used.
     skipped: keys of the checkpoint that the state does not have, and names outside `only`.
-    converted: name -> "from->to", where a dtype was converted.
+    converted: name -> "from->to", for each converted dtype.
     """
 
     path: str

@@ -52,10 +52,10 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One collective: its kind, the axes, bytes received by this rank, and the cause.
+    """One collective: its kind, the axes, the bytes that this rank received, and the cause.
 
-    `count` is 0 for the second half of a reduction that a backend needs two calls
-    for: it is the same collective, and its bytes are its own.
+    `count` is 0 for the second half of a reduction for which a backend needs two calls: it belongs to the same
+    collective, but has its own bytes.
     """
 
     kind: str
@@ -121,10 +121,10 @@ def finish(event: Event | None) -> None:
 
 @contextlib.contextmanager
 def watched(begins: Callable[[Event], None], ends: Callable[[Event], None]) -> Iterator[None]:
-    """Calls `begins` and `ends` around every collective of this rank: the same event object each time.
+    """Calls `begins` and `ends` around every collective of this rank, with the same event object each time.
 
-    One that overlaps with compute ends when somebody waits for it. On an accelerator a
-    collective is only handed over; what is told are the host's times.
+    A collective that overlaps with computation ends when something waits for it. On an accelerator, a collective is
+    only enqueued; the times are those of the host.
     """
     listeners.append(begins)
     finishers.append(ends)

@@ -211,8 +211,8 @@ def _of_node(node: Any, layout: Layout) -> Origin | None:
 def explaining(model: nn.Module | None = None) -> Iterator[None]:
     """While the context is open, records every function that returns a DTensor, for `explain`.
 
-    Arguments: the model, for paths of modules and names of parameters. Costs some Python per function while open, and
-    nothing otherwise; records hold no tensors. A model in static mode runs eagerly meanwhile.
+    Arguments: the model, for the paths of modules and the names of parameters. It costs some Python per function while
+    open, and nothing otherwise. Records hold no tensors. A model in static mode runs eagerly meanwhile.
     """
     from ..debug import comm_trace
 
@@ -226,11 +226,11 @@ def explaining(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def explain(tensor: Tensor, depth: int = 3) -> Explanation:
-    """Explains where a tensor's layout came from: why it is replicated, sharded or partial on each axis, which
-    function on which line made it so, what was sent for it, and the same for its inputs. Never communicates.
+    """Explains where a tensor's layout came from: why it is replicated, sharded or partial on each axis, which function
+    on which line made it so, what was sent for it, and the same for its inputs. No communication.
 
     Arguments:
-        tensor: one that was made within `explaining(model)`, or a parameter.
+        tensor: a tensor made within `explaining(model)`, or a parameter.
         depth: how many calls to go back.
 
     Example:

@@ -23,13 +23,12 @@ from .state import INVARIANT, PARTIAL, REPLICATE, State, flat, sharded
 
 
 class Layout:
-    """Mesh, state per mesh axis, global shape. Make one with `layout_of`.
+    """A mesh, a state per mesh axis, and a global shape. Make one with `layout_of`.
 
-    Every layout has an `untracked` twin, with which tensors made under no_grad
-    are attached: should such a tensor turn up with a grad_fn, somebody's autograd
-    Function attached it and our conversions inside left no trace (design section
-    3, contract 3). Both have a `watched` twin, of tensors whose owner hears of the
-    views that are taken of them (`_tensor/loans.py`). `base` is the ordinary one of the four.
+    Every layout has an `untracked` twin, which is attached to tensors made under no_grad. If such a tensor later has a
+    grad_fn, a user's autograd Function attached it, and our conversions inside that Function left no trace (design
+    section 3, contract 3). Both have a `watched` twin, for tensors whose owner is told of the views that are taken of
+    them (`_tensor/loans.py`). `base` is the ordinary one of the four.
     """
 
     __slots__ = (
@@ -74,7 +73,7 @@ class Layout:
 
     @property
     def gradient(self) -> Layout:
-        """The layout of the gradient of a tensor of this layout."""
+        """The layout of the gradient of a tensor with this layout."""
         if self._gradient is None:
             self._gradient = layout_of(self.mesh, tuple(s.gradient for s in self.states), self.shape)
         return self._gradient
@@ -157,7 +156,7 @@ class Layout:
         return tuple(shape)
 
     def region_at(self, coordinate: tuple[int, ...]) -> tuple[Ranges, ...]:
-        """Per dim, the global index ranges that the shard at `coordinate` holds, in local order.
+        """Returns, per dim, the global index ranges that the shard at `coordinate` holds, in local order.
 
         A flat shard is not a product of ranges: see `boxes_at`.
         """
@@ -181,12 +180,12 @@ class Layout:
         return held
 
     def boxes_at(self, coordinate: tuple[int, ...]) -> list[Box]:
-        """What the rank at `coordinate` holds, as boxes of the global tensor, in the order of its memory.
+        """Returns what the rank at `coordinate` holds, as boxes of the global tensor, in the order of its memory.
 
-        Each is (per dim a half-open index range, where its elements begin in the flattened
-        local tensor). A box's elements are contiguous there, row-major; the boxes follow one
-        another without gaps. A contiguous flat range of n dims is at most 2n - 1 boxes; an
-        interleaved dim splits what lies around it. No elements, no boxes.
+        Each is (a half-open index range per dim, the offset of its first element in the flattened local tensor). The
+        elements of a box are contiguous there, row-major, and the boxes follow one another without gaps. A contiguous
+        flat range of n dims has at most 2n - 1 boxes; an interleaved dim splits the boxes around it. A shard without
+        elements has no boxes.
         """
         start, stop = self.flat_range_at(coordinate)
         return boxes(self.opened.region_at(coordinate), start, stop)

@@ -21,7 +21,7 @@ FINEST = 64
 
 
 class ReproducibleError(VescaleError):
-    """The computation has no order that is independent of the mesh; the message says what can be used instead."""
+    """The computation has no order of sums that is independent of the mesh; the message says what to use instead."""
 
 
 @dataclass(frozen=True)

@@ -33,28 +33,31 @@ _current: reproducible | None = None
 
 
 class reproducible(TorchFunctionMode):
-    """Inside the context no sum depends on the mesh: losses, gradients and parameters are equal TO THE BIT on every
-    mesh.
+    """Makes all sums inside the context independent of the mesh: losses, gradients and parameters are equal TO THE BIT
+    on every mesh.
 
         with vescale.reproducible(splits={"batch": 8, "seq": 2, "hidden": 8}):
             train()                      # on one device, or parallelized by any plan
 
-    Every contraction is computed in blocks of a canonical grid, each of one shape on every mesh, and what is summed
-    is summed over a fixed tree (`tree.py`): a rank sums the blocks it holds, the ranks' sums are gathered,
-    and all ranks finish the tree alike. One device in the mode holds all blocks. So the bits depend on the splits
-    and on the hardware, not on the mesh. A run in the mode is compared with a run in the mode, of the same splits.
+    Every contraction is computed in blocks of a canonical grid, whose shapes are the same on every mesh, and the blocks
+    are summed over a fixed tree (`tree.py`): a rank sums the blocks that it holds, the ranks' sums are gathered, and
+    all ranks finish the tree alike. One device in the mode holds all blocks. The bits therefore depend on the splits
+    and on the hardware, not on the mesh. Compare a run in the mode only with another run in the mode, with the same
+    splits.
 
     Arguments:
-        splits: into how many blocks the first dim of activations ("batch"), their second ("seq") and features
-            ("hidden") are cut; powers of two. A mesh must divide them. More blocks fit more meshes, and cost more.
-        threads: of every process, while the mode is on; kernels round by how many they are.
+        splits: the number of blocks for the first dim of activations ("batch"), their second dim ("seq") and features
+            ("hidden"); powers of two. The sizes of the mesh must divide them. More blocks fit more meshes, and cost
+            more.
+        threads: the number of threads of every process while the mode is on, because kernels round depending on it.
 
-    Functions without a canonical form are run on whole tensors, by every rank: a FallbackWarning tells once of each
-    that gathers. Experts on an expert axis compute on weights gathered over it. Raises ReproducibleError where a shard
-    is not made of whole blocks, with the nearest splits; for what computes on shards out of sight (`local_map`, static
-    and compiled modules); and when a mode is opened inside another. What a user computes on `to_local()` is the user's.
-    Overhead off: none; on: benchmarks/reproducible.py. Communication: every sum over a sharded dim all-gathers the
-    ranks' partial results; backward, a conversion sends the gradient of every use by itself (`uses.py`).
+    Functions without a canonical form run on whole tensors, on every rank; a FallbackWarning reports each that gathers
+    once. Experts on an expert axis compute on weights gathered over it. Raises ReproducibleError if a shard does not
+    consist of whole blocks, with the nearest splits that work; for code that computes on shards out of sight
+    (`local_map`, static and compiled modules); and if a mode is opened inside another. Computations on `to_local()` are
+    the user's own responsibility. Overhead when off: none; when on: benchmarks/reproducible.py. Communication: every
+    sum over a sharded dim all-gathers the ranks' partial results; in backward, a conversion sends the gradient of every
+    use separately (`uses.py`).
     """
 
     def __init__(self, splits: Mapping[str, int] | Splits | None = None, *, threads: int = 1) -> None:

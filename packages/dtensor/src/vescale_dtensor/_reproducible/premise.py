@@ -23,10 +23,10 @@ ENTRIES, ROWS = 12, 36
 def check_premise(device: torch.device | str = "cpu", shapes: Sequence[tuple[int, int, int]] = SHAPES) -> list[str]:
     """Lists the operations that do not behave on this device as the reproducible mode requires; empty if all do.
 
-    Asked of every entry of a batched product of blocks [m, k] x [k, n] (`shapes`), of additions, of adding up rows by
-    index, and of the elementwise functions on contiguous memory of a multiple of 64 elements: that the same input gives
-    the same bits again, among fewer entries and alone, at another alignment of memory, and with another number of
-    threads. Takes a second or two; changes the number of threads meanwhile. No communication.
+    It tests every entry of a batched product of blocks [m, k] x [k, n] (`shapes`), additions, adding up rows by index,
+    and the elementwise functions on contiguous memory of a multiple of 64 elements. The same input must give the same
+    bits again, among fewer entries and alone, at another memory alignment, and with another number of threads. It takes
+    a second or two, and changes the number of threads meanwhile. No communication.
 
     Example:
         >>> vescale.check_premise()

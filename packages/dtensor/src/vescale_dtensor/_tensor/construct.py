@@ -29,9 +29,9 @@ from .tensor import DTensor, attach, local_only
 def distribute_tensor(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Shards a tensor that every rank holds in full. Each rank slices its shard and moves it to the mesh's device.
 
-    A leaf stays a leaf: the result is a fresh leaf with the same `requires_grad`.
-    A `Partial` axis keeps the value on its first rank and zeros elsewhere. No
-    communication. Raises MeshError or PlacementError for what does not fit.
+    A leaf stays a leaf: the result is a fresh leaf with the same `requires_grad`. A `Partial` axis keeps the value on
+    its first rank and zeros elsewhere. No communication. Raises MeshError or PlacementError if the arguments do not
+    fit.
     """
     _check_strided("distribute_tensor", tensor)
     layout = _layout("distribute_tensor", tensor.shape, device_mesh, placements)
@@ -53,21 +53,19 @@ def from_local(
     shape: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
 ) -> DTensor:
-    """The DTensor whose shard on this rank is `local`; shares its storage, differentiable.
+    """Returns the DTensor whose shard on this rank is `local`. It shares the storage and is differentiable.
 
-    The gradient that `local` gets is, as that of `to_local()`, the shard of the DTensor's gradient: on an axis where it
-    is replicated, this rank's contribution, which nobody has added up. A leaf that all ranks hold alike, and whose
-    gradient is wanted whole, becomes a DTensor by `distribute_tensor`.
+    The gradient of `local` is, as for `to_local()`, the shard of the DTensor's gradient. On an axis where it is
+    replicated, this is this rank's contribution, not summed over ranks. If all ranks hold the same leaf and you want
+    its whole gradient, use `distribute_tensor` instead.
 
-    One on another device is copied to the mesh's.
-    With `shape=` (the global shape) nothing is exchanged, and `local` must have the
-    size that the placements give it: a rank where it has not raises by itself. Without
-    it the ranks exchange their local shapes, from which the global one follows, and all
-    of them raise alike when the shapes do not fit. `stride` is accepted for torch's
-    signature; a DTensor's strides follow its shard's.
+    A tensor on another device is copied to the mesh's device. With `shape=` (the global shape) nothing is exchanged,
+    and `local` must have the size that the placements give it; a rank where it has not raises alone. Without it, the
+    ranks exchange their local shapes, derive the global shape, and all raise alike if the shapes do not fit. `stride`
+    is accepted for compatibility with torch's signature; a DTensor's strides follow those of its shard.
 
-    `Partial("avg")` is scaled to a sum; max, min and product are reduced at once (an
-    all-gather). Raises ShapeError when shapes do not fit.
+    `Partial("avg")` is scaled to a sum; max, min and product are reduced at once (an all-gather). Raises ShapeError if
+    shapes do not fit.
     """
     del stride
     _check_strided("from_local", local)
@@ -104,15 +102,13 @@ def from_local(
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """The same global tensor under other placements. Differentiable.
+    """Returns the same global tensor with other placements. Differentiable.
 
-    A `Replicate` axis keeps its state if it is replicated already, is I after a sum
-    (whose backward is then free) and R after a gather (whose backward is then a
-    reduce-scatter).
+    A `Replicate` axis keeps its state if it is already replicated. After a sum it is I (whose backward is free), and
+    after a gather R (whose backward is a reduce-scatter).
 
-    Cost: the cheapest conversion of design section 3 (a slice is free, an all-gather
-    receives the rest of the tensor, and so on). Raises PlacementError for a placement
-    that does not fit.
+    Cost: the cheapest conversion of design section 3 (a slice is free, an all-gather receives the rest of the tensor,
+    and so on). Raises PlacementError for a placement that does not fit.
     """
     if type(placements) is not tuple:
         placements = (placements,) if isinstance(placements, Placement) else tuple(placements)
@@ -160,7 +156,7 @@ def ones(*size, device_mesh: DeviceMesh, placements: Sequence[Placement], **opti
 def full(
     *size, fill_value=None, device_mesh: DeviceMesh, placements: Sequence[Placement], requires_grad=False, **options
 ) -> DTensor:
-    """`torch.full(size, fill_value)`; on a Partial axis the first rank holds the value, the others zero."""
+    """`torch.full(size, fill_value)`; on a Partial axis the first rank holds the value, and the others zero."""
     if fill_value is None:
         *size, fill_value = size
     size = _size(size)

@@ -68,12 +68,12 @@ class _UnderWay:
 class DTensor(Tensor, metaclass=TensorType):
     """A tensor sharded over a device mesh that is used and debugged as if it were on one device.
 
-    Methods that need the engine (`redistribute`, `full_tensor`, `grad`, `backward`, operators) are put on the class by
-    `methods.py`.
+    Create one with `distribute_tensor`, `DTensor.from_local`, a factory function or `vescale.parallelize`, never with
+    the constructor. `shape`, `size()` and all other metadata describe the global tensor; `to_local()` returns the
+    shard.
 
-    Create one with `distribute_tensor`, `DTensor.from_local`, a factory function or `vescale.parallelize`, never
-    with the constructor. `shape`, `size()` and all other metadata describe the global tensor; `to_local()` returns
-    the shard.
+    `methods.py` adds the methods that need the engine (`redistribute`, `full_tensor`, `grad`, `backward`, operators) to
+    the class.
     """
 
     _layout: Layout = _UnderWay()
@@ -165,8 +165,9 @@ class DTensor(Tensor, metaclass=TensorType):
     # --- to look at -------------------------------------------------------------------
 
     def draw(self) -> Picture:
-        """A picture of which rank holds which part, hatched where parts are summands: an SVG, which notebooks show and
-        `save(path)` writes. Never communicates."""
+        """Draws which rank holds which part, hatched if the parts are summands: an SVG, which notebooks show and
+        `save(path)` writes. No communication.
+        """
         from .._layouts.drawing import draw
 
         return draw(self._layout)

@@ -54,16 +54,15 @@ GENERATORS = {
 
 
 def generate(kind: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
-    """A schedule of a known kind, with communication; what it computes is in microbatch order on every stage.
+    """Returns a schedule of a known kind, with communication. Every stage computes in microbatch order.
 
     Arguments:
         kind: a key of GENERATORS, in any case, with - or _.
-        ranks: ranks of the pipeline, 1 or more.
-        microbatches: 1 or more; fewer than ranks, and numbers that do not divide, too.
-        virtual: stages per rank. V-shaped kinds have 2, and take 1 to mean that.
+        ranks: the ranks of the pipeline, 1 or more.
+        microbatches: 1 or more, including fewer than ranks, and numbers that ranks do not divide.
+        virtual: stages per rank. V-shaped kinds have 2, and accept 1 to mean that.
 
-    Raises ScheduleError for an unknown kind, numbers below 1, and a number of
-    virtual stages that the kind cannot have.
+    Raises ScheduleError for an unknown kind, numbers below 1, and a number of virtual stages that the kind cannot have.
     """
     key = kind.lower().replace("_", "-")
     if key not in GENERATORS:

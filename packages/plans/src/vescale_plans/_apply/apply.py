@@ -77,38 +77,36 @@ def parallelize(
 ) -> tuple[nn.Module, Any]:
     """Shards `model` in place as `plan` says, and creates its optimizer.
 
-    Joins torch.distributed from torchrun's environment when nobody has; outside
-    torchrun the same script runs in a world of one. Where there is an accelerator, the model moves to
-    this rank's, parameters shard by shard, and so does each batch. `model.forward`, parameter names,
-    `state_dict` names and `print(model)` stay as they were.
+    If nothing has joined torch.distributed yet, `parallelize` joins it from torchrun's environment. Without torchrun,
+    the same script runs in a world of one rank. If there is an accelerator, the model moves to this rank's device,
+    shard by shard, and so does each batch. `model.forward`, parameter names, `state_dict` names and `print(model)` do
+    not change.
 
     Arguments:
         plan: see `Plan`.
-        model: a single-device model, built with the same values on every rank (same seed). If it was built
-            under `deferred_init`, this rank's shards are all that is allocated.
-        optimizer_fn: makes the optimizer from an iterable of parameters, or from groups of the model's parameters
-            that were put together before; or an optimizer that was made of the model's, with or without states, which
-            is taken over. Another one that was made of them raises in its step.
-        loss_fn: for a model whose forward does not compute the loss. From then on
-            `model(...)` returns `loss_fn(output, ...)`, called with the arguments of the
-            call: `model(batch)` is `loss_fn(output, batch)`. Keyword arguments that the
-            forward does not take go to `loss_fn` alone. It runs where the output is: under a
+        model: a single-device model, built with the same values on every rank (same seed). If it was built under
+            `deferred_init`, only this rank's shards are allocated.
+        optimizer_fn: makes the optimizer from an iterable of parameters, or from groups of the model's parameters that
+            were assembled before. Alternatively, an optimizer over the model's parameters, with or without states,
+            which is taken over. Any other optimizer over these parameters raises in its step.
+        loss_fn: for a model whose forward does not compute the loss. From then on `model(...)` returns
+            `loss_fn(output, ...)`, called with the arguments of the call: `model(batch)` is `loss_fn(output, batch)`.
+            Keyword arguments that the forward does not take go to `loss_fn` alone. It runs where the output is: under a
             pipeline on the last stage, per microbatch.
-        mode: "eager", or "static": modules whose own code computes on local shards what it
-            computes on full tensors run on plain tensors from the second call on (see `static`), and what stays eager
-            after it was static is told by a StaticWarning; "auto": the same without a word, and a call that a
-            debugger, a compiler or `reproducible` looks at is eager; "compile": static modules go through
-            torch.compile besides. By default what the environment variable VESCALE_MODE says, else "auto".
-        reproducible: splits, or a mode made of them: turns `vescale.reproducible` on, here and for the rest of the
-            process, as if this call and all that follows stood within it. Eager only.
-        stages: see `Stages`; `vescale.parallelize` brings it.
+        mode: "eager". "static": modules whose own code computes on local shards what it computes on full tensors run on
+            plain tensors from the second call on (see `static`), and a StaticWarning reports modules that become eager
+            again. "auto": the same without warnings, and a call that a debugger, a compiler or `reproducible` observes
+            is eager. "compile": static modules also go through torch.compile. The default is the environment variable
+            VESCALE_MODE, or else "auto".
+        reproducible: splits, or a mode made from them: turns `vescale.reproducible` on for this call and the rest of
+            the process. Eager mode only.
+        stages: see `Stages`; `vescale.parallelize` supplies it.
 
     Returns: the same model, and the optimizer (None without `optimizer_fn`).
 
-    Communicates: a few small all-gathers, of the plan, of parameter checksums and of
-    how every rank fared: what fails on one rank fails on all, with one message. Raises
-    MeshError, PlanError (of the plan, of a mode that is none, or of one that compiles where no compiler is found), or
-    PlainTensorError when ranks hold different values.
+    Communicates: a few small all-gathers, of the plan, of parameter checksums, and of the outcome on every rank, so
+    that a failure on one rank fails on all, with one message. Raises MeshError; PlanError for the plan, for an unknown
+    mode, or if "compile" finds no compiler; PlainTensorError if ranks hold different values.
     """
     join()
     with contextlib.ExitStack() as undo:
@@ -203,14 +201,15 @@ def _parallelized(
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside the context leave gradients unreduced; the first one outside, or the step, reduces
-    their sum."""
+    """Leaves gradients of backwards inside the context unreduced. The first backward outside, or the step, reduces
+    their sum.
+    """
     with model._vescale.sync.paused():
         yield
 
 
 def expert_load(model: nn.Module) -> dict[str, list[int]]:
-    """How many token copies each expert received in the last forward, by experts module or list.
+    """Returns how many token copies each expert received in the last forward, by experts module or list.
 
     Together with `expert_drops` they sum to tokens x k. Cost: one small all-gather per experts module.
     """
@@ -218,9 +217,9 @@ def expert_load(model: nn.Module) -> dict[str, list[int]]:
 
 
 def expert_drops(model: nn.Module) -> dict[str, list[int]]:
-    """How many token copies exceeded each expert's capacity in the last forward, by experts module or list.
+    """Returns how many token copies exceeded each expert's capacity in the last forward, by experts module or list.
 
-    All zeros unless the plan has a `capacity_factor`. Cost: one small all-gather per experts module.
+    All are zero unless the plan has a `capacity_factor`. Cost: one small all-gather per experts module.
     """
     return {boundary.name: boundary.total_dropped() for boundary in model._vescale.experts}
 

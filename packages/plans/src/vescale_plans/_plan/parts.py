@@ -18,12 +18,12 @@ GLOBS = ("parameters", "boundaries", "checkpointing", "regather", "offload_activ
 
 
 class PlanError(VescaleError):
-    """A plan that does not fit its model, its mesh, or itself."""
+    """A plan does not fit its model, its mesh, or itself."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Layouts at a module's boundary. Tensors are converted to them explicitly when the module is called.
+    """Layouts at the boundary of a module. Tensors are converted to them explicitly when the module is called.
 
     Arguments:
         input: of the first tensor among the positional, then the keyword arguments.
@@ -48,16 +48,15 @@ class Pipeline:
     Arguments:
         axis: the mesh axis whose ranks hold the stages.
         cuts: names of the modules that begin stages 1, 2, ...; stage 0 begins with the model.
-        schedule: the name of a schedule, or one written out, as its JSON dict.
-        microbatches: parts that the batch is cut in (dim 0).
+        schedule: the name of a schedule, or an explicit one, as its JSON dict.
+        microbatches: the number of parts into which the batch is split (dim 0).
         virtual: stages per rank.
-        owners: module -> the stage that holds what is in it, where that is not told by the order in which modules are
-            registered: of a head that `__init__` makes first, the last stage's number.
-        loss: how the microbatches' losses make the batch's: "mean" or "sum"; None finds it out from the functions that
-            compute the loss, which is an error where they do not tell.
+        owners: module -> the stage that owns its contents, for modules whose stage does not follow from the order of
+            registration. Example: a head that `__init__` creates first gets the number of the last stage.
+        loss: how the losses of the microbatches combine: "mean" or "sum". None derives it from the functions that
+            compute the loss, and raises an error if it cannot.
 
-    Raises PlanError for values that are not of these kinds; that the number of stages
-    fits the mesh is checked by `Plan`.
+    Raises PlanError for invalid values. `Plan` checks that the number of stages fits the mesh.
     """
 
     axis: str = "pp"
@@ -110,11 +109,11 @@ class Precision:
     """Mixed precision: parameters are stored and updated in the dtype in which the model was built.
 
     Arguments:
-        compute: floating dtype in which parameters and floating inputs enter forward and backward.
+        compute: floating dtype of parameters and floating inputs in forward and backward.
         reduce: floating dtype in which gradients are summed over ranks.
-        sent: dtype in which gradients travel to their sum, None for `reduce`: a floating one, or torch.int8 (a
-            scale per 256 numbers, errors up to 1/254 of the largest of them; bytes sent fall to a quarter of
-            float32's). What axes outside of ZeRO's sum, and what is gathered after the sum, stays in `reduce`.
+        sent: dtype in which gradients are sent to be summed; None means `reduce`. A floating dtype, or torch.int8 (one
+            scale per 256 numbers, errors up to 1/254 of the largest of them; it sends a quarter of float32's bytes).
+            Sums over axes outside ZeRO, and gathers after the sum, stay in `reduce`.
 
     Raises PlanError for another dtype.
     """

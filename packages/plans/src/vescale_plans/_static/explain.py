@@ -10,11 +10,12 @@ from .threads import looking_thread
 
 
 class StaticTree:
-    """What static mode found about each module of a model: `str` is a tree with reasons and source lines.
+    """The findings of static mode about each module of a model. `str` gives a tree with reasons and source lines.
 
     Attributes:
-        calls: per module name, the verdict ("static", "static, draws its region", "eager", "not called") and reason.
-        thread: the name of a thread that runs now and might read the model, so that every call is eager; or None.
+        calls: per module name, the verdict ("static", "static, draws its region", "eager", "not called") and the
+            reason.
+        thread: the name of a running thread that might read the model, so that every call is eager; or None.
     """
 
     def __init__(self, model: nn.Module, sites: list[Site]) -> None:
@@ -46,10 +47,9 @@ class StaticTree:
 
 
 def explain_static(model: nn.Module) -> StaticTree:
-    """Prints and returns which modules of `model` run in static mode, which stay eager, and why, with the source
-    line.
+    """Prints and returns which modules of `model` run in static mode, which stay eager, and why, with the source line.
 
-    Raises PlanError when the model is not under static mode.
+    Raises PlanError if the model is not in static mode.
     """
     held = getattr(model, "_vescale", None)
     if held is None or held.static is None:

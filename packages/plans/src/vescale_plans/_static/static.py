@@ -282,21 +282,21 @@ def _regions_of(site: Site) -> Iterator[Region]:
 
 
 def static(model: nn.Module, verify_every: int = 0, *, compiler: str = "") -> nn.Module:
-    """Runs the modules of `model` whose code gives the same result on local tensors on plain tensors, from the
-    second call on. In place.
+    """Puts a parallelized model into static mode, in place: from the second call on, modules whose code gives the same
+    result on local tensors run on plain tensors.
 
     Arguments:
-        model: parallelized.
-        verify_every: every so many calls of the model all is recorded and tried anew,
-            eagerly; what does not hold any more stays eager, with a StaticWarning. 0: never.
-        compiler: a backend of torch.compile ("inductor") that each largest static module is
-            compiled with, as one graph, its collectives inside; "": none. A module that draws
-            random numbers inside, or is no one graph, stays uncompiled.
+        model: a parallelized model.
+        verify_every: every so many calls of the model, everything is recorded and tried again, eagerly. A module that
+            no longer holds stays eager, with a StaticWarning. 0: never.
+        compiler: a backend of torch.compile ("inductor") that compiles each of the largest static modules as one graph,
+            with its collectives; "": none. A module that draws random numbers, or does not compile to one graph, stays
+            uncompiled.
 
-    Returns: the model. Without a compiler results are bitwise those of eager mode.
+    Returns: the model. Without a compiler, results are bitwise those of eager mode.
 
-    Raises PlanError when the model is not parallelized, and where "inductor" finds no compiler for what it generates.
-    Costs nothing on the network.
+    Raises PlanError if the model is not parallelized, or if "inductor" finds no compiler for its generated code. No
+    communication.
     """
     if not hasattr(model, "_vescale"):
         raise PlanError("static", "the model is not parallelized", (), [("parallelize(plan, model) first", "")])

@@ -37,7 +37,7 @@ from .guard import FORWARD_HOOKS
 
 
 class StaticWarning(UserWarning):
-    """A module under static mode fell back to eager, or stayed uncompiled, and why."""
+    """A module in static mode fell back to eager, or stayed uncompiled, and why."""
 
 
 class StaleRegion(BaseException):

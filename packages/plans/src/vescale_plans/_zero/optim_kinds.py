@@ -41,17 +41,17 @@ _FREE = frozenset(
 def register_elementwise(kind: Kind | None = None, *, methods: tuple[str, ...] = ()) -> Any:
     """Declares that an optimizer's `step` treats each element of a parameter independently, as Adam's does.
 
-    Under a plan it then steps on this rank's part of the parameters, and its states are made for that part: one
-    all-gather of new parameters per step, where an optimizer that is not known steps on the DTensors themselves,
-    which is right as well, and gathers whatever its rules ask for. Norms of tensors, factored or blockwise quantised
-    states, and anything that looks at shapes are not elementwise. Subclasses that leave `step`, and what it calls,
-    alone are meant too. Called before `parallelize`; also a decorator.
+    Under a plan, such an optimizer steps on this rank's shard of the parameters, and its states have the size of the
+    shard. This takes one all-gather of new parameters per step. An unknown optimizer steps on the DTensors themselves,
+    which is correct too, but gathers whatever its rules require. Norms of tensors, factored or blockwise quantised
+    states, and anything that reads shapes are not elementwise. Subclasses that override neither `step` nor what it
+    calls are included. Call it before `parallelize`; it is also a decorator.
 
     Arguments:
         kind: the class of the optimizer.
-        methods: methods beside `step` that look at gradients or states (Sophia's `update_hessian`).
+        methods: methods other than `step` that read gradients or states (Sophia's `update_hessian`).
 
-    Raises PlanError for what is no optimizer, or has no such method.
+    Raises PlanError if `kind` is not an optimizer, or lacks such a method.
     """
     if kind is None:
         return lambda given: register_elementwise(given, methods=methods)

@@ -21,35 +21,36 @@ _START: dict[str, Any] = {"batches": 0, "samples": 0, "generators": []}
 
 
 def loader(loader: DataLoader, plan: Plan, *, parts: bool | None = None) -> Loader:
-    """Wraps a single-device DataLoader: its batches are the global batches, of which each rank loads its own rows.
+    """Wraps a single-device DataLoader: its batches become global batches, of which each rank loads its own rows.
 
-    The loop stays: `for batch in vescale.loader(loader, plan)`. Batches that were loaded in parts are DTensors of the
-    global batch; batches that every rank loads whole are as the loader gives them, and models cut them. The state of
-    the loader (`vescale.save(path, {"loader": loader, ...})`) is how many samples all ranks have been given: it goes on
-    with the next one under any other plan, with workers that fetch ahead, and with another batch size.
+    The loop stays the same: `for batch in vescale.loader(loader, plan)`. Batches that are loaded in parts are DTensors
+    of the global batch. Batches that every rank loads whole are returned unchanged, and the model shards them. The
+    state of the loader (`vescale.save(path, {"loader": loader, ...})`) is the number of samples delivered to all ranks.
+    It resumes with the next sample under any other plan, with workers that fetch ahead, and with another batch size.
 
-    Random numbers that a dataset draws follow from a sample's place in the epoch where batches are loaded in parts; so
-    they are the same under all plans, and other ones than those of a DataLoader that is not wrapped.
+    If batches are loaded in parts, the random numbers that a dataset draws depend on the sample's position in the
+    epoch. They are the same under all plans, but differ from those of an unwrapped DataLoader.
 
     Arguments:
-        loader: of a dataset with indices or an iterable one, with any number of workers. All ranks make it alike, with
-            samplers that shuffle from the same seed, for the batch of all ranks together. A StatefulDataLoader is one.
-        plan: says which rows of a batch are this rank's: torch.chunk's, over the data axes.
-        parts: whether ranks load their rows alone. None: where the collate function is known to stack samples, and
-            otherwise all ranks load whole batches, for a function that pads to the longest sample, or draws a mask,
-            has to see all. True is the promise that it looks at each sample alone.
+        loader: of an indexed or an iterable dataset, with any number of workers. All ranks make the same loader, with
+            samplers that shuffle from the same seed, for the batch of all ranks together. A StatefulDataLoader works
+            too.
+        plan: says which rows of a batch belong to this rank: those of torch.chunk, over the data axes.
+        parts: whether each rank loads only its rows. None: if the collate function is known to stack samples; otherwise
+            all ranks load whole batches, because a function that pads to the longest sample, or draws a mask, has to
+            see all samples. True promises that it treats each sample separately.
 
-    Batches of which some rank would get nothing are loaded whole. Of an iterable dataset every rank reads the whole
+    Batches in which some rank would have no row are loaded whole. For an iterable dataset, every rank reads the whole
     stream; workers share it as under torch.
 
-    Communicates, for batches in parts: a small all-gather of shapes per batch, and of indices in the first ones. Raises
-    PlanError, on all ranks alike, where ranks draw other samples, or rows have other shapes.
+    Communicates, for batches in parts: a small all-gather of shapes per batch, and of indices for the first ones.
+    Raises PlanError, on all ranks alike, if ranks draw different samples, or rows have different shapes.
     """
     return Loader(loader, plan, parts)
 
 
 class Loader(DataLoader):
-    """See `loader`. Attributes are those of the DataLoader that it stands for; what it loads by is `_own`."""
+    """See `loader`. Its attributes are those of the wrapped DataLoader; `_own` is the DataLoader that it loads with."""
 
     def __init__(self, loader: DataLoader, plan: Plan, parts: bool | None) -> None:
         _check(loader)
@@ -81,13 +82,15 @@ class Loader(DataLoader):
         self._state = dict(_START)  # the next one draws its own order
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: batches and samples given in this epoch, and what its order was drawn from. The same on all
-        ranks."""
+        """Returns the position: the batches and samples delivered in this epoch, and the generator state that its order
+        was drawn from. It is the same on all ranks.
+        """
         return dict(self._state if self._resumed is None else self._resumed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on after what the state has given. The sampler draws that epoch's order anew, from
-        the generators as they were; the generators themselves are left as they are."""
+        """Makes the next iteration continue after the samples that the state has delivered. The sampler draws that
+        epoch's order again, from the saved generator states; the generators themselves are not changed.
+        """
         self._resumed = dict(state) if state["batches"] else None
         self._state = dict(state)
 

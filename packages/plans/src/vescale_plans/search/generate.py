@@ -85,37 +85,39 @@ Runner = Callable[..., Any]
 def generate_plan(
     model: nn.Module, constraints: Mapping[str, Any] | None = None, *, runner: Runner | None = None, **asked: Any
 ) -> Plan:
-    """Finds the plan that a cost model considers fastest among all that fit. The model is not changed, and its code
+    """Returns the plan that a cost model considers fastest among all that fit. The model is not changed, and its code
     is not read.
 
-    Constraints are given as keywords, in one mapping `constraints`, or both.
+    Give constraints as keywords, in one mapping `constraints`, or both.
 
     Arguments:
-        world_size: ranks.
+        world_size: the number of ranks.
         batch: rows of the global batch.
         seq: positions of a row; by default those of `sample`.
-        hardware: a profile's name ("a100", "h100", "h200", "b200", "gb200", "v100", "l40s", "cpu"), a `Hardware`,
-            or "auto".
-        memory: bytes of one device that may be used; by default the profile's, less a margin.
-        precision: of the plan, see `Precision`; without one it computes in the parameters' dtype. Time and activations
-            are priced as computed.
+        hardware: a profile's name ("a100", "h100", "h200", "b200", "gb200", "v100", "l40s", "cpu"), a `Hardware`, or
+            "auto".
+        memory: usable bytes of one device; by default the profile's, less a margin.
+        precision: of the plan, see `Precision`; without it, the plan computes in the parameters' dtype. Time and
+            activations are priced accordingly.
         objective: "time", or "memory" for the smallest peak.
-        pin: {"tp": 8}: degrees and settings that are given; see `Candidate` for their names.
+        pin: degrees and settings to fix, such as {"tp": 8}; see `Candidate` for their names.
         forbid: names that must not be used ("pp", "sp", "zero"), or combinations ({"tp": 4, "zero": 3}).
         overrides: parameter glob -> placements, before all others.
-        sample: what the model is called with: a tensor, a tuple of arguments or a dict of keywords, one row or more.
-            Not needed for a model that takes `input_ids`. A tensor whose first dim is not the batch's is tried as
-            shared by all rows, and as holding as many entries of each row one after the other.
-        verify: a global batch that the model (with `loss_fn`, if given) makes a loss of; shapes count, values do not.
-            The choice is run dry on it, with AdamW or `optimizer_fn`, and the next best is taken where its peak is
-            beyond the memory: what is returned fits. Of a pipeline every stage is run, with as many microbatches as are
-            in flight at most, from which the rest is told.
+        sample: the arguments of a call of the model: a tensor, a tuple of arguments or a dict of keywords, with one row
+            or more. Not needed for a model that takes `input_ids`. If the first dim of a tensor is not the batch, it is
+            tried both as shared by all rows, and as holding the same number of entries for each row, one row after the
+            other.
+        verify: a global batch from which the model (with `loss_fn`, if given) computes a loss; only shapes count. The
+            chosen plan is dry-run on it, with AdamW or `optimizer_fn`, and if its peak exceeds the memory, the next
+            best is taken, so the returned plan fits. Every stage of a pipeline is run, with the largest number of
+            microbatches in flight, from which the rest follows.
         loss_fn, optimizer_fn: for `verify`, as for `parallelize`.
-        runner: of `verify` for pipelines; `vescale.generate_plan` brings it, without which they are taken by formula.
+        runner: runs `verify` for pipelines; `vescale.generate_plan` supplies it. Without it, pipelines are judged by
+            formula.
 
-    Deterministic; no process group, no GPU, and no weight is needed. `explain()` of the plan says why.
+    Deterministic; it needs no process group, GPU or weights. `explain()` of the plan gives the reasons.
 
-    Raises InfeasibleError when nothing fits, PlanError for a request that is none, or overrides that do not fit.
+    Raises InfeasibleError if nothing fits; PlanError for an invalid request, or overrides that do not fit.
     """
     request = {**(constraints or {}), **asked}
     _check_request(request)

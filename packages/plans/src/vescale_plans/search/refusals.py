@@ -17,7 +17,7 @@ MOST = 1 << 14
 
 
 class InfeasibleError(PlanError):
-    """No plan satisfies the request; the text names what binds, and the nearest plan that does fit."""
+    """No plan satisfies the request. The text names the limiting constraint, and the nearest plan that does fit."""
 
 
 def nothing_legal(request: Request) -> InfeasibleError:

@@ -29,11 +29,12 @@ Part = tuple[Tensor, Region]
 
 
 class use_geometry:
-    """Draws on CUDA devices what a device of this geometry would, from now on or within a `with` block.
+    """Draws on CUDA devices the numbers that a device of this geometry would draw, from now on or within a `with`
+    block.
 
         vescale_rng.use_geometry(vescale_rng.Geometry(multiprocessors=108, threads=2048))  # an A100, on any GPU
 
-    Use the same on every rank. None is the device's own, which is also the default.
+    Use the same geometry on every rank. None, the default, is the device's own.
     """
 
     def __init__(self, geometry: Geometry | None) -> None:

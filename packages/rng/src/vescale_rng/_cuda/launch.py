@@ -28,7 +28,7 @@ _LEAST = (1 << 31) - 1  # what 32 bits of index hold
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of one device: its multiprocessors, and the threads that each of them holds at once."""
+    """The geometry of a device: its multiprocessors, and the threads that each of them holds at once."""
 
     multiprocessors: int
     threads: int = 2048

@@ -48,8 +48,8 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """Inside the block, tensors are created without memory; `parallelize` or `materialize` allocates them and fills
-    in their values.
+    """Creates tensors inside the block without memory; `parallelize` or `materialize` allocates them and fills in their
+    values.
 
     Example::
 
@@ -58,8 +58,8 @@ def deferred_init() -> Iterator[None]:
         model, optimizer = vescale.parallelize(plan, model, optimizer_fn)  # only shards are ever allocated
 
     The values are bitwise those that the same lines would give without the block, from the same state of the default
-    generator (or of one passed in), and the generator ends in the same state. A function that reads values on the
-    way, such as `nn.init.trunc_normal_` of torch 2.13, costs the memory and time of the tensor it reads, once.
+    generator (or of one passed in), and the generator ends in the same state. A function that reads values meanwhile,
+    such as `nn.init.trunc_normal_` of torch 2.13, costs the memory and time of the tensor that it reads, once.
 
     Raises OperatorError for functions that change a tensor's storage (`resize_`, `set_`). No communication.
     """
@@ -68,7 +68,7 @@ def deferred_init() -> Iterator[None]:
 
 
 def is_deferred(tensor: object) -> bool:
-    """Whether the tensor has not been given its values yet."""
+    """Whether the tensor does not have its values yet."""
     return isinstance(tensor, Deferred)
 
 

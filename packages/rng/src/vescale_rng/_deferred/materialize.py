@@ -44,7 +44,7 @@ Ranges = Sequence[tuple[int, int]]
 
 
 def distribute(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """`distribute_tensor`, of a tensor that may be deferred: then only the shard is made. No communication."""
+    """`distribute_tensor` for a tensor that may be deferred; then only the shard is made. No communication."""
     if not is_deferred(tensor):
         return distribute_tensor(tensor, device_mesh, placements)
     layout = distribute_tensor(tensor._slot.meta, device_mesh, placements)._layout.base
@@ -56,10 +56,11 @@ def distribute(tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def materialize_shard(tensor: Deferred, layout: Layout) -> Tensor:
-    """This rank's part of a deferred tensor under a layout, a flat one too, as a plain tensor on the tensor's device.
+    """Returns this rank's part of a deferred tensor under a layout, which may be flat, as a plain tensor on the
+    tensor's device.
 
-    Only the shard is made, where every call that the value depends on allows it; else the whole, cut and let go. The
-    layout has nothing partial. No communication.
+    Only the shard is made if every call that the value depends on allows it. Otherwise, the whole tensor is made,
+    sharded and freed. The layout must not be partial. No communication.
     """
     with torch.no_grad():
         local = None if layout.is_replicated else _shard(tensor._slot, layout)
@@ -70,8 +71,8 @@ def materialize(target: nn.Module | Tensor) -> nn.Module | Tensor:
     """Allocates the deferred parameters, buffers and other tensors of a module on this rank, in full, and fills in
     their values.
 
-    In place for a module, which is returned; a tensor is returned anew. What is tied stays tied. Parameters keep
-    their attributes. No communication.
+    A module is filled in place and returned; for a tensor, a new one is returned. Tied tensors stay tied, and
+    parameters keep their attributes. No communication.
     """
     done: dict[int, Tensor] = {}
 

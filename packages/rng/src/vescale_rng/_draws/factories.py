@@ -36,7 +36,7 @@ def randint(
 
 
 def randperm(n: int, *, device_mesh: DeviceMesh, placements: Sequence[Placement], generator=None, **options) -> DTensor:
-    """`torch.randperm(n)`, sharded. Every rank makes it whole: each place depends on all before it."""
+    """`torch.randperm(n)`, sharded. Every rank makes it whole, because each element depends on all before it."""
     options.setdefault("device", mesh_of(device_mesh).device_type)
     return distribute_tensor(torch.randperm(n, generator=generator, **options), device_mesh, placements)
 

@@ -27,14 +27,14 @@ Orders = Sequence[Sequence[Action]]
 
 
 def add_communication(name: str, placement: Sequence[int], microbatches: int, orders: Orders) -> Schedule:
-    """A whole schedule from what each rank computes.
+    """Returns a complete schedule, given what each rank computes.
 
     Arguments:
-        name, placement, microbatches: as of `Schedule`.
-        orders: per rank, its F, B, I and W actions in order.
+        name, placement, microbatches: as for `Schedule`.
+        orders: the F, B, I and W actions of each rank, in order.
 
-    Raises ScheduleError when the orders wait for each other, or name stages of
-    another rank. Whether they cover every microbatch is for `verify` to say.
+    Raises ScheduleError if the orders wait for each other, or name stages of another rank. `verify` checks whether they
+    cover every microbatch.
     """
     _check_orders(placement, microbatches, orders)
     stages = len(placement)

@@ -76,12 +76,12 @@ def holds_gone(optimizer: Any) -> bool:
 
 
 def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Treats `optimizer`, which was created from a parallelized model's parameters, as if `parallelize` had created
-    it: it steps on this rank's parts, and `vescale.save` knows its states. For frameworks that create the optimizer
+    """Treats `optimizer`, which was created from a parallelized model's parameters, as if `parallelize` had created it:
+    it steps on this rank's shards, and `vescale.save` can store its states. For frameworks that create the optimizer
     themselves.
 
-    Returns the same object. Raises PlanError for a model that is not parallelized, an optimizer of other parameters,
-    or one that has states of full matrices. Cost: states that are there already are cut, before the first step none.
+    Returns the same object. Raises PlanError for a model that is not parallelized, an optimizer of other parameters, or
+    one that has states of full matrices. Cost: existing states are sharded; nothing before the first step.
     """
     parallel = getattr(model, "_vescale", None)
     if parallel is None:

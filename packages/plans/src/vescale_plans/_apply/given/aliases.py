@@ -30,7 +30,7 @@ _LEGACY = "_orig"
 
 
 class SharedMemoryWarning(UserWarning):
-    """Tensors outside of the model keep the values that its parameters had before `parallelize`."""
+    """Tensors outside the model keep the values that its parameters had before `parallelize`."""
 
 
 def check_aliases(model: nn.Module) -> None:
