@@ -135,6 +135,6 @@ def test_inputs_that_are_not_batch_first_are_planned_and_train_as_on_one_device(
 
 def test_inputs_that_fit_together_in_no_reading_are_refused_with_their_sizes():
     sample = torch.ones(4, WIDTH), torch.ones(7, WIDTH)
-    with pytest.raises(PlanError, match="no reading of them") as raised:
+    with pytest.raises(PlanError, match="it runs neither if they are shared") as raised:
         generate_plan(Apart(), world_size=2, batch=4, hardware="h100", sample=sample)
     assert "a row  [1, 16], [7, 16] at first" in str(raised.value) and "register_buffer" in str(raised.value)

@@ -288,7 +288,7 @@ def test_what_lies_in_a_parameters_memory_is_refused(share):
 def refused(share):
     model = Net()
     share(model)
-    with pytest.raises(PlanError, match="lies in the memory of the parameter"):
+    with pytest.raises(PlanError, match="shares the memory of the parameter"):
         parallelize(Plan(**ALONE), model)
 
 

@@ -240,7 +240,7 @@ def _data_parallel_sampler():
 
 REFUSED = {
     "other seeds": (_other_seeds, "draw other samples for one global batch"),
-    "distributed sampler": (_data_parallel_sampler, "DistributedSampler gives each rank samples of its own already"),
+    "distributed sampler": (_data_parallel_sampler, "DistributedSampler already gives each rank its own samples"),
     "other shapes": (lambda: list(loader(DataLoader(Ragged(8), 4), PLANS[2])), "rows of one batch have other shapes"),
     "names": (lambda: list(loader(DataLoader(Names(8), 4), PLANS[2])), "a batch holds something that is not a tensor"),
     "wrapped twice": (lambda: loader(loader(MADE["shuffled"](), PLANS[2]), PLANS[2]), "not a torch DataLoader"),

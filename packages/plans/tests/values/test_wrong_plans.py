@@ -326,8 +326,8 @@ TEXTS = {
         '            end with "*": {}          # replicates the rest'
     ),
     "a pattern after one that covers it": (
-        "Plan: the pattern '*.q_proj.weight' decides no parameter: '*' before it matches all that it "
-        "matches, and the first match decides\n"
+        "Plan: the pattern '*.q_proj.weight' decides no parameter: all its names match earlier patterns, "
+        "'*', and the first match decides\n"
         "fix one of: write '*.q_proj.weight' first\n"
         "            remove it"
     ),

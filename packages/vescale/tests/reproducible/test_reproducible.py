@@ -259,8 +259,8 @@ def test_a_mesh_that_does_not_divide_the_splits_names_the_nearest():
     "splits, told",
     [
         ({"rows": 2}, "unknown splits 'rows'"),
-        ({"batch": 6}, r"no power of two(.|\n)*\"batch\": 8"),
-        ({"seq": 0}, "no power of two"),
+        ({"batch": 6}, r"not a power of two(.|\n)*\"batch\": 8"),
+        ({"seq": 0}, "not a power of two"),
     ],
 )
 def test_wrong_splits(splits, told):

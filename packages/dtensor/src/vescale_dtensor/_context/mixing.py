@@ -103,10 +103,11 @@ def _check(tensor: Tensor, source: Layout, target: Layout, function: object) -> 
         return
     name = function_name(function)
     if function in MIXING:
-        _raise(name, "mixes positions of a sequence that {axis} cuts, and needs it whole", source)
+        _raise(name, "mixes positions of a sequence that {axis} shards, and needs the whole sequence", source)
     entry = TABLE.get(function) if callable(function) else None
     if entry is not None and entry.rule is None and entry.handler is None and name not in _MEETING:
-        _raise(name, "calls what has no rule: a sequence that {axis} cuts would be made whole for it", source)
+        rule = "calls a function without a rule, for which a sequence that {axis} shards would be gathered"
+        _raise(name, rule, source)
 
 
 def _is_cut(layout: Layout, dim: int) -> bool:
@@ -121,11 +122,11 @@ def _raise(operation: str, rule: str, layout: Layout) -> None:
     where = f"module {name!r} ({type(now.root.get_submodule(name)).__name__})" if name else "the model's own forward"
     whole = f"Boundary(input={{{axis!r}: Replicate()}})"
     remedies = [
-        (f"Plan(..., boundaries={{{name!r}: {whole}}})", "the module sees whole sequences: all-gathers what enters it")
+        (f"Plan(..., boundaries={{{name!r}: {whole}}})", "the module sees whole sequences: all-gathers its inputs")
     ] if name else []  # fmt: skip
     remedies += [
         ("Plan(..., context_axis=None)", "sequences stay whole on every rank"),
-        (f"register_rule({operation})", "where it does not mix positions, or communicates by itself"),
+        (f"register_rule({operation})", "if it does not mix positions, or communicates by itself"),
     ]
     states = ", ".join(map(repr, layout.states))
     operands = [f"operand  {list(layout.shape)}  {states}  on {layout.mesh}"]

@@ -156,7 +156,10 @@ def refuse_foreign(function: object, tensors: Iterable[Tensor]) -> None:
                 "torch's own DTensor is combined with one of veScale's, which would treat it as a plain tensor",
                 [f"operand  {list(tensor.shape)} {tensor.placements}"],
                 [
-                    ("DTensor.from_local(t.to_local(), t.device_mesh, t.placements)", "veScale's, as it lies: no copy"),
+                    (
+                        "DTensor.from_local(t.to_local(), t.device_mesh, t.placements)",
+                        "veScale's, with the same layout: no copy",
+                    ),
                     ("t.full_tensor()", "the whole tensor, plain: an all-gather or all-reduce"),
                 ],
             )
@@ -167,8 +170,8 @@ def refuse_foreign(function: object, tensors: Iterable[Tensor]) -> None:
                 f"{kind} meets a DTensor: it computes with functions of its own, which do not know about shards",
                 [f"operand  {list(tensor.shape)} {tensor.dtype}"],
                 [
-                    ("state = vescale.whole_state_dict(model)", "into a model of one device, which is then quantised"),
-                    ("tensor.dequantize()", "plain, where it has that"),
+                    ("state = vescale.whole_state_dict(model)", "load it on one device, and quantise that model"),
+                    ("tensor.dequantize()", "a plain tensor, if the class has this method"),
                 ],
             )
 

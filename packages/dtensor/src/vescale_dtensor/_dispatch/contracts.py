@@ -23,9 +23,9 @@ def raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> N
             for i, t in enumerate(tensors)
         ],
         [
-            ("DTensor.from_local(tensor, mesh, placements)", "a shard's work: its gradient is this rank's part"),
-            ("distribute_tensor(leaf, mesh, placements)", "of what it comes from, before, where all ranks hold that"),
-            ("register_rule(function)", "for a function that hands back plain tensors"),
+            ("DTensor.from_local(tensor, mesh, placements)", "if it is this rank's part: so is its gradient"),
+            ("distribute_tensor(leaf, mesh, placements)", "for the leaf that it came from, if all ranks hold that"),
+            ("register_rule(function)", "for a function that returns plain tensors"),
         ],
     )
 

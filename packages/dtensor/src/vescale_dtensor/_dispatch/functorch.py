@@ -37,7 +37,7 @@ _WRAPS = {_wrap_all_tensors.__code__, _wrap_all_tensors_to_functional.__code__}
 _TRANSFORMS = {"grad_and_value_impl": "grad", "_vjp_with_argnums": "vjp", "_jvp_with_argnums": "jvp"}
 _REMEDIES = [
     ("call the function without the transform", "batch dims and torch.autograd.grad(outputs, inputs) work on DTensors"),
-    ("local_map(torch.vmap(function), ...)", "on the shards, when that is what is meant"),
+    ("local_map(torch.vmap(function), ...)", "to run it on the shards"),
 ]
 
 

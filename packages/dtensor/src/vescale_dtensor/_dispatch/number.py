@@ -140,7 +140,7 @@ def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
 def _refuse(function: Any, tensors: list[Tensor]) -> None:
     raise OperatorError(
         function.overloadpacket.__name__,
-        "writes, below the engine, to a number of which every rank holds a part",
+        "writes, below the engine, to a number of which each rank holds only a part",
         [describe("operand", tensor, tensor._layout) for tensor in tensors if type(tensor) is DTensor],
         [
             ("tensor.full_tensor()", "the value, plain: a collective of one number"),

@@ -49,8 +49,11 @@ class Splits:
         for name, value in given.items():
             if not isinstance(value, int) or value < 1 or value & (value - 1):
                 near = 1 << max(int(value) - 1, 0).bit_length() if isinstance(value, int) else 8
-                rule = f"{name!r} is split into {value!r} blocks, which is no power of two: blocks are summed in pairs"
-                raise ReproducibleError("reproducible", rule, (), [(f'splits={{"{name}": {near}}}', "the next one")])
+                rule = (
+                    f"{name!r} is split into {value!r} blocks, which is not a power of two: blocks are summed in pairs"
+                )
+                fix = (f'splits={{"{name}": {near}}}', "the next power of two")
+                raise ReproducibleError("reproducible", rule, (), [fix])
         return Splits(**given)
 
 

@@ -83,7 +83,7 @@ def from_local(
         differ = [i for i, (have, want) in enumerate(zip(exchanged, expected)) if have != want]
         error = ShapeError(
             "from_local",
-            "the local shapes are not those of torch.chunk, which the placements stand for",
+            "the local shapes are not those that torch.chunk gives for these placements",
             [f"global shape  {layout!r}"]
             + [f"rank {i} of the mesh  local {list(exchanged[i])}, expected {list(expected[i])}" for i in differ]
             * (len(exchanged) > 1),
@@ -254,7 +254,7 @@ def _check_plain(operation: str, local: Tensor) -> None:
         [
             ("the DTensor itself", "it needs no placing"),
             ("tensor.redistribute(placements)", "under other placements"),
-            ("tensor.to_local()", "this rank's part of it, when that is what is meant"),
+            ("tensor.to_local()", "for this rank's part of it"),
         ],
     )
 

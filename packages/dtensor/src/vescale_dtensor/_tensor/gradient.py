@@ -307,7 +307,7 @@ def _layout_behind(source: Any) -> Layout | None:
                 "autograd.grad",
                 f"an edge to {node.name()} does not say how its gradient is laid out on the mesh",
                 [],
-                [("torch.autograd.grad(outputs, tensor)", "the tensor itself, which does")],
+                [("torch.autograd.grad(outputs, tensor)", "for the tensor itself, whose layout is known")],
             )
         return layout
     return layout_of_gradient(source) if type(source) is DTensor else None

@@ -137,9 +137,9 @@ class GlobalNode(Node):
             "receive are not known",
             [] if self.layout is None else [f"gradient of its result  {self.layout!r}"],
             [
-                ("y.register_hook(hook)", "the gradient of a tensor, a result or an operand, as the global one"),
-                ("y.grad_fn.register_prehook(hook)", "the same, of a node with one result"),
-                ("module.register_full_backward_hook(hook)", "of a module's inputs and results, as global ones"),
+                ("y.register_hook(hook)", "receives the global gradient of a tensor, a result or an operand"),
+                ("y.grad_fn.register_prehook(hook)", "the same, for a node with one result"),
+                ("module.register_full_backward_hook(hook)", "receives those of a module's inputs and results"),
             ],
         )
 

@@ -76,7 +76,7 @@ def _without_hooks(error: Exception, unheard: list[str]) -> PipelineError:
     return PipelineError(
         "pipeline",
         f"the forward raised {type(error).__name__}: {error}; hooks of {len(unheard)} modules, such as {unheard[0]!r},"
-        " are called on the stage that computes the module alone: what they leave behind is missing on the others",
+        " are called only on the stage that computes the module: what they leave behind is missing on the others",
         (),
         [
             ("return the value from the module's forward", "stages send each other what modules return"),

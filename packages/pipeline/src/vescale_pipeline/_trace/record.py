@@ -235,8 +235,8 @@ class Recorder:
         if again and (first := self.checkpoints.setdefault(checkpoint, self.stage)) != self.stage:
             raise PipelineError(
                 "pipeline",
-                f"a checkpoint begins in stage {first} and goes on in stage {self.stage}: each of the two would compute"
-                " again what is the other's",
+                f"a checkpoint begins in stage {first} and goes on in stage {self.stage}: each of them would"
+                " recompute a part of the other",
                 [f"cut  {self.cuts[self.stage - 1]}", f"met  {name}"],
                 [
                     ("checkpoint what lies before the cut and what lies behind it apart", ""),

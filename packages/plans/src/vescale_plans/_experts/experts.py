@@ -185,8 +185,8 @@ def refuse_unsplit(name: str, mesh: Mesh, parameters: Iterable[tuple[str, DTenso
     axis = mesh.names[next(iter(whole.values()))[0]]
     raise PlanError(
         name,
-        f"over axis {axis!r} its experts are split inside, and {', '.join(whole)} is not: it does more than to be "
-        "added to what they give, so that what each rank adds to its part of the sum cannot be known",
+        f"over axis {axis!r} its experts are split inside, but {', '.join(whole)} is not: the experts do more with it "
+        "than add it to their result, so each rank's part of the sum cannot be known",
         [f"{key}  {list(parameter.mesh_layout.states)}" for key, parameter in parameters],
         [(f"leave {axis!r} out of the placements of its parameters", "experts are whole there")],
     )

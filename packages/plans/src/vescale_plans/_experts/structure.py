@@ -78,16 +78,16 @@ def find_experts(plan: PlanFields, model: nn.Module) -> Experts:
         raise PlanError(
             "parallelize",
             f"the plan spreads experts over axis {plan.expert_axis!r}, and the model has none: no module with stacked "
-            "weights [experts, ...] and a forward of tokens, indices and weights, and no ModuleList of modules alike "
-            "beside a router of as many",
+            "weights [experts, ...] and a forward of tokens, indices and weights, and no ModuleList of equal modules "
+            "next to a router of the same size",
             (),
             [("expert_axis=None", "for a dense model")],
         )
     if listed and plan.capacity_factor is not None:
         raise PlanError(
             "parallelize",
-            f"capacity_factor={plan.capacity_factor} counts rows in the order of tokens, and {next(iter(listed))!r} is "
-            "a list, whose block hands rows over in an order of its own",
+            f"capacity_factor={plan.capacity_factor} counts rows in the order of tokens, but {next(iter(listed))!r} is "
+            "a list, whose block passes rows in its own order",
             (),
             [("capacity_factor=None", "nothing is dropped"), ("experts as stacked weights [experts, ...]", "")],
         )

@@ -88,8 +88,8 @@ def _unused(pattern: str, names: list[str], deciding: Mapping[str, str | None], 
     if before:
         return PlanError(
             "Plan",
-            f"the pattern {pattern!r} decides no {what}: {', '.join(map(repr, before))} before it matches all that it "
-            "matches, and the first match decides",
+            f"the pattern {pattern!r} decides no {what}: all its names match earlier patterns, "
+            f"{', '.join(map(repr, before))}, and the first match decides",
             (),
             [(f"write {pattern!r} first", ""), ("remove it", "")],
         )

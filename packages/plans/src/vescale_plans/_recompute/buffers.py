@@ -78,8 +78,8 @@ class Found:
                 if one.copy is None:
                     raise GradientError(
                         "checkpointing",
-                        f"buffer {one.name} of a {type(one.owner).__name__} is written, which it was not in the first "
-                        "call of the checkpointed module: what it held would have to be read again in backward",
+                        f"buffer {one.name} of a {type(one.owner).__name__} is written, but was not in the first "
+                        "call of the checkpointed module: backward would have to read its old value again",
                         (),
                         [
                             ("model(batch)", "once more: from now on it is kept"),

@@ -180,7 +180,8 @@ def _check(loader: DataLoader) -> None:
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise PlanError(
             "vescale.loader",
-            "the loader's DistributedSampler gives each rank samples of its own already, of a part by itself",
+            "the loader's DistributedSampler already gives each rank its own samples, but vescale.loader splits "
+            "batches itself",
             [f"sampler  replica {sampler.rank} of {sampler.num_replicas}"],
             [
                 ("DataLoader(dataset, shuffle=True, batch_size=the batch of all ranks)", "the plan says what is whose"),

@@ -41,8 +41,8 @@ def check_replicas(root: nn.Module, mesh: Mesh) -> None:
     apart = [names[at] for at in kept[axis] if told[first][at] != told[other][at]]
     raise PlainTensorError(
         "model",
-        f"the parameter {apart[0]!r} has other values on rank {other} of {mesh} than on rank {first}, which holds the "
-        "same part of it: a weight was written on some ranks alone, or by other values",
+        f"the parameter {apart[0]!r} has different values on rank {other} of {mesh} than on rank {first}, which holds "
+        "the same part of it: a weight was written on only some ranks, or with different values",
         [f"parameters that differ  {len(apart)} of {len(names)}"],
         [
             ("write it on every rank, by the same values", "no `if rank == 0:` around what changes weights"),

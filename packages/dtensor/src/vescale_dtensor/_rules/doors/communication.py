@@ -211,12 +211,12 @@ def refuse(name: str, tensors: list[Tensor], more: str = "") -> None:
         leave_nobody_waiting()
     raise OperatorError(
         f"torch.distributed.{name}",
-        "takes a tensor for this rank's part, and the value of a DTensor is the global tensor's, alike on all "
-        f"ranks{more}",
+        "takes this rank's part of a value, but the value of a DTensor is the global tensor, equal on all ranks"
+        f"{more}",
         [describe("operand", tensor, tensor._layout.base) for tensor in tensors],
         [
-            ("tensor.full_tensor()", "the global value, plain: nothing is left to be communicated"),
-            (f"torch.distributed.{name}(tensor.to_local(), ...)", "on this rank's part, when that is what is meant"),
+            ("tensor.full_tensor()", "the global value as a plain tensor: nothing is left to communicate"),
+            (f"torch.distributed.{name}(tensor.to_local(), ...)", "to run it on this rank's part"),
             ("tensor.redistribute(placements)", "moves shards between ranks, with gradients"),
         ],
     )

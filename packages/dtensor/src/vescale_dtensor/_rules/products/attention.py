@@ -144,7 +144,7 @@ def _check_mask(mask: Operand, sizes: tuple[int, ...]) -> None:
         "scaled_dot_product_attention",
         f"a mask of {list(mask.shape)} does not fit scores of {list(sizes)} (batch, heads, queries, keys)",
         [f"attn_mask  {list(mask.shape)}", f"scores     {list(sizes)}"],
-        [("a mask of the global sizes", "a dim of 1 is for all; each rank takes its rows")],
+        [("a mask of the global sizes", "a dim of size 1 broadcasts; each rank takes its rows")],
     )
 
 

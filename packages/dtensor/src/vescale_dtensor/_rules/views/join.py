@@ -255,11 +255,11 @@ def _explain(layout: Layout, axis: int, shapes: list[tuple[int, ...]]) -> tuple[
     name, count = layout.mesh.names[axis], layout.mesh.sizes[axis]
     sizes = [shape[state.dim] for shape in shapes]
     reason = (
-        f"dim {state.dim} of {list(layout.shape)} is cut by {state!r} on axis {name!r} ({count}), "
+        f"dim {state.dim} of {list(layout.shape)} is sharded by {state!r} on axis {name!r} ({count}), "
         f"and pieces of {sizes} are not whole groups of it"
     )
     groups = layout.shape[state.dim] // (gcd(*sizes) or 1)
-    return reason, ((f"InterleavedShard({state.dim}, {groups})", "cuts every piece alike, no communication"),)
+    return reason, ((f"InterleavedShard({state.dim}, {groups})", "shards every piece alike, no communication"),)
 
 
 @rule(both("unbind"), traits=VIEWS)

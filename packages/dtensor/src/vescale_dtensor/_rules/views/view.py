@@ -126,8 +126,8 @@ def _explain(layout: Layout, axis: int, after: tuple[int, ...], group: Group) ->
     name, count = layout.mesh.names[axis], layout.mesh.sizes[axis]
     dims = ", ".join(f"dim {j} ({after[j]})" for j in group.outs)
     reason = (
-        f"dim {state.dim} of {list(layout.shape)} is cut by {state!r} on axis {name!r} ({count}), "
-        f"and this cut is none of {dims} of {list(after)}"
+        f"dim {state.dim} of {list(layout.shape)} is sharded by {state!r} on axis {name!r} ({count}), "
+        f"and no shard of {dims} of {list(after)} corresponds to it"
     )
     size = prod(after[j] for j in group.outs)
     first = next((j for j in group.outs if after[j] > 1), None)

@@ -153,8 +153,8 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 def _refuse(place: str, name: str) -> None:
     raise PlanError(
         "parallelize",
-        f"{place} lies in the memory of the parameter {name}, which moves into shards: it would keep the values of "
-        "now, where on one device it follows the training",
+        f"{place} shares the memory of the parameter {name}, which moves into shards: it would keep its current "
+        "values, while on one device it follows the training",
         (),
         [
             (f"take it in forward, of self.{name.rpartition('.')[2]}", "a view of a parameter is cheap"),

@@ -35,7 +35,7 @@ def _probed(model: nn.Module, sample: Sample, bar: Bar) -> tuple[Sample, Finding
     raise PlanError(
         "generate_plan",
         f"{type(model).__name__} does not run on several rows like the sample's. Its inputs differ in size along "
-        "dim 0: no reading of them, as shared by all rows or as so many entries of each row, fits together",
+        "dim 0, and it runs neither if they are shared by all rows nor if each row has the same number of entries",
         [f"a row  {sizes} at first", f"which raised  {type(failed).__name__}: {str(failed).partition(chr(10))[0]}"],
         [
             ("sample=...", "with rows along dim 0 of every input, or as many entries for each row"),
