@@ -29,10 +29,10 @@ RANKS, SAMPLES, BATCH = 2, 6, 40
 HOWS = {
     "native": "every function of every sample has a rule that keeps the shards",
     "handler": "answered by the tensor class itself: metadata, copies, conversions to plain values",
-    "partly": "native for some samples; for others a function has no rule, and gathers",
-    "gather": "a function has no rule: its inputs are gathered, and every rank runs the whole",
+    "partly": "native for some samples; in others a function has no rule and gathers",
+    "gather": "a function has no rule: its inputs are gathered, and every rank runs it on whole tensors",
     "raises": "an error, with the reason",
-    "no tensor": "takes no tensor, so that no DTensor meets it",
+    "no tensor": "takes no tensor, so no DTensor reaches it",
 }
 # Of the swept entries: how many run on native rules, and how many move nothing with their tensors cut on dim 0.
 LEAST = {"native": 450, "free": 400}
@@ -207,8 +207,8 @@ def first_line(error: BaseException) -> str:
 
 # (call, what is given, what to write instead). d is sharded, p a partial 0-dim integer, r a replicated one.
 BYPASSING: tuple[tuple[str, str, str], ...] = (
-    ("torch.tensor(d)", "a sharded d", "`d.full_tensor()`, or `d.detach().clone()` to stay sharded"),
-    ("torch.Tensor(d)", "a sharded d", "`d.full_tensor()`"),
+    ("torch.tensor(d)", "a sharded d", ""),
+    ("torch.Tensor(d)", "a sharded d", ""),
     ("torch.tensor(p)", "a partial 0-dim p", ""),
     ("torch.tensor(r)", "a replicated 0-dim r", ""),
     ("torch.full((3,), p)", "a partial 0-dim p", ""),
@@ -305,20 +305,21 @@ def page(rows: Sequence[Row], bypasses: Sequence[Sequence[str]]) -> str:
     answered = [row.cells() for row in rows if row.how != "raises"]
     raising = [row for row in rows if row.how == "raises"]
     summary = [[how, str(swept[how]), str(every[how]), meaning] for how, meaning in HOWS.items()]
-    meaning = "of the first three, those with a sample that moves nothing"
+    meaning = "entries of the first three rows with a sample that needs no communication"
     summary.append(["no collective", str(swept["free"]), str(every["free"]), meaning])
     summary.append(["all", str(swept["entries"]), str(every["entries"]), ""])
     torch = metadata.version("torch").split("+")[0]
     return f"""# Which operators keep their shards
 
 Written by `{COMMAND}`; do not edit. The entries are those of torch {torch}'s own operator
-database, run on {RANKS} ranks with every tensor `Shard(0)`, its {SAMPLES} largest samples, forward. *Swept* are the
-float32 entries whose results are comparable (not random, not uninitialised).
+database. The forward of its {SAMPLES} largest samples ran on {RANKS} ranks, with every tensor `Shard(0)`.
+*Swept* are the float32 entries whose results are comparable (not random, not uninitialised).
 
 {table(["answer", "swept", "all", "meaning"], summary)}
 
-An operator that gathers is right, and slow; it says so once, as a `FallbackWarning`, and `register_rule` mends it.
-No collective is not always possible: a sum over the sharded dim is partial, without one, but a sort along it is not.
+An operator that gathers is correct but slow. It reports this once, as a `FallbackWarning`; `register_rule` fixes it.
+Running without a collective is not always possible: a sum over the sharded dim is partial and needs none, but a sort
+along it does.
 
 ## Entries that raise
 
@@ -326,14 +327,14 @@ No collective is not always possible: a sum over the sharded dim is partial, wit
 
 ## Calls that never reach `__torch_function__`
 
-torch reads their arguments in C++, below anything that a tensor subclass can see. What comes out, measured on
-{RANKS} ranks, and what to write instead:
+For these calls torch reads arguments in C++, below anything that a tensor subclass can see. The table shows the result
+measured on {RANKS} ranks, and what to write instead:
 
 {table(["call", "given", "result", "write instead"], bypasses)}
 
 ## Every entry
 
-Collectives: those of the forward of the cheapest sample, and of the costliest where it needs others. (`Shard(0)` of
+The collectives are those of the forward of the cheapest sample, and of the costliest if it needs others. (`Shard(0)` of
 two tensors that broadcast may mean different dims of the result.) The last column names the functions that gathered.
 
 {table(["operator", "answer", "collectives", "at most", "gathered"], answered)}

@@ -21,31 +21,45 @@ KEPT = ("outcome", "moved by scale", "collectives", "minimum", "day")
 
 HEAD = """# Unmodified architectures under plans
 
-Written by `python -m architectures table`; do not edit. {count} types that build and train on one device from a small
-configuration (`tools/architectures/types.json`: {causal} causal language models of transformers {version}, {others}
-others; {left} more do not build so, and are named there). The plan of each case is `generate_plan`'s with these
-degrees. Compared with one device are three losses, all gradients of the first and of the last pass, and what two steps
-of SGD made of the parameters; the last two were not compared in runs recorded before that was done: {early} of the
-right ones under TP 2 and ZeRO-3. *Not run* says nothing of either. Static mode is held to eager mode bitwise, but for a
-model that is not bitwise alike in two eager runs either (reformer). *Not on one device*: it generates nothing there.
-Microbatches of a pipeline draw their own random numbers, and have their own statistics in batch normalization, as
-accumulation on one device does: models that draw or normalize so (phimoe's router samples its experts) are held
-against that.
+Written by `python -m architectures table`; do not edit. The table has {count} types that build and train on one
+device from a small configuration (`tools/architectures/types.json`: {causal} causal language models of transformers
+{version}, {others} others; {left} more do not build this way, and are named there). The plan of each case is that of
+`generate_plan` with these degrees.
+
+- *Right* means equal to one device: three losses, all gradients of the first and of the last pass, and the parameters
+  after two steps of SGD. Runs recorded before the last two comparisons existed lack them: {early} of the right ones
+  under TP 2 and ZeRO-3.
+- *Not run* means that there is no result.
+- *Static* mode is compared with eager mode bitwise, except for a model whose eager runs differ bitwise from each
+  other (reformer).
+- *Not on one device* means that the model generates nothing there.
+- Under a pipeline, microbatches draw their own random numbers, and have their own statistics in batch normalization,
+  as gradient accumulation on one device does. Models that draw or normalize this way (phimoe's router samples its
+  experts) are compared with such a run.
+
 Of the outcomes, {days}.
 
 {summary}
 
-*Sent* is the collectives of the last of three steps under TP 2, without gradient syncs. *By count* is a count from the
-model and the plan (`Trace.least`): in forward one for each weight cut along what it sums over, and for an embedding cut
-along its rows; in backward one for each value that weights cut along their out features read, for its gradient is a sum
-over the ranks (Q, K and V read one, a latent attention's up projections one each); of convolutions, by their channels,
-alike, but for grouped ones, which are cut by groups; one in both for a norm of features that are cut (of its squares:
-OLMo 2's queries and keys, BitNet's second norms), and for what a boundary of the plan gathers; two in backward for
-experts in stacks, of their rows and of the routing weights, whose gradient is a product with what the experts give; two
-for a head cut along the vocabulary with its loss. It knows no recurrence, and no value that meets what is cut outside
-of such modules, as the rotary part of a latent key, or B and C of a state-space layer; where it is 0 it says nothing.
-Sums that are added before they are summed over ranks need one, a shared expert's beside the routed ones', so that some
-send less. It is a yardstick, not a bound. Parameters that the planner leaves whole count nothing, however many.
+*Sent* is the number of collectives in the last of three steps under TP 2, without gradient synchronisation. *By
+count* is a number derived from the model and the plan (`Trace.least`):
+
+- in the forward, one for each weight that is sharded along the dim that it sums over, and for an embedding that is
+  sharded along its rows;
+- in the backward, one for each value that is read by weights sharded along their output features, because its
+  gradient is a sum over the ranks (Q, K and V read one value; the up projections of a latent attention read one
+  each);
+- convolutions count in the same way, by their channels, except for grouped ones, which are sharded by groups;
+- in both directions, one for a norm over sharded features (of its squares: OLMo 2's queries and keys, BitNet's second
+  norms), and for each gather at a boundary of the plan;
+- in the backward, two for stacked experts: one of their rows, and one of the routing weights, whose gradient is a
+  product with the output of the experts;
+- two for a head that is sharded along the vocabulary, with its loss.
+
+The count does not know recurrences, nor values that meet sharded tensors outside such modules, such as the rotary
+part of a latent key, or B and C of a state-space layer. A count of 0 has no meaning. Sums that are added before they
+are reduced need one collective (those of a shared expert and of the routed experts), so some models send less than
+the count. It is a yardstick, not a bound. Parameters that the planner leaves whole do not count.
 {within}
 
 | type | {cases} | sent | by count |
