@@ -101,9 +101,9 @@ def table(told: dict) -> str:
     lines = [
         "# What random programs are refused",
         "",
-        "Made by `python tools/random_programs.py table`. The tests' generators write programs that run on one device; "
-        "on a mesh each gives one device's results or is refused by an error of the same text on all ranks. `*` stands "
-        "for names and `#` for numbers.",
+        "Made by `python tools/random_programs.py table`. The tests' generators write programs that run on one device. "
+        "On a mesh, each program either gives the results of one device or is refused, with the same error text on all "
+        "ranks. `*` stands for names and `#` for numbers.",
     ]
     for generator, one in told.items():
         lines += ["", f"## {generator}: {one['ran']} of {one['programs']} ran, {len(one['differs'])} differed", ""]

@@ -39,7 +39,7 @@ class Shell(Protocol):
 
 
 def load_ipython_extension(shell: Shell) -> None:
-    """What `%load_ext vescale.notebook` calls: the cell magic `%%simulate` is there from now on."""
+    """Called by `%load_ext vescale.notebook`: registers the cell magic `%%simulate`."""
     shell.register_magic_function(Cells(shell).simulate, magic_kind="cell", magic_name="simulate")
 
 

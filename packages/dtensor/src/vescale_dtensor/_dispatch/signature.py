@@ -38,19 +38,19 @@ Labels = tuple[Label | None, ...]
 
 @dataclass
 class Signature:
-    """One operator call, by dims.
+    """Describes one operator call by naming its dims.
 
     Arguments:
-        inputs: labels per dim of each tensor operand, in the order of the call.
-        outputs: labels per dim of each output.
-        summed: labels that the operator sums over: sharded, the output is partial.
+        inputs: the label of each dim of each tensor operand, in the order of the call.
+        outputs: the label of each dim of each output.
+        summed: labels that the operator sums over; if one is sharded, the output is partial.
         linear: alternatives, each a set of operands that may be partial together.
-        addends: operands that are added once (a bias): partial when the output is.
+        addends: operands that are added once (a bias): partial if the output is.
         whole: labels that must not be sharded.
-        shapes: the outputs' shapes; by default each label's extent, and 1 for None.
+        shapes: the shapes of the outputs; by default the extent of each label, and 1 for None.
         single: whether the function returns a bare tensor.
         local: from the solved output layouts, the function to run on local tensors.
-        extra: more choices of an axis that are right, as (input states, output states).
+        extra: further valid choices for an axis, as (input states, output states).
     """
 
     inputs: Sequence[Labels]

@@ -32,7 +32,7 @@ Out = Any
 
 
 class Operand:
-    """A tensor argument as a rule sees it. A plain tensor is I on every axis and `plain`."""
+    """A tensor argument as a rule sees it. A plain tensor is I on every axis and has `plain` set."""
 
     __slots__ = ("layout", "plain", "index")
 
@@ -91,17 +91,17 @@ class Call:
 
 @dataclass(slots=True)
 class Decision:
-    """What to do for one function on given layouts.
+    """What to do for one function with given layouts.
 
-    targets: per operand (in the order of the call), the layout it must have, or
-    None for "as it is". out: what to attach. run: the local function, or None for
-    the called one; it gets all arguments, converted. decomposition: a Python function
-    to run on the DTensors instead, with dispatch on. partial: operands that stay sums of
-    parts, unless the sum is remembered. alike: operands and the axes on which they stay I,
-    which might as well be R. parts: of one that is alike, parts are taken that will not be
-    used alike. zeros: the layout in which the first operand takes the others as they are,
-    if it holds nothing but zeros. explanation: for `strict()`, why
-    an operand must move, and remedies (code, cost).
+    targets: per operand (in the order of the call), the layout that it must have, or None to leave it unchanged.
+    out: the layout to attach to the result.
+    run: the local function, or None for the called one; it gets all arguments, converted.
+    decomposition: a Python function to run on the DTensors instead, with dispatch on.
+    partial: operands that stay partial unless their sum is memoised.
+    alike: operands, and the axes on which they stay I but might as well be R.
+    parts: for an operand in `alike`, whether the call takes parts of it that will be used differently.
+    zeros: the layout in which the first operand accepts the others unchanged, if it holds only zeros.
+    explanation: for `strict()`, why an operand must move, and remedies (code, cost).
     """
 
     targets: tuple[Layout | None, ...] = ()
@@ -122,7 +122,7 @@ class Decision:
 
 
 def decomposed(function: Callable) -> Decision:
-    """A decision to run `function(*args, **kwargs)` on the DTensors, dispatch on."""
+    """Returns a decision to run `function(*args, **kwargs)` on the DTensors, with dispatch on."""
     return Decision(decomposition=function)
 
 
@@ -209,7 +209,7 @@ def handler(*functions: Callable | Iterable[Callable], traits: Trait | None = No
 
 
 def traits_of(function: Callable) -> Trait:
-    """What the table says of a function; none where it says nothing. An overload is what its packet is."""
+    """Returns the traits of a function, none if the table has none. An overload has the traits of its packet."""
     entry = TABLE.get(function)
     if entry is None and isinstance(function, OpOverload):
         entry = TABLE.get(function.overloadpacket)

@@ -17,7 +17,7 @@ import enum
 
 
 class Trait(enum.Flag):
-    """What a function is; traits are combined by `|`."""
+    """Properties of a function, independent of layouts. Combine them with `|`."""
 
     ELEMENTWISE = enum.auto()
     """An element of a result depends on the operands' elements at its own place (after broadcasting) and on numbers

@@ -14,9 +14,10 @@ ROWS = ("o_proj", "down_proj")
 def llama(
     mesh: Mapping[str, int], *, sequence_parallel: bool = True, data_axis: str = "dp", tensor_axis: str = "tp"
 ) -> Plan:
-    """Tensor and sequence parallelism over `tensor_axis`, where the mesh has it; data parallelism over `data_axis`.
+    """A plan for a Llama: tensor and sequence parallelism over `tensor_axis`, if the mesh has it; data parallelism over
+    `data_axis`.
 
-    Cost: as `Megatron` says.
+    Cost: see `Megatron`.
     """
     if tensor_axis not in mesh:
         return Plan(mesh=mesh, parameters={"*": {}}, data_axis=data_axis)

@@ -15,11 +15,11 @@ COLUMNS = ("q_proj", "k_proj", "v_proj")
 def mixtral(
     mesh: Mapping[str, int], *, sequence_parallel: bool = True, data_axis: str = "dp", tensor_axis: str = "tp"
 ) -> Plan:
-    """Tensor and sequence parallelism over `tensor_axis`, where the mesh has it; data parallelism over `data_axis`.
+    """A plan for a Mixtral: tensor and sequence parallelism over `tensor_axis`, if the mesh has it; data parallelism
+    over `data_axis`.
 
-    Every expert is cut over its inner dim, as a dense MLP is: `gate_up_proj`
-    [experts, gate and up, in] by outputs, `down_proj` [experts, out, inner] by inputs.
-    The router replicates. Cost: as `Megatron` says.
+    Every expert is sharded over its inner dim, like a dense MLP: `gate_up_proj` [experts, gate and up, in] by outputs,
+    `down_proj` [experts, out, inner] by inputs. The router is replicated. Cost: see `Megatron`.
     """
     if tensor_axis not in mesh:
         return Plan(mesh=mesh, parameters={"*": {}}, data_axis=data_axis)

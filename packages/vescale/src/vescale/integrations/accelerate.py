@@ -32,14 +32,14 @@ from ._full import barrier, full, is_first
 
 
 def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
-    """The same accelerator, which from now on prepares by `plan`.
+    """Returns the same accelerator, which from now on prepares objects according to `plan`.
 
-    `prepare` shards a model (see `vescale.parallelize`) with the optimizer that was made of it, which may stand in the
-    same call, in any order, or come later; loaders become `vescale.loader`s, whose batch size is that of all ranks
-    together; schedulers step once. `gather`, `gather_for_metrics` and `get_state_dict` give whole plain tensors, and
-    `save_state` and `load_state` use `vescale.save` and `vescale.load`, under any other plan.
+    `prepare` shards a model (see `vescale.parallelize`) together with the optimizer that was made from it, which may be
+    in the same call, in any order, or come later. Loaders become `vescale.loader`s, whose batch size is that of all
+    ranks together. Schedulers step once. `gather`, `gather_for_metrics` and `get_state_dict` return whole plain
+    tensors. `save_state` and `load_state` use `vescale.save` and `vescale.load`, and work under any other plan.
 
-    Raises PlanError for an accelerator that was configured for another engine, or has prepared already.
+    Raises PlanError if the accelerator was configured for another engine, or has already prepared objects.
     """
     _check(accelerator)
     if not isinstance(accelerator, Planned):

@@ -18,10 +18,10 @@ from ._full import barrier, full, is_first
 
 
 class Checkpoints(TorchCheckpointIO):
-    """Lightning's files, of whole plain tensors, which any plan, and one device, take up again.
+    """Writes Lightning's files with whole plain tensors, so that any plan, and one device, can load them.
 
-    All ranks take part, and the first one writes and removes. Cost: an all-gather of what is sharded; the first rank
-    holds all of it.
+    All ranks take part; the first one writes and removes files. Cost: an all-gather of sharded tensors. The first rank
+    holds all of them.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

@@ -41,13 +41,14 @@ _FOLLOWS: Mapping[str, Mapping[int, int]] = {
 
 
 def adapted(plan: Plan, model: nn.Module) -> Plan:
-    """The plan for a PEFT model, from one for its base model: names get their prefix, adapters their base's layout.
+    """Returns the plan for a PEFT model, given one for its base model: names get their prefix, and adapters the layout
+    of their base layer.
 
     Arguments:
-        plan: for the model that was given to `get_peft_model`.
-        model: what that returned, before `parallelize`.
+        plan: for the model that was passed to `get_peft_model`.
+        model: the result of `get_peft_model`, before `parallelize`.
 
-    A pipeline's cuts get the prefix, too. Raises PlanError for a model that is not PEFT's.
+    The cuts of a pipeline get the prefix, too. Raises PlanError for a model that is not PEFT's.
     """
     base = getattr(model, "base_model", None)
     inner = getattr(base, "model", None)

@@ -27,15 +27,15 @@ FOLDER = "vescale"
 
 
 def parallelize(plan: Plan, trainer: Trainer) -> Trainer:
-    """The same trainer, which from now on trains by `plan`: training, evaluation, accumulation, clipping, schedules,
-    mixed precision and checkpoints as on one device.
+    """Returns the same trainer, which from now on trains under `plan`: training, evaluation, accumulation, clipping,
+    schedules, mixed precision and checkpoints work as on one device.
 
-    The model is sharded at once, a `model_init`'s when it is called; an optimizer that was handed to the Trainer is
-    taken over. A checkpoint has the whole weights as `save_pretrained` writes them (of a PEFT model the adapter), and
-    the optimizer's shards: `train(resume_from_checkpoint=...)` goes on under any other plan. Random numbers, batches
-    and `num_items_in_batch` are one device's. A subclass may be given, such as TRL's SFTTrainer.
+    The model is sharded at once, or when `model_init` is called. An optimizer that was passed to the Trainer is taken
+    over. A checkpoint has the whole weights, as `save_pretrained` writes them (for a PEFT model, the adapter), and the
+    shards of the optimizer; `train(resume_from_checkpoint=...)` resumes under any other plan. Random numbers, batches
+    and `num_items_in_batch` are those of one device. Subclasses, such as TRL's SFTTrainer, are accepted.
 
-    Raises PlanError for a Trainer that has trained already, or uses DeepSpeed or FSDP.
+    Raises PlanError for a Trainer that has already trained, or uses DeepSpeed or FSDP.
     """
     accelerate.parallelize(plan, trainer.accelerator)
     kind = type(trainer)
