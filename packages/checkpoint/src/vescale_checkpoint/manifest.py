@@ -148,7 +148,7 @@ def parse(data: bytes, path: str) -> Manifest:
     if len(data) <= _TAIL_BYTES or data[-_TAIL_BYTES:] != (_TAIL % crc32c(body)).encode():
         raise CorruptError(
             "load", "the manifest is not as it was written: its checksum does not fit", [f"path  {path}"],
-            [("load an earlier step", "`vescale checkpoint verify` tells which are whole")],
+            [("load an earlier step", "`vescale checkpoint verify` tells which are complete")],
         )  # fmt: skip
     return _checked(_decoded(body + b"}", path), path)
 

@@ -83,7 +83,7 @@ def test_ranks_with_other_plans():
     assert raises_on_all(4, PlanError, run) == (
         "parallelize: rank 1 was given a different plan than rank 0\n"
         "  parameters['up.bias']  absent  -> Replicate()\n"
-        "fix: make the plan from what all ranks know alike  # not from a rank, a host or a clock"
+        "fix: make the plan from values that are equal on all ranks  # not from a rank, a host or a clock"
     )
 
 

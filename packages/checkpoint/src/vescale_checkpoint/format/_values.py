@@ -162,7 +162,7 @@ def merge(values: list[Any], path: str = "") -> Any:
         [f"rank 0  {shown(first)}", f"rank {odd}  {shown(values[odd])}"],
         [
             ("make it the same on every rank", "it is stored once"),
-            (f'{{f"rank{{rank}}": {path.rpartition(".")[2] or "value"}}}', "a key of its own for each rank"),
+            (f'{{f"rank{{rank}}": {path.rpartition(".")[2] or "value"}}}', "a separate key for each rank"),
         ],
     )
 

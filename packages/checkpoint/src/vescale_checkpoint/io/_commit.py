@@ -89,7 +89,7 @@ class Root:
                     self.operation, f"step {max(lost)} is the latest, and its manifest is missing",
                     [f"path  {self.path}/{folder_of(max(lost))}"],
                     [
-                        (f"load(..., step={newest})", "the latest step that is whole"),
+                        (f"load(..., step={newest})", "the latest complete step"),
                         ("remove or rename that directory", "then it is no step"),
                     ],
                 )  # fmt: skip
@@ -222,7 +222,7 @@ def check_folder(kept: manifest.Manifest, folder: str) -> None:
             [f"path  {folder}"],
             [
                 (f"rename it to {folder_of(kept.step)}", "what it is"),
-                ("give it a name that is no step's, and load that path", "if it is to stand by itself"),
+                ("give it a name that is not a step's, and load that path", "if it is to stand by itself"),
             ],
         )  # fmt: skip
 

@@ -213,7 +213,7 @@ class _Run:
                 [f"file  {section.file}, bytes from {section.start + (low // block + bad) * block}"],
                 [
                     ("load an earlier step", "tensors of the state may be overwritten by now: `touched` of this error"),
-                    ('load(..., verify="first")', "everything is verified before anything is touched: reads twice"),
+                    ('load(..., verify="first")', "everything is verified before anything is changed: reads twice"),
                 ],
             )
 

@@ -162,7 +162,7 @@ def _check_same(a: Entry, b: Entry, rank: int) -> None:
                 [
                     ("make a plain tensor the same on every rank", "it is stored once"),
                     ("distribute_tensor(tensor, mesh, placements)", "if each rank holds a part of it"),
-                    ('{f"rank{rank}": tensor}', "a key of its own for each rank"),
+                    ('{f"rank{rank}": tensor}', "a separate key for each rank"),
                 ],
             )
 

@@ -237,8 +237,8 @@ class Session:
             said,
             [
                 (f"call {self.operation} on every rank, in the same order", "it is an operation of the whole world"),
-                ("look for what ended that rank first", "the last committed step is whole"),
-                ("VESCALE_CHECKPOINT_PATIENCE_S=600", "in the environment, where a rank may be that late"),
+                ("look for what ended that rank first", "the last committed step is complete"),
+                ("VESCALE_CHECKPOINT_PATIENCE_S=600", "in the environment, if a rank may be that late"),
             ],
         )
 
@@ -266,7 +266,7 @@ class Session:
                 self.operation,
                 "the process that holds the ranks' store is gone",
                 [f"could not {what}: {reason}"],
-                [("look for what ended rank 0, or torchrun's agent, first", "the last committed step is whole")],
+                [("look for what ended rank 0, or torchrun's agent, first", "the last committed step is complete")],
             ) from error
 
 

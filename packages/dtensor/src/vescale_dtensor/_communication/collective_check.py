@@ -119,9 +119,9 @@ class Board:
             rule,
             operands,
             [
-                ("run it on every rank", "what computes with shards communicates, evaluation and norms as well"),
+                ("run it on every rank", "code that computes with shards communicates, including evaluation and norms"),
                 ("tensor.full_tensor()", "on every rank, before `if rank == 0:`: a gather, and then no communication"),
-                ("VESCALE_BOARD=0", "lets them meet, where you know that they match"),
+                ("VESCALE_BOARD=0", "turns this check off, if you know that they match"),
             ],
         )
         tell_first(f"rank {self._ranks[self._rank]} raised {described(error)}")

@@ -96,7 +96,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():
-            remedies = [('Plan(..., context="gather")', "keys and values whole: differentiable as often as you like")]
+            remedies = [('Plan(..., context="gather")', "keys and values are whole: any number of derivatives")]
             rule = "attention in a ring has no second derivative"
             raise GradientError("scaled_dot_product_attention", rule, (), remedies)
         with local_only():

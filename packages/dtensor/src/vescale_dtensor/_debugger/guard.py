@@ -125,7 +125,7 @@ def _refused(kind: str, where: str, why: str) -> CommunicationError:
         f"{kind}{where} was not begun: {why}",
         (),
         [
-            ("x.to_local()", "what is here: no communication"),
+            ("x.to_local()", "this rank's part: no communication"),
             ("the same expression on all ranks, all at the same line", ""),
         ],
     )

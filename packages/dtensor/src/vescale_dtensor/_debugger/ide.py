@@ -33,7 +33,7 @@ def _refuse(kind: str, ranks: Sequence[int], where: str) -> None:
             f"{kind}{where} was not begun: the debugger of an IDE asked for it, on this rank alone",
             (),
             [
-                ("x.to_local()", "what is here: no communication"),
+                ("x.to_local()", "this rank's part: no communication"),
                 ("vescale.breakpoint() in this line", "what is typed there is executed by all ranks"),
             ],
         )

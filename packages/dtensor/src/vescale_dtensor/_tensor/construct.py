@@ -210,7 +210,7 @@ def _check_strided(operation: str, tensor: Tensor) -> None:
             f"a tensor of layout {tensor.layout} cannot be placed on a mesh: only strided tensors can be sharded",
             [f"tensor  [{', '.join(map(str, tensor.shape))}]"],
             [
-                ("leave it plain, alike on every rank", "functions take it as it is, next to DTensors"),
+                ("leave it plain, alike on every rank", "functions accept it next to DTensors"),
                 ("tensor.to_dense()", "the memory of all its elements"),
             ],
         )

@@ -97,7 +97,7 @@ class Loan:
             [f"view  {list(self._layout.shape)}"],
             [
                 ("take the view where it is read", "as much as taking it cost"),
-                ("view.clone(), where it is taken", "keeps the values of then: memory of its own"),
+                ("view.clone(), where it is taken", "keeps its current values, in its own memory"),
             ],
         )
 

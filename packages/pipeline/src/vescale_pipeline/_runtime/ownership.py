@@ -117,6 +117,6 @@ def _places(cuts: Sequence[str], names: list[str]) -> list[int]:
                 "pipeline",
                 f"the cut {after!r} does not come after the cut {before!r}",
                 [f"cuts  {', '.join(cuts)}"],
-                [("order the cuts as the model's modules are", "each begins a stage")],
+                [("order the cuts like the model's modules", "each begins a stage")],
             )
     return places

@@ -190,7 +190,7 @@ def read_error(function: Callable, args: tuple, where: str, is_cut: bool) -> Pip
         why = "which is run without values first, for the shapes of what crosses the cuts"
         fixes = [
             ("torch.where(condition, a, b)", "in place of a branch"),
-            ("a mask, multiplied", "in place of a selection, whose shape values decide"),
+            ("a mask, multiplied", "instead of a selection, whose shape depends on values"),
         ]
     return PipelineError(
         "pipeline",

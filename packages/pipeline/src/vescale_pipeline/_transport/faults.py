@@ -66,7 +66,7 @@ def failure(cause: str) -> PipelineFailure:
         "pipeline",
         cause,
         (),
-        [("mend the cause and start again", "the pipeline's connections are closed on all ranks")],
+        [("fix the cause and start again", "the pipeline's connections are closed on all ranks")],
     )
 
 

@@ -33,7 +33,7 @@ def check_same_plan(plan: Plan, device: str) -> None:
                 "parallelize",
                 f"rank {rank} was given a different plan than rank 0",
                 str(everyone[0].diff(theirs)).splitlines(),
-                [("make the plan from what all ranks know alike", "not from a rank, a host or a clock")],
+                [("make the plan from values that are equal on all ranks", "not from a rank, a host or a clock")],
             )
 
 

@@ -158,7 +158,7 @@ def _refuse(place: str, name: str) -> None:
         (),
         [
             (f"take it in forward, of self.{name.rpartition('.')[2]}", "a view of a parameter is cheap"),
-            ("register the same Parameter object under both names", "a tie: what is one parameter stays one"),
-            (".clone()", "where the values of now are meant"),
+            ("register the same Parameter object under both names", "a tie: one parameter stays one parameter"),
+            (".clone()", "if the current values are meant"),
         ],
     )

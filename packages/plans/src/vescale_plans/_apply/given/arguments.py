@@ -30,7 +30,7 @@ def check_arguments(plan: Any, model: Any, optimizer_fn: Any) -> None:
             (),
             [
                 ("vescale.generate_plan(model, world_size, batch=..., seq=...)", "chooses one"),
-                ('vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})', "says one: here two data-parallel ranks"),
+                ('vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})', "makes a plan, here of two data-parallel ranks"),
             ],
         )
     if not isinstance(model, nn.Module):
@@ -93,7 +93,7 @@ def check_values(model: nn.Module) -> None:
                 (),
                 [
                     ("build the model as for one device", "parallelize shards it"),
-                    ("state = vescale.whole_state_dict(model)", "of what was trained, to be quantised on one device"),
+                    ("state = vescale.whole_state_dict(model)", "of the trained model, to quantise it on one device"),
                 ],
             )
     if is_fake():  # a dry run, which reads no values
