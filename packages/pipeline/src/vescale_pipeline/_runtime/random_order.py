@@ -52,8 +52,8 @@ class RandomOrder:
     def __init__(self, device: torch.device) -> None:
         if device.type not in ("cpu", _get_privateuse1_backend_name()):
             warnings.warn(
-                f"vescale_pipeline: random numbers of a pipeline on {device.type} may not be those of one device: what "
-                "other stages draw is gone past by operators that fused kernels need not agree with",
+                f"vescale_pipeline: random numbers of a pipeline on {device.type} may not be those of one device: the "
+                "draws of other stages are skipped by operators that may differ from fused kernels",
                 stacklevel=2,
             )
         self._device = device

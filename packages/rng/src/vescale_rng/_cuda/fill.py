@@ -153,7 +153,7 @@ def is_followed(function: Callable, dtype: torch.dtype, device: torch.device) ->
         offset = fill_from([(found, whole)], count, dtype, function, args, {}, geometry, 11, generator.get_offset())
         if offset != after or not torch.equal(wanted, found):
             warnings.warn(
-                f"vescale_rng: {function.__name__} of {dtype} is not drawn here as the formula has it: "
+                f"vescale_rng: {function.__name__} of {dtype} is not drawn on this device as the formula says: "
                 "every rank draws the whole tensor and keeps its shard",
                 stacklevel=2,
             )
@@ -166,7 +166,7 @@ def check_not_named(function: Callable, dtype: torch.dtype) -> None:
     if _named is not None:
         raise RandomStreamError(
             function.__name__,
-            f"{dtype} is not drawn here as the formula has it, so the numbers of {_named} are not known",
+            f"{dtype} is not drawn on this device as the formula says, so the numbers of {_named} are not known",
             (),
             [("use_geometry(None)", "this device's own numbers"), ('use_stream("philox")', "the same on every GPU")],
         )

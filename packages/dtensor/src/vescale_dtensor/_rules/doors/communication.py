@@ -74,7 +74,7 @@ def alike(function: Callable, args: tuple, kwargs: dict) -> Done | None:
     line = user_line()
     warnings.warn(
         f"torch.distributed.{name} of a DTensor{f', at {line}' if line else ''}: its value is the global tensor's "
-        "already, so it is left as it is, counted once. Do not divide it by the number of ranks.",
+        "already, so it is not changed, and counted once. Do not divide it by the number of ranks.",
         GlobalValueWarning,
         stacklevel=5,
     )

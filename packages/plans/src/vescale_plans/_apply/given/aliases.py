@@ -62,8 +62,8 @@ def check_aliases(model: nn.Module) -> None:
     names = list(dict.fromkeys(name for name, _ in found.values()))
     warnings.warn(
         f"parallelize: {len(found)} tensors outside of the model share memory with its parameters "
-        f"({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}). They keep the values of now, and the "
-        "memory: parameters live in shards from here on. Let them go, or clone() what is to stay.",
+        f"({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}). They keep their current values, and "
+        "the memory: parameters live in shards from here on. Delete them, or clone() those that you need.",
         SharedMemoryWarning,
         stacklevel=4,
     )
