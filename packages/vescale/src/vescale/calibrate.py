@@ -50,16 +50,17 @@ LONGEST = 1800
 
 
 def calibrate(ranks: int = 1, *, rounds: int = 7, progress: Callable[[str], None] | None = None) -> Hardware:
-    """Measures this machine with so many ranks at work: GPUs over NCCL where there are as many, else CPU over gloo.
+    """Measures this machine with the given number of busy ranks: GPUs over NCCL if there are enough, otherwise the CPU
+    over gloo.
 
     Arguments:
         ranks: processes that measure at once, one thread each on a CPU; collectives are measured over every divisor.
-        rounds: times that each probe is taken.
-        progress: is told what is measured next.
+        rounds: how often each probe is measured.
+        progress: is called with what is measured next.
 
     Returns a profile; `Hardware.to_json` writes it. Takes about a minute.
 
-    Raises PlanError in a process that has joined a world, and when a rank fails.
+    Raises PlanError in a process that has joined a world, and if a rank fails.
     """
     if dist.is_initialized():
         remedies = [("call it before the world is joined", "calibration starts ranks of its own")]

@@ -72,13 +72,12 @@ class Examination:
 
 
 def examine(*, ranks: bool | None = None) -> Examination:
-    """Every check on this machine, and, of a run of several ranks, those between them.
+    """Runs every check on this machine, and, in a run of several ranks, those between them.
 
     Arguments:
-        ranks: whether to compare ranks; by default where torchrun's environment, or a
-            process group, says that there are several. Then every rank must call, and
-            all get the same findings of that part. Costs one gather of a few hundred
-            bytes, bounded by the group's timeout.
+        ranks: whether to compare ranks; by default, if torchrun's environment or a process group says that there are
+            several. Then every rank must call this, and all get the same findings of that part. It costs one gather of
+            a few hundred bytes, bounded by the group's timeout.
     """
     found = [finding for check in CHECKS for finding in _guarded(check)]
     several = dist.is_initialized() and dist.get_world_size() > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1

@@ -14,8 +14,8 @@ from ..calibrate import calibrate as _calibrate
 
 
 def calibrate(
-    ranks: Annotated[int, typer.Option(min=1, help="Processes that measure at once, as many as will train here.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each thing is measured.")] = 7,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that measure at once, as in training here.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each thing is measured.")] = 7,
     out: Annotated[Path | None, typer.Option(help='The profile, .json; by default the one "auto" reads.')] = None,
 ) -> None:
     """Measures matrix products, operators, memory and collectives of this machine for generate_plan and dry_run."""

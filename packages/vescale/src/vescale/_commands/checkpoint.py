@@ -22,7 +22,7 @@ Step = Annotated[int | None, typer.Option(help="A committed step of the run.")]
 
 @app.command()
 def inspect(path: Where, step: Step = None, tensors: Annotated[bool, typer.Option(help="List each tensor.")] = True):
-    """What a step holds: when and how it was saved, its tensors and files."""
+    """Shows what a step contains: when and how it was saved, its tensors and its files."""
     with tools.opened(path, step) as source:
         kept, console = source.manifest, Console()
         head = f"{source.folder}: step {kept.step}, {len(kept.tensors)} tensors, {size_of(kept.nbytes)}"
@@ -57,7 +57,7 @@ def verify(path: Where, step: Step = None):
 
 @app.command()
 def diff(first: Where, second: Where):
-    """Every tensor and value that differs between two steps, bit for bit. Exit status 1 if any does."""
+    """Lists every tensor and value that differs between two steps, bit for bit. Exit status 1 if any does."""
     with tools.opened(first) as a, tools.opened(second) as b:
         with progress("diff", a.manifest.nbytes) as advance:
             found = tools.diff(a, b, advance)
@@ -88,7 +88,7 @@ def reshard(
     ranks: Annotated[int, typer.Option(help="How many files to write.")],
     step: Step = None,
 ):
-    """Writes a step again, cut for another number of ranks. Loading needs none of this: any step loads anywhere."""
+    """Rewrites a step for another number of ranks. Loading does not need this: any step loads anywhere."""
     with tools.opened(path, step) as source, progress("reshard", source.manifest.nbytes) as advance:
         made = tools.reshard(source, out, ranks, advance)
     typer.echo(made)

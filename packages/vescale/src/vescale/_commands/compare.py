@@ -12,8 +12,8 @@ from ..compare import compare as _compare
 
 def compare(
     run_a: Annotated[Path, typer.Argument(help="Folder that vescale.record wrote.")],
-    run_b: Annotated[Path, typer.Argument(help="Another.")],
-    rtol: Annotated[float, typer.Option(help="Largest distance, relative to the norm; 0 asks for every bit.")] = 0.0,
+    run_b: Annotated[Path, typer.Argument(help="Another such folder.")],
+    rtol: Annotated[float, typer.Option(help="Largest distance, relative to the norm; 0 compares every bit.")] = 0.0,
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
 ) -> None:
     """Names the first step, module, direction and tensor at which two runs differ; exit status 1 if they do."""

@@ -30,28 +30,29 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 def plan(
     model: Annotated[str, typer.Argument(help="Folder with a HuggingFace config.json, or module:factory.")],
     world_size: Annotated[int, typer.Option(help="Ranks.")],
-    hardware: Annotated[str, typer.Option(help='Profile, such as h100; "auto" is what is here.')] = "auto",
+    hardware: Annotated[str, typer.Option(help='Profile, such as h100; "auto" is this machine.')] = "auto",
     batch: Annotated[int | None, typer.Option(help="Rows of the global batch; one for each rank by default.")] = None,
     seq: Annotated[int, typer.Option(help="Positions of a row.")] = 4096,
     node: Annotated[int | None, typer.Option(help="Devices of a node; by default the profile's, 8 of an h100.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GiB of one device that may be used.")] = None,
+    memory: Annotated[float | None, typer.Option(help="Usable GiB of one device.")] = None,
     objective: Annotated[str, typer.Option(help="time or memory.")] = "time",
     precision: Annotated[
         str | None, typer.Option(help="Computes in this dtype, such as bfloat16; by default the configuration's.")
     ] = None,
-    verify: Annotated[bool, typer.Option(help="Run the choice dry, and take the next best if it does not fit.")] = True,
+    verify: Annotated[bool, typer.Option(help="Dry-run the choice, and take the next best if it does not fit.")] = True,
     verify_stages: Annotated[
-        bool, typer.Option(help="Every stage of a pipeline, too: of large models it takes minutes.")
+        bool, typer.Option(help="Also dry-run every stage of a pipeline; takes minutes for large models.")
     ] = False,
-    pin: Annotated[list[str] | None, typer.Option(help="What is given, such as tp=8; may be repeated.")] = None,
+    pin: Annotated[list[str] | None, typer.Option(help="A setting to fix, such as tp=8; may be repeated.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="What must not be used, such as pp.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the plan, for Plan.from_json.")] = None,
 ) -> None:
-    """Makes the whole plan of a model: what was chosen, the next best, what binds, and why for every block.
+    """Makes a complete plan for a model, and shows the choice, the next best plans, what limits each, and the reason
+    for every block.
 
-    Memory is by formula, and then by a dry run of the choice, for models of transformers; of a pipeline where it is
-    asked for.
+    Memory is computed by formula, and then, for models of transformers, by a dry run of the choice; for a pipeline on
+    request.
     """
     for option, path in (("--html", html), ("--json", json)):
         if path is not None and not path.parent.is_dir():

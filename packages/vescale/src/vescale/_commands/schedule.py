@@ -17,7 +17,7 @@ Time = Annotated[float, typer.Option(min=0, help="Time on each stage, in any uni
 def schedule(
     kind: Annotated[str, typer.Option(help="Kind of schedule, such as 1f1b or zbv.")] = "1f1b",
     stages: Annotated[int, typer.Option(help="Ranks of the pipeline.")] = 4,
-    microbatches: Annotated[int, typer.Option(help="Parts that a batch is run in.")] = 8,
+    microbatches: Annotated[int, typer.Option(help="Number of parts of a batch.")] = 8,
     virtual: Annotated[int, typer.Option(help="Stages per rank; kinds in a V have 2.")] = 1,
     file: Annotated[Path | None, typer.Option(help="Read this schedule's JSON instead.")] = None,
     forward: Time = 1.0,
@@ -29,7 +29,7 @@ def schedule(
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Chrome, .json.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the schedule's JSON.")] = None,
 ) -> None:
-    """Shows what a pipeline schedule takes: bubble, critical path, memory; proves that it is right."""
+    """Shows the costs of a pipeline schedule: bubble, critical path, memory. Proves that the schedule is correct."""
     costs = Costs(forward, input_gradient, weight_gradient, transfer)
     subject = generate(kind, stages, microbatches, virtual) if file is None else _read(file)
     verdict = verify(subject, transport="buffered", budget=budget, costs=costs)

@@ -17,7 +17,7 @@ def timeline(
     out: Annotated[Path | None, typer.Option(help="The trace, .json; FOLDER/trace.json by default.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page, which opens without a network.")] = None,
 ) -> None:
-    """Merges the timelines of all ranks into a trace for Chrome or Perfetto, and sums up each rank."""
+    """Merges the timelines of all ranks into a trace for Chrome or Perfetto, and summarises each rank."""
     ranks = read_timeline(folder)
     gone = lost(ranks)
     for rank, spans in sorted(ranks.items()):
