@@ -1,12 +1,14 @@
 """Two ranks on gloo exchange in ways of their own: the bits are those of a sum in rank order, and of a plain gather."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from vescale_dtensor._communication import pairs
-from vescale_dtensor._communication.collectives import all_gather, all_reduce, scatter_recipe
-from vescale_dtensor._communication.in_flight import GatherInFlight, ReductionInFlight
+from vescale_dtensor._communication.collectives import all_gather, all_reduce, exchange, reduce_scatter, scatter_recipe
+from vescale_dtensor._communication.in_flight import GatherInFlight, ReductionInFlight, RowsInFlight
 from vescale_dtensor._layouts.mesh import Mesh, mesh_of
 from vescale_dtensor.testing import run_ranks
 
@@ -75,3 +77,40 @@ def _moved(dtype):
 def test_a_gather_takes_memory_for_its_result_alone():
     for taken in run_ranks(2, _moved, torch.float32):
         assert 2 * 4 * (1 << 20) <= taken[1 << 20] < 2.1 * 4 * (1 << 20)
+
+
+def _files_of_a_step():
+    """The files whose Python functions are called while everything is sent that the engine sends, twice."""
+    mesh = mesh_of(dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)))
+    ranks, called = dist.get_world_size(), set()
+    rows = torch.arange(ranks * ranks * 10_000.0).view(ranks * ranks, -1)
+    scatter = scatter_recipe(mesh, (0,), (ranks, 10_000))
+
+    def sent():
+        for numel in (100, NUMEL):
+            all_gather(torch.ones(numel), mesh, (0,))
+            all_reduce(torch.ones(numel), mesh, (0,))
+            reduce_scatter([torch.ones(numel)] * ranks, mesh, (0,))
+            exchange([torch.ones(numel)] * ranks, [(numel,)] * ranks, mesh, 0)
+            out = torch.zeros(ranks * numel)
+            GatherInFlight(out, out.view(ranks, -1)[dist.get_rank()], mesh, (0,)).wait()
+            for keep in ("whole", "part"):
+                ReductionInFlight(torch.ones(ranks * numel), mesh, (0,), (), keep).finish()
+            RowsInFlight(torch.ones(ranks, numel), [1] * ranks, [1] * ranks, mesh, 0).wait()
+        return scatter(rows)
+
+    sent()
+    sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        out = sent()
+    finally:
+        sys.setprofile(None)
+    assert torch.equal(out, ranks * rows.view(ranks, ranks, -1)[dist.get_rank()])
+    assert any(file.endswith("collectives.py") for file in called)
+    return [file for file in called if "doors" in file]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_the_engine_sends_passes_no_look_that_stands_there_for_users(ranks):
+    """It is plain, and a look costs as much Python as all else of a small message."""
+    assert run_ranks(ranks, _files_of_a_step) == [[]] * ranks

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import torch
 import torch.distributed as dist
+from torch import is_grad_enabled
 
 from .._errors import CommunicationError
 from .._torch_private import _get_default_store
@@ -66,6 +66,7 @@ class Board:
         self._path, self._rank, self._ranks, self._count = path, rank, ranks, 0
         self._own, self._is_listed = rank * _PAGE // _WORD, True
         self._others = [one * _PAGE // _WORD for one in sorted(neighbours)]
+        self._texts = [_text_of(rank, place) for place in range(_PLACES)]
         self._known: dict[tuple, tuple[int, bytes]] = {}
         atexit.register(path.unlink, missing_ok=True)
 
@@ -74,7 +75,7 @@ class Board:
         ends the group's connections: whoever waits there gets an error, too."""
         function = events._current
         name = function if type(function) is str else getattr(function, "__name__", None)
-        key = (kind, received if kind in _EQUAL else 0, torch.is_grad_enabled(), name)
+        key = (kind, received if kind in _EQUAL else 0, is_grad_enabled(), name)
         known = self._known.get(key)
         if known is None:
             if len(self._known) == _MOST_KNOWN:
@@ -82,8 +83,7 @@ class Board:
             known = self._known[key] = _described(*key)
         self._count = number = self._count + 1
         place = number % _PLACES
-        begins = self._text_of(self._rank, place)
-        self._memory[begins : begins + _TEXT] = known[1]
+        self._memory[self._texts[place]] = known[1]
         cells = self._cells
         cells[self._own + place] = cell = number % _NUMBERS << 32 | known[0]
         for other in self._others:
@@ -99,15 +99,12 @@ class Board:
         collective when one has come to as many as there are places."""
         return len(self._ranks) <= 3 and all(self._cells[other + place] == cell for other in self._others)
 
-    def _text_of(self, rank: int, place: int) -> int:
-        return rank * _PAGE + _PLACES * _WORD + place * _TEXT
 
     def _refuse(self, other: int, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
         line, place = events.user_line(), self._count % _PLACES
         operands = []
         for rank in sorted((self._rank, other)):
-            begins = self._text_of(rank, place)
-            text = bytes(self._memory[begins : begins + _TEXT]).decode(errors="replace").strip()
+            text = bytes(self._memory[_text_of(rank, place)]).decode(errors="replace").strip()
             where = f", at {line}" if line and rank == self._rank else ""
             operands.append(f"rank {self._ranks[rank]}  in {text}{where}")
         rule = (
@@ -127,6 +124,11 @@ class Board:
         tell_first(f"rank {self._ranks[self._rank]} raised {described(error)}")
         close(group)
         raise error
+
+
+def _text_of(rank: int, place: int) -> slice:
+    begins = rank * _PAGE + _PLACES * _WORD + place * _TEXT
+    return slice(begins, begins + _TEXT)
 
 
 def board_of(group: dist.ProcessGroup) -> Board | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -76,16 +75,10 @@ def all_gather(local: Tensor, mesh: Mesh, axes: tuple[int, ...], kind: str = "al
     return gather_recipe(mesh, axes, tuple(local.shape), kind)(local).view(-1, *shape)
 
 
-def _directly(method: Callable) -> Callable:
-    """A group's method past the look at its arguments that stands before it (`_rules/doors/communication.py`)."""
-    original = getattr(method, "__wrapped__", None)
-    return method if original is None else partial(original, method.__self__)
-
-
 def gather_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], kind: str = "all_gather") -> Recipe:
     """For local tensors of `shape`, not empty: [n * d0, d1, ...], those of all ranks one after the other."""
     count = mesh.count(axes)
-    call, rank_group = _directly(_gather_call(mesh, axes)), mesh.rank_group(axes)
+    call, rank_group = pairs.directly(_gather_call(mesh, axes)), mesh.rank_group(axes)
     names = rank_group.axes
     rows = (count * shape[0], *shape[1:])
 
@@ -199,7 +192,7 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
     group, count = mesh.group(axes), mesh.count(axes)
     rank_group, native = mesh.rank_group(axes), _engine(mesh, axes).reduces
     names = rank_group.axes
-    call = _directly(group._reduce_scatter_base if native else group.alltoall_base)
+    call = pairs.directly(group._reduce_scatter_base if native else group.alltoall_base)
     pair, rank = is_pair(mesh, axes), group.rank()
 
     def scatter(rows: Tensor) -> Tensor:
@@ -260,7 +253,7 @@ def _run(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Call
     event = events.announce(kind, rank_group.axes, received, count) if events.listeners else None
     noted = flight_recorder.note(kind, rank_group, received, WAITING)
     try:
-        call(*args).wait()
+        pairs.directly(call)(*args).wait()
     except RuntimeError as error:
         noted[0] = FAILED
         raise _failure(error, kind, mesh, axes) from error
@@ -275,7 +268,7 @@ def _start(kind: str, mesh: Mesh, axes: tuple[int, ...], received: int, call: Ca
     event = events.announce(kind, rank_group.axes, received, count) if events.listeners else None
     noted = flight_recorder.note(kind, rank_group, received, STARTED)
     try:
-        work = call(*args)
+        work = pairs.directly(call)(*args)
     except RuntimeError as error:
         noted[0] = FAILED
         raise _failure(error, kind, mesh, axes) from error

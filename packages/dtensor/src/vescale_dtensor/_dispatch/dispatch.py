@@ -17,6 +17,8 @@ loop over the arguments, one class assignment and one attribute. The common case
 
 from __future__ import annotations
 
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 from torch import Tensor, is_grad_enabled
@@ -69,7 +71,9 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
     entry = _entry_of(function)
     if entry is None or entry.handler is not None:
         return _general(entry, function, args, kwargs or {})
-    if len(args) == 2 and not kwargs:  # most calls
+    if kwargs:
+        key: Any = key_of(args, kwargs, entry.exact)
+    elif (count := len(args)) == 2:  # `key_of`, written out for what most calls have
         first, second = args
         kind = type(second)
         if kind is DTensor:
@@ -81,9 +85,24 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
             first = first._layout
         elif kind not in ATOMS:
             first = keyed(first, entry.exact)
-        key: Any = (first, second)
+        key = (first, second)
+    elif count == 3 and type(args[0]) is DTensor:  # F.linear(x, weight, bias), x.transpose(1, 2)
+        first, second, third = args
+        kind = type(second)
+        if kind is DTensor:
+            second = second._layout
+        elif kind not in ATOMS:
+            second = keyed(second, entry.exact)
+        kind = type(third)
+        if kind is DTensor:
+            third = third._layout
+        elif kind not in ATOMS:
+            third = keyed(third, entry.exact)
+        key = (first._layout, second, third)
+    elif count == 1 and type(args[0]) is DTensor:
+        key = (args[0]._layout,)
     else:
-        key = key_of(args, kwargs, entry.exact)
+        key = key_of(args, None, entry.exact)
     try:
         decision = entry.cache.get(key)
     except TypeError:  # an argument that cannot be a key: decided anew each time
@@ -372,7 +391,7 @@ def _finish(out: Any, layout: Any, inputs: Any, decision: Decision, originals: A
 
 
 def _among(tensor: Tensor, tensors: Any) -> bool:
-    return any(tensor is other for other in tensors)
+    return any(map(is_, tensors, repeat(tensor)))
 
 
 def _as_saved(tensor: Tensor) -> Tensor:

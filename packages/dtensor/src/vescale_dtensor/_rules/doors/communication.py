@@ -110,6 +110,10 @@ _METHODS = """
 """.split()
 
 
+_PLAIN = frozenset({Tensor, int})
+"""What the lists hold of which nothing has to be asked: tensors, and sizes of the parts that they are cut into."""
+
+
 def _method(kind: type, name: str, original: Callable) -> Callable:
     """A method of a group, called by whoever leaves `torch.distributed` out. The engine's recipes call the original."""
 
@@ -117,12 +121,8 @@ def _method(kind: type, name: str, original: Callable) -> Callable:
     @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         for argument in args:
-            if type(argument) is list:
-                for one in argument:
-                    if type(one) is not Tensor:
-                        _refuse_any(f"{kind.__name__}.{name}", argument)
-                        break
-            elif type(argument) is DTensor:
+            given = type(argument)
+            if given is DTensor or given is list and not _PLAIN.issuperset(map(type, argument)):
                 _refuse_any(f"{kind.__name__}.{name}", argument)
         for argument in kwargs.values():
             _refuse_any(f"{kind.__name__}.{name}", argument)
