@@ -108,6 +108,7 @@ from ._static.unwrap import unwrap as unwrap
 from ._static.unwrap import wrap as wrap
 from ._tensor.gradient import after_backward as after_backward
 from ._tensor.gradient import backwards as backwards
+from ._tensor.gradient import held_gradient as held_gradient
 from ._tensor.gradient import in_backward as in_backward
 from ._tensor.gradient import keeps_graph as keeps_graph
 from ._tensor.gradient import reduced_grad_layout as reduced_grad_layout
@@ -119,6 +120,7 @@ from ._tensor.tensor import drop_gradients as drop_gradients
 from ._tensor.tensor import local_only as local_only
 from ._tensor.tensor import plain_class as plain_class
 from ._tensor.tensor import requires_grad as requires_grad
+from ._tensor.tensor import set_plain_grad as set_plain_grad
 from ._tensor.tensor import set_reduced_grad as set_reduced_grad
 from ._tensor.tensor import take_partial_grad as take_partial_grad
 from ._torch_range import OLDEST_TORCH as OLDEST_TORCH

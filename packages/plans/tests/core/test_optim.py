@@ -507,3 +507,78 @@ def test_gradients_of_another_layout_are_taken():
         torch.testing.assert_close(weight.detach().full_tensor(), before - 1)
 
     run_ranks(4, run)
+
+
+def changing_groups(zero):
+    """Between steps a parameter leaves its group, comes back in another place, and goes to a group of its own."""
+    torch.manual_seed(0)
+    model, make = Net(), partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+    optimizer = make(model.parameters())
+    if zero is not None:
+        model, optimizer = parallelize(plan_of(zero), model, make)
+    losses = []
+    for step in range(7):
+        optimizer.zero_grad()
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        given = optimizer.param_groups[0]["params"]
+        if step == 0:
+            left = given.pop(2)
+        elif step == 1:
+            given.insert(0, left)
+        elif step == 2:
+            given.reverse()
+        elif step == 3:
+            given[1], given[2] = given[2], given[1]
+        elif step == 4:
+            optimizer.add_param_group({"params": [given.pop()], "lr": 0.5})
+        elif step == 5:
+            optimizer.param_groups[1]["lr"] = 0.01
+    values = {name: value.full_tensor() if zero is not None else value for name, value in model.named_parameters()}
+    return losses, {name: value.detach().clone() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_groups_that_change_between_steps(zero):
+    losses, values = changing_groups(None)
+    for found, parameters in run_ranks(4, changing_groups, zero):
+        torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parameters, values, rtol=1e-4, atol=1e-5)
+
+
+class Wide(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(4) for _ in range(count))
+
+    def forward(self, x):
+        return sum((x * weight).sum() for weight in self.weights)
+
+
+def calls_of_a_step(count):
+    """How many Python functions of this library a step calls that is like the one before: all but `Tensor.grad`, which
+    the optimizer itself asks for."""
+    called = 0
+
+    def note(frame, event, _):
+        nonlocal called
+        file = frame.f_code.co_filename
+        called += event == "call" and "/vescale_" in file and not file.endswith("constructors.py")
+
+    make = partial(torch.optim.SGD, lr=0.1, foreach=True)
+    model, optimizer = parallelize(Plan(mesh={"tp": 2}, parameters={"*": {}}, data_axis=None), Wide(count), make)
+    for step in range(3):
+        model(torch.ones(4)).backward()
+        sys.setprofile(note if step == 2 else None)
+        optimizer.step()
+        sys.setprofile(None)
+        optimizer.zero_grad()
+    return called
+
+
+def test_what_a_step_costs_per_parameter():
+    """Its gradient is handed over; who steps in whose place is known, and not asked for."""
+    for few, many in zip(run_ranks(2, calls_of_a_step, 8), run_ranks(2, calls_of_a_step, 40)):
+        assert (many - few) / 32 <= 4

@@ -37,6 +37,18 @@ def grad_of(tensor: DTensor) -> DTensor | None:
     return fold(partial, reduced)
 
 
+def held_gradient(tensor: DTensor) -> tuple[Tensor | None, Layout | None]:
+    """`tensor.grad` for whoever wants this rank's part alone, and its layout: what autograd has left is plain, and
+    stays so."""
+    with local_only():
+        partial = plain_grad(tensor)
+    reduced = tensor.__dict__.get("_reduced_grad")
+    if type(partial) is Tensor and reduced is None:
+        return partial, tensor._layout.base.gradient
+    gradient = reduced if partial is None else grad_of(tensor)
+    return gradient, None if gradient is None else gradient._layout.base
+
+
 def _grad_with_layout(tensor: DTensor, partial: Tensor) -> DTensor:
     attached = attach(partial, tensor._layout.base.gradient)
     if attached is not partial:

@@ -18,7 +18,8 @@ import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, OperatorError
-from vescale_dtensor.engine import convert, drop_gradients, local_only, route_between
+from vescale_dtensor.engine import convert, drop_gradients, held_gradient, local_only, route_between, set_plain_grad
 
 from .._plan.parts import PlanError
 from .matrix import Owners
@@ -54,7 +55,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__, **own})
     optimizer._parallel = data_parallel
     optimizer._parameter_names = names
-    optimizer._owners, optimizer._is_inside = None, False
+    optimizer._owners, optimizer._exchange, optimizer._is_inside = None, None, False
     optimizer._on_dtensors = methods is None and kind not in MATRIX
     if scheduled:
         optimizer.step = _scheduled_step(optimizer)
@@ -120,6 +121,8 @@ def _scheduled_step(optimizer: torch.optim.Optimizer) -> Any:
 class Sharded(ShardedStates):
     """What `parallelize` adds to an optimizer. A mixin: the user's class follows in the order of resolution."""
 
+    _exchange: Exchange | None  # as the last step had it
+
     @torch.optim.Optimizer.profile_hook_step  # hooks run around all of it, where parameters and gradients are global
     def step(self, closure: Any = None, **options: Any) -> Any:
         """As the optimizer's own: gradients still partial are reduced first, parameters follow after."""
@@ -176,56 +179,47 @@ class Sharded(ShardedStates):
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
         """Plain Parameters, with the local parts of the gradients, in the places of the DTensors."""
-        own: list[DTensor] = []
-        lent: list[nn.Parameter] = []
-        params: list[ShardedParameter] = []
         shown = [group["params"] for group in self.param_groups]
-        for group in self.param_groups:
-            inside = []
-            for parameter in group["params"]:
-                param = self._parallel.param_of(parameter)
-                if param is None or param.optimized is None:
-                    inside.append(parameter)
-                    continue
-                plain = self._lend(param)
-                inside.append(plain)
-                own.append(parameter)
-                lent.append(plain)
-                params.append(param)
-            group["params"] = inside
+        exchange = self._exchange
+        if exchange is None or not exchange.holds(shown):
+            exchange = self._exchange = Exchange(shown, self._parallel, self._owners)
+        own, lent, params = exchange.own, exchange.lent, exchange.params
+        for param, plain in zip(params, lent):
+            self._lend(param, plain)
+        for group, inside in zip(self.param_groups, exchange.inside):
+            group["params"] = inside.copy()
         self._is_inside = True
         self._rename(own, lent)
         if self._parallel.sharing.mesh.device_type != "cpu" and any(param.arriving is not None for param in params):
             torch.accelerator.current_stream().synchronize()  # gradients and full-precision shards are on the host
         try:
             yield
-            for param in params:
+            for param in exchange.taken_back:
                 self._take_back(param)
         finally:
             for group, given in zip(self.param_groups, shown):
                 group["params"] = given
             self._rename(lent, own)
             self._is_inside = False
-            for plain in lent:
-                plain.grad = None
+            drop_gradients(lent)
 
-    def _lend(self, param: ShardedParameter) -> nn.Parameter:
-        """The plain parameter that steps in a DTensor's place, with its gradient."""
+    def _lend(self, param: ShardedParameter, plain: nn.Parameter) -> None:
+        """Gives the plain parameter that steps in a DTensor's place its gradient, and what else it lacks."""
         if self._owners is not None:
-            return self._owners.bring(param, param.parameter.grad)
-        plain, gradient = param.optimized, _local_gradient(param)
+            self._owners.bring(param, param.parameter.grad)
+            return
+        gradient = _local_gradient(param)
         if param.arriving is not None and gradient is not None:
             gradient = param.arriving.copy_(gradient, non_blocking=True)
         if param.is_copied:  # the full-precision shard may have been loaded or written since
             with torch.no_grad():
                 plain.copy_(param.shard, non_blocking=True)
-        plain.grad = gradient
-        return plain
+        set_plain_grad(plain, gradient)
 
     def _take_back(self, param: ShardedParameter) -> None:
         if self._owners is not None:
             self._owners.send_back(param)
-        elif param.is_copied:
+        else:
             with torch.no_grad():
                 param.shard.copy_(param.optimized, non_blocking=True)  # written again after the next step's wait
 
@@ -252,19 +246,58 @@ def _on_parts(name: str) -> Any:
     return method
 
 
+class Exchange:
+    """Who steps in whose place: plain Parameters for DTensors, in the order of the groups. Made once, and anew where a
+    group or a bucket has others by now."""
+
+    def __init__(self, shown: list[list[Tensor]], parallel: DataParallel, owners: Owners | None) -> None:
+        found = [[(one, parallel.param_of(one)) for one in group] for group in shown]
+        self._shown = [one for group in shown for one in group]
+        self._sizes = list(map(len, shown))
+        self._known = [param for group in found for _, param in group if param is not None]
+        self._optimized = list(map(_optimized_of, self._known))
+        stand_in = (lambda param: param.optimized) if owners is None else owners.plain
+        self.own: list[DTensor] = []
+        self.lent: list[nn.Parameter] = []
+        self.params: list[ShardedParameter] = []
+        self.inside: list[list[Tensor]] = []  # of each group, what its optimizer is to see
+        for group in found:
+            self.inside.append(inside := [])
+            for one, param in group:
+                if param is None or param.optimized is None:
+                    inside.append(one)
+                    continue
+                inside.append(plain := stand_in(param))
+                self.own.append(one)
+                self.lent.append(plain)
+                self.params.append(param)
+        self.taken_back = [param for param in self.params if owners is not None or param.is_copied]
+
+    def holds(self, shown: list[list[Tensor]]) -> bool:
+        """Whether the groups are as they were, and the buckets' plain parameters the same objects."""
+        return (
+            list(map(len, shown)) == self._sizes
+            and all(map(is_, chain.from_iterable(shown), self._shown))
+            and all(map(is_, map(_optimized_of, self._known), self._optimized))
+        )
+
+
+_optimized_of = attrgetter("optimized")
+
+
 def _local_gradient(param: ShardedParameter) -> Tensor | None:
     """This rank's part of a parameter's reduced gradient, a view where it lies so already."""
-    gradient = param.parameter.grad
+    tensor, optimized = param.parameter, param.optimized
+    gradient, layout = held_gradient(tensor)
     if gradient is None:
         return None
-    layout = gradient.mesh_layout
     # Partial over axes of one rank it is whole, and nothing moves.
     if layout is not param.gradient_layout and route_between(layout, param.gradient_layout).recipe:
-        gradient = convert(gradient, param.gradient_layout, "step")
+        gradient = convert(tensor.grad, param.gradient_layout, "step")
     with local_only():
-        local = gradient.detach()
-        local = local if local.dtype is param.optimized.dtype else local.to(param.optimized.dtype)
-        return local.view(size=param.optimized.shape)
+        local = Tensor.detach(gradient)  # C's, where a DTensor's is Python
+        local = local if local.dtype is optimized.dtype else local.to(optimized.dtype)
+        return local.view(size=optimized.shape)
 
 
 def _reducing(closure: Any, data_parallel: DataParallel) -> Any:
