@@ -3,6 +3,7 @@
 Two processes run every case, one after another, once for the module; the tests read what each of them found.
 """
 
+import functools
 import itertools
 import os
 import queue
@@ -199,6 +200,28 @@ def failing():
     model(*batch())
 
 
+def looked_at():
+    """A library has put a look at their arguments before the methods by which groups send, as vescale_dtensor does."""
+    kind, looks = torch._C._distributed_c10d.Backend, []
+    kept = {name: getattr(kind, name) for name in ("send", "recv")}
+
+    def looking(name):
+        @functools.wraps(kept[name])
+        def method(*args):
+            looks.append(name)
+            return kept[name](*args)
+
+        return method
+
+    try:
+        for name in kept:
+            setattr(kind, name, looking(name))
+        return *trained(calls=2), looks
+    finally:
+        for name, method in kept.items():
+            setattr(kind, name, method)
+
+
 def of_other_shapes():
     """The ranks are called with batches of different lengths."""
     model = made()
@@ -225,6 +248,7 @@ CASES = {
     "reading": reading,
     "evaluated": evaluated,
     "failing": failing,
+    "looked at": looked_at,
     "of other shapes": of_other_shapes,
     "uneven": uneven,
 }
@@ -291,6 +315,12 @@ def test_what_stages_share_is_as_on_one_device(found, name, options):
 def test_a_second_call_and_one_of_another_shape(found):
     check(found, "two calls", alone(made()))
     check(found, "longer", alone(made(), rows=2 * ROWS))
+
+
+def test_transfers_pass_the_looks_that_stand_there_for_users(found):
+    """What travels is plain, and a look costs as much Python as all else of a small transfer."""
+    check(found, "looked at", alone(made()))
+    assert [rank["looked at"][2] for rank in found] == [[]] * RANKS
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

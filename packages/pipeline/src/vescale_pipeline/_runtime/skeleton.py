@@ -148,13 +148,23 @@ class Run:
             return self._elsewhere(event)
         self._at = at + 1
         current.reader = None
+        if event.is_plain and not self._left:  # most modules
+            try:
+                if len(args) == 1 and not kwargs and type(only := args[0]) is Placeholder:
+                    out = station.original(self._real(only))
+                else:
+                    args, kwargs = map_tensors((args, kwargs), self._real)
+                    out = station.original(*args, **kwargs)
+            finally:
+                current.reader = self
+            if isinstance(out, Tensor):
+                self.values[event.keys[0]] = out
+                return event.template
+            return self._keep(event, out)
         if self._left:
             self._show(real=True)
         try:
-            if len(args) == 1 and not kwargs and type(only := args[0]) is Placeholder:
-                args = (self._real(only),)
-            else:
-                args, kwargs = map_tensors((args, kwargs), self._real)
+            args, kwargs = map_tensors((args, kwargs), self._real)
             if event.inside is None:
                 out = station.original(*args, **kwargs)
             else:
@@ -167,10 +177,6 @@ class Run:
             self._show(real=False)
         if event.writes:
             self._take_writes(event)
-        template = event.template
-        if type(template) is Placeholder and isinstance(out, Tensor):
-            self.values[event.keys[0]] = out
-            return template
         return self._keep(event, out)
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .._torch_private import _abort_process_group, _storage_Use_Count
 from .messages import UNUSED_TAG, Message, Recorder, Tags
-from .staged import Staged, wire_of
+from .staged import Staged, directly, wire_of
 from .words import LinkError, Words
 
 
@@ -135,7 +135,8 @@ class Link:
         has_tags = device.type == "cpu" or len(ranks) == 1
         self._words = None if has_tags else Words(name, ranks, self.rank, timeout, failed)
         self._group = group
-        self._wire = wire_of(group, device, timeout)
+        self._wire = wire = wire_of(group, device, timeout)
+        self._to, self._from = directly(wire.send), directly(wire.recv)
         self._tags, self._recorder = tags, recorder or Recorder()
         self.calls = 0
         self._sent: list[tuple[Any, int, Any, Tensor]] = []
@@ -149,7 +150,7 @@ class Link:
                 if not tensor.is_contiguous():
                     tensor = _flat(tensor)
                 mark = self._posted(self.rank, peer, tag, 0)
-                self._sent.append((self._started(self._wire.send, tensor, peer, tag), peer, mark, tensor))
+                self._sent.append((self._started(self._to, tensor, peer, tag), peer, mark, tensor))
             tag += 1
 
     def post(self, peer: int, tag: int, header: Header) -> Arrival:
@@ -162,7 +163,7 @@ class Link:
                 tensor = self._buffer(part)
                 into = tensor if tensor.is_contiguous() else _flat(tensor)
                 mark = self._posted(peer, self.rank, tag, tensor.nbytes)
-                works.append((self._started(self._wire.recv, into, peer, tag), peer, mark))
+                works.append((self._started(self._from, into, peer, tag), peer, mark))
             tensors.append(tensor)
             tag += 1
         return Arrival(header, tensors, works, self)
@@ -259,7 +260,8 @@ class Link:
         self._sent.clear()
         self._free.clear()
         is_hosts = self._is_hosts
-        group, self._group, self._wire = self._group, None, None
+        group, self._group = self._group, None
+        self._wire = self._to = self._from = None
         if group is None or not dist.is_initialized():
             return
         if is_hosts:
@@ -283,7 +285,7 @@ class Link:
 
     def _receive(self, peer: int, tag: int, into: Tensor) -> Tensor:
         mark = self._posted(peer, self.rank, tag, into.nbytes)
-        self.wait(self._started(self._wire.recv, into, peer, tag), peer, mark)
+        self.wait(self._started(self._from, into, peer, tag), peer, mark)
         return into
 
     def _posted(self, source: int, target: int, tag: int, received: int, is_ordered: bool = True) -> Any:
