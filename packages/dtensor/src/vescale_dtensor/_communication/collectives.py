@@ -194,6 +194,7 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
     names = rank_group.axes
     call = pairs.directly(group._reduce_scatter_base if native else group.alltoall_base)
     pair, rank = is_pair(mesh, axes), group.rank()
+    swap = pairs.swapper(group, _SWAP) if pair else None
 
     def scatter(rows: Tensor) -> Tensor:
         received = rows.nbytes // count * (count - 1)
@@ -209,7 +210,7 @@ def scatter_recipe(mesh: Mesh, axes: tuple[int, ...], shape: tuple[int, ...], ki
             elif pair:
                 mine, sent = rows.view(2, -1)[rank], rows.view(2, -1)[1 - rank]
                 out = rows.new_empty(*shape)
-                pairs.swap(group, _wire(out.view(-1)), _wire(sent), _SWAP).wait()
+                swap(_wire(out.view(-1)), _wire(sent)).wait()
             else:
                 out = torch.empty_like(rows)
                 call(_wire(out), _wire(rows), [], [], _SWAP).wait()

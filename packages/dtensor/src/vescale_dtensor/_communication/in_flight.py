@@ -114,7 +114,7 @@ class ReductionInFlight:
         elif pair:
             rows = flat.view(2, -1)
             self._own, self._buffer = rows[group.rank()], flat.new_empty(flat.numel() // 2)
-            call, arguments = pairs.swap, (group, _wire(self._buffer), _wire(rows[1 - group.rank()]))
+            call, arguments = pairs.swapper(group), (_wire(self._buffer), _wire(rows[1 - group.rank()]))
         elif self._native:
             self._buffer = flat.new_empty(flat.numel() // count)
             call, arguments = group._reduce_scatter_base, (_summable(self._buffer), _summable(flat))

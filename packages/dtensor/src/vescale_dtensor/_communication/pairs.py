@@ -35,17 +35,23 @@ def directly(method: Callable) -> Callable:
     return method if original is None else partial(original, method.__self__)
 
 
-def swap(group: ProcessGroup, out: Tensor, sent: Tensor, options: Any = None):
-    """Starts to send the other rank `sent`, flat, and to take as many elements into `out`, flat."""
-    splits = [0, 0]
-    splits[1 - group.rank()] = sent.numel()
-    call = directly(group.alltoall_base)
-    return call(out, sent, splits, splits, AllToAllOptions() if options is None else options)
+def swapper(group: ProcessGroup, options: Any = None) -> Callable:
+    """swap(out, sent): starts to send the other rank `sent`, flat, and to take as many elements into `out`, flat."""
+    other, call = 1 - group.rank(), directly(group.alltoall_base)
+    options = AllToAllOptions() if options is None else options
+
+    def swap(out: Tensor, sent: Tensor) -> Any:
+        splits = [0, 0]
+        splits[other] = sent.numel()
+        return call(out, sent, splits, splits, options)
+
+    return swap
 
 
 def gather_call(group: ProcessGroup, options: Any) -> Callable:
     """What stands in for `group._allgather_base`, with `options` for its exchange."""
     rank, small = group.rank(), directly(group._allgather_base)
+    swap, swap_at_once = swapper(group), swapper(group, options)
 
     def gather(out: Tensor, part: Tensor, *rest):
         if part.nbytes < _LEAST_BYTES:
@@ -54,6 +60,6 @@ def gather_call(group: ProcessGroup, options: Any) -> Callable:
         own, part = halves[rank], part.view(-1)
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
-        return swap(group, halves[1 - rank], part, options if rest else None)
+        return (swap_at_once if rest else swap)(halves[1 - rank], part)
 
     return gather
