@@ -104,6 +104,31 @@ def test_what_runs_out_of_its_place_counts_for_the_one_before():
     assert sum(odd.values()) > sum(plain.values())
 
 
+class Grouped(nn.Module):
+    """Four heads of queries, and so many of keys and values."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads, self.into, self.out = heads, nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        query = self.into(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        rest = query[:, : self.heads]
+        out = F.scaled_dot_product_attention(query, rest, rest, is_causal=True, enable_gqa=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def test_attention_with_grouped_heads_computes_as_much():
+    product = 2 * (2 * 16) * 32 * 32  # of a Linear; the two of attention are half of it each
+    for heads in (2, 4):
+        model = nn.Sequential(Grouped(heads), nn.Linear(32, 32))
+        costs = module_costs(model, torch.randn(2, 16, 32), flops_per_byte=1e-9)
+        last = 3 * product  # one in forward, and of the gradients of input and weight
+        attention = 7 * product / 2  # two products in forward, five in backward, which computes the scores again
+        assert costs["1"] * 1e-9 == pytest.approx(last, rel=1e-6)
+        assert costs["0"] * 1e-9 == pytest.approx(2 * product + attention + 3 * product, rel=1e-6)
+
+
 def test_measured_costs_follow_the_clock():
     costs = module_costs(Model([0.0, 0.3, 0.0, 0.0, 0.2, 0.0]), batch(), measured=True)
     dearest = sorted(costs, key=costs.get)[-2:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import enum
 import functools
+import inspect
 import math
 import os
 import signal
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 import warnings
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +25,7 @@ import torch.distributed as dist
 
 import vescale_dtensor.testing
 from vescale_dtensor import FallbackWarning, Shard, distribute_tensor
-from vescale_dtensor._test_kit import worker_pool
+from vescale_dtensor._test_kit import worker, worker_pool
 from vescale_dtensor.testing import (
     RankError,
     RankTimeout,
@@ -100,6 +103,21 @@ def test_lambdas_closures_partials_and_local_classes_travel() -> None:
     assert run_ranks(2, lambda: base + dist.get_rank()) == [7, 8]
     assert run_ranks(2, functools.partial(rank_plus, 1, scale=2)) == [102, 104]
     assert run_ranks(2, Local().value) == [107, 107]
+
+
+def test_code_that_travels_knows_its_file(monkeypatch) -> None:
+    reduced = worker._Pickler.dispatch_table[types.CodeType]
+    forgetful = {types.CodeType: lambda code: reduced(code.replace(co_filename="<dynamic-code>"))}  # cloudpickle 3.1.3
+    monkeypatch.setattr(worker._Pickler, "dispatch_table", ChainMap(forgetful, worker._Pickler.dispatch_table))
+
+    class Place:
+        def of_inner(self):
+            return (lambda: sys._getframe().f_code.co_filename)()
+
+    def files():
+        return sys._getframe().f_code.co_filename, Place().of_inner(), inspect.getsource(Place.of_inner).strip()[:13]
+
+    assert run_ranks(2, files) == [(__file__, __file__, "def of_inner(")] * 2
 
 
 def test_classes_of_a_test_module_come_back_as_themselves() -> None:

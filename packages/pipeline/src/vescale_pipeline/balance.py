@@ -31,14 +31,30 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 FLOPS_PER_BYTE = 150.0
 """What an accelerator computes while it moves a byte of its memory: an A100 in bfloat16, 312e12 / 2.0e12."""
 
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(*_each_head(query, key, value))
+
+
+def _attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    return sdpa_backward_flop_count(gradient.shape, *_each_head(query, key, value))
+
+
+def _each_head(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[int, ...]]:
+    """Shapes with a head of key and value for each of the query's: torch's formulas of 2.11 take no groups."""
+    return [(*one.shape[:-3], query.shape[-3], *one.shape[-2:]) for one in (query, key, value)]
+
+
+_KERNELS = [
+    f"_scaled_dot_product_{kind}"
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+]
 _FLOPS = {
     **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *rest, **named: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda gradient, q, k, v, *rest, **named: sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape)
-    ),
+    **{getattr(torch.ops.aten, name): _attention for name in _KERNELS},
+    **{getattr(torch.ops.aten, f"{name}_backward"): _attention_backward for name in _KERNELS},
 }
 
 

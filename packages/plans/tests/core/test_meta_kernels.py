@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vescale_plans._dry.meta_kernels import CHOICES, FLOPS, STAND_INS
-from vescale_plans._dry.meter import Meter
+from vescale_plans._dry.meter import Meter, flops_of
 
 GROUPED = torch.ops.aten._grouped_mm.default
 OFFSETS = torch.tensor([3, 8, 16], dtype=torch.int32)
@@ -34,6 +34,19 @@ def test_grouped_products_are_counted_as_the_products_that_they_are():
         torch.cat([part @ weight for part, weight in zip(parts, weights)])
     assert FLOPS[torch.ops.aten._grouped_mm](x, weights, OFFSETS) == meter.flops
     assert FLOPS[torch.ops.aten._grouped_mm](x.t(), torch.randn(16, 32), OFFSETS) == meter.flops
+
+
+ATTENTIONS = ["flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"]
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_attention_with_grouped_heads_is_counted_head_by_head(kind):
+    query, key, value = (torch.empty(2, heads, 24, 8, device="meta") for heads in (4, 2, 2))
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}")
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_backward")
+    product = 2 * 2 * 4 * 24 * 24 * 8
+    assert flops_of(forward, (query, key, value), {}, None) == 2 * product
+    assert flops_of(backward, (query, query, key, value), {}, None) == 5 * product  # the scores are computed again
 
 
 def test_integers_are_counted_as_on_a_gpu():

@@ -23,7 +23,7 @@ import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
@@ -101,9 +101,15 @@ def _travels_by_value(module: types.ModuleType) -> bool:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle, with test modules by value; each module is looked at once."""
+    """cloudpickle, with test modules by value; each module is looked at once.
+
+    Code keeps the name of its file, which cloudpickle leaves out from 3.1.3 on: tracebacks, the user's line in errors
+    and whoever reads the source of a function (static mode, the compiler) need it on a rank as in the caller.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):
+            return _code_of_file, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
         if isinstance(obj, types.FunctionType | type):
             name = obj.__module__
             if isinstance(name, str) and name not in _by_value and name in sys.modules:
@@ -113,6 +119,10 @@ class _Pickler(cloudpickle.Pickler):
             if isinstance(obj, type):
                 _sent_classes.add(obj)
         return super().reducer_override(obj)
+
+
+def _code_of_file(name: str, make: Callable[..., types.CodeType], arguments: tuple) -> types.CodeType:
+    return make(*arguments).replace(co_filename=name)
 
 
 def dumps(value: Any) -> bytes:

@@ -142,19 +142,28 @@ SCRATCH = {"gloo": {torch.ops.c10d._allgather_base_.default: lambda out, *rest, 
 
 
 def _attention(query, key, value, *args, out_val=None, **kwargs) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    return sdpa_flop_count(*_each_head(query, key, value))
 
 
 def _attention_backward(gradient, query, key, value, *args, out_val=None, **kwargs) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+    return sdpa_backward_flop_count(gradient.shape, *_each_head(query, key, value))
 
 
-# torch's own formulas; it has none for its CPU kernel of attention.
+def _each_head(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[int, ...]]:
+    """Shapes with a head of key and value for each of the query's: torch's formulas of 2.11 take no groups."""
+    return [(*one.shape[:-3], query.shape[-3], *one.shape[-2:]) for one in (query, key, value)]
+
+
+_KERNELS = [
+    f"_scaled_dot_product_{kind}"
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+]
+# torch's own formulas; those of 2.13 have none for its CPU kernel of attention.
 _FLOPS = {
     **FLOPS,
     **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **{getattr(torch.ops.aten, name): _attention for name in _KERNELS},
+    **{getattr(torch.ops.aten, f"{name}_backward"): _attention_backward for name in _KERNELS},
 }
 
 
