@@ -142,6 +142,8 @@ GLOBAL = {
     "is_same_size": lambda t: t.is_same_size(t),
     "is_set_to": lambda t: (t.is_set_to(t), t.is_set_to(t + 1)),
     "is_shared": lambda t: t.is_shared(),
+    "has_names": lambda t: t.has_names() if hasattr(t, "has_names") else False,  # dims have names in torch 2.11
+    "names": lambda t: getattr(t, "names", None),
     "is_signed": lambda t: t.is_signed(),
     "is_sparse": lambda t: t.is_sparse,
     "is_sparse_csr": lambda t: t.is_sparse_csr,
@@ -208,7 +210,8 @@ LOCAL = {
     "the object itself, or Python's protocol of classes": """
         __annotations__ __class__ __delattr__ __dict__ __doc__ __getattribute__ __getstate__ __init__ __init_subclass__
         __module__ __new__ __setattr__ __setstate__ __subclasshook__ __torch_dispatch__ __torch_function__ __weakref__
-        __slotnames__ _make_subclass _make_wrapper_subclass _dtensor__new__ as_subclass
+        __slotnames__ __firstlineno__ __static_attributes__ __annotate__ __annotate_func__ __annotations_cache__
+        _make_subclass _make_wrapper_subclass _dtensor__new__ as_subclass
         _clear_non_serializable_cached_data""",
     "handles of C++, for who keeps objects apart": """
         _cdata _use_count _fix_weakref __dlpack_c_exchange_api__ record_stream share_memory_ storage_type""",
@@ -226,6 +229,7 @@ REFUSED = """
     ccol_indices coalesce col_indices crow_indices dense_dim dequantize index indices int_repr is_coalesced map2_
     q_per_channel_axis q_per_channel_scales q_per_channel_zero_points q_scale q_zero_point qscheme reinforce
     resize_as_sparse_ row_indices smm sparse_dim slice_inverse sparse_mask sparse_resize_ sparse_resize_and_clear_
+    rename rename_ refine_names align_as align_to _update_names
     sspaddmm symeig to_dense to_mkldnn to_padded_tensor to_sparse_bsc to_sparse_bsr to_sparse_csc to_sparse_csr
     values
 """.split()

@@ -34,6 +34,7 @@ ALIKE = {
     "all_reduce later": lambda t: dist.all_reduce(t, async_op=True).wait(),
     "reduce": lambda t: dist.reduce(t, 0),
     "broadcast": lambda t: dist.broadcast(t, 1),
+    "all_reduce_coalesced": lambda t: dist.all_reduce_coalesced([t, t]),
 }
 PARTS = {
     "all_gather": lambda t: dist.all_gather([torch.empty(4, 3) for _ in range(2)], t),

@@ -138,20 +138,25 @@ def _same(found, expected) -> bool:
     return facts == my_facts and torch.equal(values, my_values) and alike
 
 
+def _with_gradient(data, gradient):
+    data = data.requires_grad_(gradient != "none")
+    return data * 1 if gradient == "graph" else data
+
+
 def _wrong(forms, may_refuse=()) -> list:
     warnings.simplefilter("ignore")  # torch's of copying a tensor, of what is deprecated, and of gathers
     forms = enumerated() if forms is None else forms
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     wrong, count = [], 0
     for name, call in forms.items():
-        for gradient in (False, True):
-            expected = _outcome(call, ON_FULL.clone().requires_grad_(gradient))
+        for gradient in ("none", "leaf", "graph"):
+            expected = _outcome(call, _with_gradient(ON_FULL.clone(), gradient))
             for place in PLACES:
-                data = spread(ON_FULL.clone(), mesh, [place]).requires_grad_(gradient)
+                data = _with_gradient(spread(ON_FULL.clone(), mesh, [place]), gradient)
                 found, count = _outcome(call, data), count + 1
                 if not _same(found, expected) and not (found == "typed" and name.split()[0] in may_refuse):
-                    wrong.append((name, str(gradient), str(place), str(found), str(expected)))
-    assert count >= 12 * len(forms) > 120
+                    wrong.append((name, gradient, str(place), str(found), str(expected)))
+    assert count >= 18 * len(forms) > 180
     return [" | ".join(case)[:400] for case in wrong]
 
 

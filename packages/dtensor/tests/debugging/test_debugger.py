@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import sys
+from types import FunctionType
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import vescale_dtensor
 from vescale_dtensor import CommunicationError, MeshError, Replicate, Shard, distribute_tensor
 from vescale_dtensor._debugger import prompt, session
+from vescale_dtensor._debugger.guard import WHOLE_GROUP
+from vescale_dtensor._rules.registry import TABLE
 from vescale_dtensor.engine import hook_breakpoints, unstopped
 from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
@@ -33,6 +38,25 @@ def sharded(*shape: int):
     count = dist.get_world_size()
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     return distribute_tensor(whole, mesh_of(count, names=("tp",)), [Shard(0)])
+
+
+# What takes a group and is no collective of all its ranks: between two of them, or about the group itself.
+_BESIDE = """
+    send recv isend irecv send_object_list recv_object_list destroy_process_group get_backend get_backend_config
+    get_backend_impl get_rank get_world_size get_group_rank get_global_rank get_process_group_ranks new_subgroups
+    set_timeout shrink_group
+""".split()
+
+
+def test_all_collectives_of_this_torch_are_agreed_upon_before_they_begin() -> None:
+    names = [name for name in distributed_c10d.__all__ if type(vars(distributed_c10d).get(name)) is FunctionType]
+    takes = {name for name in names if "group" in inspect.signature(getattr(distributed_c10d, name)).parameters}
+    assert len(takes) > 20
+    assert takes - set(WHOLE_GROUP) <= set(_BESIDE)
+    parts = {name for name in takes - set(_BESIDE) if "object" not in name}
+    torchs = [function for function in TABLE if getattr(function, "__module__", "") == distributed_c10d.__name__]
+    known = {function.__name__ for function in torchs}
+    assert parts - known <= {"barrier", "monitored_barrier"}  # the others refuse DTensors, or leave them as they are
 
 
 def test_a_world_of_one_stops_at_the_line_of_the_call() -> None:

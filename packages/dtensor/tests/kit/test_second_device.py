@@ -15,6 +15,9 @@ from vescale_dtensor._second import _queue, _work, host_waits
 from vescale_dtensor.testing import RankError, WorldStartError, in_turns, mesh_of, raises_on_all, run_ranks
 
 DEVICE = "second"
+# torch 2.11 has them under the names that 2.13 warns of
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def on_one(function, *args, **kwargs):
@@ -258,11 +261,11 @@ def test_collectives_give_what_gloos_do():
         largest = x.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         gathered = x.new_empty(size * 8)
-        dist.all_gather_single(gathered, x)
+        all_gather_single(gathered, x)
         listed = [torch.empty_like(x) for _ in range(size)]
         dist.all_gather(listed, x)
         part = x.new_empty(8 // size)
-        dist.reduce_scatter_single(part, x)
+        reduce_scatter_single(part, x)
         exchanged = x.new_empty(4 + 2 * rank if size == 2 else 8)
         splits = ([2 + rank, 2 + rank], [2, 3]) if size == 2 else ([8 // size] * size, [8 // size] * size)
         dist.all_to_all_single(exchanged, x[: sum(splits[1])].clone(), *splits)
@@ -324,7 +327,7 @@ def test_outputs_are_poison_until_the_wait():
     def seen():
         x = torch.ones(4, device=DEVICE)
         out, ints = torch.zeros(8, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
-        works = [dist.all_gather_single(out, x, async_op=True), dist.all_reduce(ints, async_op=True)]
+        works = [all_gather_single(out, x, async_op=True), dist.all_reduce(ints, async_op=True)]
         early = out.cpu().isnan().all().item(), ints.cpu().max().item()
         for work in works:
             work.wait()
@@ -363,7 +366,7 @@ def test_an_in_place_gather_keeps_its_own_part_readable():
     def seen():
         rank = dist.get_rank()
         out = torch.full((4,), float(rank), device=DEVICE)
-        work = dist.all_gather_single(out, out[2 * rank : 2 * rank + 2], async_op=True)
+        work = all_gather_single(out, out[2 * rank : 2 * rank + 2], async_op=True)
         early = out.isnan().tolist()
         work.wait()
         return early, out.tolist()
@@ -378,7 +381,7 @@ def test_memory_in_flight_that_was_written_is_an_error_that_says_so(what):
         peer = 1 - dist.get_rank()
         x, out = torch.ones(4, device=DEVICE), torch.ones(8, device=DEVICE)
         if what in ("input", "output"):
-            work = dist.all_gather_single(out, x, async_op=True)
+            work = all_gather_single(out, x, async_op=True)
         elif what == "in place":
             work = dist.all_reduce(x, async_op=True)
         elif what == "batch":

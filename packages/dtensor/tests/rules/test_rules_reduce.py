@@ -112,6 +112,10 @@ def test_nan_infinity_and_zero():
         from vescale_dtensor import Shard
         from vescale_dtensor._test_kit.oracle import compare
 
+        def aminmax(x):  # torch 2.11 has no derivative of it
+            of_one = type(torch.ones(1, requires_grad=True).aminmax(dim=0).min.grad_fn).__name__
+            return (x.detach() if of_one == "NotImplemented" else x).aminmax(dim=1)
+
         inf, nan = float("inf"), float("nan")
         mesh = mesh_of(4)
         for row in ([-inf] * 6, [nan, 1, nan, 2, 2, nan], [inf, 0, inf, -inf, 0, 1], [0, 0, 3, 4, 0, 2.0]):
@@ -119,7 +123,7 @@ def test_nan_infinity_and_zero():
             for function in (
                 lambda x: x.amax(1), lambda x: x.max(1), lambda x: x.max(), lambda x: x.min(1), lambda x: x.argmax(1),
                 lambda x: x.argmin(), lambda x: x.prod(1), lambda x: x.nansum(1), lambda x: x.nanmean(1),
-                lambda x: x.aminmax(dim=1), lambda x: x.cumsum(1), lambda x: x.detach().cumprod(1),
+                aminmax, lambda x: x.cumsum(1), lambda x: x.detach().cumprod(1),
             ):  # fmt: skip
                 for dim in (0, 1):
                     compare(function, [x], [(Shard(dim),)], mesh)

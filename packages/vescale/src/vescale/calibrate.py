@@ -227,8 +227,10 @@ def _overlap(here: torch.device, device: Device, rounds: int, stop: Callable) ->
     whole = part.new_empty(part.numel() * dist.get_world_size())
     square = torch.randn(device.base * 2, device.base * 2, dtype=device.dtype, device=here)
 
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11 has the latter only
+
     def communicate():
-        return dist.all_gather_single(whole, part, async_op=True)
+        return gather(whole, part, async_op=True)
 
     def alone() -> None:
         communicate().wait()

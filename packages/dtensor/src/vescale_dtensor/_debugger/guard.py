@@ -24,12 +24,14 @@ from .session import Stop, wait
 
 MEETING_SECONDS = 120.0
 """So long a rank waits for the others to come to a collective of a command."""
-WHOLE_GROUP = (
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "all_to_all"),
-    *("reduce_scatter_tensor", "all_to_all_single", "broadcast", "broadcast_object_list", "reduce", "gather"),
-    *("gather_object", "scatter", "scatter_object_list", "barrier"),
-)
-"""Functions of torch.distributed that a person may type."""
+_COLLECTIVES = """
+    all_reduce all_reduce_coalesced all_gather all_gather_coalesced all_gather_into_tensor all_gather_single
+    all_gather_object reduce_scatter reduce_scatter_tensor reduce_scatter_single all_to_all all_to_all_single broadcast
+    broadcast_object_list reduce gather gather_into_tensor gather_single gather_object scatter scatter_object_list
+    barrier monitored_barrier
+"""
+WHOLE_GROUP = tuple(name for name in _COLLECTIVES.split() if hasattr(dist, name))
+"""Functions of torch.distributed that a person may type: those of them that the installed torch has."""
 _GAVE_UP = "gave up"
 
 

@@ -98,6 +98,8 @@ def _laid_out(original: Callable, args: tuple, kwargs: dict) -> Any:
     data = next(value for value in (*args, *kwargs.values()) if type(value) is DTensor)
     with local_only():
         asked = torch.empty(1, dtype=data.dtype, device=data.device, requires_grad=data.requires_grad)
+        asked = asked if data.is_leaf else asked.clone()
+        graph = asked.requires_grad
 
         def instead(value: Any) -> Any:
             return asked if value is data else value
@@ -105,8 +107,8 @@ def _laid_out(original: Callable, args: tuple, kwargs: dict) -> Any:
         got = original(*map(instead, args), **{name: instead(value) for name, value in kwargs.items()})
         copied = got.data_ptr() != asked.data_ptr()
         given = got.requires_grad and not got.grad_fn
-    if got is asked:
-        return data.requires_grad_() if given else data
+    if got is asked:  # itself: `torch.asarray` of 2.11 takes a leaf's gradient away
+        return data if got.requires_grad == graph else data.requires_grad_(got.requires_grad)
     source = data if got.grad_fn is not None else data.detach()
     if copied:
         out = source.to(device=got.device, dtype=got.dtype, copy=True)

@@ -8,6 +8,7 @@ the caller knows. Functional collectives, in which autograd takes part, are refu
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.nn import functional as differentiable
+from torch.overrides import handle_torch_function
 
 from ..._communication.endings import close
 from ..._communication.events import function_name, user_line
@@ -31,8 +33,9 @@ from ..registry import handler
 
 _ALIKE = "all_reduce reduce broadcast all_reduce_coalesced".split()
 _PARTS = """
-    all_gather all_gather_into_tensor all_gather_single all_gather_coalesced gather scatter reduce_scatter
-    reduce_scatter_tensor reduce_scatter_single all_to_all all_to_all_single send recv isend irecv
+    all_gather all_gather_into_tensor all_gather_single all_gather_coalesced gather gather_single gather_into_tensor
+    scatter reduce_scatter reduce_scatter_tensor reduce_scatter_single all_to_all all_to_all_single send recv isend
+    irecv
 """.split()
 _FUNCTIONAL = ("torch.distributed.nn", "torch.distributed._functional_collectives")
 
@@ -79,6 +82,28 @@ def alike(function: Callable, args: tuple, kwargs: dict) -> Done | None:
         stacklevel=5,
     )
     return Done() if kwargs.get("async_op") or any(a is True for a in args) else None
+
+
+def _handing_over(function: Callable) -> Callable:
+    """A collective of torch 2.11 that asks no class of tensors, as it does from 2.13 on: DTensors are asked here."""
+
+    @wraps(function)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        found: list[Tensor] = []
+        collect((args, kwargs), found)
+        found = [tensor for tensor in found if type(tensor) is DTensor]
+        if found and _is_torch_function_enabled():
+            return handle_torch_function(function, found, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return collective
+
+
+for _name in _ALIKE:
+    if "handle_torch_function" not in inspect.unwrap(getattr(distributed_c10d, _name)).__code__.co_names:
+        _collective = _handing_over(getattr(distributed_c10d, _name))
+        for _module in (dist, distributed_c10d):
+            setattr(_module, _name, _collective)
 
 
 @handler(_functions(_PARTS))

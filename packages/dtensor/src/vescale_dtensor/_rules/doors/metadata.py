@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._communication.events import function_name
+from ..._conversions.convert import describe
+from ..._errors import OperatorError
 from ..._tensor.gradient import accumulate_hook, backward, grad, register_hook
 from ..._tensor.nodes import node_of
 from ..._tensor.tensor import DTensor, local_only
@@ -46,6 +49,26 @@ handler(torch.autograd.grad)(grad)
 handler(Tensor.register_hook)(register_hook)
 handler(Tensor.grad_fn.__get__)(node_of)
 handler(Tensor.register_post_accumulate_grad_hook)(accumulate_hook)
+
+
+_NAMING = [
+    getattr(Tensor, name)
+    for name in "rename rename_ refine_names align_to align_as _update_names".split()
+    if hasattr(Tensor, name)
+]
+if hasattr(Tensor, "names"):  # dims with names: an experiment that torch 2.11 has still
+    _NAMING.append(Tensor.names.__set__)
+    handler(Tensor.names.__get__)(lambda function, args, kwargs: (None,) * len(args[0].shape))
+
+
+@handler(_NAMING)
+def naming(function, args, kwargs):
+    raise OperatorError(
+        function_name(function),
+        "the dims of a DTensor have no names: torch takes the names of dims away, and no rule asks for them",
+        [describe("tensor", tensor, tensor._layout) for tensor in args if type(tensor) is DTensor],
+        [("dims by number", "as torch from 2.13 on wants them"), ("tensor.full_tensor()", "the whole tensor, plain")],
+    )
 
 
 @handler(torch.is_same_size, traits=Trait.METADATA)
