@@ -14,6 +14,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """`value` with `function(tensor)` in place of every tensor; the same object where nothing changed."""
     if isinstance(value, Tensor):
         return function(value)
+    if value is None:  # the compiler of torch 2.11 cannot ask its class for fields
+        return value
     if isinstance(value, dict):
         changed = {k: new for k, old in value.items() if (new := map_tensors(old, function)) is not old}
         if not changed:
