@@ -29,6 +29,20 @@ class Square(torch.autograd.Function):
         return gradient * 2 * ctx.saved_tensors[0]
 
 
+class Product(torch.autograd.Function):
+    """A user's own, with a weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.t() @ gradient
+
+
 def make():
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
@@ -173,3 +187,18 @@ def test_without_a_root_nothing_is_computed():
     split = Split([], [], leaves, weights)
     assert split.leaves == [None, None] and split.weights() == [None] * len(weights)
     assert both([], [], leaves, weights) == ([None, None], [None] * len(weights))
+
+
+@pytest.mark.parametrize("above", [lambda y: y, lambda y: y * 2, Square.apply], ids=["itself", "torch's", "another"])
+def test_a_users_function_with_a_weight_outlives_the_stages_outputs(above):
+    torch.manual_seed(0)
+    leaf, weight, seed = torch.randn(2, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True), torch.randn(2, 3)
+
+    def ran():
+        return [above(Product.apply(leaf * 1, weight))]
+
+    wanted = torch.autograd.grad(ran(), [leaf, weight], [seed])
+    split = Split(ran(), [seed], [leaf], [weight])  # nobody holds what the stage gave
+    assert torch.equal(split.leaves[0], wanted[0])
+    assert torch.equal(split.weights()[0], wanted[1])
+    assert not split._owners

@@ -137,7 +137,7 @@ def test_a_tensor_axis_halves_products():
 
 
 def _twice(model, ids):
-    """Operations of the rotary embedding, which is computed on every rank: a product of matrices in older transformers."""
+    """Operations of the rotary embedding, on every rank alike: a product of matrices in transformers 5.17."""
     with Meter() as meter:
         model.model.rotary_emb(torch.ones(1), torch.arange(ids.shape[1])[None])
     return meter.flops

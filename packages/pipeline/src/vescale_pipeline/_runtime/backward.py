@@ -15,9 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, Function
 from torch.autograd.graph import GradientEdge, Node
 
 from .._torch_private import DisableTorchFunctionSubclass as local_only
@@ -71,6 +74,7 @@ class Split:
         self._weights = weights
         self._early: dict[int, Tensor | None] = {}
         self._late: list[tuple[Sequence, Sequence, list[int]]] = []  # outputs, their gradients, the weights behind them
+        self._owners: Sequence[Node] = ()
         self.leaves: Gradients = [None] * len(leaves)
         if not roots:
             return
@@ -88,6 +92,7 @@ class Split:
         inputs = (*leaves, *kept, *(weights[i] for i in early))
         if not along or not inputs:
             return
+        self._owners = _owners(along, nodes)
         found = gradients_of(along, inputs, flowing_in, retain_graph=True)
         at = len(leaves)
         self.leaves = list(found[:at])
@@ -110,7 +115,39 @@ class Split:
         for outputs, gradients, behind in late:
             for index, gradient in zip(behind, gradients_of(outputs, [self._weights[i] for i in behind], gradients)):
                 found[index] = gradient
+        self._owners = ()
         return found
+
+
+def _owners(roots: Sequence[Tensor], nodes: Iterable[Node]) -> Sequence[Node]:
+    """Nodes that keep `nodes` until W, where these do not keep themselves."""
+    if not any(isinstance(node, BackwardCFunction) for node in nodes) or _do_pythons_nodes_keep_themselves():
+        return ()
+    with torch.enable_grad(), local_only():
+        return [root.view_as(root).grad_fn for root in roots]
+
+
+@cache
+def _do_pythons_nodes_keep_themselves() -> bool:
+    """Whether the node of an autograd Function in Python, a user's or a compiled module's, lives as long as it is held:
+    in torch 2.11 C++ alone owns it, and it ends with the outputs above it."""
+    with torch.enable_grad():
+        root = torch.ones(1, requires_grad=True)
+        node = _Same.apply(root).grad_fn
+    try:
+        return gradients_of([GradientEdge(node, 0)], [root], [torch.ones(1)])[0] is not None
+    except RuntimeError:
+        return False
+
+
+class _Same(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 _ON_THE_WAY = object()
