@@ -158,10 +158,11 @@ def _remedy(names: list[str], tensors: list[DTensor], fix: dict[int, Layout]) ->
 
 
 def _names(function: Callable, args: tuple, kwargs: dict, tensors: list[DTensor]) -> list[str]:
-    """What the function calls its operands; x0, x1, ... where it does not say."""
+    """What the function calls its operands; x0, x1, ... where it does not say, or says `self`: methods of torch have
+    signatures from 2.15 on, and nobody can write to that name."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         bound = dict(kwargs)
-    named = {id(value): name for name, value in bound.items() if isinstance(value, Tensor)}
+    named = {id(value): name for name, value in bound.items() if isinstance(value, Tensor) and name != "self"}
     return [named.get(id(x), f"x{i}") for i, x in enumerate(tensors)]
