@@ -5,7 +5,10 @@ says which of them an installed torch lacks. What costs much to import is import
 """
 
 import contextlib
+import sys
 from collections.abc import Callable
+from math import log
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -94,6 +97,57 @@ def compiler_user_errors() -> tuple[Any, Any]:
     from torch._dynamo.exc import UserError, UserErrorType
 
     return UserError, UserErrorType
+
+
+def leave_to_python(code: CodeType) -> None:
+    """Makes a tracer that comes to a frame of this code leave it, and what it calls, to Python. Instead: a public
+    `torch.compiler.disable` of code.
+
+    What traces a caller sees it as ever.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+
+
+def compiled_as(function: Callable) -> Callable | None:
+    """`function`, compiled as what runs was that torch compiled last; None where nothing was. Instead: public settings.
+
+    The settings are those of `torch.compile` around it: backend, mode, options, dynamic, fullgraph.
+    """
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return None
+    from torch._dynamo.eval_frame import OptimizeContext
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == OptimizeContext.__module__:
+            context = frame.f_locals.get("self")
+            if isinstance(context, OptimizeContext):
+                return context(function)
+        frame = frame.f_back
+    return None
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager:
+    """Within it no dispatch mode is on: torch compiles nothing under one. Instead: modes that allow it, in public."""
+    on = _python_dispatch._get_current_dispatch_mode() is not None
+    return _python_dispatch._disable_current_modes() if on else contextlib.nullcontext()
+
+
+def flex_formula(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | None = None, block_mask: Any = None,
+    scale: float | None = None, **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The result, the logarithms of its sums and the largest scores by the formula that flex_attention is on a CPU,
+    uncompiled. Instead: a public one."""
+    from torch._higher_order_ops.flex_attention import math_attention
+    from torch.nn.attention.flex_attention import _identity, noop_mask
+
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    mask_mod = noop_mask if block_mask is None else block_mask.mask_mod
+    out, lse, largest = math_attention(query, key, value, score_mod or _identity, (mask_mod,), scale, {})
+    return out, lse * log(2), largest * log(2)
 
 
 # -- Memory --

@@ -1,5 +1,7 @@
 """A function that torch.compile made and that is given DTensors runs as it is written, and says so."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -9,7 +11,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from vescale_dtensor import Replicate, Shard, distribute_tensor
-from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks, warm_up
+from vescale_dtensor.testing import mesh_of, run_ranks, warm_up
 
 warm_up("torch._dynamo")
 
@@ -101,12 +103,57 @@ def test_it_is_told():
     assert run_ranks(2, whole_graph, timeout=120) == [[2.0, 2.0]] * 2
 
 
-def flexible():
-    heads = distribute_tensor(torch.ones(2, 4, 16, 8), mesh_of(2), [Shard(1)])
-    flex_attention(heads, heads, heads)
+def by_head(score, b, h, q_idx, kv_idx):
+    return score - 0.1 * (b + 1) * (h + 1) * (q_idx - kv_idx).abs()
+
+
+def flexible(way):
+    """How many graphs were compiled for a call on shards, for a second one, and for plain tensors afterwards."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append([tuple(one.shape) for one in inputs if one.ndim == 4])
+        return graph
+
+    compiled = torch.compile(flex_attention, backend=counted, fullgraph=way == "whole")
+    call = compiled
+    if way == "around":
+        call = torch.compile(lambda *qkv, **given: flex_attention(*qkv, **given) * 1, backend=counted)
+    plain = torch.randn(2, 4, 16, 8, generator=torch.Generator().manual_seed(0))
+    heads = distribute_tensor(plain, mesh_of(2), [Shard(1)])
+    wanted, counts = flex_attention(plain, plain, plain, score_mod=by_head), []
+    for one in (heads, heads, plain):
+        out = call(one, one, one, score_mod=by_head)
+        torch.testing.assert_close(getattr(out, "full_tensor", lambda out=out: out)(), wanted)
+        counts.append(len(graphs))
+    assert graphs[0][0] == (2, 2, 16, 8)  # the shards
+    return counts
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_says_what_runs_on_shards():
-    text = raises_on_all(2, Exception, flexible)
-    assert "flex_attention is given a DTensor" in text and "attn_implementation='sdpa'" in text
+@pytest.mark.parametrize("way", ["broken", "whole", "around"])
+def test_flex_attention_is_compiled_on_shards(way):
+    assert run_ranks(2, flexible, way, timeout=240) == [[1, 1, 2]] * 2
+
+
+BEFORE = """
+import functools, torch
+from torch.nn.attention.flex_attention import flex_attention
+early = torch.compile(flex_attention, backend="aot_eager"), functools.partial(flex_attention, scale=0.5)
+import inspect
+signature = inspect.signature(flex_attention)
+
+from vescale_dtensor import DTensor, Shard, distribute_tensor
+from vescale_dtensor.testing import fake_world, mesh_of
+assert inspect.signature(flex_attention) == signature
+with fake_world(1):
+    heads = distribute_tensor(torch.randn(2, 4, 16, 8), mesh_of(1), [Shard(1)])
+    for call in early:
+        assert type(call(heads, heads, heads)) is DTensor
+"""
+
+
+def test_who_held_flex_attention_before_the_library_was_imported():
+    done = subprocess.run([sys.executable, "-c", BEFORE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

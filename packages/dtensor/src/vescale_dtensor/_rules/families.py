@@ -13,6 +13,7 @@ from .elements import random as random
 from .products import attention as attention
 from .products import conv as conv
 from .products import embedding as embedding
+from .products import flex as flex
 from .products import grouped as grouped
 from .products import matmul as matmul
 from .products import matrix as matrix

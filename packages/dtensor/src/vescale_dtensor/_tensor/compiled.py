@@ -19,14 +19,6 @@ _TEXT = (
     "torch.compile: {name} is given a DTensor, and runs as it is written, with what it calls: a compiler does not see "
     "shards. parallelize(plan, model, optimizer_fn, mode='compile') compiles what of a model is local."
 )
-# torch compiles these as a whole, with fullgraph=True, so that none of what is around them runs in Python either.
-_WHOLE = {
-    "_flex_attention_hop_wrapper": (
-        "flex_attention is given a DTensor: torch compiles it as a whole, and a compiler does not see shards. "
-        "fix one of: scaled_dot_product_attention, which has a rule (attn_implementation='sdpa' of transformers); "
-        "local_map(flex_attention, ...), on the shards, where rows or heads are cut and the masks are alike for them"
-    )
-}
 
 
 class LeftToPython:
@@ -41,9 +33,9 @@ class LeftToPython:
 def _sent_away() -> Exception:
     """The error by which a tracer skips a function and what it calls; under fullgraph=True it is raised to the user."""
     stack = TracingContext.extract_stack()
-    name = stack[-1].name if stack else "a function"
-    text = _WHOLE.get(name) or _TEXT.format(name=name)
-    if name not in _told and name not in _WHOLE:
+    name = stack[0].name if stack else "a function"  # what is left is all of it, not only what met the DTensor
+    text = _TEXT.format(name=name)
+    if name not in _told:
         _told.add(name)
         warnings.warn(text, stacklevel=2)
     error = _left_to_python()(text)

@@ -88,7 +88,7 @@ def _decide(
     places = tuple(("b", d) for d in range(-len(shape), 0))
     found = {}
     for operand, rows, columns in ((query, "l", "e"), (key, "s", "e"), (value, "s", "ev")):
-        batch = _labels(operand.shape[:-2], shape)
+        batch = labels(operand.shape[:-2], shape)
         if operand is not query and heads != "h":
             batch = (*batch[:-1], places[-1] if heads == "alike" else "kv")
         found[operand.index] = (*batch, rows, columns)
@@ -109,24 +109,24 @@ def _decide(
         extra=meeting and _extra(meeting, call.operands, query, mask),
     )  # fmt: skip
     decision = solve(call, signature)
-    if decision is not None and meeting is not None and not meets(meeting, *_decided(decision, query, key)):
+    if decision is not None and meeting is not None and not meets(meeting, *decided(decision, query, key)):
         signature.extra = meeting = None
         decision = solve(call, signature)
     if decision is None:
         return None
     if gathers:
-        targets = _decided(decision, *call.operands)
+        targets = decided(decision, *call.operands)
         decision.targets = tuple(
             None if target is operand.layout else target for target, operand in zip(targets, before.operands)
         )
-    here, there = _decided(decision, query, key)
+    here, there = decided(decision, query, key)
     head_axes = here.axes_of(query.ndim - 3) if heads != "h" else ()
-    if heads == "alike" and not _groups_stay(here, head_axes, key):
+    if heads == "alike" and not groups_stay(here, head_axes, key):
         return None
     rows = causal and bool(here.axes_of(query.ndim - 2))
     own_heads = heads == "whole" and bool(head_axes)
     if meeting is not None:
-        decision.run = run_for(meeting, here, there, _select(here, key) if own_heads else None)
+        decision.run = run_for(meeting, here, there, select(here, key) if own_heads else None)
     elif 0 in decision.out.local_shape:
         decision.run = _nothing(decision.out)
     elif rows or own_heads:
@@ -159,7 +159,7 @@ def _extra(meeting: Meeting, operands: list[Operand], query: Operand, mask) -> C
     return lambda axis: [states_for(meeting, operands, query, mask)] if axis == meeting.axis else []
 
 
-def _decided(decision: Decision, *operands: Operand) -> tuple[Layout, ...]:
+def decided(decision: Decision, *operands: Operand) -> tuple[Layout, ...]:
     """The layouts that operands will have."""
     return tuple(decision.targets[operand.index] or operand.layout for operand in operands)
 
@@ -176,12 +176,12 @@ def _batch_shape(query: Operand, key: Operand, value: Operand, grouped: bool) ->
         return None
 
 
-def _labels(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple:
+def labels(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple:
     """Labels of batch dims of `sizes` in the broadcast batch `shape`: ("b", dim from the right), None if stretched."""
     return tuple(("b", d) if size == shape[d] else None for d, size in enumerate(sizes, -len(sizes)))
 
 
-def _groups_stay(query: Layout, axes: tuple[int, ...], key: Operand) -> bool:
+def groups_stay(query: Layout, axes: tuple[int, ...], key: Operand) -> bool:
     """Whether equal cuts of q's and of k's heads keep every group of queries with its kv head."""
     states = [query.states[axis] for axis in axes]
     ranks = prod(query.mesh.sizes[axis] for axis in axes)
@@ -228,7 +228,7 @@ def _local(query: Layout, key: Operand, rows: bool, heads: bool, kernel: Callabl
     return run
 
 
-def _select(query: Layout, key: Operand) -> Callable:
+def select(query: Layout, key: Operand) -> Callable:
     """Takes the kv heads that this rank's queries need out of all; as many as queries where they make no groups."""
     owners, _ = _owners(query, key)
     return lambda tensor: tensor.index_select(-3, torch.tensor(owners, dtype=torch.int64, device=tensor.device))
