@@ -10,7 +10,16 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
-from vescale_dtensor import OperatorError, Replicate, ShapeError, Shard, comm_trace, distribute_tensor, reproducible
+from vescale_dtensor import (
+    OperatorError,
+    Replicate,
+    ReproducibleError,
+    ShapeError,
+    Shard,
+    comm_trace,
+    distribute_tensor,
+    reproducible,
+)
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks, warm_up
 
 warm_up("torch._dynamo", "torch.nn.attention.flex_attention")
@@ -278,7 +287,7 @@ def refused(how):
         ("lists", ShapeError, "a block mask of [1, 2] sequences and heads does not fit queries of [2, 4]"),
         ("attribute", OperatorError, "the attribute 'slope' of Slopes"),
         ("method", OperatorError, "bias = Slopes.slope"),
-        ("reproducible", RuntimeError, "flex_attention"),
+        ("reproducible", ReproducibleError, "attn_implementation='sdpa'"),
     ],
 )
 def test_what_is_refused(how, kind, text):

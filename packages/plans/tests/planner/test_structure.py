@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from vescale_dtensor import InterleavedShard, Replicate, Shard
 from vescale_dtensor.engine import cut_ranges
@@ -617,22 +617,47 @@ def test_what_a_dict_of_modules_names_is_no_list_of_blocks():
     assert chain.names == tuple(f"parts.blocks.{at}" for at in range(3))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_an_operator_that_takes_functions_is_refused_by_name():
-    class Flexible(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inward, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WORDS)
+class Flexible(Attention):
+    """The same by flex_attention, compiled or not, with a bias by head and distance that is a parameter, or without."""
 
+    def __init__(self, *args, biased=False, compiled=False, **settings):
+        super().__init__(*args, **settings)
+        self.call = torch.compile(flex_attention) if compiled else flex_attention
+        self.bias = nn.Parameter(torch.zeros(self.heads, 8)) if biased else None
+
+    def forward(self, x):
+        q, k, v = (one(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for one in self.inward)
+        length, bias = x.shape[1], self.bias
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score + bias[h, (q_idx - kv_idx).clamp(0, 7)]
+
+        mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, length, length, x.device)
+        given = {} if bias is None else {"score_mod": score_mod}
+        return self.outward(self.call(q, k, v, block_mask=mask, enable_gqa=True, **given).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("settings", [{}, {"compiled": True}, {"biased": True}], ids=str)
+def test_flex_attention_is_planned_as_attention_is(settings):
+    alike = structure(words(lambda: Attention(6, 3, 4), lambda: Gated(40)))
+    found = structure(words(lambda: Flexible(6, 3, 4, **settings), lambda: Gated(40)))
+    of = lambda structure: [(one.sink, one.sources, one.atoms, one.degrees) for one in structure.groups]
+    assert of(found) == of(alike)
+
+
+def test_an_operator_that_takes_functions_is_refused_by_name():
+    operator, rest = torch.ops.higher_order.flex_attention, (lambda score, *_: score, (None,), 1.0, {})
+
+    class Direct(Attention):
         def forward(self, x):
-            q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.inward(x).chunk(3, -1))
-            return self.head(flex_attention(q, k, v).transpose(1, 2).flatten(-2))
+            q, k, v = (one(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for one in self.inward)
+            return self.outward(operator(q, k, v, *rest)[0].transpose(1, 2).flatten(2))
 
     with pytest.raises(PlanError, match="calls flex_attention, an operator that torch compiles") as refused:
-        generate_plan(Flexible(), world_size=2, batch=4, sample=torch.zeros(4, 16, WIDTH))
+        generate_plan(Direct(4, 4, 4), world_size=2, batch=4, sample=torch.zeros(4, 16, WIDTH))
     assert "sdpa" in str(refused.value)
     with Meter(), torch.no_grad(), pytest.raises(PlanError, match="dry_run: the model calls flex_attention"):
-        flex_attention(*torch.zeros(3, 2, 4, 16, 8))
+        operator(*torch.zeros(3, 2, 4, 16, 8), *rest)
 
 
 def test_what_the_first_block_makes_for_all_is_in_each_ones_group():

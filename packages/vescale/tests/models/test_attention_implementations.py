@@ -5,6 +5,7 @@ that check is taken away, and what transformers compiles is compiled by the back
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,10 @@ PLANS = {
     "tp 2": ({"tp": 2}, {}),
     "dp 2 x tp 2, zero 3": ({"dp": 2, "tp": 2}, {"zero": 3}),
 }
+BESIDE = {
+    "a context axis": ({"cp": 2, "tp": 2}, {"context_axis": "cp"}),
+    "a pipeline": ({"pp": 2, "tp": 2}, {"pipeline": vescale.Pipeline("pp", ("model.layers.1",), microbatches=2)}),
+}
 
 
 def trains_on_cpus():
@@ -43,7 +48,6 @@ def trains_on_cpus():
 def built(implementation, name):
     import transformers
 
-    trains_on_cpus()
     family, more = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**SIZES, **more, attn_implementation=implementation)
     torch.manual_seed(0)
@@ -77,15 +81,18 @@ def trained(model, optimizer, padded):
 
 def compared(implementation, name, plan, mode, padded):
     """The worst relative error of a loss and of a parameter, and who communicated in the last step."""
+    trains_on_cpus()
     model = built(implementation, name)
-    mesh, fields = PLANS[plan]
-    plan = vescale.Plan.from_huggingface(model, mesh=mesh, **fields)
+    mesh, fields = (PLANS | BESIDE)[plan]
+    plan = vescale.Plan.from_huggingface(model, mesh={name: mesh[name] for name in mesh if name in ("dp", "tp")})
+    plan = replace(plan, mesh=mesh, **fields)
     step = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
     parallel, optimizer = vescale.parallelize(plan, copy.deepcopy(model), step, mode=mode)
     found, weights, trace = trained(parallel, optimizer, padded)
     wanted, others, _ = trained(model, step(model.parameters()), padded)
     loss = max(abs(a - b) / abs(b) for a, b in zip(found, wanted))
-    apart = max(((weights[n] - other).norm() / other.norm()).item() for n, other in others.items())
+    assert weights.keys() <= others.keys()  # a stage has its own
+    apart = max(((weight - others[n]).norm() / others[n].norm()).item() for n, weight in weights.items())
     return loss, apart, sorted({event.cause.function for event in trace.events})
 
 
@@ -108,3 +115,38 @@ def test_trains_as_on_one_device(implementation, name, plan, mode, padded):
     for loss, weights, functions in run_ranks(ranks, compared, implementation, name, plan, mode, padded, timeout=300):
         assert loss <= 1e-5 and weights <= 1e-4
         assert not {"flex_attention", "scaled_dot_product_attention"} & set(functions)  # heads stay
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_flex_attention_beside(beside, padded):
+    given = ("flex_attention", "grouped queries", beside, "auto", padded)
+    for loss, weights, _ in run_ranks(4, compared, *given, timeout=400):
+        assert loss <= 1e-5 and weights <= 1e-4
+
+
+def split(implementation, name, sample):
+    from vescale_plans.search import sample_of, structure_of
+
+    model = built(implementation, name)
+    found = structure_of(model, sample_of(model, sample))
+    return [(group.sink, group.sources, group.degrees) for group in found.groups]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_is_planned_as_sdpa_is(name, padded):
+    sample = {key: value[:1] for key, value in next(batches(padded)).items() if key != "labels"}
+    flexible, alike = (split(implementation, name, sample) for implementation in ("flex_attention", "sdpa"))
+    assert flexible == alike and any("o_proj" in sink for sink, *_ in flexible)
+
+
+def test_a_dry_run_sends_and_keeps_what_sdpas_does():
+    def run(implementation):
+        model = built(implementation, "grouped queries")
+        plan = vescale.Plan.from_huggingface(model, mesh={"dp": 2, "tp": 2}, zero=3)
+        found = vescale.dry_run(plan, model, next(batches(padded=False)))
+        return [(event.kind, event.axes, event.received) for event in found.collectives], found.flops, found.peak
+
+    (sent, flops, peak), (wanted, others, most) = run("flex_attention"), run("sdpa")
+    assert sent == wanted and flops == others and abs(peak - most) <= 0.02 * most

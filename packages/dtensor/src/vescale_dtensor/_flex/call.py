@@ -12,7 +12,9 @@ from torch.overrides import handle_torch_function
 from .._conversions.convert import alias, convert
 from .._dispatch.dispatch import call
 from .._reproducible.mode import check_order
+from .._rules.solvers.owned import nothing
 from .._tensor.tensor import DTensor
+from .._torch_private import _is_torch_function_enabled
 from . import blocks, door, kernel
 from .captured import captured, replaced
 
@@ -59,15 +61,16 @@ class Form:
             mask_mod = blocks.at_global(replaced(mask.mask_mod, by), places, query.device, scores=False)
             mask = blocks.cut(mask, places, mask_mod)
         out = kernel.attend(query, key, value, score_mod=score_mod, block_mask=mask, enable_gqa=grouped, **self.rest)
-        if isinstance(out, Tensor):
-            return (out,)
-        found, more = out
+        found, more = (out, ()) if isinstance(out, Tensor) else out
+        if query.is_meta and by:  # what stands in has no use for them, and their gradient is to be counted
+            found = found + nothing(by.values(), ())
         statistics = (more,) if isinstance(more, Tensor) else tuple(getattr(more, name) for name in self.statistics)
         return found, *statistics
 
 
 _NAMED = frozenset({"query", "key", "value", "score_mod", "block_mask", "enable_gqa"})
 _AUX = ("lse", "max_scores")
+_ORDERED = ("F.scaled_dot_product_attention", "it has an order there (of transformers: attn_implementation='sdpa')")
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, held: list[Tensor], form: Form) -> tuple[Tensor, ...]:
@@ -80,7 +83,6 @@ attended.__name__ = "flex_attention"  # by which users hear of it
 
 def flex_attention(function: Callable, args: tuple, kwargs: dict) -> Any:
     """torch's flex_attention of DTensors."""
-    check_order("flex_attention", "torch compiles it, and it computes")
     given = door.FLEX.given(args, kwargs)
     mask = given["block_mask"]
     held = captured(given["score_mod"], None if mask is None else mask.mask_mod)
@@ -95,17 +97,25 @@ def flex_attention(function: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _attend(at: door.Door, args: tuple, kwargs: dict) -> Any:
-    """DTensors go to dispatch, and tensors without data to what stands in for the kernel."""
-    operands = [one for one in (*args[:3], *kwargs.values()) if type(one) is DTensor]
-    if operands:
-        return handle_torch_function(at.function, operands, *args, **kwargs)
+    """DTensors go to dispatch, placeholders to their class, tensors without data to what stands in for the kernel."""
+    if _is_torch_function_enabled():
+        check_order("flex_attention", "torch compiles it whole, so that it computes", _ORDERED)
+        operands = [one for one in (*args[:3], *kwargs.values()) if type(one) is DTensor or _goes_first(one)]
+        if operands:
+            return handle_torch_function(at.function, operands, *args, **kwargs)
     query = args[0] if args else kwargs.get("query")
     return kernel.attend(**at.given(args, kwargs)) if kernel.stands_in(query) else NotImplemented
+
+
+def _goes_first(value: Any) -> bool:
+    return getattr(type(value), "before_dtensor", False)
 
 
 def _made(at: door.Door, args: tuple, kwargs: dict) -> Any:
     """A mask is made whole, of whole tensors: one gather of each DTensor that its function holds where it is cut."""
     given = at.given(args, kwargs)
+    if at is door.BLOCKS and not kernel.reads_lists(given["device"]):
+        return kernel.empty_lists(**given)
     name = next(iter(given))  # mask_mod, or mod_fn
     held = [tensor for tensor in captured(given[name]) if type(tensor) is DTensor]
     if not held:

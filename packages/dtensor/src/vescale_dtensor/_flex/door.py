@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as torchs
 
-from .._torch_private import _is_torch_function_enabled, compiled_as, leave_to_python
+from .._torch_private import compiled_as, leave_to_python
 
 Answer = Callable[["Door", tuple, dict], Any]
 
@@ -42,7 +42,7 @@ class Door:
     def open(self, args: tuple, kwargs: dict) -> Any:
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        if self.answer is not None and _is_torch_function_enabled():
+        if self.answer is not None:
             found = self.answer(self, args, kwargs)
             if found is not NotImplemented:
                 return found

@@ -190,11 +190,13 @@ def is_reproducible() -> bool:
     return _current is not None
 
 
-def check_order(operation: str, what: str) -> None:
-    """Raises ReproducibleError while the mode is on: `what` computes on shards, out of the mode's sight."""
+def check_order(operation: str, what: str, *instead: tuple[str, str]) -> None:
+    """Raises ReproducibleError while the mode is on: `what` computes on shards, out of the mode's sight. `instead`:
+    remedies (code, cost) beside leaving the mode."""
     if _current is not None:
         rule = f"{what} on shards in an order of its own, which the reproducible mode does not see"
-        raise ReproducibleError(operation, rule, (), [("outside of vescale.reproducible()", "as fast as ever")])
+        remedies = [*instead, ("outside of vescale.reproducible()", "as fast as ever")]
+        raise ReproducibleError(operation, rule, (), remedies)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -1,4 +1,5 @@
-"""Operators that take functions (`flex_attention`, `cond`): torch compiles them as a whole, and no mode sees inside."""
+"""Operators that take functions (`cond`): torch compiles them as a whole, and no mode sees inside. (The function
+flex_attention does not come to its operator: dtensor has what stands in for it.)"""
 
 from __future__ import annotations
 

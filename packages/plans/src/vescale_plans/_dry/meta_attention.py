@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_dtensor import register_rule
-from vescale_dtensor.engine import TABLE, attention
+from vescale_dtensor.engine import TABLE, attention, flex_without_data
 
 
 def repeated(shared: Tensor, heads: int) -> Tensor:
@@ -27,8 +27,8 @@ def repeated(shared: Tensor, heads: int) -> Tensor:
 
 @contextlib.contextmanager
 def fused_attention(repeats: bool = True) -> Iterator[None]:
-    """Within the block, attention of DTensors without dropout makes what a fused kernel makes, of a CPU if it
-    `repeats`. For meta tensors."""
+    """Within the block, attention of DTensors without dropout, and flex_attention, make what a fused kernel makes, of
+    a CPU if it `repeats`. For meta tensors."""
     before = TABLE[F.scaled_dot_product_attention]
     kernel = fused if repeats else partial(fused, repeat=None)
 
@@ -42,7 +42,8 @@ def fused_attention(repeats: bool = True) -> Iterator[None]:
         return decision
 
     try:
-        yield
+        with flex_without_data(kernel):
+            yield
     finally:
         TABLE[F.scaled_dot_product_attention] = before
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_dtensor.engine import flex_formulas
+
 from ..progress import Bar
 from .blocks import Chain, chains, hand_on
 from .calls import Findings, Influence, Key, Reached, Site, Test
@@ -122,6 +124,7 @@ class _Prober:
             stack.enter_context(plain_kernels())
             stack.enter_context(buffers_kept(self.model))
             stack.enter_context(torch.no_grad())
+            stack.enter_context(flex_formulas())
             stack.enter_context(probe)
             stack.enter_context(OnOneDevice(self.operands, self.recurrent))
             with suppress(Enough):
