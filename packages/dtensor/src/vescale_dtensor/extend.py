@@ -21,7 +21,7 @@ from ._layouts.layout import canonical_states, layout_of
 from ._layouts.mesh import mesh_of
 from ._layouts.state import INVARIANT, REPLICATE
 from ._reproducible.mode import check_order
-from ._rules.registry import Call, decomposed, rule
+from ._rules.registry import Call, decomposed, late_rule_of, rule
 from ._rules.traits import Trait
 from ._tensor.construct import from_local, redistribute
 from ._tensor.tensor import DTensor
@@ -156,7 +156,9 @@ def register_function(function: type[torch.autograd.Function]) -> type[torch.aut
     vars(apply)["_local"] = on_shards
     setattr(function, "_vescale_apply", original)  # noqa: B010  # a class has no writable __dict__
     setattr(function, "apply", staticmethod(apply))  # noqa: B010
-    rule(apply)(lambda _: decomposed(gathered))
+    vars(apply)["function"] = function
+    late = late_rule_of(function)
+    rule(apply)(lambda asked: (None if late is None else late(asked)) or decomposed(gathered))
     return function
 
 

@@ -17,6 +17,7 @@ from .products import flex as flex
 from .products import grouped as grouped
 from .products import matmul as matmul
 from .products import matrix as matrix
+from .products import packed as packed
 from .reductions import batch_norm as batch_norm
 from .reductions import classes as classes
 from .reductions import extremum as extremum

@@ -24,7 +24,7 @@ import torch
 
 from .._layouts.layout import Layout
 from .._layouts.mesh import Mesh
-from .._torch_private import OpOverload
+from .._torch_private import OpOverload, OpOverloadPacket
 from .traits import NONE, Trait
 
 # What a rule may say about an output: a layout, a tuple of them, or None for "leave it alone".
@@ -159,12 +159,13 @@ class Table(dict[Callable, Entry]):
             overlay.forget(function)
 
     def made(self, function: Callable) -> Entry:
-        """The entry of a function that has none: without a rule."""
-        entry = self[function] = Entry(function)
+        """The entry of a function that has none: without a rule, but one that waits for it by name."""
+        entry = self[function] = Entry(function, rule=_late.get(_name_of(function)))
         return entry
 
 
 TABLE = Table()
+_late: dict[str, Callable[[Call], Any]] = {}
 # A cache that outgrows this is dropped whole: static arguments that never repeat would fill the memory.
 CACHE_LIMIT = 8192
 
@@ -195,6 +196,30 @@ def rule(*functions: Callable | Iterable[Callable], exact: bool = False, traits:
         return decide
 
     return register
+
+
+def late_rule(*names: str) -> Callable:
+    """Registers the decorated function as the rule of what is imported later, if at all: an operator of torch.library,
+    "namespace::name", or an autograd Function, "module.Name"."""
+
+    def register(decide: Callable[[Call], Any]) -> Callable:
+        for name in names:
+            _late[name] = decide
+        return decide
+
+    return register
+
+
+def late_rule_of(function: type) -> Callable[[Call], Any] | None:
+    """The rule that waits for an autograd Function."""
+    return _late.get(f"{function.__module__}.{function.__qualname__}")
+
+
+def _name_of(function: Callable) -> str:
+    """The name of an operator of torch.library, "" of all else."""
+    if isinstance(function, OpOverload):
+        return function._schema.name
+    return function._qualified_op_name if isinstance(function, OpOverloadPacket) else ""
 
 
 def handler(*functions: Callable | Iterable[Callable], traits: Trait | None = None) -> Callable:

@@ -181,11 +181,11 @@ def labels(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple:
     return tuple(("b", d) if size == shape[d] else None for d, size in enumerate(sizes, -len(sizes)))
 
 
-def groups_stay(query: Layout, axes: tuple[int, ...], key: Operand) -> bool:
-    """Whether equal cuts of q's and of k's heads keep every group of queries with its kv head."""
+def groups_stay(query: Layout, axes: tuple[int, ...], key: Operand, dim: int = -3) -> bool:
+    """Whether equal cuts of q's and of k's heads, which are their dim `dim`, keep every group with its kv head."""
     states = [query.states[axis] for axis in axes]
     ranks = prod(query.mesh.sizes[axis] for axis in axes)
-    return key.shape[-3] % ranks == 0 and all(state.in_one_piece and state.units is None for state in states)
+    return key.shape[dim] % ranks == 0 and all(state.in_one_piece and state.units is None for state in states)
 
 
 def _nothing(out: Layout):
@@ -228,16 +228,16 @@ def _local(query: Layout, key: Operand, rows: bool, heads: bool, kernel: Callabl
     return run
 
 
-def select(query: Layout, key: Operand) -> Callable:
+def select(query: Layout, key: Operand, dim: int = -3) -> Callable:
     """Takes the kv heads that this rank's queries need out of all; as many as queries where they make no groups."""
-    owners, _ = _owners(query, key)
-    return lambda tensor: tensor.index_select(-3, torch.tensor(owners, dtype=torch.int64, device=tensor.device))
+    owners, _ = _owners(query, key, dim)
+    return lambda tensor: tensor.index_select(dim, torch.tensor(owners, dtype=torch.int64, device=tensor.device))
 
 
-def _owners(query: Layout, key: Operand) -> tuple[tuple[int, ...], bool]:
+def _owners(query: Layout, key: Operand, dim: int = -3) -> tuple[tuple[int, ...], bool]:
     """The kv heads that this rank's queries need, and whether as groups of equal size: else one per query."""
-    ratio = query.shape[-3] // key.shape[-3]
-    owners = [head // ratio for head in _indices(query, query.ndim - 3)]
+    ratio = query.shape[dim] // key.shape[dim]
+    owners = [head // ratio for head in _indices(query, query.ndim + dim)]
     once = list(dict.fromkeys(owners))
     if once and len(owners) % len(once) == 0 and owners == [o for o in once for _ in range(len(owners) // len(once))]:
         return tuple(once), len(once) < len(owners)
