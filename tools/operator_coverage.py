@@ -332,6 +332,19 @@ measured on {RANKS} ranks, and what to write instead:
 
 {table(["call", "given", "result", "write instead"], bypasses)}
 
+## Attention beside the database
+
+Functions of Python, and of flash-attn, which torch's database does not have; by tests (`test_rules_flex.py`,
+`test_rules_packed.py`), not by this command. Compiled (`torch.compile(flex_attention)`), what is compiled is the call on the
+shards.
+
+| function | batch, heads sharded | q's sequence or tokens sharded | runs whole |
+| --- | --- | --- | --- |
+| `flex_attention` | none | k and v are gathered, or an all-to-all of each; q, too, where a rank's rows are no whole blocks of the mask | never |
+| `create_block_mask`, `create_mask` | what their function holds is gathered; the mask is plain, and of the whole batch | as before | always |
+| `varlen_attn` | none | q, k and v are gathered, or an all-to-all of each | pages of a cache |
+| `flash_attn_func`, `flash_attn_varlen_func` | none | the same | dropout, slopes, pages, probabilities asked for |
+
 ## Every entry
 
 The collectives are those of the forward of the cheapest sample, and of the costliest if it needs others. (`Shard(0)` of
