@@ -207,7 +207,7 @@ def scale_of_split_experts():
         (no_experts, "spreads experts over axis 'ep', and the model has none"),
         (too_few, "'stack' has 5 experts, and torch.chunk over the 4 ranks of axis 'ep' leaves 1 without one"),
         (split_differently, "the parameters of 'stack', one slice per expert, lie differently on axis 'ep'"),
-        (scale_of_split_experts, "over axis 'tp' its experts are split inside, and shift is not"),
+        (scale_of_split_experts, "over axis 'tp' its experts are split inside, but shift is not"),
         (three_dims, r"it must be called with tokens \[T, hidden\], indices \[T, k\] and weights \[T, k\]"),
     ],
 )
