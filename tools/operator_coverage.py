@@ -332,18 +332,18 @@ measured on {RANKS} ranks, and what to write instead:
 
 {table(["call", "given", "result", "write instead"], bypasses)}
 
-## Attention beside the database
+## Attention functions outside the database
 
-Functions of Python, and of flash-attn, which torch's database does not have; by tests (`test_rules_flex.py`,
-`test_rules_packed.py`), not by this command. Compiled (`torch.compile(flex_attention)`), what is compiled is the call on the
-shards.
+torch's database does not have these functions of Python and of flash-attn. Tests cover them (`test_rules_flex.py`,
+`test_rules_packed.py`), not this command. `torch.compile(flex_attention)` compiles the call on the shards. The second and
+third columns give the communication if these dims are sharded.
 
-| function | batch, heads sharded | q's sequence or tokens sharded | runs whole |
+| function | batch, heads | sequence or tokens of q | runs whole |
 | --- | --- | --- | --- |
-| `flex_attention` | none | k and v are gathered, or an all-to-all of each; q, too, where a rank's rows are no whole blocks of the mask | never |
-| `create_block_mask`, `create_mask` | what their function holds is gathered; the mask is plain, and of the whole batch | as before | always |
-| `varlen_attn` | none | q, k and v are gathered, or an all-to-all of each | pages of a cache |
-| `flash_attn_func`, `flash_attn_varlen_func` | none | the same | dropout, slopes, pages, probabilities asked for |
+| `flex_attention` | none | k and v are gathered, or an all-to-all of each; q too, if a rank's rows are not whole blocks of the mask | never |
+| `create_block_mask`, `create_mask` | tensors that their function holds are gathered; the mask is plain, and covers the whole batch | the same | always |
+| `varlen_attn` | none | q, k and v are gathered, or an all-to-all of each | with pages of a cache |
+| `flash_attn_func`, `flash_attn_varlen_func` | none | the same | with dropout, slopes, pages, or requested probabilities |
 
 ## Every entry
 
