@@ -351,7 +351,7 @@ The collectives are those of the forward of the cheapest sample, and of the cost
 two tensors that broadcast may mean different dims of the result.) The last column names the functions that gathered.
 
 {table(["operator", "answer", "collectives", "at most", "gathered"], answered)}
-"""
+"""  # noqa: E501
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from .captured import captured, replaced
 
 class Form:
     """What is asked for beside the operands. Two are equal where the same is decided for them; what is compared
-    outlives the call in dispatch's cache, and users' functions, with their tensors, do not (`let_go`)."""
+    outlives the call in dispatch's cache, and users' functions, with their tensors, do not (`release`)."""
 
     def __init__(self, given: dict[str, Any], held: list[Tensor]) -> None:
         self.score_mod: Callable | None = given["score_mod"]
@@ -45,7 +45,7 @@ class Form:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.score_mod = self.mask = None
         self.rest.clear()
 
@@ -90,7 +90,7 @@ def flex_attention(function: Callable, args: tuple, kwargs: dict) -> Any:
     try:
         out, *statistics = call(attended, given["query"], given["key"], given["value"], held, form)
     finally:
-        form.let_go()
+        form.release()
     if given.get("return_aux") is not None:
         return out, AuxOutput(**dict(zip(form.statistics, statistics)))
     return (out, *statistics) if statistics else out
