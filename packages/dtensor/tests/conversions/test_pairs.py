@@ -1,5 +1,6 @@
 """Two ranks on gloo exchange in ways of their own: the bits are those of a sum in rank order, and of a plain gather."""
 
+import functools
 import sys
 
 import pytest
@@ -114,3 +115,34 @@ def _files_of_a_step():
 def test_what_the_engine_sends_passes_no_look_that_stands_there_for_users(ranks):
     """It is plain, and a look costs as much Python as all else of a small message."""
     assert run_ranks(ranks, _files_of_a_step) == [[]] * ranks
+
+
+def _seen_by_a_monitor():
+    mesh = mesh_of(dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)))
+    names, seen = ("allreduce", "_allgather_base", "alltoall_base"), []
+    kept = {name: getattr(dist.ProcessGroup, name) for name in names}
+
+    def monitored(name):
+        @functools.wraps(kept[name])
+        def method(*args, **kwargs):
+            seen.append(name)
+            return kept[name](*args, **kwargs)
+
+        return method
+
+    for name in kept:
+        setattr(dist.ProcessGroup, name, monitored(name))
+    try:
+        ranks = dist.get_world_size()
+        all_gather(torch.ones(100), mesh, (0,))
+        ReductionInFlight(torch.ones(ranks * 100), mesh, (0,), (), "whole", at_once=True).finish()
+        scatter_recipe(mesh, (0,), (1, 5))(torch.ones(ranks, 5))
+    finally:
+        for name, method in kept.items():
+            setattr(dist.ProcessGroup, name, method)
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_others_put_before_a_groups_methods_sees_all(ranks):
+    assert run_ranks(ranks, _seen_by_a_monitor) == [["_allgather_base", "allreduce", "alltoall_base"]] * ranks
