@@ -164,16 +164,25 @@ def test_one_mapping_carries_all():
     assert plan.mesh["tp"] == 2
 
 
-class Narrowing(nn.Module):
-    """Blocks of which each halves the width."""
+class Backwards(nn.Module):
+    """Blocks that are called from the last to the first."""
 
     def __init__(self):
         super().__init__()
-        self.steps = nn.ModuleList(nn.Sequential(nn.Linear(w, w), nn.GELU(), nn.Linear(w, w // 2)) for w in (32, 16, 8))
+        self.steps = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3))
+
+    def forward(self, x):
+        for step in reversed(self.steps):
+            x = step(x)
+        return x.square().mean()
+
+
+class Unasked(Backwards):
+    """Blocks whose `forward` is called, not they."""
 
     def forward(self, x):
         for step in self.steps:
-            x = step(x)
+            x = step.forward(x)
         return x.square().mean()
 
 
@@ -189,7 +198,8 @@ class Unlisted(nn.Module):
 @pytest.mark.parametrize(
     "kind, width, said",
     [
-        (Narrowing, 32, "no cut between  steps.*: they take and return [.., 16], [.., 32], [.., 4], [.., 8]"),
+        (Backwards, 8, "no cut between  steps.*: they are not called in the order of their registration"),
+        (Unasked, 8, "no cut between  steps.*: the forward calls fewer than two of them, or not with tensors"),
         (Unlisted, 8, "no cut between  anything: no list of blocks was found"),
     ],
 )

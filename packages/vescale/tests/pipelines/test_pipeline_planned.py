@@ -143,6 +143,83 @@ def test_the_planner_cuts_models_whose_modules_are_in_no_order(case):
     assert held.keys() == {name for name, _ in Net(MODELS[case]).named_parameters()}
 
 
+class Stage(nn.Sequential):
+    """Half as many places, twice as wide."""
+
+    def __init__(self, width):
+        super().__init__(nn.Conv2d(width, 2 * width, 3, 2, 1), nn.GroupNorm(2, 2 * width), nn.GELU())
+
+
+class Mixing(nn.Sequential):
+    def __init__(self, width):
+        super().__init__(nn.GroupNorm(2, width), nn.Conv2d(width, width, 3, padding=1), nn.GELU())
+
+
+class Trunk(nn.Module):
+    """Stages in one list, each of other sizes than the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(Stage(3 * 2**at) for at in range(3))
+        self.head = nn.Linear(24, 5)
+
+    def mixed(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+    def forward(self, pixels, labels):
+        return F.cross_entropy(self.head(self.mixed(pixels).mean((2, 3))), labels)
+
+
+class Alternating(Trunk):
+    """Two lists whose entries are called in turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixing(6 * 2**at) for at in range(3))
+
+    def mixed(self, x):
+        for stage, block in zip(self.stages, self.blocks):
+            x = block(stage(x))
+        return x
+
+
+def pictures(model, optimizer):
+    generator, losses = torch.Generator().manual_seed(3), []
+    for _ in range(3):
+        losses.append(model(torch.randn(ROWS, 3, 16, 16, generator=generator), torch.arange(ROWS)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack([loss.detach() for loss in losses])
+
+
+def trunk_apart(kind):
+    torch.manual_seed(0)
+    one = kind()
+    sample = {"pixels": torch.zeros(ROWS, 3, 16, 16), "labels": torch.arange(ROWS)}
+    plan = vescale.generate_plan(
+        one, world_size=2, batch=ROWS, hardware="h100", sample=sample, pin={"pp": 2, "dp": 1, "tp": 1}
+    )
+    model, optimizer = vescale.parallelize(plan, copy.deepcopy(one), lambda p: torch.optim.AdamW(p, lr=0.01))
+    found, wanted = pictures(model, optimizer), pictures(one, torch.optim.AdamW(one.parameters(), lr=0.01))
+    whole = dict(one.named_parameters())
+    held = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+    errors = {name: ((p - whole[name]).norm() / whole[name].norm()).item() for name, p in held.items()}
+    return ((found - wanted) / wanted).abs().max().item(), errors
+
+
+@pytest.mark.parametrize("kind", [Trunk, Alternating])
+def test_a_trunk_whose_stages_differ_in_size_is_cut_between_them(kind):
+    held = {}
+    for loss, errors in run_ranks(2, trunk_apart, kind, timeout=120):
+        assert errors and loss < 1e-5 and max(errors.values()) < 1e-4, (loss, errors)
+        assert not held.keys() & errors.keys()
+        held |= errors
+    assert held.keys() == {name for name, _ in kind().named_parameters()}
+
+
 def cut(owners, tidy=True):
     pipeline = vescale.Pipeline(cuts=("blocks.2",), microbatches=2, owners=owners)
     plan = vescale.Plan(mesh={"pp": 2}, parameters={"*": {}}, pipeline=pipeline)

@@ -140,10 +140,10 @@ def _check_request(request: Mapping[str, Any]) -> None:
 
 
 def _generated(model: nn.Module, sample: Sample, request: Mapping[str, Any], bar: Bar, runner: Runner | None) -> Plan:
-    structure = structure_of(model, sample, bar)
-    seq = request.get("seq") or sample.positions or POSITIONS
     precision = request.get("precision")
     computed = precision.compute if precision is not None else _dtype(model)
+    structure = structure_of(model, sample, bar, computed=computed)
+    seq = request.get("seq") or sample.positions or POSITIONS
     hardware = hardware_of(request.get("hardware") or "auto").computing(computed.itemsize)
     memory = request.get("memory")
     wanted = Request(

@@ -27,6 +27,7 @@ class Call:
         bias: name of the parameter that is added.
         outer: the batch dim of the flattened rows lies inside so many rows; None where rows follow no batch dim.
         path: modules that were running, outermost first.
+        untouched: nothing that was followed arrived: what goes in is made of no number of the sample's.
         repeated: a stack that one forward contracted several times, an expert at a time.
     """
 
@@ -44,6 +45,7 @@ class Call:
     path: tuple[str, ...]
     outer: int | None = None
     coupled: bool = False
+    untouched: bool = False
     repeated: bool = False
 
 

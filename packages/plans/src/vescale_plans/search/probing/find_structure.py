@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from ..._apply.balance import MIXERS
@@ -17,6 +18,7 @@ from ..structure import Blocks, Experts, Group, Matrix, Source, Span, Structure,
 from ..tensor_plan import split_parameters
 from .calls import Call, Findings, Influence, Key, Site
 from .holding import holding_of
+from .pairs import paired
 from .probe import probe
 from .sample import Sample
 
@@ -44,13 +46,16 @@ def _probed(model: nn.Module, sample: Sample, bar: Bar) -> tuple[Sample, Finding
     ) from failed
 
 
-def structure_of(model: nn.Module, sample: Sample, bar: Bar | None = None) -> Structure:
-    """Probes `model` and reads its structure from what was seen. Nothing of the model is changed.
+def structure_of(
+    model: nn.Module, sample: Sample, bar: Bar | None = None, *, computed: torch.dtype | None = None
+) -> Structure:
+    """Probes `model` and reads its structure from what was seen. Nothing of the model is changed. What a step holds on
+    to is counted in numbers as wide as `computed`, without it in wide and narrow ones.
 
     Cost: some tens of forwards of a few blocks without their contractions; no communication, no weight is read.
     """
     sample, found = _probed(model, sample, bar or Bar())
-    pairs = _paired(found)
+    pairs = paired(found)
     groups = tuple(
         group for sink in sorted(pairs, key=lambda key: found.calls[key].order) for group in _group(found, sink, pairs)
     )
@@ -73,50 +78,14 @@ def structure_of(model: nn.Module, sample: Sample, bar: Bar | None = None) -> St
     )
     split = split_parameters(structure, min(structure.degrees)) if structure.degrees else ()
     inside = {group.module for group in structure.groups if any(one.module == group.module for one in group.sources)}
-    return replace(structure, holding=holding_of(model, sample, found.chains, split, inside - {None}))
+    return replace(structure, holding=holding_of(model, sample, found.chains, split, inside - {None}, computed))
 
 
 def _shapes(model: nn.Module):
     return ((name, tuple(one.shape)) for name, one in model.named_parameters(remove_duplicate=False))
 
 
-# ------------------------------------------------------------------------ pairs
-
-
-def _paired(found: Findings) -> dict[Key, dict[Key, Influence]]:
-    """sink -> the sources that may be split with it.
-
-    A source qualifies if everything it reaches is a sink that it reaches feature by feature; a sink if a source
-    that qualifies reaches it. In a chain the first pair wins: what is split by its in features gives sums, and those
-    are whole before they are split again.
-    """
-    influences = {key: dict(sinks) for key, sinks in found.influences.items()}
-    for key, sinks in found.bridged.items():
-        if any(not one.is_mixing for one in sinks.values()):
-            influences[key] = dict(sinks)
-    order = {key: call.order for key, call in found.calls.items()}
-    sinks = {sink for reached in influences.values() for sink, one in reached.items() if not one.is_mixing}
-    while True:
-        pairs: dict[Key, dict[Key, Influence]] = {}
-        for sink in sorted(sinks, key=order.__getitem__):
-            for key in sorted(influences, key=order.__getitem__):
-                reached = influences[key]
-                one = reached.get(sink)
-                if one is None or one.is_mixing or key in pairs or order[key] >= order[sink] or set(reached) - sinks:
-                    continue
-                if any(other.is_mixing for other in reached.values()):
-                    continue
-                pairs.setdefault(sink, {})[key] = one
-        pairs = {sink: sources for sink, sources in pairs.items() if any(not _is_table(found, key) for key in sources)}
-        bridged = {s for s, sources in pairs.items() if all(key in found.bridged for key in sources)} - found.enclosed
-        pairs = {sink: sources for sink, sources in pairs.items() if sink not in bridged}
-        if set(pairs) == sinks:
-            return pairs
-        sinks = set(pairs)
-
-
-def _is_table(found: Findings, key: Key) -> bool:
-    return found.calls[key].lookup
+# ------------------------------------------------------------------------ groups
 
 
 def _spans(influence: Influence) -> tuple[Span, ...]:
@@ -285,27 +254,35 @@ def _everywhere(groups: tuple[Group, ...], repeated: Mapping[str, tuple[str, ...
 
 
 def _blocks(model: nn.Module, found: Findings) -> tuple[Blocks, ...]:
-    made = []
-    for chain in found.chains:
-        sites = [(found.inputs.get(name), found.outputs.get(name)) for name in chain.names]
-        seen = [(i, o) for i, o in sites if i is not None and o is not None]
-        same = {(i.batch, i.position, i.features) for i, o in seen} | {
-            (o.batch, o.position, o.features) for i, o in seen
-        }
-        order = [chain.names.index(name) for name in found.outputs if name in chain.names]
+    """Lists of blocks, and whether a pipeline may be cut between them: what crosses a cut may be of any size."""
+    made: dict[int, Blocks] = {}
+    spans: dict[int, tuple[int, int]] = {}
+    places = {name: place for place, name in enumerate(found.outputs)}
+    for at in sorted(range(len(found.chains)), key=lambda at: -_size(model, found.chains[at].names)):
+        chain = found.chains[at]
+        seen = [name for name in chain.names if name in found.inputs and name in found.outputs]
+        order = [places[name] for name in seen]
+        among = [found.chains[other] for other, (first, last) in spans.items() if order and _meet(order, first, last)]
         apart = ""
         if len(seen) < 2:
             apart = "the forward calls fewer than two of them, or not with tensors"
-        elif len(same) > 1:
-            shapes = sorted({f"[.., {features}]" for _, _, features in same})
-            apart = f"they take and return {', '.join(shapes)}" if len(shapes) > 1 else (
-                "what they take and return has not the same dims for rows and positions"
-            )  # fmt: skip
         elif order != sorted(order):
             apart = "they are not called in the order of their registration"
+        elif among:
+            apart = f"they are called among {', '.join(Blocks(among[0].names, ()).patterns)}"
+        else:
+            spans[at] = order[0], order[-1]
         called = () if apart else _called(model, found, chain.names)
-        made.append(Blocks(chain.names, chain.kinds, not apart, called, apart))
-    return tuple(made)
+        made[at] = Blocks(chain.names, chain.kinds, not apart, called, apart)
+    return tuple(made[at] for at in range(len(found.chains)))
+
+
+def _size(model: nn.Module, names: Sequence[str]) -> int:
+    return sum(one.numel() for name in names for one in model.get_submodule(name).parameters())
+
+
+def _meet(order: Sequence[int], first: int, last: int) -> bool:
+    return min(order) < last and first < max(order)
 
 
 def _called(model: nn.Module, found: Findings, blocks: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -340,7 +317,10 @@ def _position_dim(found: Findings, pairs: Mapping[Key, Mapping]) -> int | None:
     stream = [  # what reaches no sink directly: what does lies inside a group
         key
         for key, call in found.calls.items()
-        if call.outer is not None and found.influences.get(key) and not set(found.influences[key]) & set(pairs)
+        if call.outer is not None
+        and not call.untouched
+        and found.influences.get(key)
+        and not set(found.influences[key]) & set(pairs)
     ]
     sinks = [key for key in pairs if found.calls[key].outer is not None]
     if not sinks or not all(found.token_wise.get(key, False) for key in stream):

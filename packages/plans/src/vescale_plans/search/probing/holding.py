@@ -34,7 +34,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def holding_of(
-    model: nn.Module, sample: Sample, chains: Sequence[Chain], split: Collection[str], around: Collection[str] = ()
+    model: nn.Module,
+    sample: Sample,
+    chains: Sequence[Chain],
+    split: Collection[str],
+    around: Collection[str] = (),
+    computed: torch.dtype | None = None,
 ) -> dict[int, Holding]:
     """Bytes of a number -> what is held when the model computes in such numbers; without those in which it does not run
     on tensors without values, or makes nothing that a loss can be made of.
@@ -42,7 +47,9 @@ def holding_of(
     Arguments:
         split: parameters that the tensor axis splits.
         around: modules that take and give whole activations, with split parameters between.
+        computed: the numbers that are asked for, alone; without them all of `DTYPES`.
     """
+    asked = [one for one in DTYPES if computed is None or one.itemsize == computed.itemsize]
     stand_ins = {name: like for chain in chains for name, like in chain.skipped.items()}
     found: dict[int, Holding] = {}
     try:
@@ -51,7 +58,7 @@ def holding_of(
             parameter.requires_grad_(parameter.is_floating_point())
         hand_on(ran, chains)
         names = [name for chain in chains for name in chain.names if name not in stand_ins]
-        for dtype in DTYPES:
+        for dtype in asked or DTYPES:
             told = (names, split, around, dtype)
             runs = [Step(ran.to(dtype), sample, *told, rows) for rows in ROWS]
             if (held := _summed(*runs, _longer(ran, sample, *told), sample.positions or 1)) is not None:

@@ -8,7 +8,7 @@ gets values, drawn once per storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -73,18 +73,20 @@ class Operands:
     """Finds parameters again behind views, casts and copies.
 
     Attributes:
+        biases: weight of a linear layer -> its bias.
         vectors: parameters of one dim that were computed with, and their sizes.
-        tainted: one of them, and which of its entries are NaN.
+        tainted: of some of them, which entries are NaN.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]], biases: Mapping[str, str]) -> None:
+        self.biases = biases
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._parameters: dict[int, tuple[str, Tensor]] = {}
         self._copies: dict[int, _Copy | None] = {}
         self._values: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []
         self.vectors: dict[str, int] = {}
-        self.tainted: tuple[str, Tensor] | None = None
+        self.tainted: Mapping[str, Tensor] = {}
         for name, parameter in named:
             self.shapes[name] = tuple(parameter.shape)
             self._parameters.setdefault(_storage(parameter), (name, parameter))
@@ -150,8 +152,8 @@ class Operands:
         name = self.name(tensor)
         if name is not None and len(self.shapes[name]) == 1 and flat.numel() == self.shapes[name][0]:
             self.vectors[name] = flat.numel()
-            if self.tainted is not None and self.tainted[0] == name and flat.is_floating_point():
-                flat = flat.index_fill(0, self.tainted[1], float("nan"))
+            if name in self.tainted and flat.is_floating_point():
+                flat = flat.index_fill(0, self.tainted[name], float("nan"))
         if flat.dtype != tensor.dtype:
             flat = flat.view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from .blocks import Chain, chains, hand_on
 from .calls import Findings, Influence, Key, Reached, Site, Test
 from .model import OnOneDevice, buffers_kept, first_tensor, on_meta, paths, plain_kernels
 from .operands import Operands
+from .pairs import paired
 from .run import Enough, Probe
 from .sample import Sample
+from .vectors import vectors_reach
 
 FOLLOWED = 3
 """Rows of the first forward; row 1 is followed."""
@@ -64,8 +66,10 @@ class _Prober:
         found.chains, found.tied = self.chains, _tied(self.names)
         found.coupled = tuple(dict.fromkeys(call.key[0] for call in first.calls.values() if call.coupled))
         for seed in SEEDS[:1] if not self._routed() else SEEDS:
-            for key, call in self._forward(2, seed=seed, calls=found.calls).calls.items():
+            other = self._forward(2, seed=seed, calls=found.calls)
+            for key, call in other.calls.items():
                 found.calls.setdefault(key, call)
+            self._by_sizes(first, other)
         sampled = self._influences(self._sampled(found.calls), {})
         wanted = [
             key
@@ -92,7 +96,7 @@ class _Prober:
         """What runs from now on: `model` without weights, in which blocks of these chains stand in for their like."""
         stand_ins = {name: like for chain in skipped for name, like in chain.skipped.items()}
         self.model = on_meta(model, stand_ins).eval()
-        self.operands = Operands(self.model.named_parameters())
+        self.operands = Operands(self.model.named_parameters(), _biases(self.model))
         self.recurrent = any(isinstance(one, nn.RNNBase) for one in self.model.modules())
         self.watched = [(name, one) for name, one in self.model.named_modules() if name not in stand_ins]
         hand_on(self.model, skipped)
@@ -142,6 +146,16 @@ class _Prober:
             positions = self.sample.positions
             position = next((d for d, s in enumerate(sizes) if s == positions and d != batch), None)
             sites.setdefault(name, Site(name, batch, position, tensor.shape[-1]))
+
+    def _by_sizes(self, first: Probe, other: Probe) -> None:
+        """Where rows lie of which nothing was followed (steps of a diffusion, made from integers): the one dim that was
+        as large as the batch in two forwards."""
+        for key, call in self.findings.calls.items():
+            if call.untouched and call.outer is None and key in first.leading and key in other.leading:
+                one, two = first.leading[key], other.leading[key]
+                dims = [d for d, sizes in enumerate(zip(one, two)) if sizes == (first.batch, other.batch)]
+                if len(one) == len(two) and len(dims) == 1:
+                    call.outer = prod(one[: dims[0]])
 
     # ------------------------------------------------------------------- tests
 
@@ -213,9 +227,12 @@ class _Prober:
                 for test in together:
                     self._add(rows, test, row, seen, apart.get(test.key))
         if hidden and not units and not bridge:  # packed tests cannot be told apart where rows follow no batch
-            for key in dict.fromkeys(test.key for test in packed):
-                if self._is_later(key) and _mixes(rows[key]):
-                    continue
+            asked = [
+                key
+                for key in dict.fromkeys(test.key for test in packed)
+                if not (self._is_later(key) and _mixes(rows[key]))
+            ]
+            for key in self._reaching(asked, hidden):
                 size = calls[key].out_features
                 for at in sorted({0, size // 2, size - 1}):
                     test = Test(key, torch.tensor([at]))
@@ -232,6 +249,26 @@ class _Prober:
             }
             for source, sinks in rows.items()
         }
+
+    def _reaching(self, keys: Sequence[Key], hidden: set[Key]) -> Iterator[Key]:
+        """Of these those that reach a hidden sink, or what selects: by halves, for no stub hands a taint on, so that
+        several together reach what one of them does."""
+        routers = self.findings.routers
+        waiting = [[key for key in keys if key not in routers], *([key] for key in keys if key in routers)]
+        while waiting:
+            part = waiting.pop()
+            if not part:
+                continue
+            every = [Test(key, torch.arange(self.findings.calls[key].out_features)) for key in part]
+            reached = self._taints(1, {}, every, False, False)
+            if not bool(reached.selectors.any()) and not any(
+                bool(reached.features[sink].any()) for sink in hidden & reached.features.keys()
+            ):
+                continue
+            if len(part) == 1:
+                yield part[0]
+            else:
+                waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
 
     def _is_later(self, key: Key) -> bool:
         """Whether it is of a block that has a like before it."""
@@ -314,65 +351,23 @@ class _Prober:
         return bool(reached) and all(one.is_mixing for one in reached.values())
 
     def _vectors(self) -> None:
-        """Parameters that are no contraction's: a gate, a decay, a number per head."""
         found = self.findings
-        structured = {sink for sinks in found.influences.values() for sink, one in sinks.items() if not one.is_mixing}
-        for name, size in list(self.operands.vectors.items()):
-            if size < 2 or found.like.get(name, (name,))[0] != name:
-                continue
-            sinks = frozenset(self._met(name, torch.arange(size)))
-            if not sinks or sinks - structured:
-                continue
-            unit = 1 if size <= UNITS else size // gcd(size, UNITS_ALONE)
-            units = torch.arange(size).view(-1, unit)
-            reached = self._by_digits(name, units, sinks) or self._one_by_one(name, units, sinks)
-            if reached and not any(one.is_mixing for one in reached.values()):
-                found.vectors[name] = reached
+        biases = {call.bias for call in found.calls.values()}
+        sizes = {n: s for n, s in self.operands.vectors.items() if found.like.get(n, (n,))[0] == n and n not in biases}
+        whole: dict[str, tuple[str, ...]] = {}
+        for module, one in self.model.named_modules():
+            own = tuple(f"{module}.{name}".removeprefix(".") for name in one._parameters)
+            if set(own) <= sizes.keys() and not any(True for _ in one.children()):
+                whole |= dict.fromkeys(own, own)
+        found.vectors = vectors_reach(sizes, whole, found.calls, frozenset(paired(found)), self._met)
 
-    def _by_digits(self, name: str, units: Tensor, sinks: frozenset[Key]) -> dict[Key, Influence] | None:
-        """What each unit reaches, from tests of all units together whose number has a binary digit, and of all that
-        have not; None where two units reach one feature, of which digits say nothing."""
-        if len(units) == 1:
-            return None
-        numbers = torch.arange(len(units))
-        codes = {key: torch.zeros(self.findings.calls[key].in_features, dtype=torch.long) for key in sinks}
-        met: dict[Key, Tensor] = {}
-        for digit in range((len(units) - 1).bit_length()):
-            has = (numbers >> digit) % 2 == 1
-            ones, zeros = (self._met(name, units[which].flatten(), sinks) for which in (has, ~has))
-            for key, code in codes.items():
-                nothing = torch.zeros(len(code), dtype=torch.bool)
-                one, zero = ones.get(key, nothing), zeros.get(key, nothing)
-                if bool((one & zero).any()):
-                    return None
-                code += one.long() << digit
-                met[key] = one | zero
-        return {
-            key: Influence(units.shape[1], (numbers[:, None] == code[None]) & met[key]) for key, code in codes.items()
-        }
-
-    def _one_by_one(self, name: str, units: Tensor, sinks: frozenset[Key]) -> dict[Key, Influence]:
-        """The same by a test for each unit; nothing where samples reach alike."""
-        count = len(units)
-
-        def tested(places: Iterable[int]) -> dict[Key, Influence]:
-            rows = [self._met(name, units[at], sinks) for at in places]
-            nothing = {key: torch.zeros(self.findings.calls[key].in_features, dtype=torch.bool) for key in sinks}
-            return {
-                key: Influence(units.shape[1], torch.stack([row.get(key, nothing[key]) for row in rows]))
-                for key in sinks
-            }
-
-        sampled = tested(sorted({0, count // 3, count - 1}))
-        return {} if any(one.is_mixing for one in sampled.values()) else tested(range(count))
-
-    def _met(self, name: str, entries: Tensor, among: frozenset[Key] | None = None) -> dict[Key, Tensor]:
-        """What these entries of a parameter reach, of all calls or `among` some: bool [in features] per sink."""
-        self.operands.tainted = (name, entries)
+    def _met(self, entries: Mapping[str, Tensor], among: frozenset[Key] | None) -> dict[Key, Tensor]:
+        """What these entries of parameters reach, of all calls or `among` some: bool [in features] per sink."""
+        self.operands.tainted = entries
         try:
             reached = self._forward(1, calls=self.findings.calls, until=among).reached
         finally:
-            self.operands.tainted = None
+            self.operands.tainted = {}
         return {
             key: row[0] for key, row in reached.features.items() if (among is None or key in among) and bool(row.any())
         }
@@ -382,7 +377,8 @@ class _Prober:
         positions = self.sample.positions
         if positions is None or positions < 3:
             return
-        sources = [key for key, call in self.findings.calls.items() if call.outer is not None]
+        calls = self.findings.calls
+        sources = [key for key, call in calls.items() if call.outer is not None and not call.untouched]
         for start in range(0, len(sources), ROWS):
             part = sources[start : start + ROWS]
             tests = {row + 1: (Test(key, None, token=1),) for row, key in enumerate(part)}
@@ -429,6 +425,13 @@ def _like(model: nn.Module, found: Sequence[Chain]) -> dict[str, tuple[str, ...]
                     full = tuple(f"{block}.{name}".removesuffix(".") for block, name in zip(blocks, names))
                     like.update(dict.fromkeys(full, full))
     return like
+
+
+def _biases(model: nn.Module) -> dict[str, str]:
+    """Weight -> bias of modules that add it to their product, be it in one operator or in two: a linear layer's are two
+    where its input does not lie in order."""
+    linear = ((name, one) for name, one in model.named_modules() if type(one).forward is nn.Linear.forward)
+    return {f"{name}.weight": f"{name}.bias" for name, one in linear if one.bias is not None}
 
 
 def _tied(named: Sequence[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:

@@ -87,6 +87,7 @@ class Probe(TorchDispatchMode):
         self.calls: dict[Key, Call] = {}
         self.reached = Reached(selectors=torch.zeros(batch, dtype=torch.bool))
         self.chosen: dict[int, int] = {}
+        self.leading: dict[Key, torch.Size] = {}
         self.path: list[str] = []
         endless = until is None or any(calls[key].repeated for key in until)
         self._awaited = None if endless else set(until)
@@ -158,6 +159,8 @@ class Probe(TorchDispatchMode):
         call = self._call(form, convolution)
         rows = prod(form.out_shape) // max(1, call.out_features)
         tagged = None
+        if form.x is not None:
+            self.leading[call.key] = form.x.shape[:-1]
         if self.known is None:
             tagged = self._follow(call, form, rows)
         elif form.x is not None and form.x.is_floating_point():
@@ -202,11 +205,18 @@ class Probe(TorchDispatchMode):
                 convolution,
                 None if form.in_dim is None else self.operands.features(form.weight, form.in_dim),
                 self.operands.features(form.weight, form.out_dim),
-                None if form.bias is None or not form.bias.is_meta else self.operands.name(form.bias),
+                self._bias(form, name),
                 tuple(self.path),
             )
         self._order += 1
         return call
+
+    def _bias(self, form: Form, name: str) -> str | None:
+        """The parameter that is added to this product, by the operator or by the linear layer that runs."""
+        if form.bias is not None:
+            return self.operands.name(form.bias) if form.bias.is_meta else None
+        own = self.path and name == f"{self.path[-1]}.weight"
+        return self.operands.biases.get(name) if own else None
 
     def _layout(self, call: Call, rows: int) -> tuple[int, int] | None:
         """(outer, inner): the rows are [outer, batch, inner]."""
@@ -286,15 +296,22 @@ class Probe(TorchDispatchMode):
             tagged = form.x.reshape(-1, form.x.shape[-1]).isnan().any(1)
         else:
             tagged = _differing(form.rows, self.batch)
-        if tagged is None or not bool(tagged.any()) or tagged.numel() != rows:
+        if tagged is None or not bool(tagged.any()):
+            call.untouched = form.x is not None and not (call.stack or form.scattered)
             return None
         if call.stack or form.scattered:
-            return tagged
+            return tagged if tagged.numel() == rows else None
         if bool(tagged.all()):
             call.coupled = rows % self.batch == 0 and rows > self.batch
-            return tagged
+            return tagged if tagged.numel() == rows else torch.ones(rows, dtype=torch.bool)
         call.outer = _outer(tagged, self.batch)
-        return tagged
+        if tagged.numel() == rows:
+            return tagged
+        if self._layout(call, rows) is None:
+            return None
+        made = torch.zeros(call.outer, self.batch, rows // (call.outer * self.batch), dtype=torch.bool)
+        made[:, 1] = True  # a convolution with strides gives fewer places than it takes
+        return made.flatten()
 
 
 def _outer(tagged: Tensor, batch: int) -> int | None:
