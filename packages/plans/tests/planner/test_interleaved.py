@@ -39,17 +39,22 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, blocks, width=64, words=64):
+    """`head`: a matrix of its own, one "tied" to the table's, or by a "function" of the table's."""
+
+    def __init__(self, blocks, width=64, words=64, head="own"):
         super().__init__()
         self.table = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, words)
+        if head != "function":
+            self.head = nn.Linear(width, words, bias=False)
+        if head == "tied":
+            self.head.weight = self.table.weight
 
     def forward(self, ids):
         x = self.table(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x) if hasattr(self, "head") else nn.functional.linear(x, self.table.weight)
 
 
 def structure(blocks, **sizes):
@@ -143,6 +148,38 @@ def test_a_bound_is_below_every_price(sixteen):
                 assert pricer.exactly(one, whole=False, below=0.9 * found.cost.total) is None
 
 
+@pytest.mark.parametrize("head", ["tied", "function"])
+def test_a_table_that_is_the_head_too_is_computed_with_at_the_end_and_held_at_both(head):
+    """As a head of its own is: the first stage looks up, the last one multiplies."""
+    sizes = {"width": 1024, "words": 32768}
+    own, tied = structure(8, **sizes), structure(8, **sizes, head=head)
+    plans = []
+    for virtual in (1, 2):
+        ways = [Candidate(pp=2, dp=4, microbatches=4, virtual=virtual, checkpointing=on) for on in (False, True)]
+        for one in ways:
+            first, other = (Pricer(request(found, 8, 32)).exactly(one, whole=True) for found in (own, tied))
+            assert other.cuts == first.cuts
+            assert other.cost.busy == pytest.approx(first.cost.busy, rel=1e-9)
+            assert other.cost.pipeline == pytest.approx(first.cost.pipeline, rel=1e-9)
+            held = replace(other.memory, gathered=0)  # beside the head's gradient, which waits for the table's
+            assert held == replace(first.memory, gathered=0)
+            plans.append(other.cuts)
+    assert plans[0] == ("blocks.5",)  # the head takes as long as two blocks
+    alone = [Pricer(request(found, 8, 32)).exactly(Candidate(dp=8), whole=False) for found in (own, tied)]
+    assert alone[0].cost.compute == alone[1].cost.compute
+    assert alone[0].memory.parameters - alone[1].memory.parameters == 1024 * 32768 * (4 + 2)
+
+
+def test_a_head_is_not_computed_again(sixteen):
+    """It is in no block: what blocks take again does not depend on it."""
+    ways, more = [Candidate(dp=8, checkpointing=on) for on in (True, False)], []
+    for found in (sixteen, structure(16, width=4096, words=65536)):
+        whole, plain = (Pricer(request(found, 8, 32)).evenly(one).cost.busy for one in ways)
+        more.append(whole - plain)
+    assert more[0] == pytest.approx(more[1], rel=1e-9)
+    assert more[0] > 0
+
+
 # ------------------------------------------------------------------------------- the deal
 
 
@@ -183,6 +220,17 @@ def test_a_deal_fits_and_computes_no_more_again_than_it_must():
         assert found.seconds(microbatches) >= free.seconds(microbatches)
     assert fitting > 100
     assert tight > 50
+
+
+@pytest.mark.parametrize("heavy", [0.5, 1.5, 2.5, 4.0])
+@pytest.mark.parametrize("size", range(4, 10))
+def test_of_two_deals_the_faster_one_is_taken_with_what_it_computes_again(size, heavy):
+    """Dealt out by time, what lies at the end shares a stage with fewer parts; computed again, that may be the slower
+    deal, and yet there is one."""
+    parts = [Part(2.0, 1, 1, (0.7, 1)) for _ in range(size - 1)] + [Part(2.0 + heavy, 1, 1, (0.7 + heavy / 3, 1))]
+    dealt = Interleaved(parts, 2, 2, 4, inf, "all")
+    ways = [one for starts in (dealt._by_time(), dealt._by_number()) if (one := dealt.made(starts)) is not None]
+    assert dealt.best().seconds(4) == min(one.seconds(4) for one in ways)
 
 
 def test_explanations_name_the_schedule(sixteen):

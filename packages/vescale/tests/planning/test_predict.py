@@ -220,6 +220,22 @@ def test_a_pipeline_is_priced_by_its_simulator():
     assert ours > 0
 
 
+def test_interleaved_stages_do_no_more_than_stages_of_their_blocks_together():
+    """A rank computes, sends and adds up as much, whether its blocks are one stage or two; only waiting is less."""
+    from llama.model import build
+
+    model = build(vocab_size=128, hidden_size=64, intermediate_size=176, num_hidden_layers=4)
+    ids = torch.arange(128).view(4, 32)
+    batch = {"input_ids": ids, "labels": ids}
+    structure = structure_of(model, sample_of(model, batch))
+    rates = replace(CPU, launch=0.0, small=0, at_once=None)
+    busy = [
+        vescale.predict(plan_of(structure, Candidate(pp=2, microbatches=4, virtual=virtual)), model, batch, rates)
+        for virtual in (1, 2)
+    ]
+    assert busy[0].spent["stages"] == pytest.approx(busy[1].spent["stages"], rel=1e-6)
+
+
 # --- calibration --------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from .structure import Structure
 AXES = ("dp", "cp", "tp", "pp", "ep")
 COUNTS = (*AXES, "microbatches", "virtual")
 """Of which there is one at least: to forbid them is to forbid more."""
-PINNABLE = (*COUNTS, "zero", "sp", "checkpointing", "inside")
+PINNABLE = (*COUNTS, "zero", "sp", "checkpointing", "inside", "offload")
 VIRTUAL = (2, 3, 4)
 """Interleaved stages per rank that are tried: as many as runs were published with. More save little of the bubble, and
 send more."""
@@ -37,6 +37,7 @@ class Candidate:
             microbatches go through in whole rounds of pp.
         checkpointing: blocks are computed again in backward.
         inside: of these blocks not all, but these modules alone, by their names in a block: selective recomputation.
+        offload: the optimizer's states, and what it steps where that is not computed with, live in host memory.
     """
 
     pp: int = 1
@@ -50,6 +51,7 @@ class Candidate:
     virtual: int = 1
     cp: int = 1
     inside: tuple[str, ...] = ()
+    offload: bool = False
 
     @property
     def ranks(self) -> int:
@@ -74,6 +76,7 @@ class Candidate:
         more += [f"{parts}={self.microbatches}"] * (self.microbatches > 1)
         again = f"checkpointing={'+'.join(self.inside)}" if self.inside else "checkpointing"
         more += [again] * self.checkpointing + [f"virtual={self.virtual}"] * (self.virtual > 1)
+        more += ["offload"] * self.offload
         return " ".join(axes + more) or "one device"
 
 
@@ -87,7 +90,8 @@ def candidates(
     forbid: Sequence[str | Mapping[str, Any]] = (),
 ) -> Iterator[Candidate]:
     """All that are legal, in a fixed order. `pin` and `forbid` as in `generate_plan`. Which modules of a block are
-    computed again is open in those that may, see `ways`, but where it is pinned."""
+    computed again is open in those that may, see `ways`, but where it is pinned. None offloads unless that is pinned:
+    what fits without is faster."""
     pin = dict(pin or {})
     check_names("pin", pin)
     if "inside" in pin:
@@ -173,7 +177,8 @@ def _all(
                 parts, spread, sequence, stage, again, turns
             ):
                 if virtual == 1 or microbatches % pp == 0:
-                    yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing, virtual, cp, inside)
+                    rest = (virtual, cp, inside, pin.get("offload") is True)
+                    yield Candidate(pp, dp, tp, ep, sp, zero, microbatches, checkpointing, *rest)
 
 
 def meets_in_attention(structure: Structure) -> bool:

@@ -68,6 +68,10 @@ def facts(request: Request, chosen: Estimate) -> Iterator[tuple[str, str]]:
     yield "memory", headroom(request, chosen.memory.total)
     yield from places(request, chosen.candidate)
     yield "schedule", schedule(chosen)
+    if chosen.candidate.offload and hardware.host_link is not None:
+        link = f"{hardware.host_link / 1e9:.3g} GB/s to it"
+        share = chosen.cost.optimizer / total if total else 0.0
+        yield "offload", f"the optimizer's states in host memory, {link}: stepping takes {share:.0%} of the step"
 
 
 def headroom(request: Request, size: float) -> str:

@@ -271,6 +271,7 @@ def plan_of(
         pipeline=pipeline,
         checkpointing=dict.fromkeys(_again(structure, candidate.inside, again), True),
         accumulation=candidate.microbatches if candidate.pp == 1 else 1,
+        offload=candidate.offload,
     )
 
 

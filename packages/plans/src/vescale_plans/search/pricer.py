@@ -72,6 +72,13 @@ class Request:
         found = candidates(self.structure, world_size, self.batch, seq=self.seq, pin=self.pin, forbid=self.forbid)
         return next(found, None) is not None
 
+    def offloading(self) -> Request | None:
+        """The same with states on the host; None where that is said already, forbidden, or the host is the device."""
+        said = "offload" in (self.pin or {}) or "offload" in self.forbid
+        if said or self.hardware.host_link is None:
+            return None
+        return replace(self, pin={**(self.pin or {}), "offload": True})
+
     def free(self) -> Request:
         """Without pins, and with nothing forbidden."""
         return replace(self, pin=None, forbid=())
@@ -83,11 +90,13 @@ class Pricer:
     def __init__(self, request: Request) -> None:
         self.request = request
         self._sizes: dict[int, Sizes] = {}
-        self._parts: dict[int, tuple[list[Sizes], list[int], Counter[int]]] = {}
+        self._parts: dict[tuple[int, bool], tuple[list[Sizes], list[int], Counter[int]]] = {}
         self._passes: dict[tuple, tuple[Pass, list[Pass]]] = {}
         self._again: dict[tuple, tuple[Pass, list[Pass]]] = {}
         self._kept: dict[tuple, list[tuple[int, int]]] = {}
         self._bounds: dict[tuple, float] = {}
+        tables = {one.parameter for one in request.structure.lookups}
+        self._shared = any(one.parameter in tables for one in request.structure.heads) or bool(request.structure.tied)
         points = set(request.structure.cut_points)
         self._names = request.structure.block_names or ("",)  # of the block in each part
         self._cuttable = [at == 0 or name in points for at, name in enumerate(self._names)]
@@ -151,7 +160,7 @@ class Pricer:
         shape = (candidate, asked.hardware.joining(candidate.ranks), asked.batch, asked.seq)
         rough = cost_of(self._sizes_at(candidate.tp), *shape, one, again)
         each = [part.busy + (more.once if whole else 0.0) for part, more in zip(parts, anew)]
-        counts = self._kinds(candidate.tp)[2]
+        counts = self._kinds(candidate)[2]
         total = sum(seconds * counts[kind] for kind, seconds in enumerate(each))
         longest = max(part.busy for part in parts)
         bound = bound_of(total, longest, candidate.pp, candidate.microbatches, candidate.virtual)
@@ -164,11 +173,10 @@ class Pricer:
         """Of the whole model, and of each kind of part."""
         asked = self.request
         rows = batch or asked.batch
-        axes = (candidate.tp, candidate.cp, candidate.ep, candidate.sp, candidate.ranks)
-        key = (*axes, positions_of(candidate, rows, asked.seq))
+        key = (*self._axes(candidate), positions_of(candidate, rows, asked.seq))
         if key not in self._passes:
             shape = (candidate, asked.hardware.joining(candidate.ranks), rows, asked.seq)
-            kinds = [pass_of(one, *shape) for one in self._kinds(candidate.tp)[0]]
+            kinds = [pass_of(one, *shape) for one in self._kinds(candidate)[0]]
             self._passes[key] = (pass_of(self._sizes_at(candidate.tp), *shape), kinds)
         return self._passes[key]
 
@@ -176,12 +184,12 @@ class Pricer:
         """Per kind of part: bytes that it keeps for backward with nothing computed again, and how many fewer with what
         the candidate computes again."""
         asked = self.request
-        axes = (candidate.tp, candidate.cp, candidate.ep, candidate.sp, candidate.ranks)
-        key = (*axes, candidate.checkpointing, candidate.inside, positions_of(candidate, batch, asked.seq))
+        again = (candidate.checkpointing, candidate.inside)
+        key = (*self._axes(candidate), *again, positions_of(candidate, batch, asked.seq))
         if key not in self._kept:
             shape, found = (asked.hardware.joining(candidate.ranks), batch, asked.seq), []
             plain = replace(candidate, checkpointing=False, inside=())
-            for one in self._kinds(candidate.tp)[0]:
+            for one in self._kinds(candidate)[0]:
                 held = (Held(one, way, *shape, part=True) for way in (plain, candidate))
                 kept, left = (int(each.kept() + each.loss()) for each in held)
                 found.append((kept, kept - left))
@@ -190,30 +198,38 @@ class Pricer:
 
     def _anew(self, candidate: Candidate, batch: int | None = None) -> tuple[Pass, list[Pass]]:
         """The same, of what is computed again."""
-        one, parts = self._pass(candidate, batch)
-        if not candidate.checkpointing or not candidate.inside:
-            return (one, parts) if candidate.checkpointing else (NOTHING, [NOTHING] * len(parts))
+        if not candidate.checkpointing:
+            return NOTHING, [NOTHING] * len(self._kinds(candidate)[0])
         asked = self.request
         rows = batch or asked.batch
-        axes = (candidate.tp, candidate.cp, candidate.ep, candidate.sp, candidate.ranks)
-        key = (*axes, candidate.inside, positions_of(candidate, rows, asked.seq))
+        key = (*self._axes(candidate), candidate.inside, positions_of(candidate, rows, asked.seq))
         if key not in self._again:
             shape = (candidate, asked.hardware.joining(candidate.ranks), rows, asked.seq)
-            kinds = [again_of(one, *shape) for one in self._kinds(candidate.tp)[0]]
+            kinds = [again_of(one, *shape) for one in self._kinds(candidate)[0]]
             self._again[key] = (again_of(self._sizes_at(candidate.tp), *shape), kinds)
         return self._again[key]
 
-    def _kinds(self, tp: int) -> tuple[list[Sizes], list[int], Counter[int]]:
+    def _axes(self, candidate: Candidate) -> tuple:
+        """What, with positions, decides on the passes of parts."""
+        degrees = (candidate.tp, candidate.cp, candidate.ep, candidate.sp, candidate.ranks)
+        return (*degrees, self._staged(candidate))
+
+    def _staged(self, candidate: Candidate) -> bool:
+        """Whether several stages may hold one parameter."""
+        return self._shared and candidate.pp > 1
+
+    def _kinds(self, candidate: Candidate) -> tuple[list[Sizes], list[int], Counter[int]]:
         """The parts that differ, which of them each part is, and how many are alike."""
-        if tp not in self._parts:
+        key = (candidate.tp, self._staged(candidate))
+        if key not in self._parts:
             kinds: list[Sizes] = []
             of = []
-            for one in parts_of(self.request.structure, tp):
+            for one in parts_of(self.request.structure, *key):
                 if one not in kinds:
                     kinds.append(one)
                 of.append(kinds.index(one))
-            self._parts[tp] = (kinds, of, Counter(of))
-        return self._parts[tp]
+            self._parts[key] = (kinds, of, Counter(of))
+        return self._parts[key]
 
     def _sizes_at(self, tp: int) -> Sizes:
         if tp not in self._sizes:
@@ -221,7 +237,7 @@ class Pricer:
         return self._sizes[tp]
 
     def _priced(self, candidate: Candidate, batch: int | None) -> list[Part]:
-        kinds, of, _ = self._kinds(candidate.tp)
+        kinds, of, _ = self._kinds(candidate)
         rows = batch or self.request.batch
         shape = (candidate, self.request.hardware.joining(candidate.ranks), rows, self.request.seq)
         priced = []
@@ -260,7 +276,7 @@ class Pricer:
 
     def _memory(self, candidate: Candidate, found: Stages, batch: int | None = None) -> Memory:
         """Of the fullest rank of a cut, by kind."""
-        kinds, of, _ = self._kinds(candidate.tp)
+        kinds, of, _ = self._kinds(candidate)
         hardware = self.request.hardware.joining(candidate.ranks)
         shape = (candidate, hardware, batch or self.request.batch, self.request.seq)
         held = [Held(kinds[of[at]], *shape, part=True) for at in found.held(len(self._cuttable))]
@@ -275,7 +291,8 @@ class Pricer:
 
 def _but_again(one: Candidate) -> tuple:
     """A candidate's fields, as of one that computes nothing again."""
-    return one.pp, one.dp, one.tp, one.ep, one.sp, one.zero, one.microbatches, False, one.virtual, one.cp
+    degrees = (one.pp, one.dp, one.tp, one.ep, one.sp, one.zero, one.microbatches)
+    return (*degrees, False, one.virtual, one.cp, (), one.offload)
 
 
 def _apart(cost: Cost, candidate: Candidate) -> float:

@@ -44,7 +44,8 @@ def rank(request: Request, bar: Bar | None = None) -> list[Estimate]:
     the next cannot beat.
 
     A candidate that may compute blocks again is one with the fewest such blocks, whole or of their modules those that
-    are the fastest: it is left out where none is needed. With a pin, all blocks are.
+    are the fastest: it is left out where none is needed. With a pin, all blocks are. Only where nothing fits are
+    candidates tried that keep the optimizer's states on the host.
     """
     legal = request.candidates()
     if not legal:
@@ -57,9 +58,11 @@ def rank(request: Request, bar: Bar | None = None) -> list[Estimate]:
         best = sorted(found, key=lambda one: (one.memory.total, one.cost.total, one.candidate))[:KEPT]
     else:
         best = _fastest(pricer, legal, whole, bar)
-    if not best:
-        raise over_memory_by_formula(request, pricer)
-    return best
+    if best:
+        return best
+    if (offloading := request.offloading()) is not None:
+        return rank(offloading, bar)
+    raise over_memory_by_formula(request, pricer)
 
 
 def _fastest(pricer: Pricer, legal: list[Candidate], whole: bool, bar: Bar) -> list[Estimate]:

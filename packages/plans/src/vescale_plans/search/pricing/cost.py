@@ -21,6 +21,8 @@ PASSES = 3
 """Forwards that a forward and a backward take as long as."""
 REWRITTEN = 2
 """Of a module without a matrix, that is computed again: how often what it writes goes over the memory's bus."""
+STEPPED = 32
+"""Bytes per parameter that a step of AdamW reads and writes."""
 SHOWN = 0.1
 """Share of what is reduced or gathered beside computation that nothing hides."""
 HOPS = 0.3
@@ -93,15 +95,13 @@ def pass_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, 
     return Pass(compute, elementwise, tensor, _exchanges(sizes, candidate, hardware, positions), context)
 
 
-def again_of(
-    sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int, one: Pass | None = None
-) -> Pass:
-    """What of `sizes` a candidate computes again; `one` as in `cost_of`. Modules are counted with their last product,
+def again_of(sizes: Sizes, candidate: Candidate, hardware: Hardware, batch: int, seq: int) -> Pass:
+    """What of `sizes` a candidate computes again: blocks, and no head. Modules are counted with their last product,
     which a recomputation ends before: what it gives nobody keeps."""
-    if not candidate.checkpointing:
+    if not candidate.checkpointing or sizes.within is None:
         return NOTHING
     if not candidate.inside:
-        return one or pass_of(sizes, candidate, hardware, batch, seq)
+        return pass_of(sizes.within, candidate, hardware, batch, seq)
     again, held = NOTHING, sizes.held_back.get(hardware.itemsize)
     positions = positions_of(candidate, batch, seq)
     for name in candidate.inside:
@@ -135,14 +135,13 @@ def cost_of(
     transfers.
     """
     one = one or pass_of(sizes, candidate, hardware, batch, seq)
-    again = again or again_of(sizes, candidate, hardware, batch, seq, one)
+    again = again or again_of(sizes, candidate, hardware, batch, seq)
     positions = positions_of(candidate, batch, seq)
     compute, elementwise = PASSES * one.compute + again.compute, PASSES * one.elementwise + again.elementwise
     tensor, experts = (PASSES - 1) * one.tensor + again.tensor, (PASSES - 1) * one.experts + again.experts
     context = (PASSES - 1) * one.context + again.context
     stage = (compute + tensor + experts + elementwise + context) / candidate.pp
     share = candidate.microbatches / candidate.pp
-    held = sizes.spread(candidate.ep) / candidate.pp
     return Cost(
         compute=compute * share,
         elementwise=elementwise * share,
@@ -150,7 +149,7 @@ def cost_of(
         experts=experts * share,
         data=_data(sizes, candidate, hardware, 3 * one.compute * share),
         pipeline=stage * (candidate.pp - 1) / candidate.virtual + _hops(sizes, candidate, hardware, positions),
-        optimizer=held / (candidate.sharded if candidate.zero else 1) * 32 / hardware.bandwidth,
+        optimizer=_optimizer(sizes, candidate, hardware),
         context=context * share,
     )
 
@@ -238,6 +237,16 @@ def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float
     gather = hardware.collective_seconds("all_gather", group, part * hardware.itemsize / 4, apart)
     gathers = gather * (1 if candidate.pp > 1 else 2 * candidate.microbatches)
     return exposed + _exposed(gathers, hardware, compute)
+
+
+def _optimizer(sizes: Sizes, candidate: Candidate, hardware: Hardware) -> float:
+    """A step of AdamW over its part of the parameters. On the host it is given gradients by the host's link, and what
+    it stepped comes back: once, and under ZeRO-3 with each gather."""
+    numbers = sizes.spread(candidate.ep) / candidate.pp / (candidate.sharded if candidate.zero else 1)
+    if not candidate.offload or hardware.host_link is None:
+        return numbers * STEPPED / hardware.bandwidth
+    back = 2 * candidate.microbatches if candidate.zero == 3 and candidate.pp == 1 else 1
+    return numbers * (STEPPED / hardware.host_bandwidth + 4 * (1 + back) / hardware.host_link)
 
 
 def _exposed(seconds: float, hardware: Hardware, beside: float) -> float:

@@ -117,6 +117,8 @@ class Hardware:
         host: seconds that the host takes per operator: Python, dispatch, autograd. On a CPU they come on top; a GPU
             computes beside them.
         node: devices joined by `inside`, any number; across nodes by `across`.
+        host_link: bytes per second between a device and its host, each way; None where the host is the device.
+        host_bandwidth: of the host's memory, a device's share.
         segment: of these, how many a job of whole segments takes in each node, if it takes more than one node; 0 for
             all. A scheduler gives such a job 64 of an NVL72's 72, so that groups of powers of two cross no boundary.
         itemsize: bytes of a number of that dtype, and so of an activation.
@@ -170,6 +172,8 @@ class Hardware:
     attention: float = ATTENTION
     scores: float = 0.0
     segment: int = 0
+    host_link: float | None = None
+    host_bandwidth: float = 0.0
 
     def computing(self, itemsize: int) -> Hardware:
         """The same device at work in numbers of so many bytes: float32 beyond the profile's; nothing that was measured

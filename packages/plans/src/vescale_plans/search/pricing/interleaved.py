@@ -76,9 +76,11 @@ class Interleaved:
             return None
         found = None
         for starts in dict.fromkeys((self._by_time(), self._by_number())):
-            if self._seconds(self._times(starts)) <= below and (one := self.made(starts)) is not None:
-                below, found = min(below, one.seconds(self.microbatches)), one
-        return found if found is not None and found.seconds(self.microbatches) <= below else None
+            if self._seconds(self._times(starts)) > below or (one := self.made(starts)) is None:
+                continue
+            if (seconds := one.seconds(self.microbatches)) <= below:  # with what it computes again
+                below, found = seconds, one
+        return found
 
     def even(self) -> Stages | None:
         """Parts dealt out evenly by number; None where that is no cut, or does not fit."""

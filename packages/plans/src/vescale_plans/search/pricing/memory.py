@@ -105,16 +105,22 @@ class Held:
         """Bytes of a parameter as it is computed with, where that is narrower than what the optimizer steps; else 0."""
         return self.hardware.itemsize if self.hardware.itemsize < self.numbers.parameters else 0
 
+    @property
+    def offloads(self) -> bool:
+        """To a host that is not the device."""
+        return self.candidate.offload and self.hardware.host_link is not None
+
     def parameters(self) -> int:
         """As they are held between steps. Narrow copies are whole, for good, before ZeRO-3; the wide ones, which the
-        optimizer steps, sharded from ZeRO-1 on."""
+        optimizer steps, sharded from ZeRO-1 on, and on the host if states are."""
         if self.narrow and self.candidate.zero < 3:
-            return self.part(1, self.numbers.parameters) + (self.dense + self.spread) * self.narrow
-        return self.part(3, self.numbers.parameters)
+            stepped = 0 if self.offloads else self.part(1, self.numbers.parameters)
+            return stepped + (self.dense + self.spread) * self.narrow
+        return 0 if self.offloads and self.candidate.zero == 3 else self.part(3, self.numbers.parameters)
 
     def states(self) -> int:
-        """Of the optimizer."""
-        return self.part(1, self.numbers.states)
+        """Of the optimizer, on the device."""
+        return 0 if self.offloads else self.part(1, self.numbers.states)
 
     def static(self) -> int:
         """What is held whatever runs."""
@@ -139,7 +145,7 @@ class Held:
         gloo = self.hardware.backend == "gloo"
         there = self.summed() if self.candidate.zero < 2 else 0  # whole since the first microbatch
         outside = self.outside * numbers.gradients * (self.candidate.replicas > 1 and not there)
-        stepped = 0 if gloo else self.part(1, numbers.stepping)
+        stepped = 0 if gloo or self.offloads else self.part(1, numbers.stepping)
         if gloo and self.candidate.zero in (1, 2) and not self.narrow:
             stepped = (1 + self._scratch) * self.parameters() - self.part(2, numbers.gradients)
         held, under_way = self._reduced(blocks)
@@ -179,6 +185,8 @@ class Held:
         own, under_way = block * (through < blocks), min(most, through) * bucket
         if one.zero < 2:
             done = self.summed() or min(self.part(2, numbers.gradients), outside + block * through + own)
+            if self.hardware.backend != "gloo":  # this rank's parts of sums, until all are whole
+                return done, done / one.replicas * (numbers.sums > 1)
             return done, self._scratch * (under_way + own)
         made = self.part(2, numbers.gradients)  # with the root's, at the end
         if through < blocks:

@@ -125,7 +125,7 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
             forward[at] += seconds
         else:
             backward[at] += seconds
-    summed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / ranks
+    summed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / stage_of.count
     summed /= prod(size for name, size in others.items() if name not in plan.data_axes)
     adding = hardware.operator_seconds("aten.add_", 2 * summed)
     backward, computed = [seconds + adding for seconds in backward], computed + adding * len(backward)

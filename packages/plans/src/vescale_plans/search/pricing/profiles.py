@@ -19,27 +19,32 @@ from .hardware import GIB, Hardware, Link
 NVLINK_LATENCY, NETWORK_LATENCY = 8e-6, 2e-5
 
 
-def _gpu(name, flops, small, bandwidth, memory, inside, across, peak, wide, node=8, segment=0) -> Hardware:
-    links = Link(NVLINK_LATENCY, inside), Link(NETWORK_LATENCY, across)
+PCIE_3, PCIE_4, PCIE_5, C2C = (12e9, 15e9), (25e9, 40e9), (50e9, 60e9), (370e9, 200e9)
+"""To the host: the link, and a GPU's share of the host's memory, see SOURCES."""
+
+
+def _gpu(name, flops, small, bandwidth, memory, inside, across, peak, wide, host, node=8, segment=0) -> Hardware:
+    links, (link, memory_of_host) = (Link(NVLINK_LATENCY, inside), Link(NETWORK_LATENCY, across)), host
     return Hardware(
-        name, flops, small, bandwidth, memory * GIB, 6e-6, node, *links, peak=peak, wide=wide, segment=segment
-    )
+        name, flops, small, bandwidth, memory * GIB, 6e-6, node, *links, peak=peak, wide=wide, segment=segment,
+        host_link=link, host_bandwidth=memory_of_host,
+    )  # fmt: skip
 
 
 PROFILES: Mapping[str, Hardware] = MappingProxyType(
     {
         one.name: one
         for one in (
-            _gpu("a100", 250e12, 64, 2.0e12, 80, 230e9, 22e9, 312e12, 18e12),
-            _gpu("h100", 740e12, 128, 3.35e12, 80, 370e9, 46e9, 989e12, 52e12),
-            _gpu("h200", 740e12, 128, 4.3e12, 141, 370e9, 46e9, 989e12, 52e12),
+            _gpu("a100", 250e12, 64, 2.0e12, 80, 230e9, 22e9, 312e12, 18e12, PCIE_4),
+            _gpu("h100", 740e12, 128, 3.35e12, 80, 370e9, 46e9, 989e12, 52e12, PCIE_5),
+            _gpu("h200", 740e12, 128, 4.3e12, 141, 370e9, 46e9, 989e12, 52e12, PCIE_5),
             # The longer name first: "auto" takes the first that a device's name carries.
-            _gpu("gb200", 1870e12, 128, 7.2e12, 186, 740e9, 46e9, 2500e12, 62e12, 72, 64),
-            _gpu("b200", 1690e12, 128, 7.2e12, 180, 740e9, 46e9, 2250e12, 58e12),
-            _gpu("v100", 95e12, 64, 0.8e12, 32, 115e9, 11e9, 125e12, 14e12),
+            _gpu("gb200", 1870e12, 128, 7.2e12, 186, 740e9, 46e9, 2500e12, 62e12, C2C, 72, 64),
+            _gpu("b200", 1690e12, 128, 7.2e12, 180, 740e9, 46e9, 2250e12, 58e12, PCIE_5),
+            _gpu("v100", 95e12, 64, 0.8e12, 32, 115e9, 11e9, 125e12, 14e12, PCIE_3),
             Hardware(
                 "l40s", 180e12, 128, 0.8e12, 48 * GIB, 6e-6, 8, Link(1e-5, 22e9), Link(3e-5, 12e9), wide=60e12,
-                peak=362e12,
+                peak=362e12, host_link=PCIE_4[0], host_bandwidth=PCIE_4[1],
             ),
             Hardware("cpu", 50e9, 16, 8e9, 8 * GIB, 5e-6, 1 << 30, Link(3e-4, 1e9), Link(3e-4, 1e9), 4, backend="gloo"),
         )
@@ -57,6 +62,8 @@ SOURCES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "bandwidth": "data sheet, 2.04 TB/s",
             "inside": "NVLink 3: 300 GB/s each way, of which NCCL's bus bandwidth is about 230",
             "across": "200 Gb/s a GPU, about 22 GB/s",
+            "host_link, host_bandwidth": "PCIe 4 x16: 32 GB/s each way, 25 in copies; two sockets of eight DDR4-3200"
+            " for eight GPUs, 0.8 of the share: assumed",
         },
         "h100": {
             "peak, memory, bandwidth": "NVIDIA H100 data sheet, SXM",
@@ -68,24 +75,28 @@ SOURCES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             " 2307.08691) and under a causal one, of which it computes half the pairs",
             "inside": "NVLink 4: 450 GB/s each way; about 370 effective, by a maintainer of NCCL",
             "across": "400 Gb/s a GPU, 45 to 48 GB/s",
+            "host_link, host_bandwidth": "PCIe 5 x16: 63 GB/s each way, 50 in copies; two sockets of eight DDR5-4800"
+            " for eight GPUs, 0.8 of the share: assumed",
         },
         "h200": {
             "peak, memory": "NVIDIA H200 data sheet",
             "bandwidth": "measured copies, 4.3 of the sheet's 4.8 TB/s",
-            "flops, inside, across": "as of an H100",
+            "flops, inside, across, host_link, host_bandwidth": "as of an H100",
         },
         "b200": {
             "peak, memory": "NVIDIA HGX B200 data sheet, dense, a GPU's share",
             "bandwidth": "0.9 of the sheet's 8 TB/s, an H200's share: assumed, nothing was measured",
             "flops": "0.75 of the peak, an H100's share: assumed",
             "inside": "NVLink 5: 900 GB/s each way, at an H100's share: assumed",
-            "across": "400 Gb/s a GPU, as of an H100",
+            "across, host_link, host_bandwidth": "400 Gb/s a GPU, PCIe 5, as of an H100",
         },
         "gb200": {
             "peak, memory, node": "NVIDIA GB200 NVL72 data sheet, dense, a 72nd of the rack",
             "segment": "16 trays of four: NVIDIA's advice for jobs of 128 GPUs and more (developer blog, topology-aware"
             " scheduling with Slurm on GB200 NVL72)",
             "flops, bandwidth, inside, across": "as of a B200: assumed, nothing was measured",
+            "host_link, host_bandwidth": "NVLink-C2C: 450 GB/s each way, at an H100's share; a Grace's 512 GB/s for two"
+            " GPUs, 0.8 of the share: assumed",
         },
         "v100": {
             "peak, memory": "NVIDIA V100 data sheet, SXM2 32 GB, float16",
@@ -93,11 +104,14 @@ SOURCES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "flops": "0.76 of the peak: assumed",
             "inside": "NVLink 2: 150 GB/s each way, at an A100's share: assumed",
             "across": "100 Gb/s a GPU",
+            "host_link, host_bandwidth": "PCIe 3 x16: 16 GB/s each way, 12 in copies; two sockets of four DDR4-2400"
+            " for eight GPUs, 0.8 of the share: assumed",
         },
         "l40s": {
             "peak, memory": "NVIDIA L40S data sheet, dense",
             "flops": "half of the peak: assumed, vendors list as much",
             "inside, across": "PCIe 4 x16, 20 to 25 GB/s; a network card for two",
+            "host_link, host_bandwidth": "as of an A100: assumed",
         },
         "cpu": {"all": "two shared cores, measured roughly; vescale calibrate knows more"},
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -78,6 +78,7 @@ class Sizes:
         outside: numbers that one rank of the tensor axis holds in no block.
         held_back: bytes of a number -> what a step holds on to, see `Kept`; empty where that is not known.
         inside: contractions and branches, and no more, of the modules that may be computed again by themselves.
+        within: the same of whole blocks, which is all but a head.
     """
 
     tp: int
@@ -91,6 +92,7 @@ class Sizes:
     outside: float = 0.0
     held_back: Mapping[int, Kept] = field(default_factory=dict)
     inside: Mapping[str, Sizes] = field(default_factory=dict)
+    within: Sizes | None = None
 
     @property
     def held(self) -> float:
@@ -107,13 +109,25 @@ def sizes_of(structure: Structure, tp: int) -> Sizes:
     return _counted(structure, tp, dict.fromkeys(structure.shapes, 0), [sum(len(b.names) for b in structure.blocks)])[0]
 
 
-def parts_of(structure: Structure, tp: int) -> tuple[Sizes, ...]:
-    """The same by parts, one per repeated block; what lies around blocks belongs to the one before, or to the first."""
+def parts_of(structure: Structure, tp: int, staged: bool = False) -> tuple[Sizes, ...]:
+    """The same by parts, one per repeated block; what lies around blocks belongs to the one before, or to the first.
+    `staged`: parameters of several names are held in each part that has one, as a pipeline's stages hold them."""
     numbers, of, part = _inside(structure), {}, 0
     for name in structure.shapes:  # in the order of registration, in which pipelines are cut too
         part = max(part, numbers.get(name, 0))
         of[name] = part
-    return _counted(structure, tp, of, [int(bool(numbers))] * max(1, len(structure.block_names)))
+    return _counted(structure, tp, of, [int(bool(numbers))] * max(1, len(structure.block_names)), staged)
+
+
+def _ends(structure: Structure, of: Mapping[str, int], last: int) -> dict[str, int]:
+    """Head that is a table too -> the part that computes with it: that of its last name, or of all if it has one."""
+    tables = {one.parameter for one in structure.lookups}
+    alike = {names[0]: names for names in structure.tied}
+    return {
+        one.parameter: max(of[name] for name in alike[one.parameter]) if one.parameter in alike else last
+        for one in structure.heads
+        if one.parameter in tables
+    }
 
 
 def _inside(structure: Structure) -> dict[str, int]:
@@ -129,10 +143,12 @@ def _inside(structure: Structure) -> dict[str, int]:
     return found
 
 
-def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Sequence[int]) -> tuple[Sizes, ...]:
+def _counted(
+    structure: Structure, tp: int, of: Mapping[str, int], blocks: Sequence[int], staged: bool = False
+) -> tuple[Sizes, ...]:
     """Per part, with `of` telling the part of each parameter."""
     split = split_parameters(structure, tp)
-    tied = {name for names in structure.tied for name in names[1:]}
+    ends = _ends(structure, of, len(blocks) - 1)
     stacked = {name for one in structure.experts for name in one.parameters}
     sinks = {group.sink for group in structure.groups}
     heads = {one.parameter for one in structure.heads}
@@ -144,21 +160,23 @@ def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Seque
     branches: list[Counter[Branch]] = [Counter() for _ in parts]
     nested = {parameter: name for name, parameters in structure.inside.items() for parameter in parameters}
     again: list[dict[str, Sizes]] = [{name: _bare(tp) for name in structure.inside} for _ in parts]
-    for name, shape in structure.shapes.items():
-        if name not in tied:
-            count = prod(shape)
-            (cut if name in split else whole)[of[name]] += count
-            if name not in inside:
-                outside[of[name]] += count / tp if name in split else count
-            if name in stacked:
-                experts[of[name]] += count / tp if name in split else count
+    within = [_bare(tp) for _ in parts]
+    for name, part in _held(structure, of, ends, staged):
+        count = prod(structure.shapes[name])
+        (cut if name in split else whole)[part] += count
+        if name not in inside:
+            outside[part] += count / tp if name in split else count
+        if name in stacked:
+            experts[part] += count / tp if name in split else count
     for one in structure.matrices:
         inward = one.inward / tp if one.parameter in split and one.parameter in sinks else one.inward
         outward = one.outward / tp if one.parameter in split and one.parameter not in sinks else one.outward
-        part = of[one.parameter]
+        part = ends.get(one.parameter, of[one.parameter])
         met = chosen.get(one.parameter, int(one.experts > 0))
         contraction = Contraction(inward, outward, one.experts, met)
         contractions[part][contraction] += 1
+        if one.parameter in inside:
+            within[part].contractions[contraction] += 1
         if one.parameter in nested:
             again[part][nested[one.parameter]].contractions[contraction] += 1
         if one.parameter in heads:
@@ -169,6 +187,8 @@ def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Seque
         met = chosen.get(group.sink, int(group.experts > 0))
         branch = Branch(width, group.features, inner, group.sink in split, group.positions_meet, met)
         branches[of[group.sink]][branch] += 1
+        if group.sink in inside:
+            within[of[group.sink]].branches[branch] += 1
         if group.sink in nested:
             again[of[group.sink]][nested[group.sink]].branches[branch] += 1
     back = _held_back(structure, of, len(blocks))
@@ -185,9 +205,22 @@ def _counted(structure: Structure, tp: int, of: Mapping[str, int], blocks: Seque
             outside[at],
             back[at],
             again[at],
+            within[at],
         )
         for at in parts
     )
+
+
+def _held(
+    structure: Structure, of: Mapping[str, int], ends: Mapping[str, int], staged: bool
+) -> Iterator[tuple[str, int]]:
+    """Each parameter by its first name and the part that holds it, or all parts that do."""
+    alike = {names[0]: names for names in structure.tied}
+    others = {name for names in structure.tied for name in names[1:]}
+    for name in structure.shapes:
+        if name not in others:
+            parts = {of[one] for one in alike.get(name, (name,))} | {ends.get(name, of[name])}
+            yield from ((name, part) for part in (sorted(parts) if staged else [of[name]]))
 
 
 def _bare(tp: int) -> Sizes:
