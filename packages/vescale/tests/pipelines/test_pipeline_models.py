@@ -100,6 +100,57 @@ def images(generator):
     return {"image": torch.randn(ROWS, 3, 8, 8, generator=generator), "target": torch.randn(ROWS, 3, 8, 8)}
 
 
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.product = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return {"x": self.product(x)}
+
+
+class Annotator(nn.Module):
+    """Writes to what its parts return."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Named() for _ in range(3))
+
+    def forward(self, image, target):
+        for part in self.parts:
+            out = part(image)
+            out["x"] = F.relu(out["x"] + image)
+            image = out["x"]
+        return F.mse_loss(image, target)
+
+
+class Depths(nn.Module):
+    """Adds what layers of both stages return, which the library collects by its hooks."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+        if inside:  # of a part that lies in one stage, and collects
+            from transformers import CLIPVisionConfig, CLIPVisionModel
+
+            sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+            self.tower = CLIPVisionModel(CLIPVisionConfig(image_size=8, patch_size=4, **sizes))
+            for layer in self.tower.encoder.layers:  # moves all scores of a query alike: its gradient is rounding
+                layer.self_attn.k_proj.bias.requires_grad_(False)
+        self.decoder = gemma()
+        if inside:
+            self.last = nn.Linear(32, VOCABULARY)
+
+    def forward(self, image, target):
+        ids = target[:, 0, 0, 0].round().long().abs()[:, None].expand(-1, 3) % VOCABULARY
+        if not self.inside:
+            out = self.decoder(ids, output_hidden_states=True)
+            return sum(one.float().square().mean() for one in out.hidden_states) + out.logits.square().mean()
+        states = self.tower(image, output_hidden_states=True).hidden_states
+        x = self.decoder(inputs_embeds=states[-2] + states[1]).logits
+        return F.mse_loss(x, torch.tanh(self.last(states[0])))
+
+
 # name -> (model, inputs, the module that begins stage 1; None where costs say)
 MODELS = {
     "gemma": (gemma, language, "model.layers.1"),
@@ -112,6 +163,9 @@ MODELS = {
     "t5, cut by cost": (t5, translation, None),
     "gpt2, cut by cost": (gpt2, language, None),
     "lender": (Lender, images, "parts.1"),
+    "annotator": (Annotator, images, "parts.1"),
+    "hidden states of a tower": (lambda: Depths(True), images, "decoder.model.layers.1"),
+    "hidden states of both stages": (lambda: Depths(False), images, "decoder.model.layers.1"),
     "unet": (UNet, images, "middle"),
     "unet, cut later": (UNet, images, "up"),
 }
@@ -157,7 +211,9 @@ def test_loss_and_gradients_in_one_microbatch_are_those_of_one_device(name):
     assert {n for _, errors, _ in outcomes for n in errors} == set(outcomes[0][2])
 
 
-@pytest.mark.parametrize("name", ["gemma", "qwen3", "lender", "unet"])
+@pytest.mark.parametrize(
+    "name", ["gemma", "qwen3", "lender", "annotator", "unet", *(name for name in MODELS if "hidden" in name)]
+)
 def test_loss_and_gradients_of_a_whole_batch_in_microbatches(name):
     for loss, errors, _ in run_ranks(2, compared, name, 2, timeout=120):
         assert loss <= 1e-6

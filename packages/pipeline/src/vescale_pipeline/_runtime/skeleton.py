@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .._errors import PipelineError
+from .._trace.captures import tell, untold
 from .._trace.containers import copied, map_tensors, tensors_in
 from .._trace.event import Event, Record
 from .._trace.foreign import REENTRANT
@@ -137,10 +138,15 @@ class Run:
 
     # --- as a reader ----------------------------------------------------------------
 
-    def enter(self, station: Station, args: tuple, kwargs: dict) -> Any:
+    def enter(self, station: Station, args: tuple, kwargs: dict, told: bool = False) -> Any:
         events, at = self._events, self._at
         if at >= len(events) or (event := events[at]).module is not station.module:
             return station.original(*args, **kwargs)  # it spans stages: its own code runs
+        if event.captures and not told:
+            with untold(station.module):
+                out = self.enter(station, args, kwargs, told=True)
+            tell(station.module, args, out)
+            return out
         if event.stage != self._stage:
             if event.stage < self._stage and event.is_plain:  # most modules
                 self._at = at + 1

@@ -26,6 +26,7 @@ class Event:
         fills: the key of the plain tensor that a function fills with values of the stage.
         inside: the autograd Function that called it, by name; None for none.
         again: whether backward computes it again, in a checkpoint of the model's own code.
+        captures: whether a library collects what the module returns, see `captures.py`.
     """
 
     stage: int
@@ -41,12 +42,13 @@ class Event:
     fills: int | None = None
     inside: str | None = None
     again: bool = False
+    captures: bool = False
     span: Span | None = None
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether one value comes out, and nothing else is left."""
-        beside = self.draws or self.after or self.attributes or self.writes
+        beside = self.draws or self.after or self.attributes or self.writes or self.captures
         return type(self.template) is Placeholder and not beside and self.fills is None and self.inside is None
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._errors import PipelineError
 from .._runtime.random_order import device_of, set_states, states
+from .captures import as_many_as_before
 from .containers import copied, map_tensors, tensors_in
 from .placeholder import Placeholder, local_only, version_of
 
@@ -159,7 +160,8 @@ def kept_as_it_was(model: nn.Module) -> Iterator[Kept]:
     numpy = sys.modules.get("numpy")
     arrays = numpy.random.get_state() if numpy is not None else None
     try:
-        yield kept
+        with as_many_as_before(list(model.modules())):
+            yield kept
     finally:
         set_states(device, state)
         random.setstate(python)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -16,6 +17,10 @@ from .containers import map_tensors, tensors_in
 from .placeholder import Placeholder, name_of
 
 _READS = frozenset(("item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"))
+"""Functions that make numbers of values. What is true or false decides the path alone, and the paths are compared."""
+
+_TEXT = frozenset(("__format__", "__repr__", "__str__"))
+"""Who reads a value to write it down: an error's text, for one."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Notes(TorchFunctionMode):
             return function(*args)  # a plan points parameters at gathered memory, or at what they rest in
         out = function(*args, **(kwargs or {}))
         made = [args[0]] if name in ("__setitem__", "__set__") else tensors_in(out)
-        if made or name in _READS:
+        if made or name in _READS and args[0].dtype is not torch.bool and not _is_written_down():
             given = map_tensors((args, kwargs or {}), self._ref)
             outs = tuple(self._new(tensor, strange=False) for tensor in made)
             self.notes.append(Note(function, name.strip("_"), *given, outs, _line()))
@@ -80,6 +85,15 @@ class Notes(TorchFunctionMode):
         ref = Ref(self._count, tuple(tensor.shape), lost, integer, type(tensor) is Placeholder)
         self._known[id(tensor)] = (tensor, ref)
         return ref
+
+
+def _is_written_down() -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0].startswith(("torch", "vescale")):
+        if frame.f_code.co_name in _TEXT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _line() -> str:

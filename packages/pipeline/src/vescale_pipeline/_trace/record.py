@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._errors import PipelineError
 from .._runtime.random_order import device_of
+from .captures import captures, is_capture, tell
 from .containers import copied, map_tensors, tensors_in
 from .devices import home_of, on_meta
 from .event import Event
@@ -108,17 +109,19 @@ class Recorder:
         self._path.append(name)
         if any(map(_is_users, station.module._forward_hooks.values())):
             self.unheard.append(name)
-        out = station.module.forward(*args, **kwargs)  # without hooks: they may look at values
+        out = station.module.forward(*args, **kwargs)  # without other hooks: they may look at values
         self._path.pop()
         inner = self._frames.pop()
         outputs = tensors_in(out)
         counted = any(event.function in LABELLED for event in inner)
         if name and not counted and self.stage == stage and any(type(tensor) is Placeholder for tensor in outputs):
             out = self.adopt(out, name)
-            event = self._event(station.module, None, out, name, began)
-            self._frames[-1].append(replace(event, attributes=self._attributes(station.module, name)))
+            event = self._event(station.module, None, copied(out), name, began)  # the caller may write to its own
+            attributes, captured = self._attributes(station.module, name), bool(captures(station.module))
+            self._frames[-1].append(replace(event, attributes=attributes, captures=captured))
         else:
             self._frames[-1].extend(inner)
+        tell(station.module, args, out)
         return out
 
     def _attributes(self, unit: nn.Module, name: str) -> tuple[tuple[Slot, Any], ...]:
@@ -300,7 +303,8 @@ class Recorder:
 
 
 def _is_users(hook: Callable) -> bool:
-    return not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("vescale")
+    own = (getattr(hook, "__module__", None) or type(hook).__module__).startswith("vescale")
+    return not own and not is_capture(hook)
 
 
 class _Weights(TorchFunctionMode):

@@ -1,0 +1,56 @@
+"""Hooks by which a library collects what layers return, for the forward that calls them to return it too.
+
+Of all hooks these alone are called in a dry run, and of a unit on every stage, with placeholders: they look at no value
+and leave nothing behind but in a collector of the forward's. What any other would do with a placeholder nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+LIBRARIES = frozenset(("transformers.utils.output_capturing",))
+"""Modules whose hooks are of this kind."""
+
+
+def captures(module: nn.Module) -> dict[int, Callable]:
+    """Of a module's forward hooks those of this kind, by their ids."""
+    return {key: hook for key, hook in module._forward_hooks.items() if is_capture(hook)}
+
+
+def is_capture(hook: Callable) -> bool:
+    return getattr(hook, "__module__", None) in LIBRARIES
+
+
+def tell(module: nn.Module, args: tuple, out: Any) -> None:
+    """Calls them with what the module was given and has returned."""
+    for hook in captures(module).values():
+        hook(module, args, out)
+
+
+@contextmanager
+def untold(module: nn.Module) -> Iterator[None]:
+    """The module's call calls none of them."""
+    before = dict(module._forward_hooks)
+    for key in captures(module):
+        del module._forward_hooks[key]
+    try:
+        yield
+    finally:
+        module._forward_hooks.clear()
+        module._forward_hooks.update(before)
+
+
+@contextmanager
+def as_many_as_before(modules: list[nn.Module]) -> Iterator[None]:
+    """Those that a forward installs meanwhile are gone afterwards, as is its note that it has."""
+    before = [set(module._forward_hooks) for module in modules]
+    try:
+        yield
+    finally:
+        for module, keys in zip(modules, before):
+            for key in captures(module).keys() - keys:
+                del module._forward_hooks[key]
