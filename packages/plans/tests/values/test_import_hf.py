@@ -22,11 +22,17 @@ def build(name, **more):
     return kind(kind.config_class(**SIZES | more))
 
 
+def ships_tables(model):
+    """Whether its plan cuts the table of embeddings, as those of transformers 5.17 do not."""
+    return any("embed" in name for name in model.tp_plan)
+
+
 def test_llama():
-    plan = Plan.from_huggingface(build("LlamaForCausalLM"), mesh=MESH, zero=3)
+    model = build("LlamaForCausalLM")
+    plan = Plan.from_huggingface(model, mesh=MESH, zero=3)
     assert plan.parameters == {
         "lm_head.weight": ROWS,
-        "model.embed_tokens.weight": ROWS,
+        **({"model.embed_tokens.weight": ROWS} if ships_tables(model) else {}),
         **{f"model.layers.*.self_attn.{name}_proj.weight": ROWS for name in "qkv"},
         "model.layers.*.self_attn.o_proj.weight": COLUMNS,
         **{f"model.layers.*.mlp.{name}_proj.weight": ROWS for name in ("gate", "up")},
@@ -69,12 +75,13 @@ def test_the_plans_of_families_fit_their_models(family):
     plan.validate(model)
     assert Plan.from_json(plan.to_json()) == plan
     sharded = [name for name, places in plan.parameters.items() if places]
-    assert len(sharded) >= 6
+    assert len(sharded) >= 5 + ships_tables(model)
 
 
 def test_every_style_of_transformers_is_known():
     styles = pytest.importorskip("transformers.distributed.tensor_parallel").ALL_PARALLEL_STYLES
-    of_experts = {"ep_dispatch_experts", "ep_router", "grouped_gemm"}  # registered for ep_plan, which is another one
+    # registered for ep_plan, which is another one; the last two for quantized experts, in transformers 5.17
+    of_experts = {"ep_dispatch_experts", "ep_router", "grouped_gemm", "megamoe_experts", "megamoe_router"}
     assert {name for name in styles if name not in of_experts} - set(STYLES) == set()
 
 

@@ -58,7 +58,10 @@ class Prompt(pdb.Pdb):
         self._name, self._stops = name, 0
         bdb.Bdb.set_trace(self, frame)  # callers are traced from now on
         sys.settrace(None)  # and this function is not
-        self.interaction(frame, None)
+        # `set_trace` of newer Pythons stops at the next opcode, which is still this line; a command ends that in the
+        # frames that were entered.
+        with getattr(self, "set_enterframe", contextlib.nullcontext)(frame):
+            self.interaction(frame, None)
         if sys.version_info < (3, 13):  # what was assigned; where a trace function is called, its caller sees to it
             ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
         if not self._goes_on or self.breaks:
