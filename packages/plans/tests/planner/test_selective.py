@@ -181,8 +181,9 @@ def test_the_fastest_that_fits_is_chosen_and_none_that_is_not_needed(structures)
         chosen.add(best.candidate.inside)
     assert len(chosen) > 1
     assert rank(asked(structure, whole))[0].candidate.inside == ()
+    assert rank(asked(structure, whole * 0.9))[0].candidate.offload  # nothing else fits
     with pytest.raises(InfeasibleError):
-        rank(asked(structure, whole * 0.9))
+        rank(asked(structure, whole * 0.9, forbid=["offload"]))
 
 
 def test_selections_are_pinned_and_forbidden(structures):
