@@ -219,8 +219,9 @@ class Plan(PlanFields):
         leave this open.
 
         Without them, sums stay partial until they are needed, and each reader reduces them separately. This is correct,
-        but sends several times more. Existing entries of the plan are kept; `plan.diff(plan.complete(model))` shows the
-        additions.
+        but sends several times more. The output of a weight that holds several parts (gate and up) and is sharded by
+        `Shard` is gathered once; `InterleavedShard` needs no gather. Existing entries of the plan are kept;
+        `plan.diff(plan.complete(model))` shows the additions.
 
         Arguments:
             model: is probed on the meta device, as by `generate_plan`, and is not changed.

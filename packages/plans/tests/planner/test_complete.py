@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vescale_dtensor import Replicate, Shard
-from vescale_plans import Boundary, Plan, PlanError, dry_run
+from vescale_dtensor import InterleavedShard, Replicate, Shard
+from vescale_dtensor.testing import run_ranks
+from vescale_plans import Boundary, Plan, PlanError, dry_run, parallelize
 
 COLUMN, ROW = {"tp": Shard(0)}, {"tp": Shard(1)}
 NAMED = {"*.one.weight": COLUMN, "*.gate.weight": COLUMN, "*.two.weight": ROW, "table.weight": COLUMN, "*": {}}
@@ -54,9 +55,9 @@ class Model(nn.Module):
 IDS = torch.arange(24).reshape(2, 12)
 
 
-def sent(plan):
+def sent(plan, kind=Model):
     """Collectives beside gradient syncs, and the bytes of them."""
-    events = [e for e in dry_run(plan, Model(), IDS).collectives if e.cause.function != "gradient sync"]
+    events = [e for e in dry_run(plan, kind(), IDS).collectives if e.cause.function != "gradient sync"]
     return sum(event.count for event in events), sum(event.received for event in events)
 
 
@@ -139,3 +140,62 @@ def test_positions_that_a_model_adds_do_not_move_boundaries_out_of_its_blocks():
     completed = Plan(mesh={"tp": 2}, parameters=NAMED).complete(model, IDS)
     assert completed.boundaries["inner.layers.*.two"] == Boundary(output={"tp": Replicate()})
     assert "inner" not in completed.boundaries
+
+
+class Merged(Part):
+    """Gate and up in one weight: a rank's part of its rows is not what its part of the next weight reads."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        del self.gate
+        self.one = nn.Linear(width, 64)
+
+    def forward(self, x):
+        gate, up = self.one(self.norm(x)).chunk(2, -1)
+        return self.two(F.silu(gate) * up)
+
+
+class Stacked(Model):
+    """Blocks whose first weights are merged."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Merged() for _ in range(3))
+
+
+def of_merged(cut):
+    named = {"*.one.*": {"tp": cut}, "*.two.weight": ROW, "table.weight": COLUMN, "*": {}}
+    return Plan(mesh={"tp": 2}, parameters=named)
+
+
+def of_step(model, collect):
+    """Gradients of a step, by names, and the loss."""
+    loss = model(IDS)
+    loss.backward()
+    return {"loss": collect(loss.detach())} | {n: collect(p.grad) for n, p in model.named_parameters()}
+
+
+def merged_step():
+    plan = of_merged(Shard(0)).complete(Stacked(), IDS)
+    torch.manual_seed(0)
+    model, _ = parallelize(plan, Stacked())
+    return of_step(model, lambda one: getattr(one, "full_tensor", lambda: one)())
+
+
+def test_what_merged_weights_give_in_other_rows_than_their_readers_is_gathered_once():
+    """Each function that meets it would convert it for itself, and the next weight with it."""
+    whole, bare = Boundary(output={"tp": Replicate()}), of_merged(Shard(0))
+    completed = bare.complete(Stacked(), IDS)
+    assert completed.boundaries == {"table": whole, "parts.*.one": whole, "parts.*.two": whole}
+    assert sent(completed, Stacked)[0] == 1 + 3 * (1 + 1 + 2)
+    torch.manual_seed(0)
+    wanted = of_step(Stacked(), lambda one: one)
+    for found in run_ranks(2, merged_step):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_merged_weights_in_the_rows_of_their_readers_are_left_as_they_are():
+    completed = of_merged(InterleavedShard(0, 2)).complete(Stacked(), IDS)
+    whole = Boundary(output={"tp": Replicate()})
+    assert completed.boundaries == {"table": whole, "parts.*.two": whole}
+    assert sent(completed, Stacked)[0] == 1 + 3 + 3
