@@ -149,6 +149,49 @@ def test_groups():
     strictly(check)
 
 
+def test_whole_groups_that_are_dealt_out_stay_where_they_are():
+    """As the heads of queries, and the fewer ones of keys, that are convolved together."""
+
+    def check():
+        mesh = mesh_of(2, 2)
+        close = {"rtol": 1e-4, "atol": 1e-4}
+        dealt, segments = InterleavedShard(1, 1, (0, 0, 1, 1, 0, 1)), InterleavedShard(1, 2)
+        for groups, place, is_kept in (
+            (12, dealt, True),
+            (6, dealt, True),
+            (3, dealt, False),  # a chunk is half of a group
+            (2, segments, False),
+            (4, segments, True),
+            (8, segments, True),
+        ):
+            x, weight, bias = rand(3, 24, 4, 4), rand(24, 24 // groups, 2, 2), rand(24)
+            more, twisted = rand(48, 24 // groups, 2, 2), rand(24, 2, 2, 2)
+            own = InterleavedShard(0, place.groups, place.order)
+            for xp in ((R, place), (place, R)):
+                at = xp.index(place)
+                wp = (own, R) if at == 0 else (R, own)
+                for kernel, places in ((weight, (R, R)), (weight, wp), (more, (R, R))):
+                    events = compare(
+                        lambda x, w: F.conv2d(x, w, groups=groups), [x, kernel], [xp, places], mesh, **close
+                    )
+                    assert is_kept == (not events), (groups, xp, places)
+                compare(
+                    lambda x, w, b: F.conv2d(x, w, b, groups=groups),
+                    [x, weight, bias],
+                    [xp, (S(0), R), wp],
+                    mesh,
+                    **close,
+                )
+                events = compare(
+                    lambda x, w: F.conv_transpose2d(x, w, groups=groups), [x, twisted], [xp, (R, R)], mesh, **close
+                )
+                assert is_kept == (not events), (groups, xp)
+            compare(lambda x, w: F.conv2d(x, w, groups=groups), [x, weight], [(S(0), place), (S(0), R)], mesh, **close)
+            compare(lambda x, w: F.conv2d(x, w, groups=groups), [x, weight], [(S(1), R), (R, own)], mesh, **close)
+
+    strictly(check)
+
+
 def test_empty_shards():
     def check():
         mesh = mesh_of(4)

@@ -3,7 +3,7 @@
     batch sharded                       free
     weight's output channels sharded    output channels sharded
     input channels sharded on both      -> P (a bias then enters on the first rank only)
-    grouped: whole groups sharded       free, with fewer groups per rank
+    grouped: whole groups sharded       free, with fewer groups per rank, in one piece or several
     pooling, resampling                 batch and channels free
     spatial dims                        whole: halos are not exchanged
 
@@ -13,7 +13,7 @@ Output sizes come from torch itself, run on meta tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from math import lcm, prod
 
 import torch
 import torch.nn.functional as F
@@ -91,19 +91,25 @@ def _bias(input: Tensor, weight: Tensor, bias: Tensor, *_, **__) -> Tensor:
 def _keeps_groups(call: Call, groups: int, channel: int) -> bool:
     """Whether every cut of the channels that the solver may choose gives each rank whole groups.
 
-    It may cut them on each axis that shards anything: evenly, or as an operand brings it. A channel that is a group of
-    its own may lie anywhere.
+    It may cut them on each axis that shards anything: evenly, or as an operand brings it, in as many chunks as its
+    segments or its dealing out have. A channel that is a group of its own may lie anywhere.
     """
     if groups == call.operands[0].shape[channel] == call.operands[1].shape[0]:
         return True
-    axes = {axis for operand in call.operands for axis, state in enumerate(operand.states) if state.kind == "S"}
-    brought = [
-        operand.states[axis]
-        for operand, dim in zip(call.operands, (channel, 0, 0))
-        for axis in operand.layout.axes_of(dim)
-    ]
-    plain = all(state.in_one_piece and state.units is None for state in brought)
-    return plain and groups % prod(call.mesh.sizes[axis] for axis in axes) == 0
+    chunks = {
+        axis: call.mesh.sizes[axis]
+        for operand in call.operands
+        for axis, state in enumerate(operand.states)
+        if state.kind == "S"
+    }
+    for operand, dim in zip(call.operands, (channel, 0, 0)):
+        for axis in operand.layout.axes_of(dim):
+            state = operand.states[axis]
+            if state.units is not None:
+                return False
+            brought = state.groups * (call.mesh.sizes[axis] if state.order is None else len(state.order))
+            chunks[axis] = lcm(chunks[axis], brought)
+    return groups % prod(chunks.values()) == 0
 
 
 def _regrouped(function: Callable, channel: int, per_group: int) -> Callable:
