@@ -21,6 +21,7 @@ PER_RANK = {
     "_context.mixing": ("_running",),
     "_context.work": ("_listening",),
     "_conversions.memo": ("_scopes",),
+    "_flex.kernel": ("_formulas", "_without_data"),
     "_rules.products.attention": ("stand_in",),
     "_conversions.steps": ("whole_on_first",),
     "_tensor.tensor": ("_prints_global",),
@@ -48,7 +49,7 @@ SHARED = {
     # facts about functions and shapes
     "_reproducible.forms": ("FORMS",),
     "_reproducible.functions.product": ("_memory",),
-    "_rules.registry": ("TABLE",),
+    "_rules.registry": ("TABLE", "_late"),
     "_tensor.constructors": ("Tensor.data", "Tensor.grad"),
     "_tensor.module_hooks": ("TorchsFunction.apply",),
     "_torch_private": ("distributed_c10d._check_tensor_list",),
