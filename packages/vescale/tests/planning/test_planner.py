@@ -211,6 +211,20 @@ class Image(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
+class Normed(nn.Module):
+    """Weights that are computed of a direction and a length for each row, as torch's weight_norm does."""
+
+    def __init__(self, width=32, inner=64):
+        super().__init__()
+        normed = nn.utils.parametrizations.weight_norm
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width), normed(nn.Linear(width, inner)), normed(nn.Linear(inner, width)),
+        )  # fmt: skip
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
 class Words(nn.Module):
     def __init__(self, block, layers=2, width=32):
         super().__init__()
@@ -231,6 +245,7 @@ OWN = {
     "squeezed": lambda: Words(Squeezed),
     "chosen": lambda: Words(Chosen),
     "image": Image,
+    "normed": lambda: Words(Normed),
 }
 
 
@@ -521,3 +536,14 @@ def test_packed_weights_need_no_all_gather(kind):
     for count, reduces, trace in run_ranks(2, gathers, kind, timeout=120):
         assert count == 0, trace
         assert reduces["forward"] >= 2 * SMALL["num_hidden_layers"], trace
+
+
+def test_weights_that_are_computed_are_split_by_their_directions():
+    model = Words(Normed)
+    asked = {"sample": batch_of("normed", model, 0), "hardware": "cpu", "pin": {"tp": 2}}
+    plan = generate_plan(model, world_size=2, batch=BATCH, **asked)
+    directions = {name: plan.parameters[name] for name in plan.parameters if name.endswith("original1")}
+    wanted = {"up": {"tp": vescale.Shard(0)}, "down": {"tp": vescale.Shard(1)}}
+    assert directions == {
+        f"blocks.*.{layer}.parametrizations.weight.original1": place for layer, place in wanted.items()
+    }
