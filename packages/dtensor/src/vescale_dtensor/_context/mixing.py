@@ -89,7 +89,8 @@ def note_read(layout: Layout, dim: int, position: int) -> None:
     read = now.read.setdefault(layout, set())
     read.add(position)
     if len(read) > ONE_BY_ONE and _innermost(now.root):
-        _raise("getitem", f"reads more than {ONE_BY_ONE} positions one by one of a sequence that {{axis}} shards", layout)
+        rule = f"reads more than {ONE_BY_ONE} positions one by one of a sequence that {{axis}} shards"
+        _raise("getitem", rule, layout)
 
 
 def _check(tensor: Tensor, source: Layout, target: Layout, function: object) -> None:
