@@ -233,9 +233,10 @@ def holding():
     ):  # fmt: skip
         compared(heads, given, held=(bias, table), held_layouts=layouts)
     compared([[Replicate()] * 2] * 3, given, held=(bias, table), held_layouts=([Replicate()] * 2, [Shard(1), Shard(0)]))
-    scaled = functools.partial(lambda factor, score, b, h, q_idx, kv_idx: score * factor[h])
+    partial = functools.partial  # a closure: of a name in a module torch's compiler would import the module
+    scaled = partial(lambda factor, score, b, h, q_idx, kv_idx: score * factor[h])
     compared(
-        heads, lambda bias: {"score_mod": lambda *args: functools.partial(scaled, bias)(*args)},
+        heads, lambda bias: {"score_mod": lambda *args: partial(scaled, bias)(*args)},
         held=(bias,), held_layouts=([Replicate(), Shard(0)],),
     )  # fmt: skip
 
