@@ -8,6 +8,7 @@
     calibration      (f) `vescale calibrate`
     premise          (g) what the reproducible mode takes for granted, and what it costs
     one_device       (h) a Llama's step by plain torch, compiled, and by ours in each mode
+    attention        (i) HuggingFace's attention implementations by the device's own kernels
 
 `python -m gpu` runs them one after the other, each in a process of its own and within its bound, and writes
 results/<date>-gpu.json. What is written is not run again, so that a run that was cut off goes on (`--again` starts

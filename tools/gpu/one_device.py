@@ -34,7 +34,7 @@ def model_of(sizes: dict[str, int], vocabulary: int) -> nn.Module:
 def stepper(way: str, model: nn.Module, tokens: torch.Tensor, fused: bool) -> Callable[[], torch.Tensor]:
     make = partial(torch.optim.AdamW, lr=1e-4, fused=fused)
     if way.startswith("ours"):
-        plan = vescale.Plan(mesh={"dp": 1}, parameters={"*": {}})
+        plan = vescale.Plan(mesh={"tp": 1}, parameters={"*": {}}, data_axis=None)
         model, optimizer = vescale.parallelize(plan, model, make, mode=way.removeprefix("ours, "))
     else:
         optimizer = make(model.parameters())
@@ -83,7 +83,26 @@ def raced(device: str, sizes: dict[str, int], dtype: torch.dtype, batch: tuple[i
     return {"holds": holds, **found}
 
 
+def alike(device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Losses of a few steps by kernels that give the same numbers each time: to the bit plain torch's."""
+    vocabulary = 64
+    tokens = torch.randint(vocabulary, (2, 64), device=device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        found = {}
+        for way in [way for way in WAYS if "compile" not in way]:
+            step = stepper(way, model_of(SMALL, vocabulary).to(device, dtype), tokens, fused=device == "cuda")
+            found[way] = [step().item() for _ in range(WARM)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    other = [way for way, losses in found.items() if losses != found["torch"]]
+    return {"holds": not other, "other bits": other, "losses": found["torch"]}
+
+
 def ask(part: Part) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        part.each(f"{name}, to the bit", lambda dtype=dtype: alike(part.device, dtype))
     large = part.device == "cuda"
     sizes, batch = (LARGE, (4, 1024)) if large else (SMALL, (2, 8))
     for dtype in (torch.bfloat16, torch.float32) if large else (torch.float32,):

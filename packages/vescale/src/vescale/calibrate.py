@@ -109,6 +109,7 @@ def _measure(rank: int, ranks: int, folder: str, device: Device, rounds: int, to
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=LONGEST),
+        device_id=here if device.kind == "cuda" else None,
     )
     tell = told.put if rank == 0 else (lambda text: None)
     try:
