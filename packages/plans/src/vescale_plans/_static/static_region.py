@@ -79,6 +79,8 @@ class Region:
         classes = [(tensor, plain_class(tensor)) for tensor in self._weights]
         self._numbers = [(tensor, kind) for tensor, kind in classes if kind is not nn.Parameter]
         self._others = [tensor for tensor in module.buffers() if type(tensor) is DTensor]
+        tables = [table for one in module.modules() for table in (one._parameters, one._buffers)]
+        self._places = [(table, name) for table in tables for name, held in table.items() if type(held) is DTensor]
         self._random = any(each.drawn is not None for each in nested.values()) and bool(unseen)
         self._made: list[Tensor] = []
         self._is_hooked = False  # whether what operators save goes to hooks, in the call that runs
@@ -163,16 +165,9 @@ class Region:
         That goes for its results as well, of which autograd keeps those without gradient (indices) as they are.
         """
         args, kwargs = map_tensors((args, kwargs), _alias)
-        weights = {id(tensor) for tensor in (*self._weights, *self._others, *self._made)}
-        usual = [
-            (held, name, tensor)
-            for module in self.site.module.modules()
-            for held in (module._parameters, module._buffers)
-            for name, tensor in held.items()
-            if id(tensor) in weights
-        ]
-        for held, name, tensor in usual:
-            held[name] = _alias(tensor)
+        usual = [(table, name, table[name]) for table, name in self._places]  # a boundary's conversions, at their time
+        for table, name, tensor in usual:
+            table[name] = _alias(tensor)
         try:
             return _apart(self._compiled(*args, **kwargs))
         except compiler_errors() as error:
@@ -180,8 +175,8 @@ class Region:
             why = str(error).strip().partition("\n")[0]
             warnings.warn(f"{self.site.name} is not compiled: {why}", StaticWarning, stacklevel=2)
         finally:
-            for held, name, tensor in usual:
-                held[name] = tensor
+            for table, name, tensor in usual:
+                table[name] = tensor
         return self.site.forward(*args, **kwargs)
 
     def _hooks_of(self, site: Any) -> tuple[tuple, tuple] | None:
