@@ -183,7 +183,7 @@ def observe(function: Callable, sample: tuple) -> tuple[str, tuple[str, ...], tu
 
     given, args, kwargs = tree_map(spread, sample)
     report = fallback._report
-    fallback._report = lambda function, wholes: gathered.append(function_name(function))
+    fallback._report = lambda function, *_: gathered.append(function_name(function))
     try:
         with comm_trace() as trace, Watch():
             function(given, *args, **kwargs)

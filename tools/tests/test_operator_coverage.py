@@ -2,7 +2,7 @@
 
 import re
 
-from operator_coverage import HOWS, PAGE, Row, page
+from operator_coverage import HOWS, PAGE, Row, collect, page
 
 
 def rows_under(text, heading):
@@ -40,3 +40,9 @@ def test_a_row_says_what_the_cheapest_and_the_costliest_sample_moved():
 def test_an_error_is_listed_with_its_reason():
     text = page([Row("lu", "raises", why="OperatorError: no")], [])
     assert "| `lu` | OperatorError: no |" in text
+
+
+def test_entries_are_answered_as_the_page_has_them():
+    assert [(row.name, row.how, row.functions) for row in collect(["add", "bincount", "histc"])] == [
+        ("add", "native", ()), ("bincount", "gather", ("bincount",)), ("histc", "partly", ("histc",)),
+    ]  # fmt: skip

@@ -27,6 +27,8 @@ SUMS = {
     "all_full": lambda x: (x > -9).all(),
     "all_dims": lambda x: (x > -1).all((0, 1)),
     "trace": lambda x: x.trace(),
+    "histc": lambda x: torch.histc(x.detach(), bins=7, min=-1, max=1),
+    "histc_method": lambda x: x.detach().histc(5, -2, 2.5),
 }
 SPREADS = {
     "var": lambda x: x.var(),

@@ -51,6 +51,14 @@ PLANS = {
     "ep2 dp2, zero 3": partial(Plan, {"ep": 2, "dp": 2}, {"*": {}}, data_axis=("ep", "dp"), expert_axis="ep", zero=3),
 }
 
+EVERYWHERE = {  # every rank has all experts
+    "dp4": partial(Plan, {"dp": 4}, {"*": {}}),
+    "dp4, zero 3": partial(Plan, {"dp": 4}, {"*": {}}, zero=3),
+    "dp2 dp2, zero 2": partial(Plan, {"out": 2, "in": 2}, {"*": {}}, data_axis=("out", "in"), zero=2),
+    "dp2 tp2": partial(Plan, {"dp": 2, "tp": 2}, INNER, WHOLE),
+    "dp2 tp2, zero 3": partial(Plan, {"dp": 2, "tp": 2}, INNER, WHOLE, zero=3),
+}
+
 
 def build(name, implementation="eager", skewed=False):
     import transformers
@@ -110,6 +118,39 @@ def check(found):
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_one_device(name, plan):
     check(run_ranks(4, compared, name, PLANS[plan]))
+
+
+@in_turns(3)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("plan", EVERYWHERE)
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_that_every_rank_has(name, plan, implementation):
+    check(run_ranks(4, compared, name, EVERYWHERE[plan], implementation=implementation))
+
+
+@pytest.mark.parametrize("batch", [3, 1], ids=["uneven", "two ranks without rows"])
+def test_experts_that_every_rank_has_and_an_uneven_batch(batch):
+    check(run_ranks(4, compared, "mixtral", EVERYWHERE["dp4"], batch=batch, implementation="grouped_mm", steps=3))
+
+
+def rows_here(plan):
+    """Who communicates for experts, and their load."""
+    model, tokens = build("qwen3-moe", implementation="grouped_mm"), batches(BATCH, POSITIONS, 1)[0]
+    model, _ = vescale.parallelize(plan(), model)
+    with vescale.comm_trace(model) as trace:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    gathered = [event for event in trace.events if "experts" in event.cause.module]
+    return len(gathered), expert_load(model)
+
+
+def test_each_rank_computes_the_rows_of_its_batch():
+    model, tokens = build("qwen3-moe", implementation="grouped_mm"), batches(BATCH, POSITIONS, 1)[0]
+    batch = {"input_ids": tokens, "labels": tokens}
+    alone, shared = (vescale.dry_run(Plan({"dp": ranks}, {"*": {}}), model, batch).flops for ranks in (1, 4))
+    assert abs(shared / alone - 0.25) < 0.02
+    for gathered, load in run_ranks(4, rows_here, EVERYWHERE["dp4"]):
+        assert not gathered
+        assert [sum(each) for each in load.values()] == [BATCH * POSITIONS * CHOSEN] * LAYERS
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])

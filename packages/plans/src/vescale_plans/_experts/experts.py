@@ -73,8 +73,10 @@ class ExpertsBoundary:
         *,
         block: nn.Module | None = None,
         capacity: float | None = None,
+        needed: bool = True,
     ) -> None:
-        """`block`: the module that calls it, with what else it calls. `capacity`: see `Plan.capacity_factor`."""
+        """`block`: the module that calls it, with what else it calls. `capacity`: see `Plan.capacity_factor`. Where it
+        is not `needed`, what cannot stay as rows are is computed as any module's forward is."""
         at = mesh.names.index(axis)
         spread = any(p.mesh_layout.states[at].is_sharded for p in module.parameters(recurse=False))
         self.name, self.mesh, self.axis, self.spread = name, mesh, at, spread
@@ -83,8 +85,9 @@ class ExpertsBoundary:
         self.counters = [
             key for key, value in vars(module).items() if type(value) is int and value == experts and "expert" in key
         ]
-        self.capacity = capacity
-        self.load, self.dropped = [0] * self.experts.local, torch.zeros(experts, dtype=torch.int64)
+        self.capacity, self._needed, self._is_off = capacity, needed, False
+        self.load: list[int] | Tensor = [0] * self.experts.local
+        self.dropped = torch.zeros(experts, dtype=torch.int64)
         self.replicas: tuple[int, ...] = ()
         self.split, self.whole = split_axes(module.named_parameters(recurse=False), at)
         self._tried = not (self.whole or self.split)
@@ -93,11 +96,23 @@ class ExpertsBoundary:
         add_step(module, "experts", self._enter, self._leave)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if self._is_off or not (self._needed or self._fits(module, args, kwargs)):
+            return args, kwargs
         if not self._tried:
             self._try_slices(module, args, kwargs)
         call = (_UnsplitCall if is_reproducible() else _Call)(self, module, args, kwargs)
         self._running.append(call)
         return call.args, call.kwargs
+
+    def _fits(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
+        """Whether a call is one of experts whose rows can stay; on all ranks alike."""
+        try:
+            _tokens_indices_weights(self.name, args, kwargs)
+            if not self._tried:
+                self._try_slices(module, args, kwargs)
+        except PlanError:
+            self._is_off = True
+        return not self._is_off
 
     def _try_slices(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Raises PlanError, on all ranks alike, where slices of experts do not give parts of one sum, and for what is
@@ -141,6 +156,8 @@ class ExpertsBoundary:
         self._tried = True
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        if self._is_off:
+            return output
         call = self._running.pop()
         call.restore()
         return call.combine(output) if isinstance(output, Tensor) else output
@@ -156,10 +173,10 @@ class ExpertsBoundary:
         return [sum(drops) for drops in zip(*counted)]
 
 
-def total_load(experts: Spread, load: list[int], replicas: tuple[int, ...]) -> list[int]:
+def total_load(experts: Spread, load: list[int] | Tensor, replicas: tuple[int, ...]) -> list[int]:
     """The sum of what ranks counted for the experts they hold; along `replicas` they counted the same rows."""
-    totals = [0] * experts.experts
-    for coordinate, counts in gather_objects((experts.mesh.coordinate, load), experts.mesh):
+    totals, here = [0] * experts.experts, load.tolist() if isinstance(load, Tensor) else load
+    for coordinate, counts in gather_objects((experts.mesh.coordinate, here), experts.mesh):
         if not any(coordinate[axis] for axis in replicas):
             first = sum(experts.held[: coordinate[experts.axis]]) if len(counts) < experts.experts else 0
             for i, count in enumerate(counts):
@@ -264,7 +281,7 @@ class _Call:
         if boundary.spread:
             fresh = self._dispatch(tokens, indices, takes)
         else:
-            fresh = (tokens, indices, self._counted(indices, takes))
+            fresh = self._here(tokens, indices, takes)
         replaced = dict(zip(map(id, given), fresh))
         self.args = tuple(replaced.get(id(one), one) for one in args)
         self.kwargs = {key: replaced.get(id(one), one) for key, one in kwargs.items()}
@@ -272,15 +289,24 @@ class _Call:
         for name in boundary.counters:
             setattr(module, name, boundary.experts.local)
 
+    def _here(self, tokens: Tensor, indices: Tensor, takes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What the module's forward gets of rows that stay where they are: of none, one of zeros."""
+        weights = self._counted(indices, takes)
+        self._none = tokens.shape[0] == 0
+        if not self._none:
+            return tokens, indices, weights
+        fresh = (torch.cat([one, one.new_zeros(1, one.shape[1])]) for one in (tokens, indices, weights))
+        return tuple(fresh)
+
     def _counted(self, indices: Tensor, takes: Tensor | None) -> Tensor:
-        """The weights of rows that stay where they are; zeros for those that no expert takes."""
+        """The weights of rows that stay; zeros for those that no expert takes."""
         boundary, flat = self._boundary, indices.reshape(-1)
         if indices.is_meta:
             boundary.load = []
             return self._weights
         counts = counted(flat, boundary.experts.experts)
         kept = counts if takes is None else torch.minimum(counts, takes)
-        boundary.load, boundary.dropped = kept.tolist(), counts - kept
+        boundary.load, boundary.dropped = kept, counts - kept  # on the device: nobody waits for it here
         if takes is None:
             return self._weights
         order = torch.argsort(flat, stable=True)
@@ -311,8 +337,8 @@ class _Call:
     def combine(self, output: Tensor) -> DTensor:
         """The result as a DTensor; where rows travelled, they go back to their tokens, are weighted and summed."""
         boundary = self._boundary
+        output = output[:0] if self._none else output
         if boundary.spread:
-            output = output[:0] if self._none else output
             back = Back.apply(output, self._route).view(self._shape)
             output = (back * self._weights.unsqueeze(-1).to(back.dtype)).sum(1)
         states = [

@@ -3,11 +3,16 @@
 stacked    one module with stacked weights [experts, ...] and a forward of tokens, indices and weights
 listed     a ModuleList of modules alike, in a block that has a router for as many: a two-dim parameter, one side
            of which is their number and the other a size of theirs. The block's own forward calls them.
+
+Without an expert axis every rank has all experts. A forward over stacks sorts rows by expert, over the whole batch, which
+functions alone could only do by gathering it; so where rows are sharded over a data axis, the stacks of transformers, of
+which it is known that they treat each row by itself, compute the rows that are there.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -23,10 +28,14 @@ Placed = dict[str, dict[str, Placement]]
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a model: module name -> how many stacked ones; name of a list -> how many members."""
+    """The experts of a model: module name -> how many stacked ones; name of a list -> how many members.
+
+    `axis`: over which they are spread; where the plan names none, a data axis whose ranks compute their own rows.
+    """
 
     stacked: Mapping[str, int] = field(default_factory=dict)
     listed: Mapping[str, int] = field(default_factory=dict)
+    axis: str | None = None
 
 
 def stacked_experts(module: nn.Module) -> int:
@@ -65,10 +74,13 @@ def _alike(members: nn.ModuleList) -> bool:
 
 
 def find_experts(plan: PlanFields, model: nn.Module) -> Experts:
-    """Every experts module and list of experts, when the plan has an expert axis. Raises PlanError for none."""
-    if plan.expert_axis is None:
-        return Experts()
+    """Every experts module and list of experts, when the plan has an expert axis. Raises PlanError for none. Otherwise
+    those whose rows stay where a data axis has them."""
     stacked = {name: count for name, module in model.named_modules() if (count := stacked_experts(module))}
+    if plan.expert_axis is None:
+        shared = [axis for axis in plan.data_axes if plan.mesh[axis] > 1] if plan.context_axis is None else []
+        stacked = {name: count for name, count in stacked.items() if _is_huggingfaces(model.get_submodule(name))}
+        return Experts(stacked, axis=shared[-1]) if shared and stacked else Experts()
     listed = {
         f"{name}.{found[0]}" if name else found[0]: found[1]
         for name, module in model.named_modules()
@@ -91,7 +103,14 @@ def find_experts(plan: PlanFields, model: nn.Module) -> Experts:
             (),
             [("capacity_factor=None", "nothing is dropped"), ("experts as stacked weights [experts, ...]", "")],
         )
-    return Experts(stacked, listed)
+    return Experts(stacked, listed, plan.expert_axis)
+
+
+def _is_huggingfaces(module: nn.Module) -> bool:
+    """Whether its forward is what transformers makes of each experts class: row by row, by any of its kernels."""
+    library = sys.modules.get("transformers.integrations.moe")
+    code = getattr(type(module).forward, "__code__", None)
+    return library is not None and code is not None and code.co_filename == library.__file__
 
 
 def place_experts(plan: PlanFields, model: nn.Module, experts: Experts, placed: Placed) -> Placed:
@@ -99,6 +118,8 @@ def place_experts(plan: PlanFields, model: nn.Module, experts: Experts, placed: 
 
     What the plan itself says of that axis stands: experts that it keeps whole there compute the rows that are there.
     """
+    if plan.expert_axis is None:
+        return placed
     added: Placed = {}
     for module, count in experts.stacked.items():
         leaves = model.get_submodule(module).named_parameters(recurse=False)

@@ -49,7 +49,7 @@ class Recipe:
         """For that one of the model's modules, as a model of its own."""
         if not name:
             return self
-        experts = Experts(_below(self.experts.stacked, name), _below(self.experts.listed, name))
+        experts = Experts(_below(self.experts.stacked, name), _below(self.experts.listed, name), self.experts.axis)
         checkpointed = tuple(_below(dict.fromkeys(self.checkpointed), name))
         regathered, offloaded = (_inside(decided, name) for decided in (self.regathered, self.offloaded))
         return replace(
@@ -67,7 +67,7 @@ class Recipe:
         return replace(
             self, boundaries=kept(self.boundaries), checkpointed=tuple(kept(dict.fromkeys(self.checkpointed))),
             regathered=kept(self.regathered), offloaded=kept(self.offloaded),
-            experts=Experts(kept(self.experts.stacked), kept(self.experts.listed)),
+            experts=Experts(kept(self.experts.stacked), kept(self.experts.listed), self.experts.axis),
         )  # fmt: skip
 
 
@@ -130,12 +130,12 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
 def _of_experts(plan: Plan, model: nn.Module, experts: Experts, mesh: Mesh) -> list[ExpertsBoundary | ListBoundary]:
     found: list[ExpertsBoundary | ListBoundary] = []
     for name, count in experts.stacked.items():
-        block, module = _owner(model, name), model.get_submodule(name)
-        capacity = plan.capacity_factor
-        found.append(ExpertsBoundary(module, name, mesh, plan.expert_axis, count, block=block, capacity=capacity))
+        module, said = model.get_submodule(name), plan.expert_axis is not None
+        more = {"block": _owner(model, name), "capacity": plan.capacity_factor, "needed": said}
+        found.append(ExpertsBoundary(module, name, mesh, experts.axis, count, **more))
     for name, count in experts.listed.items():
-        if name and _is_spread(model.get_submodule(name), mesh.axis(plan.expert_axis)):
-            found.append(ListBoundary(_owner(model, name), name, count, mesh, plan.expert_axis))
+        if name and _is_spread(model.get_submodule(name), mesh.axis(experts.axis)):
+            found.append(ListBoundary(_owner(model, name), name, count, mesh, experts.axis))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Sums and what is made of sums: sum, mean, count_nonzero, var; and prod, any, all.
+"""Sums and what is made of sums: sum, mean, count_nonzero, histc, var; and prod, any, all.
 
     kept dim sharded       stays sharded, no communication
     reduced dim sharded    sums: P, no communication; the rest: a gather of one value per rank and output element
@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..._dispatch.signature import Signature
 from ..._tensor.tensor import DTensor
 from ..registry import Call, decomposed, rule
 from ..solvers.parts import argument, combined, dims_of, only_split, reduced, reduction, source_of, splits
@@ -43,6 +44,16 @@ def counted(call: Call):
     """A sum of something that is not linear in the input."""
     found = _arguments(call)
     return None if found is None else reduction(call, *found, summed=set(found[0]))
+
+
+@rule(torch.histc, Tensor.histc)
+def histogram(call: Call):
+    """Each rank counts what it holds -> P, where the limits are given; those of the data are nobody's alone."""
+    bins, low, high = argument(call, 1, "bins", 100), argument(call, 2, "min", 0), argument(call, 3, "max", 0)
+    if low == high or len(call.operands) != 1 or not isinstance(bins, int):
+        return None
+    dims = tuple(("d", dim) for dim in range(call.operands[0].ndim))
+    return Signature([dims], [("bin",)], summed=set(dims), shapes=[(bins,)])
 
 
 @rule(torch.mean, Tensor.mean, traits=Trait.LINEAR)
