@@ -4,9 +4,9 @@ stacked    one module with stacked weights [experts, ...] and a forward of token
 listed     a ModuleList of modules alike, in a block that has a router for as many: a two-dim parameter, one side
            of which is their number and the other a size of theirs. The block's own forward calls them.
 
-Without an expert axis every rank has all experts. A forward over stacks sorts rows by expert, over the whole batch, which
-functions alone could only do by gathering it; so where rows are sharded over a data axis, the stacks of transformers, of
-which it is known that they treat each row by itself, compute the rows that are there.
+Without an expert axis every rank has all experts. A forward over stacks sorts the rows of the whole batch by expert,
+which functions alone could only do by gathering it. So where a data axis shards rows, the stacks of transformers, which are
+known to treat each row by itself, compute the rows that are there.
 """
 
 from __future__ import annotations
