@@ -233,8 +233,11 @@ def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layo
 
 
 def _plain_cut(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, ...]) -> State:
-    """A ragged or grouped cut that equals the plain one is written as the plain one."""
+    """What is cut or partial among one rank is written as whole, and a ragged or grouped cut that equals the plain one
+    as the plain one."""
     state = states[axis]
+    if mesh.sizes[axis] == 1 and (state.kind == "S" or state is PARTIAL):
+        return REPLICATE  # and so it is computed as on one device, to the bit
     if state.kind == "F":  # of a 1-D tensor that nobody else cuts, it is a cut of its dim
         alone = len(shape) == 1 and sum(state.units) == shape[0] > 0 and not any(s.kind == "S" for s in states)
         state = sharded(0, units=state.units) if alone else state
