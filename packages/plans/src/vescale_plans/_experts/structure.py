@@ -5,8 +5,8 @@ listed     a ModuleList of modules alike, in a block that has a router for as ma
            of which is their number and the other a size of theirs. The block's own forward calls them.
 
 Without an expert axis every rank has all experts. A forward over stacks sorts the rows of the whole batch by expert,
-which functions alone could only do by gathering it. So where a data axis shards rows, the stacks of transformers, which are
-known to treat each row by itself, compute the rows that are there.
+which functions alone could only do by gathering it. So where a data axis shards rows, the stacks of transformers, which
+are known to treat each row by itself, compute the rows that are there.
 """
 
 from __future__ import annotations
