@@ -41,7 +41,7 @@ class Operation:
     Arguments:
         name: "aten.gelu"; "attention" and "attention_backward" for fused kernels, with ".causal" if they are.
         moved: bytes of operands and results, 0 where nothing is moved (a view).
-        product: (batch, m, n, k) of a matrix product.
+        product: (count, m, n, k) of matrix products; of groups of rows, as if they were equally large.
         flops: of attention.
         itemsize: bytes of a number of its operands, for products and attention.
     """
@@ -55,8 +55,7 @@ class Operation:
     def seconds(self, hardware: Hardware) -> float:
         """On a device of `hardware`."""
         if self.product is not None:
-            batch, m, n, k = self.product
-            return batch * hardware.computing(self.itemsize).product_seconds(m, n, k)
+            return hardware.computing(self.itemsize).stacked_seconds(*self.product)
         if self.flops:
             return hardware.computing(self.itemsize).attention_seconds(self.name, self.flops)
         return hardware.operator_seconds(self.name, self.moved)
@@ -197,8 +196,9 @@ def operation_of(function, args: tuple, kwargs: dict, out) -> Operation | None:
 
 
 def _width(args: tuple) -> int:
-    """Bytes of a number of the last operand: of a product with a bias it is a matrix."""
-    return next(one.itemsize for one in reversed(args) if isinstance(one, Tensor))
+    """Bytes of a number of the last operand (of a product with a bias it is a matrix), where groups end aside."""
+    operands = [one for one in args if isinstance(one, Tensor)]
+    return next((one for one in reversed(operands) if one.dtype is not torch.int32), operands[-1]).itemsize
 
 
 def _is_view(function) -> bool:
@@ -231,12 +231,24 @@ def _bmm(a: Tensor, b: Tensor, *_: object) -> tuple[int, int, int, int]:
     return a.shape[0], a.shape[1], b.shape[2], a.shape[2]
 
 
+def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: object) -> tuple[int, int, int, int]:
+    """[T, k] x [groups, k, n], [groups, m, k] x [k, T], [m, T] x [T, n] -> [groups, m, n], and stacks."""
+    if a.ndim == b.ndim == 3:
+        return _bmm(a, b)
+    groups = max(1, a.shape[0] if a.ndim == 3 else b.shape[0] if b.ndim == 3 else offsets.shape[0])
+    sizes = {"m": a.shape[-2], "n": b.shape[-1], "k": a.shape[-1]}
+    grouped = "k" if a.ndim == b.ndim else "m" if a.ndim == 2 else "n"
+    sizes[grouped] = -(-sizes[grouped] // groups)
+    return groups, *sizes.values()
+
+
 aten = torch.ops.aten
 _PRODUCTS: dict[object, Callable[..., tuple[int, int, int, int]]] = {
     aten.mm: _mm,
     aten.bmm: _bmm,
     aten.addmm: lambda bias, a, b, *_: _mm(a, b),
     aten.baddbmm: lambda bias, a, b, *_: _bmm(a, b),
+    aten._grouped_mm: _grouped,
 }
 _MAKES_NOTHING = {
     aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten._unsafe_view.default,

@@ -121,6 +121,27 @@ def test_sizes_of_operations():
     assert operation_of(aten.add.Tensor, (a, a[:1].expand(3, 4)), {}, a + a).moved == 2 * a.nbytes + 16
 
 
+GROUPED = {  # operands -> products: as many as there are groups
+    ((24, 4), (3, 4, 5)): (3, 8, 5, 4),
+    ((3, 6, 4), (4, 24)): (3, 6, 8, 4),
+    ((6, 24), (24, 5)): (3, 6, 5, 8),
+    ((3, 6, 4), (3, 4, 5)): (3, 6, 5, 4),
+}
+
+
+@pytest.mark.skipif(not hasattr(aten, "_grouped_mm"), reason="torch has no grouped products")
+@pytest.mark.parametrize("shapes", GROUPED)
+def test_grouped_products_are_priced_as_products_of_each_group(shapes):
+    left, right = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    ends = None if len(shapes[0]) == len(shapes[1]) == 3 else torch.empty(3, dtype=torch.int32, device="meta")
+    found = operation_of(aten._grouped_mm.default, (left, right, ends), {}, left)
+    assert (found.product, found.itemsize) == (GROUPED[shapes], 2)
+    h100 = hardware_of("h100")
+    count, *size = found.product
+    assert found.seconds(h100) == pytest.approx(count * (h100.product_seconds(*size) - h100.launch) + h100.launch)
+    assert found.seconds(replace(h100, at_once=2)) == count * h100.product_seconds(*size)
+
+
 def test_a_tensor_axis_halves_products():
     from llama.model import build
 

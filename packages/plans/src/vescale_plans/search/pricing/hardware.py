@@ -211,6 +211,14 @@ class Hardware:
         moved = self.itemsize * (m * k + k * n + m * n)
         return max(2 * m * n * k / reached, moved / self.bandwidth) + self.launch
 
+    def stacked_seconds(self, count: int, m: float, n: float, k: float) -> float:
+        """Of as many products of one size by one operator, which a device other than a CPU launches once."""
+        each = self.product_seconds(m, n, k)
+        if self.at_once is not None or not each:
+            return count * each
+        launch = self.launch if self.product is None else self.product.launch
+        return launch + count * (each - launch)
+
     def operator_seconds(self, name: str, moved: float) -> float:
         """Of one operator that reads and writes `moved` bytes; `moved` 0 is a view."""
         curve = self.operators.get(name) or self.operators.get(name.rstrip("_")) or self.operators.get("aten.add")
