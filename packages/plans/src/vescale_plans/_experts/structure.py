@@ -5,8 +5,8 @@ listed     a ModuleList of modules alike, in a block that has a router for as ma
            of which is their number and the other a size of theirs. The block's own forward calls them.
 
 Without an expert axis every rank has all experts. A forward over stacks sorts the rows of the whole batch by expert,
-which functions alone could only do by gathering it. So where a data axis shards rows, the stacks of transformers, which
-are known to treat each row by itself, compute the rows that are there.
+which functions alone could only do by gathering it. So where a data or context axis shards rows, the stacks of
+transformers, which are known to treat each row by itself, compute the rows that are there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Placed = dict[str, dict[str, Placement]]
 class Experts:
     """The experts of a model: module name -> how many stacked ones; name of a list -> how many members.
 
-    `axis`: over which they are spread; where the plan names none, a data axis whose ranks compute their own rows.
+    `axis`: over which they are spread; where the plan names none, one that cuts the batch, whose ranks compute
+    their own rows.
     """
 
     stacked: Mapping[str, int] = field(default_factory=dict)
@@ -40,10 +41,11 @@ class Experts:
 
 def stacked_experts(module: nn.Module) -> int:
     """How many experts a module holds as slices of stacked weights; 0 when it is not an experts module."""
-    stacks = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3}
-    counted = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+    stacks = [parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+    if len(stacks) < 2 or len({*stacks}) > 1:
+        return 0
     takes = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    return stacks.pop() if len(stacks) == 1 and len(counted) >= 2 and len(takes) >= 3 else 0
+    return stacks[0] if len(takes) >= 3 else 0
 
 
 def listed_experts(block: nn.Module) -> tuple[str, int] | None:
@@ -75,10 +77,11 @@ def _alike(members: nn.ModuleList) -> bool:
 
 def find_experts(plan: PlanFields, model: nn.Module) -> Experts:
     """Every experts module and list of experts, when the plan has an expert axis. Raises PlanError for none. Otherwise
-    those whose rows stay where a data axis has them."""
+    those whose rows stay where the batch is cut."""
     stacked = {name: count for name, module in model.named_modules() if (count := stacked_experts(module))}
     if plan.expert_axis is None:
-        shared = [axis for axis in plan.data_axes if plan.mesh[axis] > 1] if plan.context_axis is None else []
+        cutting = [axis for axis in (plan.context_axis, *plan.data_axes) if axis is not None]
+        shared = [axis for axis in cutting if plan.mesh[axis] > 1]
         stacked = {name: count for name, count in stacked.items() if _is_huggingfaces(model.get_submodule(name))}
         return Experts(stacked, axis=shared[-1]) if shared and stacked else Experts()
     listed = {
