@@ -122,6 +122,14 @@ def backend_of(device: torch.device) -> Any:
     return dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
 
 
+def meta_collectives() -> Any:
+    """torch's module of collectives on meta tensors, which draws a number for each from Python's generator, by
+    `generate_unique_id`. Instead: numbers that are counted."""
+    from torch.distributed import _meta_registrations
+
+    return _meta_registrations
+
+
 def compiler_errors() -> tuple[type[Exception], ...]:
     """What `torch.compile` raises where it gives up. Instead: public classes of them."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,10 +31,12 @@ from ._dry.meta_attention import fused_attention
 from ._dry.meter import HOST
 from ._dry.meter import Meter as Meter
 from ._plan.parts import PlanError
-from ._torch_private import fake_store
+from ._torch_private import fake_store, meta_collectives
 from .plan import Plan
 from .timeline import Recorder, Timeline
 
+_NUMBERS = itertools.count(1)
+"""Of collectives on meta tensors: no two of a process have the same."""
 KINDS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 
@@ -248,12 +251,17 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _world(size: int, rank: int) -> Iterator[None]:
-    """A rank of a world whose collectives return at once."""
+    """A rank of a world whose collectives return at once, and draw nothing: Python's generator is the model's, and a
+    pipeline looks whether a forward draws from it."""
     told = sys.excepthook  # joining a world puts "[rank0]:" before every line of a traceback, for good
+    stand_ins = meta_collectives()
+    drawn = stand_ins.generate_unique_id
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
+    stand_ins.generate_unique_id = _NUMBERS.__next__
     try:
         yield
     finally:
+        stand_ins.generate_unique_id = drawn
         forget_meshes()
         dist.destroy_process_group()
         sys.excepthook = told

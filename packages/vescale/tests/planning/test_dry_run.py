@@ -1,5 +1,6 @@
 """Dry runs against real ones: the same collectives, the same memory, the same operations."""
 
+import random
 import sys
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 
 import vescale
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
-from vescale_plans import Plan, PlanError, dry_run, library
+from vescale_plans import Pipeline, Plan, PlanError, dry_run, library
 from vescale_plans._dry.meter import Meter
 
 warm_up("torch._dynamo", "vescale", "transformers")
@@ -292,3 +293,20 @@ class Reads(torch.nn.Linear):
 def test_a_value_that_is_read_is_an_error_of_the_plan():
     with pytest.raises(PlanError, match="reads a value, and a dry run has none"):
         dry_run(Plan({"dp": 2}, {"*": {}}), Reads(4, 4), torch.zeros(4, 4), step=sums)
+
+
+@pytest.mark.parametrize(("zero", "virtual"), [(0, 1), (3, 1), (3, 2)])
+def test_a_dry_run_draws_nothing(zero, virtual):
+    """Not from Python's generator either: it is the model's, and stages of a pipeline may not draw from it."""
+    stages = tuple(f"model.layers.{at}" for at in range(1, 2 * virtual))
+    schedule = "1f1b" if virtual == 1 else "interleaved"
+    pipeline = Pipeline(cuts=stages, schedule=schedule, virtual=virtual, microbatches=2)
+    from llama.model import build
+
+    model = build(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=176, num_hidden_layers=4)
+    before = random.getstate()
+    found = vescale.dry_run(Plan({"pp": 2, "dp": 2}, {"*": {}}, pipeline=pipeline, zero=zero), model, labelled())
+    assert len(found.stages) == 2 and found.peak > 0
+    assert random.getstate() == before
+    vescale.dry_run(replace(library.llama({"dp": 2}), zero=zero), model, labelled())
+    assert random.getstate() == before
