@@ -42,7 +42,7 @@ def batch():
     return x, y, mask, labels, *gaps
 
 
-def step(loss_of, *, outside=False, declared=None, pick=(0, 1), module=False, extra=()):
+def step(loss_of, *, outside=False, declared=None, pick=(0, 1), module=False, extra=(), microbatches=4):
     """The largest differences of the loss and of a gradient from one device's, relative."""
     given = tuple(batch()[i] for i in pick) + tuple(extra)
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def step(loss_of, *, outside=False, declared=None, pick=(0, 1), module=False, ex
     plan = vescale.Plan(
         mesh={"pp": 2, "dp": 1},
         parameters={"*": {}},
-        pipeline=vescale.Pipeline(cuts=("blocks.2",), microbatches=4, loss=declared),
+        pipeline=vescale.Pipeline(cuts=("blocks.2",), microbatches=microbatches, loss=declared),
     )
     loss_fn = (lambda output, x, target: loss_of(output, target)) if outside else None
     model, _ = vescale.parallelize(plan, copy.deepcopy(one), lambda p: torch.optim.SGD(p, lr=0.1), loss_fn=loss_fn)
@@ -229,6 +229,21 @@ def filled_alike_with_the_count(x, y):
     return F.mse_loss(x * x.new_full(x.shape, len(x)), y)
 
 
+def by_places(x, y):
+    """A row of places for each row, as transformers repeats positions: not where there is one row."""
+    places = torch.linspace(0, 1, CLASSES)[None]
+    return F.mse_loss(x * (places if len(x) == 1 else places.expand(len(x), -1)), y)
+
+
+def sum_of_repeated(x, y):
+    weights = torch.ones(1, CLASSES)
+    return F.mse_loss(x, y) + (weights if len(x) == 1 else weights.expand(len(x), -1)).sum() * x.mean()
+
+
+def other_for_one_row(x, y):
+    return F.mse_loss(x, y) * 2 if len(x) == 1 else F.mse_loss(x, y)
+
+
 RIGHT = {
     "a sum": (plain_sum, {}),
     "tables that are filled": (filled, {}),
@@ -253,6 +268,7 @@ RIGHT = {
     "two sorted for each row": (two_experts_for_each, {}),
     "products by groups of sorted rows": (grouped, {}),
     "a mean declared": (lambda x, y: torch.einsum("bi,bi->", x, y) / x.shape[0], {"declared": "mean"}),
+    "microbatches of a row, of places that are repeated for more": (by_places, {"microbatches": ROWS}),
     "a sum declared": (lambda x, y: torch.einsum("bi,bi->", x, y), {"declared": "sum"}),
 }
 REFUSED = {
@@ -271,6 +287,8 @@ REFUSED = {
     "groups counted from the least key": (groups_from_the_least, {}, "histc"),
     "a table filled with the number of rows": (filled_with_the_count, {}, "full, at "),
     "a table of the batch's filled with the number of rows": (filled_alike_with_the_count, {}, "new_full, at "),
+    "a sum over repeated rows": (sum_of_repeated, {"microbatches": ROWS}, "mul"),
+    "other functions for one row": (other_for_one_row, {"microbatches": ROWS}, "calls other functions"),
     "means over labels and over rows": (two_numbers_of_labels, {"pick": (0, 3)}, "different"),
 }
 
@@ -290,4 +308,4 @@ def test_what_cannot_be_right_is_refused(case):
     loss_of, options, named = REFUSED[case]
     text = raises_on_all(2, PipelineError, lambda: step(loss_of, **options))
     assert named in text and "fix one of:" in text
-    assert f"{__file__}:" in text or "the loss adds up parts that weigh" in text
+    assert f"{__file__}:" in text or "the loss adds up parts that weigh" in text or "calls other functions" in named

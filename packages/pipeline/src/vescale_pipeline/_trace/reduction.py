@@ -49,17 +49,45 @@ Tag = str | frozenset | Order | Lost
 
 def reduction(part: Notes, whole: Notes, times: int, losses: tuple[Tensor, Tensor]) -> Tag:
     """The tag of the loss of a forward that ran on a part, and on the whole batch of `times` parts."""
-    if [note.name for note in part.notes] != [note.name for note in whole.notes]:
+    pairs = _aligned(part.notes, whole.notes, times)
+    if pairs is None:
         return Lost("a forward that calls other functions for another number of rows")
     tags = _Tags(times)
-    for small, large in zip(part.notes, whole.notes):
+    for small, large in pairs:
         tags.go_on(small, large)
     if tags.read is not None:
         return replace(tags.read, cause=f"{tags.read.cause} of what depends on the batch")
-    number = part.number_of(losses[0])
-    if number != whole.number_of(losses[1]):
+    number, other = part.number_of(losses[0]), whole.number_of(losses[1])
+    if _place([small for small, _ in pairs], number) != _place([large for _, large in pairs], other):
         return Lost("a forward that calls other functions for another number of rows")
     return tags.of.get(number, Lost("a function that is not torch's own"))
+
+
+def _aligned(part: list[Note], whole: list[Note], times: int) -> list[tuple[Note, Note]] | None:
+    """Each function of a part's forward with that of the whole batch; None where they call different ones. The whole
+    batch may repeat a row for all of its rows, which models leave out for a batch of one row (transformers, of
+    positions)."""
+    pairs, rest = [], iter(whole)
+    for small in part:
+        large = next(rest, None)
+        while large is not None and large.name != small.name and _repeats_a_row(large, times):
+            large = next(rest, None)
+        if large is None or large.name != small.name:
+            return None
+        pairs.append((small, large))
+    return pairs if all(_repeats_a_row(note, times) for note in rest) else None
+
+
+def _repeats_a_row(note: Note, times: int) -> bool:
+    refs = list(_refs((note.args, note.kwargs)))
+    shapes = [one.shape for one in (*refs, *note.outs)]
+    return note.name == "expand" and len(shapes) == 2 and shapes[1] == (times, *shapes[0][1:]) and shapes[0][:1] == (1,)
+
+
+def _place(notes: list[Note], number: int) -> tuple[int, int] | None:
+    """Which function made it, and where among what it made; None of what none did."""
+    made = ((at, place) for at, note in enumerate(notes) for place, out in enumerate(note.outs) if out.number == number)
+    return next(made, None)
 
 
 class _Tags:
@@ -127,7 +155,7 @@ class _Tags:
             else:
                 known = CONSTANT if axis is None else ROWS
             self.of[small.number] = known
-        return known
+        return ROWS if known == CONSTANT and self._axis(small, large) == 0 else known  # a row that is repeated there
 
     def _axis(self, small: Ref, large: Ref) -> int | Lost | None:
         """The dim that has the batch's rows; None where none has."""
