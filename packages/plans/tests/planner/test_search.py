@@ -26,6 +26,7 @@ from vescale_plans.search import (
     sizes_of,
     structure_of,
 )
+from vescale_plans.search.candidates import candidates
 from vescale_plans.search.pricer import Pricer
 from vescale_plans.search.pricing.cost import cost_of
 from vescale_plans.search.pricing.hardware import Hardware, Numbers
@@ -161,6 +162,16 @@ def test_the_pruned_search_equals_brute_force(structure, world, batch, memory):
 def test_the_order_of_candidates_and_the_choice_are_the_same_every_time(structure):
     request = Request(structure, 8, 16, 32, hardware_of("h100"), 1e9)
     assert rank(request) == rank(request)
+
+
+def test_microbatches_have_as_many_rows_each(structure):
+    """Also of a batch that no degree divides, of which ranks of the data axis have unequal parts."""
+    odd = 0
+    for world, batch in product((1, 2, 3, 4, 6, 8, 12), range(1, 20)):
+        legal = list(candidates(structure, world, batch, seq=32))
+        assert all(batch % one.microbatches == 0 and one.microbatches <= batch // one.dp for one in legal)
+        odd += sum(one.pp > 1 and batch % one.dp > 0 for one in legal)
+    assert odd
 
 
 def test_no_plan_is_called_checkpointing_that_computes_nothing_again(structure):

@@ -196,9 +196,9 @@ def _context_degrees(structure: Structure, ranks: int, seq: int | None, pinned: 
 
 
 def _microbatches(pp: int, local_batch: int, batch: int) -> list[int]:
-    if pp == 1:
-        return [m for m in divisors(local_batch) if batch % m == 0]
-    return [m for m in divisors(local_batch) if m >= pp] or [local_batch]
+    """That have as many rows each, also of a batch of which ranks have unequal parts."""
+    found = [m for m in divisors(local_batch) if batch % m == 0]
+    return found if pp == 1 else [m for m in found if m >= pp] or found[-1:]
 
 
 def divisors(number: int) -> list[int]:
