@@ -29,7 +29,7 @@ BLOCKS = {"GPT2": "transformer.h.0", "T5": "decoder.block.0"}
 def made(name):
     import transformers
 
-    config, kind, sizes = MODELS[name]
+    config, kind, sizes = MODELS[name] if isinstance(name, str) else name
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
     assert model.config.use_cache, "this is about what configurations say by default"
@@ -149,3 +149,67 @@ def test_a_copy_and_a_model_inside_of_another_leave_it_out_too():
                 len(cache)
 
     run_ranks(2, run)
+
+
+ENCODER = SIZES | {"intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BART = {
+    "vocab_size": 61, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0,
+}  # fmt: skip
+LABELS = {"labels": tokens()}
+OUTPUTS = {  # as its configuration has it, then what it is called with beside tokens, and what is done to it before
+    "decoder": ("Llama", LABELS, None),
+    "in a tuple by its configuration": ("T5", LABELS, lambda model: setattr(model.config, "return_dict", False)),
+    "recomputes by itself": ("Llama", LABELS, lambda model: model.gradient_checkpointing_enable()),
+    "encoder": (("BertConfig", "BertModel", ENCODER), {}, None),
+    "labels beside a decoder": (("BertConfig", "BertLMHeadModel", ENCODER | {"is_decoder": True}), LABELS, None),
+    "labels beside a translation": (("BartConfig", "BartForConditionalGeneration", BART), LABELS, None),
+    "translation": (("BartConfig", "BartForConditionalGeneration", BART), {}, None),
+    "states of another kind": (("MambaConfig", "MambaForCausalLM", SIZES | {"state_size": 4}), LABELS, None),
+}
+
+
+def outline(output):
+    """What stands in it, and in which order."""
+    found = output.items() if hasattr(output, "items") else enumerate(output)
+    return [(key, tuple(value.shape) if torch.is_tensor(value) else "no tensor") for key, value in found]
+
+
+def test_what_stands_in_an_output_is_what_one_device_has_there():
+    def run():
+        for case, (name, more, before) in OUTPUTS.items():
+            alone, inner = made(name), made(name)
+            if before is not None:
+                before(alone), before(inner)
+            model, _ = parallel(inner)
+            found, wanted = (outline(one(input_ids=tokens(), **more)) for one in (model, alone))
+            assert found == wanted, case
+
+    run_ranks(2, run)
+
+
+@in_turns(2)
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Mixtral"])
+def test_positions_that_begin_again_count_as_on_one_device(name):
+    """Without a mask: transformers takes them for several sequences in a row where there is no cache, only there."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(4, 8)
+
+    def run(mode):
+        alone = made(name)
+        model, _ = parallel(copy.deepcopy(alone), mode)
+        for more in ({}, {"use_cache": False}, {"attention_mask": torch.ones(4, 8, dtype=torch.long)}):
+            losses = []
+            for one in (alone, model, model):
+                one.zero_grad()
+                loss = one(input_ids=tokens(), labels=tokens(), position_ids=positions, **more).loss
+                loss.backward()
+                losses.append(loss.item())
+            assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5), more
+            for (_, mine), (_, theirs) in zip(model.named_parameters(), alone.named_parameters()):
+                assert (mine.grad.full_tensor() - theirs.grad).norm() <= 1e-4 * theirs.grad.norm() + 1e-7, more
+        cut = alone(input_ids=tokens(), labels=tokens(), position_ids=positions, use_cache=False).loss
+        whole = alone(input_ids=tokens(), labels=tokens(), position_ids=positions).loss
+        assert abs(cut / whole - 1) > 1e-5, "the case is one where it matters"
+
+    for mode in ("eager", "static"):
+        run_ranks(2, run, mode)

@@ -5,13 +5,21 @@ the keys and values of every layer are copied, and held until the output is gone
 no function of its inputs, either, so that static mode leaves it eager. While gradients are recorded and the model
 trains, a call that says nothing of a cache is made with `use_cache=False`. In the output stands an object that says so
 to whoever asks it for something.
+
+A call is left as it is wherever the output or the numbers could be others than on one device: where the model's own
+code says when it fills none (an encoder, or labels beside a decoder: then it fills none without us), where it
+recomputes by itself, and where positions come without a mask, which transformers takes for several sequences in a row
+only if there is no cache.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import sys
+import textwrap
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +28,8 @@ from torch import nn
 from .._calls.chain import add_step
 from .._plan.parts import PlanError
 
-SWITCH, CACHE = "use_cache", "past_key_values"
+SWITCH, CACHE, RECOMPUTES = "use_cache", "past_key_values", "gradient_checkpointing"
+READ = (SWITCH, CACHE, "return_dict", "position_ids", "attention_mask")
 
 
 class UnfilledCache:
@@ -61,15 +70,37 @@ def leave_caches_out(model: nn.Module) -> None:
             continue
         if isinstance(module, library.PreTrainedModel) and SWITCH in inspect.signature(module.forward).parameters:
             outer.append(name)
-            _Decoding(module)
+            models = [one for one in module.modules() if isinstance(one, library.PreTrainedModel)]
+            if CACHE in inspect.signature(module.forward).parameters and not any(map(_decides, map(type, models))):
+                _Decoding(module, models)
+
+
+def _decides(kind: type[nn.Module]) -> bool:
+    """Whether a model's own code turns the cache off, for another reason than that it recomputes."""
+    forward: Callable = inspect.unwrap(kind.forward)
+    if SWITCH not in forward.__code__.co_varnames:
+        return False
+    try:
+        lines = inspect.getsource(forward)
+    except OSError:  # nobody can say
+        return True
+    waiting: list[ast.AST] = [ast.parse(textwrap.dedent(lines))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Assign) and ast.unparse(node) == f"{SWITCH} = False":
+            return True
+        if not isinstance(node, ast.If) or RECOMPUTES not in ast.unparse(node.test):
+            waiting += ast.iter_child_nodes(node)
+    return False
 
 
 class _Decoding:
-    """The step of one model of transformers."""
+    """The step of one model of transformers, and of the models in it."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, models: list[nn.Module]) -> None:
         names = list(inspect.signature(module.forward).parameters)
-        self._places = {name: names.index(name) for name in (SWITCH, CACHE, "return_dict") if name in names}
+        self._places = {name: names.index(name) for name in READ if name in names}
+        self._recomputing = [one for one in models if hasattr(one, RECOMPUTES)]
         self._left_out = False
         add_step(module, "decoding", self._enter, self._leave)
 
@@ -78,20 +109,28 @@ class _Decoding:
         return args[at] if at < len(args) else kwargs.get(name)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        config = module.config.get_text_config(decoder=True)
-        self._left_out = (
-            module.training
-            and torch.is_grad_enabled()
-            and bool(getattr(config, SWITCH, False))
-            and all(self._given(name, args, kwargs) is None for name in (SWITCH, CACHE))
-            and self._given("return_dict", args, kwargs) is not False  # a cache has a place of its own in a tuple
-        )
+        self._left_out = module.training and torch.is_grad_enabled() and self._may_be_left_out(module, args, kwargs)
         if not self._left_out:
             return None
         at = self._places[SWITCH]
         if at < len(args):
             return (*args[:at], False, *args[at + 1 :]), kwargs
         return args, {**kwargs, SWITCH: False}
+
+    def _may_be_left_out(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
+        """Whether a call that trains would fill a cache that nobody asked for, and come to the same without."""
+        config = module.config
+        asked = config if hasattr(config, SWITCH) else config.get_text_config(decoder=True)
+        given = {name: self._given(name, args, kwargs) for name in READ}
+        in_tuple = given["return_dict"] is False or (given["return_dict"] is None and not config.return_dict)
+        return (
+            bool(getattr(asked, SWITCH, False))
+            and given[SWITCH] is None
+            and given[CACHE] is None
+            and not in_tuple  # where a cache has a place of its own
+            and (given["position_ids"] is None or given["attention_mask"] is not None)
+            and not any(getattr(one, RECOMPUTES) for one in self._recomputing)
+        )
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if not self._left_out or not dataclasses.is_dataclass(output):
