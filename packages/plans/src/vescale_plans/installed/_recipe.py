@@ -134,7 +134,7 @@ def _of_experts(plan: Plan, model: nn.Module, experts: Experts, mesh: Mesh) -> l
         more = {"block": _owner(model, name), "capacity": plan.capacity_factor, "needed": said}
         found.append(ExpertsBoundary(module, name, mesh, experts.axis, count, **more))
     for name, count in experts.listed.items():
-        if name and _is_spread(model.get_submodule(name), mesh.axis(experts.axis)):
+        if name and _is_spread(model.get_submodule(name), mesh, mesh.axis(experts.axis)):
             found.append(ListBoundary(_owner(model, name), name, count, mesh, experts.axis))
     return found
 
@@ -144,9 +144,9 @@ def _owner(model: nn.Module, name: str) -> nn.Module | None:
     return model.get_submodule(name.rpartition(".")[0]) if name else None
 
 
-def _is_spread(experts: nn.ModuleList, axis: int) -> bool:
-    """A plan may keep the experts of a list whole: its block then computes as any module does."""
-    return all(parameter.mesh_layout.states[axis].is_sharded for parameter in experts.parameters())
+def _is_spread(experts: nn.ModuleList, mesh: Mesh, axis: int) -> bool:
+    """A plan may keep the experts of a list whole: its block then computes as any module does. One rank has all."""
+    return mesh.sizes[axis] == 1 or all(parameter.mesh_layout.states[axis].is_sharded for parameter in experts.parameters())
 
 
 def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
