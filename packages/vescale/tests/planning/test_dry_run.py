@@ -310,3 +310,14 @@ def test_a_dry_run_draws_nothing(zero, virtual):
     assert random.getstate() == before
     vescale.dry_run(replace(library.llama({"dp": 2}), zero=zero), model, labelled())
     assert random.getstate() == before
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_integers_that_nobody_sends_are_places_of_every_table(backend):
+    """Labels that a context axis deals out arrive, and are looked up among classes that a tensor axis splits: they were
+    what the memory held before, which here is full of what is no class."""
+    plan = replace(library.llama({"dp": 1, "cp": 2, "tp": 2}), context_axis="cp", data_axis=None)
+    batch = {name: torch.full((BATCH, POSITIONS), 3) for name in ("input_ids", "labels")}
+    held = [torch.full((size,), 2**40) for size in (BATCH * POSITIONS // 2, BATCH * POSITIONS, BATCH) for _ in range(9)]
+    del held
+    assert vescale.dry_run(plan, llama(), batch, backend=backend).peak > 0

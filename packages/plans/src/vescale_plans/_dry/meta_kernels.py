@@ -1,6 +1,7 @@
 """Operators that torch refuses where a dry run needs them: on meta tensors, or on real integers that stand beside them.
 
 grouped products   torch's own shape function takes bfloat16 alone, whatever the kernels take
+what is received   integers are real, and nobody sends any: they are 0, a place that every table has
 histograms         code that asks a tensor for its device finds "meta", and casts as for a GPU: a CPU counts no int32
 
 And what stands for a choice by values (`CHOICES`): indices that are real, each as often as any, so that code that goes
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._torch_private import tree_iter
 
 aten = torch.ops.aten
 
@@ -74,8 +77,24 @@ def _max(values: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tenso
     return found, _argmax(values, dim, keepdim) if values.is_meta else indices
 
 
+def _received(function: Callable) -> Callable:
+    """Of a collective that fills its first argument, which torch's stand-in of a group leaves as it was."""
+
+    def filled(out: Any, *args: Any, **kwargs: Any) -> Any:
+        made = function(out, *args, **kwargs)
+        for tensor in tree_iter(out):
+            if not tensor.is_meta:
+                tensor.zero_()
+        return made
+
+    return filled
+
+
 CHOICES: dict[Any, Callable] = {aten.topk.default: _topk, aten.argmax.default: _argmax, aten.max.dim: _max}
 STAND_INS: dict[Any, Callable] = {aten.histc.default: _histc}
+c10d = torch.ops.c10d
+for _collective in (c10d.alltoall_base_, c10d.alltoall_, c10d.recv_):
+    STAND_INS[_collective.default] = _received(_collective.default)
 FLOPS: dict[Any, Callable] = {}
 if hasattr(aten, "_grouped_mm"):
     STAND_INS[aten._grouped_mm.default] = _grouped_mm
