@@ -1,5 +1,6 @@
 """`vescale plan` plans from a config folder or a factory, with no process group and no GPU, and says what is wrong."""
 
+import json
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -164,3 +165,43 @@ def test_stages_are_verified_where_it_is_asked_for(stages, tmp_path):
     shown = " ".join(run(*asked, *["--verify-stages"] * stages).split())
     assert ("in a dry run" in shown) is stages
     assert "does not run dry" not in shown
+
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def config(folder, **more):
+    (folder / "config.json").write_text(json.dumps({**SMALL, **more}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "more", [{"dtype": "torch.bfloat16"}, {"dtype": "auto"}, {"hidden_size": "x"}, {"num_attention_heads": 5}], ids=str
+)
+def test_a_config_that_does_not_build_is_said_to_be_one(tmp_path, more):
+    """Of whatever type what transformers raises is."""
+    result = RUN.invoke(app, ["plan", str(config(tmp_path, **more)), "--world-size", "2", "--hardware", "h100"])
+    assert isinstance(result.exception, PlanError) and "holds no config that builds" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--memory", "nan", "no number of GiB"),
+        ("--memory", "inf", "no number of GiB"),
+        ("--html", ".", "is a folder"),
+        ("--json", ".", "is a folder"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_before_anything_is_planned(tmp_path, option, value, said):
+    given = ["plan", str(config(tmp_path)), "--world-size", "2", "--hardware", "h100", option, value]
+    result = RUN.invoke(app, given)
+    assert isinstance(result.exception, PlanError) and said in str(result.exception)
+
+
+def test_modules_to_compute_again_can_be_pinned(tmp_path):
+    shown = run(config(tmp_path), "--world-size", 2, "--hardware", "h100", "--seq", 32, "--pin", "inside=mlp")
+    assert "checkpointing=mlp" in shown

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +44,7 @@ def plan(
     verify_stages: Annotated[
         bool, typer.Option(help="Also dry-run every stage of a pipeline; takes minutes for large models.")
     ] = False,
-    pin: Annotated[list[str] | None, typer.Option(help="A setting to fix, such as tp=8; may be repeated.")] = None,
+    pin: Annotated[list[str] | None, typer.Option(help="A setting to fix: tp=8, inside=mlp; may be repeated.")] = None,
     forbid: Annotated[list[str] | None, typer.Option(help="What must not be used, such as pp.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the plan, for Plan.from_json.")] = None,
@@ -55,9 +56,14 @@ def plan(
     request.
     """
     for option, path in (("--html", html), ("--json", json)):
+        if path is not None and path.is_dir():
+            remedies = [(f"{option} {path / 'plan'}{option.replace('--', '.')}", "a file in it")]
+            raise PlanError("vescale plan", f"{option} {path} is a folder", (), remedies)
         if path is not None and not path.parent.is_dir():
             remedies = [(f"mkdir -p {path.parent}", "makes it")]
             raise PlanError("vescale plan", f"{option} {path}: there is no folder {path.parent}", (), remedies)
+    if memory is not None and not isfinite(memory):
+        raise PlanError("vescale plan", f"--memory {memory:g} is no number of GiB", (), [("--memory 80", "")])
     built, sample = _build(model)
     rows = world_size if batch is None else batch
     asked: dict[str, Any] = {} if memory is None else {"memory": int(memory * GIB)}
@@ -151,6 +157,8 @@ def _pins(given: list[str]) -> Mapping[str, Any]:
             pins[name] = value.lower() == "true"
         elif value.isdigit():
             pins[name] = int(value)
+        elif name == "inside" and value:
+            pins[name] = tuple(value.split("+"))  # as a plan's line shows it
         else:
             raise PlanError("vescale plan", f"--pin {one!r} gives no number", (), [("--pin tp=8", "or --pin sp=true")])
     return pins
@@ -194,6 +202,6 @@ def _from_huggingface(folder: Path) -> nn.Module:
         named = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
             return named(config) if named is not None else transformers.AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of whatever type: transformers checks a config in many ways
         remedies = [("vescale plan module:factory", "builds the model by code of your own")]
         raise PlanError("vescale plan", f"{folder} holds no config that builds: {error}", (), remedies) from error
