@@ -2,7 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape
 from io import StringIO
 
@@ -256,3 +256,15 @@ def test_bars_do_not_vanish_against_a_limit_that_is_far():
     assert "and not drawn" in text
     assert not set(TIME.values()) & set(MEMORY.values())
     assert escape(str(explained)) in text  # the page says all that the text says
+
+
+def test_what_a_dry_run_passed_over_does_not_fit():
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    explained = generate_plan(model, world_size=2, batch=8, hardware="cpu", sample=torch.randn(1, 16)).explain()
+    next_best = explained.ranked[1].candidate
+    pin = {name: getattr(next_best, name) for name in ("dp", "tp", "zero", "sp", "microbatches", "checkpointing")}
+    assert explained.against(pin).fits
+    passed_over = replace(explained, demoted=((next_best, 1 << 60),))
+    found = passed_over.against(pin)
+    assert found.other.candidate == next_best and not found.fits
+    assert "in a dry run: " in str(found) and str(found).endswith("it does not fit")

@@ -120,16 +120,18 @@ class Against:
         request: what was asked.
         pin: what was asked for instead.
         chosen, other: priced alike; `other` with the least that fits computed again, or, where it does not fit, all.
+        peak: bytes of `other` in a dry run, for which it was passed over.
     """
 
     request: Request
     pin: Mapping[str, Any]
     chosen: Estimate
     other: Estimate
+    peak: int | None = None
 
     @property
     def fits(self) -> bool:
-        return self.other.memory.total <= self.request.limit
+        return self.peak is None and self.other.memory.total <= self.request.limit
 
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
@@ -151,6 +153,8 @@ class Against:
         more = {name: sizes[name] - ours[name] for name in sizes if sizes[name] != ours[name]}
         lines += [f"  {name}  {size / GIB:+.2f} GiB" for name, size in more.items()]
         lines += [f"{name}: {where}" for name, where in places(self.request, self.other.candidate)]
+        if self.peak is not None:
+            lines.append(f"in a dry run: {headroom(self.request, self.peak)}")
         verdict = "it does not fit" if not self.fits else "it fits, and is no faster" if own >= best else "it is faster"
         return "\n".join([*lines, verdict])
 

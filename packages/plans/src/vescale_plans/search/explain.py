@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,8 @@ class Explanation(Weighed):
 
         Raises InfeasibleError where no candidate has them, PlanError for a name that is none.
         """
-        return against(self.request, self.chosen, pin)
+        found = against(self.request, self.chosen, pin)
+        return replace(found, peak=dict(self.demoted).get(found.other.candidate))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.console import Group
