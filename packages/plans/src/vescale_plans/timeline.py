@@ -235,11 +235,12 @@ def _grouped(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: object) ->
     """[T, k] x [groups, k, n], [groups, m, k] x [k, T], [m, T] x [T, n] -> [groups, m, n], and stacks."""
     if a.ndim == b.ndim == 3:
         return _bmm(a, b)
-    groups = max(1, a.shape[0] if a.ndim == 3 else b.shape[0] if b.ndim == 3 else offsets.shape[0])
-    sizes = {"m": a.shape[-2], "n": b.shape[-1], "k": a.shape[-1]}
-    grouped = "k" if a.ndim == b.ndim else "m" if a.ndim == 2 else "n"
-    sizes[grouped] = -(-sizes[grouped] // groups)
-    return groups, *sizes.values()
+    grouped = b if b.ndim == 3 else a if a.ndim == 3 else offsets
+    groups = 1 if grouped is None else max(1, grouped.shape[0])
+    m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
+    if a.ndim == b.ndim:
+        return groups, m, n, -(-k // groups)
+    return (groups, -(-m // groups), n, k) if a.ndim == 2 else (groups, m, -(-n // groups), k)
 
 
 aten = torch.ops.aten

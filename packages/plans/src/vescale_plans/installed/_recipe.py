@@ -146,7 +146,8 @@ def _owner(model: nn.Module, name: str) -> nn.Module | None:
 
 def _is_spread(experts: nn.ModuleList, mesh: Mesh, axis: int) -> bool:
     """A plan may keep the experts of a list whole: its block then computes as any module does. One rank has all."""
-    return mesh.sizes[axis] == 1 or all(parameter.mesh_layout.states[axis].is_sharded for parameter in experts.parameters())
+    states = [parameter.mesh_layout.states[axis] for parameter in experts.parameters()]
+    return mesh.sizes[axis] == 1 or all(state.is_sharded for state in states)
 
 
 def _sharing(plan: Plan, mesh: Mesh) -> Sharing:
