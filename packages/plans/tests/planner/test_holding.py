@@ -55,6 +55,13 @@ def test_the_closed_form_is_near_the_dry_run(llama, plan):
     assert abs(off(llama, Candidate(**PLANS[plan]))) <= MARGIN
 
 
+@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("more", ({}, {"dp": 2, "zero": 3}), ids=["", "zero 3"])
+def test_what_is_gathered_from_positions_for_a_split_product_is_kept_whole(llama, tp, more):
+    positions, full = (off(llama, Candidate(tp=tp, sp=sp, **more)) for sp in (True, False))
+    assert abs(positions - full) <= 0.02
+
+
 @pytest.mark.parametrize("zero", (0, 1, 2))
 def test_narrow_copies_are_whole_and_wide_ones_sharded(llama, zero):
     assert abs(off(llama, Candidate(dp=4, zero=zero), narrow=True)) <= MARGIN

@@ -15,7 +15,8 @@ class Amount(NamedTuple):
         whole_meet, split_meet: per position and position that it meets.
         fixed: whatever rows and positions.
         meet: per pair of positions, whatever rows: a mask.
-        gathered: per position, on every rank of the tensor axis even where what is whole is split by position.
+        gathered: per position, on every rank of the tensor axis even where what is whole is split by position: rows of
+            experts, and what a product with a split parameter is given, which backward needs as it was gathered.
         repeated: per position, split, of keys that are repeated for a kernel, one for each head, beyond those that
             heads share.
         written: per position and position that it meets, split, of scores that a kernel of a CPU writes out.

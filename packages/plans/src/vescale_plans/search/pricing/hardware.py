@@ -135,6 +135,7 @@ class Hardware:
         wide: `flops` in float32, where `itemsize` is less; None for the same.
         once: rows for experts are sent to a node once, and each tensor rank sends its share of them to experts that
             are whole, as Megatron's dispatcher does; ours sends each row to every rank that has a part of its expert.
+            Also, what is gathered from positions is gathered anew in backward; ours is kept.
         numbers: that a system holds per parameter.
         attention: share of `flops` that attention reaches, forward and backward together.
         scores: reads and writes of attention's scores by memory in each direction, per position that one meets and

@@ -4,7 +4,8 @@ The model itself is run, forward and backward (`step.py`), with as many rows as 
 rows is an activation, what does not is the size of a parameter. A tensor lies between the tensor axis's matrices,
 and is split by it, if it comes out of a split matrix and has not met the next one yet; so is the gradient of a split
 table. What a module makes of whole activations that it is given, with split matrices inside (experts and their rows),
-is whole on every rank, whether positions are split outside or not. So nothing is assumed about attention, norms, gates
+is whole on every rank, whether positions are split outside or not, and so is what a split matrix is multiplied with,
+which is gathered before, and kept so. So nothing is assumed about attention, norms, gates
 or the loss: they keep what they keep. Keys that are repeated for the kernel of a CPU are told apart, and scores for
 which it has no kernel (values that are narrower than queries); and of a loss over classes what it makes on the way,
 since of split ones it is computed in another way (`_rules/solvers/class_parts.py` of vescale_dtensor): it keeps the
@@ -190,7 +191,7 @@ def _amount(few: Item, many: Item, longer: Item | None, positions: int) -> Amoun
         once = each / max(1, many.repeated)
         return kept._replace(split=once, repeated=each - once)
     kept = Amount(whole_meet=square, fixed=fixed, meet=meeting)
-    return kept._replace(gathered=each) if many.inside else kept._replace(whole=each)
+    return kept._replace(gathered=each) if many.inside or many.met else kept._replace(whole=each)
 
 
 def _worst(amounts: Sequence[Amount]) -> tuple[Amount, ...]:

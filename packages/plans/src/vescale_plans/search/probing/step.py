@@ -76,14 +76,15 @@ class _Fused(TorchFunctionMode):
 
 @dataclass
 class Item:
-    """`inside`: made within a module that takes and gives whole activations, with split parameters between; `repeated`:
-    so often, for a kernel; `written`: scores that a CPU keeps, and a GPU does not; `loss`: the gradient of logarithms,
+    """`inside`: made within a module that takes and gives whole activations, with split parameters between; `met`: goes
+    into a product with a split parameter, before which positions are gathered; `repeated`: so often, for a kernel; `written`: scores that a CPU keeps, and a GPU does not; `loss`: the gradient of logarithms,
     of so many bytes each."""
 
     size: int
     born: int
     split: bool
     inside: bool = False
+    met: bool = False
     repeated: int = 0
     written: bool = False
     loss: int = 0
@@ -112,6 +113,9 @@ class _Log(Meter):
         marked = any(self.items[self.at[key]].split for key in keys if key in self.at)
         if any(key in self._weights for key in keys):
             marked = not marked and function.overloadpacket not in LOOKUPS
+            for key in keys if marked else ():
+                if key in self.at:
+                    self.items[self.at[key]].met = True
         self._mark = marked
         made = super().__torch_dispatch__(function, types, args, kwargs)
         if function.overloadpacket in LOSS_GRADIENTS:
@@ -136,7 +140,7 @@ class _Log(Meter):
     def _add(self, key: int, kind: str, size: int) -> None:
         self._known[key] = (kind, size)
         self.at[key] = len(self.items)
-        self.items.append(Item(size, self.now, self._mark, self.inside, self.repeating, self._writing))
+        self.items.append(Item(size, self.now, self._mark, self.inside, False, self.repeating, self._writing))
         self.now += 1
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
