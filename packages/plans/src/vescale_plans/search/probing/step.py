@@ -77,8 +77,9 @@ class _Fused(TorchFunctionMode):
 @dataclass
 class Item:
     """`inside`: made within a module that takes and gives whole activations, with split parameters between; `met`: goes
-    into a product with a split parameter, before which positions are gathered; `repeated`: so often, for a kernel; `written`: scores that a CPU keeps, and a GPU does not; `loss`: the gradient of logarithms,
-    of so many bytes each."""
+    into a product with a split parameter, before which positions are gathered; `repeated`: so often, for a kernel;
+    `written`: scores that a CPU keeps, and a GPU does not; `loss`: the gradient of logarithms, of so many bytes
+    each."""
 
     size: int
     born: int
