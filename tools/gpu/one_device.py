@@ -34,7 +34,7 @@ def model_of(sizes: dict[str, int], vocabulary: int) -> nn.Module:
 def stepper(way: str, model: nn.Module, tokens: torch.Tensor, fused: bool) -> Callable[[], torch.Tensor]:
     make = partial(torch.optim.AdamW, lr=1e-4, fused=fused)
     if way.startswith("ours"):
-        plan = vescale.Plan(mesh={"tp": 1}, parameters={"*": {}}, data_axis=None)
+        plan = vescale.Plan(mesh={"dp": 1}, parameters={"*": {}})
         model, optimizer = vescale.parallelize(plan, model, make, mode=way.removeprefix("ours, "))
     else:
         optimizer = make(model.parameters())

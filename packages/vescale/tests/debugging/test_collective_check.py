@@ -76,7 +76,8 @@ def test_what_one_rank_computes_alone_raises_on_both(plan, alone, who):
     finally:
         pool.end(2, "cpu")  # its connections are closed
     assert [computed for computed, _ in found] == [[], []]
-    saw = [said for _, said in found if re.search(r"collective [\d,]+ over axis '\w+' is not the same on all ranks", said)]
+    rule = re.compile(r"collective [\d,]+ over axis '\w+' is not the same on all ranks")
+    saw = [said for _, said in found if rule.search(said)]
     assert len(saw) == 2, found  # the other by its first cause
     for said in saw:
         assert re.search(r"rank 0  in .*, with(out)? gradients.*\n.*rank 1  in .*, with(out)? gradients", said), said

@@ -129,7 +129,6 @@ GROUPED = {  # operands -> products: as many as there are groups
 }
 
 
-@pytest.mark.skipif(not hasattr(aten, "_grouped_mm"), reason="torch has no grouped products")
 @pytest.mark.parametrize("shapes", GROUPED)
 def test_grouped_products_are_priced_as_products_of_each_group(shapes):
     left, right = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)

@@ -214,7 +214,7 @@ def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layo
     key = (mesh, states, shape)
     layout = _interned.get(key)
     if layout is None:
-        plain = tuple(_plain_cut(mesh, axis, states, shape) for axis in range(len(states)))
+        plain = tuple(_plain(mesh, axis, states, shape) for axis in range(len(states)))
         if plain != states:
             layout = layout_of(mesh, plain, shape)
         else:
@@ -232,9 +232,9 @@ def layout_of(mesh: Mesh, states: Sequence[State], shape: Sequence[int]) -> Layo
     return layout
 
 
-def _plain_cut(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, ...]) -> State:
-    """What is cut or partial among one rank is written as whole, and a ragged or grouped cut that equals the plain one
-    as the plain one."""
+def _plain(mesh: Mesh, axis: int, states: tuple[State, ...], shape: tuple[int, ...]) -> State:
+    """The plainest state of an axis that says the same: one rank cuts nothing and adds nothing up, and a ragged or
+    grouped cut may equal the plain one."""
     state = states[axis]
     if mesh.sizes[axis] == 1 and (state.kind == "S" or state is PARTIAL):
         return REPLICATE  # and so it is computed as on one device, to the bit

@@ -25,7 +25,7 @@ Forward sees the tokens as they are, and weights gathered over the expert axis, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -57,7 +57,7 @@ from .added_last import added_last
 from .beside import Beside
 from .capacity import capacities, counted, positions
 from .route import Back, Out, Route, Spread
-from .split import split_problem
+from .split import refuse_split, refuse_unsplit, split_axes, split_problem
 
 
 class ExpertsBoundary:
@@ -92,11 +92,12 @@ class ExpertsBoundary:
         self.split, self.whole = split_axes(module.named_parameters(recurse=False), at)
         self._tried = not (self.whole or self.split)
         self.beside = Beside(block, module) if spread and block is not None else None
-        self._running: list[_Call | _UnsplitCall] = []
+        self._running: list[_Call | _UnsplitCall | None] = []  # None: as any module's forward is
         add_step(module, "experts", self._enter, self._leave)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if self._is_off or not (self._needed or self._fits(module, args, kwargs)):
+        if not (self._needed or self._fits(module, args, kwargs)):
+            self._running.append(None)
             return args, kwargs
         if not self._tried:
             self._try_slices(module, args, kwargs)
@@ -105,10 +106,13 @@ class ExpertsBoundary:
         return call.args, call.kwargs
 
     def _fits(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
-        """Whether a call is one of experts whose rows can stay; on all ranks alike."""
+        """Whether a call is one of experts whose rows can stay; on all ranks alike. Slices are tried once."""
         try:
             _tokens_indices_weights(self.name, args, kwargs)
-            if not self._tried:
+        except PlanError:
+            return False
+        try:
+            if not (self._tried or self._is_off):
                 self._try_slices(module, args, kwargs)
         except PlanError:
             self._is_off = True
@@ -156,9 +160,9 @@ class ExpertsBoundary:
         self._tried = True
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        if self._is_off:
-            return output
         call = self._running.pop()
+        if call is None:
+            return output
         call.restore()
         return call.combine(output) if isinstance(output, Tensor) else output
 
@@ -182,47 +186,6 @@ def total_load(experts: Spread, load: list[int] | Tensor, replicas: tuple[int, .
             for i, count in enumerate(counts):
                 totals[first + i] += count
     return totals
-
-
-def split_axes(
-    parameters: Iterable[tuple[str, DTensor]], experts: int
-) -> tuple[frozenset[int], dict[str, tuple[int, ...]]]:
-    """The axes over which the weights of single experts are split: what forward returns is partial there; and the
-    parameters that are whole on some of these axes."""
-    states = {key: parameter.mesh_layout.states for key, parameter in parameters}
-    split = {axis for own in states.values() for axis, state in enumerate(own) if state.is_sharded and axis != experts}
-    whole = {key: tuple(axis for axis in sorted(split) if not own[axis].is_sharded) for key, own in states.items()}
-    return frozenset(split), {key: axes for key, axes in whole.items() if axes}
-
-
-def refuse_unsplit(name: str, mesh: Mesh, parameters: Iterable[tuple[str, DTensor]], whole: dict[str, tuple[int, ...]]):
-    """Raises PlanError for parameters that are whole on an axis that splits the others, if there are any."""
-    if not whole:
-        return
-    axis = mesh.names[next(iter(whole.values()))[0]]
-    raise PlanError(
-        name,
-        f"over axis {axis!r} its experts are split inside, but {', '.join(whole)} is not: the experts do more with it "
-        "than add it to their result, so each rank's part of the sum cannot be known",
-        [f"{key}  {list(parameter.mesh_layout.states)}" for key, parameter in parameters],
-        [(f"leave {axis!r} out of the placements of its parameters", "experts are whole there")],
-    )
-
-
-def refuse_split(
-    name: str, mesh: Mesh, split: frozenset[int], held: Mapping[str, DTensor | None], problem: str
-) -> None:
-    """Raises PlanError: experts cannot be split inside as they are."""
-    axis = mesh.names[min(split)]
-    raise PlanError(
-        name,
-        f"over axis {axis!r} its experts are split inside, and {problem}",
-        [f"{key}  {list(one.mesh_layout.states)}" for key, one in held.items() if one is not None],
-        [
-            ("InterleavedShard(dim, 2)", "of a weight that holds two, as gate and up, each cut alike"),
-            (f"leave {axis!r} out of the placements of its parameters", "experts are whole there"),
-        ],
-    )
 
 
 def row_states(now: Sequence[State], experts: Spread, spread: bool, split: frozenset[int]) -> tuple[State, ...]:

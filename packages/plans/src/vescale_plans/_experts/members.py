@@ -9,9 +9,9 @@ from torch import nn
 
 from vescale_dtensor.engine import Mesh
 
-from .experts import refuse_unsplit, split_axes
 from .route import Spread
 from .rows import Rows
+from .split import refuse_unsplit, split_axes
 
 
 class Members:

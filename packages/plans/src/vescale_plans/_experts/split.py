@@ -1,4 +1,5 @@
-"""Whether experts that are split inside give parts of one sum: tried once, with random weights of one expert.
+"""Experts that are split inside: over which axes, and whether they give parts of one sum, which is tried once, with
+random weights of one expert.
 
 Their forward runs on each rank's slices, and what it returns is summed over the axes that split. That is right where
 rows of one weight meet columns of another, and not where local code cuts a packed weight (gate and up in one) whose
@@ -8,18 +9,60 @@ so whole weights are compared with the sum over slices of the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from vescale_dtensor import Layout
-from vescale_dtensor.engine import INVARIANT, convert, from_plain, gather_objects
+from vescale_dtensor import DTensor, Layout
+from vescale_dtensor.engine import INVARIANT, Mesh, convert, from_plain, gather_objects
 
 from .._apply.generators import random_states, same_states, set_random_states
+from .._plan.parts import PlanError
 
 Forward = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 _ROWS = 4
+
+
+def split_axes(
+    parameters: Iterable[tuple[str, DTensor]], experts: int
+) -> tuple[frozenset[int], dict[str, tuple[int, ...]]]:
+    """The axes over which the weights of single experts are split: what forward returns is partial there; and the
+    parameters that are whole on some of these axes."""
+    states = {key: parameter.mesh_layout.states for key, parameter in parameters}
+    split = {axis for own in states.values() for axis, state in enumerate(own) if state.is_sharded and axis != experts}
+    whole = {key: tuple(axis for axis in sorted(split) if not own[axis].is_sharded) for key, own in states.items()}
+    return frozenset(split), {key: axes for key, axes in whole.items() if axes}
+
+
+def refuse_unsplit(name: str, mesh: Mesh, parameters: Iterable[tuple[str, DTensor]], whole: dict[str, tuple[int, ...]]):
+    """Raises PlanError for parameters that are whole on an axis that splits the others, if there are any."""
+    if not whole:
+        return
+    axis = mesh.names[next(iter(whole.values()))[0]]
+    raise PlanError(
+        name,
+        f"over axis {axis!r} its experts are split inside, but {', '.join(whole)} is not: the experts do more with it "
+        "than add it to their result, so each rank's part of the sum cannot be known",
+        [f"{key}  {list(parameter.mesh_layout.states)}" for key, parameter in parameters],
+        [(f"leave {axis!r} out of the placements of its parameters", "experts are whole there")],
+    )
+
+
+def refuse_split(
+    name: str, mesh: Mesh, split: frozenset[int], held: Mapping[str, DTensor | None], problem: str
+) -> None:
+    """Raises PlanError: experts cannot be split inside as they are."""
+    axis = mesh.names[min(split)]
+    raise PlanError(
+        name,
+        f"over axis {axis!r} its experts are split inside, and {problem}",
+        [f"{key}  {list(one.mesh_layout.states)}" for key, one in held.items() if one is not None],
+        [
+            ("InterleavedShard(dim, 2)", "of a weight that holds two, as gate and up, each cut alike"),
+            (f"leave {axis!r} out of the placements of its parameters", "experts are whole there"),
+        ],
+    )
 
 
 def split_problem(
