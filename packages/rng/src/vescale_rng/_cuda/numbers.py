@@ -51,7 +51,7 @@ class Recipe:
     """What a fill makes of words: numbers of a kind, with parameters as the kernel holds them.
 
         uniform         from, to - from, to         exponential   -1 / lambda
-        bernoulli       p                           geometric     log(1 - p)
+        bernoulli       p                           geometric     1 - p, of doubles log(1 - p)
         normal          mean, std                   cauchy        median, sigma
         log_normal      mean, std                   integers      from, and how many (modulo 2^64, 0 being all)
 
@@ -122,8 +122,9 @@ def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Reci
 
 
 def _geometric(dtype: torch.dtype, p: float) -> Recipe:
-    below = torch.tensor(-_held(p, dtype), dtype=torch.float64 if dtype == torch.float64 else torch.float32).log1p()
-    return Recipe("geometric", dtype == torch.float64, (below.item(),))
+    if dtype == torch.float64:
+        return Recipe("geometric", True, (math.log1p(-p),))
+    return Recipe("geometric", False, ((1 - torch.tensor(p, dtype=torch.float32)).item(),))
 
 
 def _random(dtype: torch.dtype, *bounds: int | None, **named: int | None) -> Recipe:
@@ -234,7 +235,8 @@ def _made_cauchy(own: Recipe, found: Words, lane: Tensor, dtype: torch.dtype) ->
 
 
 def _made_geometric(own: Recipe, found: Words, lane: Tensor, dtype: torch.dtype) -> Tensor:
-    return _uniform_numbers(own, found, lane).log_().div_(own.numbers[0]).ceil_()
+    value, failed = _uniform_numbers(own, found, lane).log_(), own.numbers[0]
+    return value.div_(failed if own.wide else torch.tensor(failed).log()).ceil_()
 
 
 def _made_integers(own: Recipe, found: Words, lane: Tensor, dtype: torch.dtype) -> Tensor:

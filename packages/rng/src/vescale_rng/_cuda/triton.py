@@ -140,7 +140,11 @@ def _fill(
                 epsilon: tl.constexpr = _WIDE_EPSILON if WIDE else _EPSILON
                 found = tl.where(x >= 1 - epsilon, -epsilon, _log(x, True)) * one.to(x.dtype)
             elif KIND == "geometric":
-                found = tl.ceil(_log(x, True) / one.to(x.dtype))
+                if WIDE:
+                    found = tl.ceil(_log(x, True) / one)
+                else:  # the logarithm of the chance to fail is the device's own, too: a quotient may be an integer
+                    failed = tl.full(x.shape, 0, x.dtype) + one.to(x.dtype)
+                    found = tl.ceil(tl.div_rn(_log(x, True), _log(failed, True)))
             else:
                 if not WIDE:
                     x = tl.minimum(tl.maximum(x, _LEAST), 1 - _LEAST)
