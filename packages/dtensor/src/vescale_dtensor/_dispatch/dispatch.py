@@ -113,7 +113,7 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
         else:
             args = substitute(args, _as_saved)
             out = apart(_run_local(decision.run, types, args, kwargs or {}))
-        if type(out) is Tensor and not (decision.plain and _among(out, args)):
+        if type(out) is Tensor and not (decision.guarded and (_among(out, args) or decision.out.is_number)):
             layout = decision.out
             out.__class__ = DTensor
             out._layout = layout if is_grad_enabled() else layout.untracked
@@ -268,9 +268,8 @@ def _decide(entry: Entry, function: Any, args: tuple, kwargs: dict, tensors: lis
     decision.copies = bool(decision.targets) and _must_copy(entry, operands[0], decision)
     more = decision.targets or decision.untracked or decision.mutated or decision.watched
     more = more or decision.partial or decision.alike
-    more = more or isinstance(function, OpOverload)
-    more = more or isinstance(decision.out, Layout) and decision.out.is_number  # `attach` has more to do
-    decision.ready = seen and not more
+    decision.ready = seen and not (more or isinstance(function, OpOverload))
+    decision.guarded = decision.plain or isinstance(decision.out, Layout) and decision.out.is_number
     return decision
 
 

@@ -111,6 +111,7 @@ class Decision:
     untracked: tuple[int, ...] = ()
     mutated: tuple[int, ...] = ()
     plain: bool = False
+    guarded: bool = False
     copies: bool = False
     watched: bool = False
     partial: tuple[int, ...] = ()
