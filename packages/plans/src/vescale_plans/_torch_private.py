@@ -4,6 +4,7 @@ No other module of the package names a private part of torch: `make check` holds
 says which of them an installed torch lacks. What costs much to import is imported where it is asked for.
 """
 
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -135,6 +136,32 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def compiled_code(function: FunctionType) -> CodeType | None:
+    """What a compiler runs in a function's place, where it has made one thing of it alone, and torch tells. Instead: a
+    public `torch.compiler` way to call a graph whose guards the caller asks himself, as for inference (`aot_compile`).
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    except ImportError:
+        return None
+    made = _debug_get_cache_entry_list(function.__code__)
+    return made[0].code if len(made) == 1 else None
+
+
+def global_state() -> Any:
+    """How torch is set now, as far as compiled code counts on it; `check()` tells whether it still is. Instead: the
+    settings one by one, a microsecond each."""
+    from torch._C._dynamo.guards import GlobalStateGuard
+
+    return GlobalStateGuard()
+
+
+def compiler_is_asked_otherwise() -> bool:
+    """Whether somebody has changed what compiled functions do (`torch.compiler.set_stance`), or traces them. Instead:
+    a public question of `torch.compiler`."""
+    return torch._dynamo.eval_frame._stance.stance != "default" or torch.jit.is_tracing()
 
 
 def missing_compiler(device_type: str) -> str | None:

@@ -53,15 +53,15 @@ def huggingface_loss(model, x, y):
 MODELS = {
     "gpt": (
         build_gpt, library.gpt, lambda model, x, y: model(x, y),
-        {"transformer.h.0.ln_1", "transformer.h.1.attn.c_attn", "lm_head"}, {"transformer.h.0.ln_1", "lm_head"},
+        {"transformer.h.0.mlp", "transformer.h.1.mlp"}, set(),
     ),
     "llama": (
         build_llama, library.llama, huggingface_loss,
-        {"model.layers.0", "model.layers.1", "model.norm", "lm_head"}, {"model.layers.0.mlp", "lm_head"},
+        {"model.layers.0", "model.layers.1", "model.norm"}, {"model.layers.0.mlp"},
     ),
     "mixtral": (
         build_mixtral, library.mixtral, huggingface_loss,
-        {"model.layers.0.self_attn", "model.layers.1.self_attn", "lm_head"}, {"model.layers.0.input_layernorm"},
+        {"model.layers.0.self_attn", "model.layers.1.self_attn"}, {"model.layers.0.input_layernorm"},
     ),
 }  # fmt: skip
 
@@ -165,13 +165,22 @@ def test_stages_of_a_pipeline_compile_as_well(name, kind, backend):
     assert MODELS[name][3] <= close(found)
 
 
+class Wide(torch.nn.Module):
+    def __init__(self, width, more):
+        super().__init__()
+        self.up = torch.nn.Linear(width, more)
+
+    def forward(self, x):
+        return self.up(x).tanh() * 0.5
+
+
 class Widths(torch.nn.Module):
     """More layers of one class, each of another shape, than torch makes anew for one code object."""
 
     def __init__(self):
         super().__init__()
         widths = [8 + 4 * i for i in range(11)]
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in itertools.pairwise(widths))
+        self.layers = torch.nn.ModuleList(Wide(*pair) for pair in itertools.pairwise(widths))
 
     def forward(self, x):
         for layer in self.layers:
@@ -233,7 +242,7 @@ def test_a_model_with_dropout_compiles_at_several_lengths():
     wanted, _ = run_ranks(2, lengths, "eager")[0]
     for losses, names in run_ranks(2, lengths, "compile", timeout=300):
         assert losses == pytest.approx(wanted, rel=1e-5)
-        assert {"transformer.h.0.ln_1", "transformer.h.1.attn.c_attn", "lm_head"} <= names
+        assert {"transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"} <= names
 
 
 def without_a_compiler(through):

@@ -23,13 +23,14 @@ from vescale_dtensor.engine import Difference, check_order, grad_state, is_stric
 
 from .._plan.parts import PlanError
 from .._torch_private import _are_functorch_transforms_active, _len_torch_function_stack
+from .compiled import StaticWarning
 from .frame import Frame
 from .key import foreign_global_hooks, take_key
 from .mode import check_compiler, is_watched
 from .reads import Changed, Reads
 from .record import Recording
 from .site import DRAWN, EAGER, STATIC, UNSEEN, Site
-from .static_region import Eager, Nested, Region, StaleRegion, StaticWarning
+from .static_region import Eager, Nested, Region, StaleRegion
 from .threads import are_others_looking
 
 MISSES = 8  # recordings of one module after its first; then it stays eager

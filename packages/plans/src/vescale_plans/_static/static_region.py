@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -30,14 +28,10 @@ from .._apply.containers import map_first, map_tensors
 from .._apply.generators import random_states, set_random_states
 from .._calls.chain import hooks_after, hooks_before
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
-from .._torch_private import compiler_errors, functorch_config
 from . import passes
+from .compiled import Compiled, apart
 from .frame import Boundary, Frame, Step, parameter_place, tensors_of
 from .guard import FORWARD_HOOKS
-
-
-class StaticWarning(UserWarning):
-    """A module in static mode fell back to eager, or stayed uncompiled, and why."""
 
 
 class StaleRegion(BaseException):
@@ -85,16 +79,14 @@ class Region:
         self._made: list[Tensor] = []
         self._is_hooked = False  # whether what operators save goes to hooks, in the call that runs
         self.holds = frame.guard
-        self._compiled: Callable | None = None
-        if backend and not frame.shares and self._is_one_graph():
-            _let_graphs_be_retained()
-            forward = _own_code(frame.site.forward)
-            self._compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
+        self._compiled: Compiled | None = None
+        if backend and not (frame.shares or _is_one_kernel(module)) and self._is_one_graph():
+            self._compiled = Compiled(frame.site.name, frame.site.forward, backend, self._places)
         self._stands = [] if frame.shares else list(self._straightened())
 
     @property
     def is_compiled(self) -> bool:
-        return self._compiled is not None
+        return self._compiled is not None and not self._compiled.has_failed
 
     def _is_one_graph(self) -> bool:
         """Whether a compiler can see all of it: boundaries of the plan, and no leaf that draws or converts itself."""
@@ -107,7 +99,7 @@ class Region:
         """The module's forward on plain tensors; `unwrapped`: its inputs, plain already. Communicates as in eager."""
         hooked = _saved_tensors_hooks(True) is not None
         if hooked:  # a hook keeps the very object that an operator saves, where that has no gradient
-            args, kwargs = _apart((args, kwargs))
+            args, kwargs = apart((args, kwargs))
         made: list[Tensor] = []
         outer, self._made, self._is_hooked = (self._made, self._is_hooked), made, hooked
         before, passes.running = passes.running, self
@@ -145,7 +137,7 @@ class Region:
             if made:
                 wrap(made)
         if hooked:
-            out = _apart(out)
+            out = apart(out)
         return self._attach(out) if self._attaches else out
 
     def _keep_registered(self) -> None:
@@ -160,24 +152,7 @@ class Region:
         return bool(self._others) or not all(requires_grad(tensor) for tensor in self._weights)
 
     def _through_compiler(self, *args: Any, **kwargs: Any) -> Any:
-        """The compiled forward, on views: what it keeps for its backward must still be plain tensors then.
-
-        That goes for its results as well, of which autograd keeps those without gradient (indices) as they are.
-        """
-        args, kwargs = map_tensors((args, kwargs), _alias)
-        usual = [(table, name, table[name]) for table, name in self._places]  # a boundary's conversions, at their time
-        for table, name, tensor in usual:
-            table[name] = _alias(tensor)
-        try:
-            return _apart(self._compiled(*args, **kwargs))
-        except compiler_errors() as error:
-            self._compiled = None
-            why = str(error).strip().partition("\n")[0]
-            warnings.warn(f"{self.site.name} is not compiled: {why}", StaticWarning, stacklevel=2)
-        finally:
-            for table, name, tensor in usual:
-                table[name] = tensor
-        return self.site.forward(*args, **kwargs)
+        return self._compiled(args, kwargs, self._is_hooked)
 
     def _hooks_of(self, site: Any) -> tuple[tuple, tuple] | None:
         """The converters of a module's hooks; None where a hook does something else."""
@@ -300,6 +275,11 @@ class Region:
         return out.detach() if self._is_hooked and not out.requires_grad else out
 
 
+def _is_one_kernel(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own that calls one kernel: a compiler would leave it, and ask its guards."""
+    return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
+
+
 def _across_once(inner: Callable, first: int | str | None, before: list[Callable], after: list[Callable]) -> Callable:
     """`inner` with the conversions of a plan's boundary around it."""
     if not before and not after:
@@ -325,52 +305,6 @@ def _across_once(inner: Callable, first: int | str | None, before: list[Callable
         return out
 
     return around
-
-
-def _let_graphs_be_retained() -> None:
-    """Compiled backwards may run twice, as eager ones do and as a pipeline's split backward needs.
-
-    A compiled backward writes into what was saved for it, where nobody asked for the graph to be retained when it was
-    made; another process may have made it, and left it in the compiler's cache on disk. torch has one switch for that,
-    which is read again in every backward. Of the process; it costs memory of backwards that would have been reused.
-    """
-    functorch_config().donated_buffer = False
-
-
-def _own_code(forward: Callable) -> Callable:
-    """`forward` under a code object of its own.
-
-    A compiler keeps what it made, and the limit of how often it makes it anew, by code object, which all layers of one
-    class share: regions, each of one layout and one shape, would count as recompilations of each other.
-    """
-
-    def through(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    through.__code__ = through.__code__.replace()
-    return through
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """Another object for a tensor's memory, with its gradient; plain to a compiler, which also asks what it views."""
-    return _Alias.apply(tensor) if type(tensor._base) is DTensor else tensor.view_as(tensor)
-
-
-class _Alias(torch.autograd.Function):
-    """A tensor under another object that is a view of nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _apart(value: Any) -> Any:
-    """`value` with tensors that need no gradient as other objects."""
-    return map_tensors(value, lambda tensor: tensor if tensor.requires_grad else tensor.detach())
 
 
 def _filled(value: Any, tensors: list[Tensor]) -> Any:

@@ -1,0 +1,136 @@
+"""A region's forward as one graph of a compiler, called past the compiler's guards where all that they ask is known.
+
+A compiler's guards ask what a module and its arguments are, some hundred questions in each call, and the region was
+found by asking the same: its key holds what a call gives, its own guard what the forward reads. What these leave is
+asked here: where the weights lie, and how torch is set.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from operator import attrgetter
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor import DTensor
+
+from .._apply.containers import map_tensors
+from .._torch_private import compiled_code, compiler_errors, compiler_is_asked_otherwise, functorch_config, global_state
+
+_FACTS = attrgetter("shape", "dtype", "device", "requires_grad")
+
+
+class StaticWarning(UserWarning):
+    """A module in static mode fell back to eager, or stayed uncompiled, and why."""
+
+
+class Compiled:
+    """The forward of one region, compiled when it is first called."""
+
+    def __init__(self, name: str, forward: Callable, backend: str, places: list[tuple[dict, str]]) -> None:
+        """`places`: tables of parameters and buffers, and the names there of what the region unwraps."""
+        _let_graphs_be_retained()
+        self._name, self._forward, self._places = name, forward, places
+        self._own = _own_code(forward)
+        self._guarded: Callable | None = torch.compile(self._own, backend=backend, fullgraph=True, dynamic=False)
+        self._graph: Callable | None = None  # what the compiler made of it, without guards
+        self._state: Any = None
+        self._facts: list = []
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the compiler gave up: the forward runs as it is."""
+        return self._guarded is None
+
+    def __call__(self, args: tuple, kwargs: dict, is_hooked: bool) -> Any:
+        """The forward on plain tensors, on views: what it keeps for its backward must still be plain tensors then.
+
+        That goes for its results as well, of which autograd keeps those without gradient (indices) as they are.
+        `is_hooked`: what is saved for backward goes to hooks, of which a graph knows when it is made.
+        """
+        if self._guarded is None:
+            return self._forward(*args, **kwargs)
+        args, kwargs = map_tensors((args, kwargs), _alias)
+        usual = [table[name] for table, name in self._places]  # a boundary's conversions, at their time
+        facts = _facts_of(usual)
+        for (table, name), tensor in zip(self._places, usual):
+            table[name] = _alias(tensor)
+        try:
+            if self._graph is not None and not is_hooked and facts == self._facts and self._is_set_alike():
+                return apart(self._graph(*args, **kwargs))
+            out = self._guarded(*args, **kwargs)
+            if not is_hooked:
+                self._take_graph(facts)
+            return apart(out)
+        except compiler_errors() as error:
+            self._guarded = None
+            why = str(error).strip().partition("\n")[0]
+            warnings.warn(f"{self._name} is not compiled: {why}", StaticWarning, stacklevel=2)
+        finally:
+            for (table, name), tensor in zip(self._places, usual):
+                table[name] = tensor
+        return self._forward(*args, **kwargs)
+
+    def _is_set_alike(self) -> bool:
+        return self._state.check() and not compiler_is_asked_otherwise()
+
+    def _take_graph(self, facts: list) -> None:
+        """The code that the compiler put in the forward's place: from the next call on it runs as it is."""
+        code = compiled_code(self._own)
+        if code is not None and code.co_freevars == self._own.__code__.co_freevars:
+            self._graph = FunctionType(code, self._own.__globals__, closure=self._own.__closure__)
+            self._state, self._facts = global_state(), facts
+
+
+def _facts_of(tensors: list[Tensor]) -> list:
+    return [*map(_FACTS, tensors), *map(Tensor.stride, tensors)]
+
+
+def _let_graphs_be_retained() -> None:
+    """Compiled backwards may run twice, as eager ones do and as a pipeline's split backward needs.
+
+    A compiled backward writes into what was saved for it, where nobody asked for the graph to be retained when it was
+    made; another process may have made it, and left it in the compiler's cache on disk. torch has one switch for that,
+    which is read again in every backward. Of the process; it costs memory of backwards that would have been reused.
+    """
+    functorch_config().donated_buffer = False
+
+
+def _own_code(forward: Callable) -> FunctionType:
+    """`forward` under a code object of its own.
+
+    A compiler keeps what it made, and the limit of how often it makes it anew, by code object, which all layers of one
+    class share: regions, each of one layout and one shape, would count as recompilations of each other.
+    """
+
+    def through(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    through.__code__ = through.__code__.replace()
+    return through
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another object for a tensor's memory, with its gradient; plain to a compiler, which also asks what it views."""
+    return _Alias.apply(tensor) if type(tensor._base) is DTensor else tensor.view_as(tensor)
+
+
+class _Alias(torch.autograd.Function):
+    """A tensor under another object that is a view of nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def apart(value: Any) -> Any:
+    """`value` with tensors that need no gradient as other objects."""
+    return map_tensors(value, lambda tensor: tensor if tensor.requires_grad else tensor.detach())
