@@ -297,7 +297,7 @@ def _local_gradient(param: ShardedParameter) -> Tensor | None:
     with local_only():
         local = Tensor.detach(gradient)  # C's, where a DTensor's is Python
         local = local if local.dtype is optimized.dtype else local.to(optimized.dtype)
-        return local.view(size=optimized.shape)
+        return local if local.shape == optimized.shape else local.view(size=optimized.shape)  # a view costs 2 us
 
 
 def _reducing(closure: Any, data_parallel: DataParallel) -> Any:
