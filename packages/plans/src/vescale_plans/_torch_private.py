@@ -4,6 +4,9 @@ No other module of the package names a private part of torch: `make check` holds
 says which of them an installed torch lacks. What costs much to import is imported where it is asked for.
 """
 
+import inspect
+import weakref
+from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -179,6 +182,18 @@ def missing_compiler(device_type: str) -> str | None:
     from torch.utils._triton import has_triton
 
     return None if device_type != "cuda" or has_triton() else "Triton"
+
+
+def checkpoint_of(hooks: tuple[Callable, Callable]) -> tuple[Any, bool]:
+    """What a checkpoint keeps of a forward, where what is saved goes to its `hooks`, and whether that runs again, with
+    the same object; (None, False) for other hooks. Instead: a public question of `torch.utils.checkpoint`."""
+    for cell in inspect.unwrap(hooks[0]).__closure__ or ():
+        held = cell.cell_contents
+        again = isinstance(held, weakref.ref)
+        held = held() if again else held
+        if isinstance(held, checkpoint._CheckpointFrame):
+            return held, again
+    return None, False
 
 
 def functorch_config() -> Any:

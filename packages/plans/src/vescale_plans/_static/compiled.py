@@ -19,8 +19,16 @@ from torch import Tensor
 from vescale_dtensor import DTensor
 
 from .._apply.containers import map_tensors
-from .._torch_private import compiled_code, compiler_errors, compiler_is_asked_otherwise, functorch_config, global_state
+from .._torch_private import (
+    checkpoint_of,
+    compiled_code,
+    compiler_errors,
+    compiler_is_asked_otherwise,
+    functorch_config,
+    global_state,
+)
 
+Place = tuple[dict, str]
 _FACTS = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -31,10 +39,14 @@ class StaticWarning(UserWarning):
 class Compiled:
     """The forward of one region, compiled when it is first called."""
 
-    def __init__(self, name: str, forward: Callable, backend: str, places: list[tuple[dict, str]]) -> None:
-        """`places`: tables of parameters and buffers, and the names there of what the region unwraps."""
+    def __init__(
+        self, name: str, forward: Callable, backend: str, places: list[Place], before: dict[tuple[int, str], Callable]
+    ) -> None:
+        """`places`: tables of parameters and buffers, and the names there of what the region unwraps. `before`: what
+        becomes of some of them, by table and name, before the graph begins."""
         _let_graphs_be_retained()
-        self._name, self._forward, self._places = name, forward, places
+        self._name, self._forward = name, forward
+        self._places = [(table, key, before.get((id(table), key))) for table, key in places]
         self._own = _own_code(forward)
         self._guarded: Callable | None = torch.compile(self._own, backend=backend, fullgraph=True, dynamic=False)
         self._graph: Callable | None = None  # what the compiler made of it, without guards
@@ -46,24 +58,27 @@ class Compiled:
         """Whether the compiler gave up: the forward runs as it is."""
         return self._guarded is None
 
-    def __call__(self, args: tuple, kwargs: dict, is_hooked: bool) -> Any:
+    def __call__(self, args: tuple, kwargs: dict, hooks: tuple[Callable, Callable] | None) -> Any:
         """The forward on plain tensors, on views: what it keeps for its backward must still be plain tensors then.
 
         That goes for its results as well, of which autograd keeps those without gradient (indices) as they are.
-        `is_hooked`: what is saved for backward goes to hooks, of which a graph knows when it is made.
+        `hooks`: where what is saved for backward goes, of which a graph knows when it is made.
         """
-        if self._guarded is None:
-            return self._forward(*args, **kwargs)
-        args, kwargs = map_tensors((args, kwargs), _alias)
-        usual = [table[name] for table, name in self._places]  # a boundary's conversions, at their time
-        facts = _facts_of(usual)
-        for (table, name), tensor in zip(self._places, usual):
-            table[name] = _alias(tensor)
+        compiles = self._guarded is not None and (hooks is None or self._runs_under(hooks))
+        usual = [table[name] for table, name, _ in self._places]  # a boundary's conversions, at their time
+        facts = _facts_of(usual) if compiles else []
+        if compiles:
+            args, kwargs = map_tensors((args, kwargs), _alias)
         try:
-            if self._graph is not None and not is_hooked and facts == self._facts and self._is_set_alike():
+            for (table, name, way), tensor in zip(self._places, usual):
+                given = _alias(tensor) if compiles else tensor
+                table[name] = given if way is None else way(given)
+            if not compiles:
+                return self._forward(*args, **kwargs)
+            if self._graph is not None and hooks is None and facts == self._facts and self._is_set_alike():
                 return apart(self._graph(*args, **kwargs))
             out = self._guarded(*args, **kwargs)
-            if not is_hooked:
+            if hooks is None:
                 self._take_graph(facts)
             return apart(out)
         except compiler_errors() as error:
@@ -71,9 +86,20 @@ class Compiled:
             why = str(error).strip().partition("\n")[0]
             warnings.warn(f"{self._name} is not compiled: {why}", StaticWarning, stacklevel=2)
         finally:
-            for (table, name), tensor in zip(self._places, usual):
+            for (table, name, _), tensor in zip(self._places, usual):
                 table[name] = tensor
-        return self._forward(*args, **kwargs)
+        return self(args, kwargs, hooks)
+
+    def _runs_under(self, hooks: tuple[Callable, Callable]) -> bool:
+        """Whether the graph runs: not where a checkpoint's forward ran without it, and is run again. A graph saves
+        other tensors."""
+        frame, again = checkpoint_of(hooks)
+        if frame is None:
+            return True
+        ran = frame.__dict__.setdefault("_vescale_compiled", set())
+        if not again:
+            ran.add(self)
+        return self in ran
 
     def _is_set_alike(self) -> bool:
         return self._state.check() and not compiler_is_asked_otherwise()

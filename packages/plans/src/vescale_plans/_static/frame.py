@@ -28,6 +28,11 @@ class Step:
     route: Route
     cause: object
 
+    @property
+    def goes_before(self) -> bool:
+        """Whether it may as well be made before all else: of a parameter, and no rank sends anything for it."""
+        return isinstance(self.at, str) and self.route.is_local
+
 
 @dataclass
 class Boundary:
@@ -38,6 +43,11 @@ class Boundary:
 
     def __bool__(self) -> bool:
         return bool(self.before or self.after)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a graph of what is inside holds all of it, on every rank: what moves nothing, or goes before."""
+        return all(step.goes_before or step.route.is_nothing for step in (*self.before, *self.after))
 
     def inside(self) -> Boundary:
         """The boundary of a module inside a region, where tensors have no layout: without what moves nothing."""

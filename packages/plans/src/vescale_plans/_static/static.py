@@ -245,7 +245,8 @@ def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Regi
             if child.reason is not None and not child.draws:
                 return None, Difference(f"calls {child.site.name}, which is eager", child.reason.line)
             boundary = child.boundary if child.draws else child.boundary.inside()
-            found = Nested(boundary, tuple(child.layouts) if child.draws else None, child.first)
+            drawn = tuple(child.layouts) if child.draws else None
+            found = Nested(boundary, drawn, child.first, child.boundary.is_compiled)
             if nested.setdefault(child.site, found) != found:
                 return None, Difference(f"calls {child.site.name} with inputs in two layouts", child.site.line)
             waiting.append(child)

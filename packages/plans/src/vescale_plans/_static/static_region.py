@@ -45,6 +45,7 @@ class Nested:
     boundary: Boundary
     drawn: tuple[Layout | None, ...] | None = None
     first: int | str | None = None  # the argument that a plan's boundary converts, where that is a tensor itself
+    is_compiled: bool = True  # whether a compiler takes it with its boundary, on every rank
 
 
 class Eager:
@@ -77,11 +78,11 @@ class Region:
         self._places = [(table, name) for table in tables for name, held in table.items() if type(held) is DTensor]
         self._random = any(each.drawn is not None for each in nested.values()) and bool(unseen)
         self._made: list[Tensor] = []
-        self._is_hooked = False  # whether what operators save goes to hooks, in the call that runs
+        self._hooks: tuple[Callable, Callable] | None = None  # for what operators save, in the call that runs
         self.holds = frame.guard
         self._compiled: Compiled | None = None
         if backend and not (frame.shares or _is_one_kernel(module)) and self._is_one_graph():
-            self._compiled = Compiled(frame.site.name, frame.site.forward, backend, self._places)
+            self._compiled = Compiled(frame.site.name, frame.site.forward, backend, self._places, self._before())
         self._stands = [] if frame.shares else list(self._straightened())
 
     @property
@@ -89,19 +90,31 @@ class Region:
         return self._compiled is not None and not self._compiled.has_failed
 
     def _is_one_graph(self) -> bool:
-        """Whether a compiler can see all of it: boundaries of the plan, and no leaf that draws or converts itself."""
+        """Whether a compiler can see all of it: boundaries of the plan, and no leaf that draws or converts itself.
+
+        The same on all ranks: a graph's collectives may come in another order than those of its module.
+        """
         return all(
-            not nested.boundary and nested.drawn is None and self._hooks_of(site) is not None
+            nested.is_compiled and nested.drawn is None and self._hooks_of(site) is not None
             for site, nested in self.nested.items()
         )
 
+    def _before(self) -> dict[tuple[int, str], Callable]:
+        """By the places of parameters, what modules inside convert of them: a bias that one rank adds."""
+        found = {}
+        for site, nested in self.nested.items():
+            for step in nested.boundary.before:
+                table, name = parameter_place(site.module, step.at)
+                found[id(table), name] = crossing(step.route, step.cause)
+        return found
+
     def run(self, args: tuple, kwargs: dict, unwrapped: list[DTensor]) -> Any:
         """The module's forward on plain tensors; `unwrapped`: its inputs, plain already. Communicates as in eager."""
-        hooked = _saved_tensors_hooks(True) is not None
-        if hooked:  # a hook keeps the very object that an operator saves, where that has no gradient
+        hooks = _saved_tensors_hooks(True)
+        if hooks is not None:  # a hook keeps the very object that an operator saves, where that has no gradient
             args, kwargs = apart((args, kwargs))
         made: list[Tensor] = []
-        outer, self._made, self._is_hooked = (self._made, self._is_hooked), made, hooked
+        outer, self._made, self._hooks = (self._made, self._hooks), made, hooks
         before, passes.running = passes.running, self
         state = random_states() if self._random else None
         if self._others:
@@ -124,7 +137,7 @@ class Region:
             raise
         finally:
             passes.running = before
-            self._made, self._is_hooked = outer
+            self._made, self._hooks = outer
             for held, _, was in self._stands:
                 held.update(was)
                 if was["forward"] is None:
@@ -136,7 +149,7 @@ class Region:
             wrap(unwrapped)
             if made:
                 wrap(made)
-        if hooked:
+        if hooks is not None:
             out = apart(out)
         return self._attach(out) if self._attaches else out
 
@@ -152,7 +165,7 @@ class Region:
         return bool(self._others) or not all(requires_grad(tensor) for tensor in self._weights)
 
     def _through_compiler(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(args, kwargs, self._is_hooked)
+        return self._compiled(args, kwargs, self._hooks)
 
     def _hooks_of(self, site: Any) -> tuple[tuple, tuple] | None:
         """The converters of a module's hooks; None where a hook does something else."""
@@ -162,15 +175,17 @@ class Region:
     def _straightened(self) -> Iterator[tuple[dict, dict, dict]]:
         """Of each module inside whose hooks are a plan's boundaries and scopes: its attributes, what they are for the
         time that the region runs, when its forward converts by itself and it has no hooks, and what they are else.
+        Likewise of those whose own boundaries a graph makes before all else.
 
         Only where no conversion is shared: then scopes, which are hooks too, have nothing to remember.
         """
         for site, nested in self.nested.items():
             hooks = self._hooks_of(site)
-            if not hooks or not (hooks[0] or hooks[1]):
+            gone = self._compiled is not None and bool(nested.boundary)
+            if not hooks or not (hooks[0] or hooks[1] or gone):
                 continue
             ways = [[self._way(self._boundaries[c]) for c in found if c in self._boundaries] for found in hooks]
-            inner = self._entering(site) if nested.boundary or nested.drawn else site.forward
+            inner = self._entering(site) if not gone and (nested.boundary or nested.drawn) else site.forward
             forward = _across_once(inner, nested.first, *ways)
             held = site.module.__dict__
             straight = {**{hooks: OrderedDict() for hooks in FORWARD_HOOKS}, "forward": forward}
@@ -272,7 +287,7 @@ class Region:
     def _converted(self, tensor: Tensor, route: Any, cause: Any) -> Tensor:
         """What is kept of a conversion is a DTensor again when the region has run, so a hook gets another object."""
         out = convert_unwrapped(tensor, route, cause, self._made)
-        return out.detach() if self._is_hooked and not out.requires_grad else out
+        return out.detach() if self._hooks is not None and not out.requires_grad else out
 
 
 def _is_one_kernel(module: nn.Module) -> bool:
