@@ -142,3 +142,7 @@ class Findings:
     like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     coupled: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
+
+    def is_later(self, key: Key) -> bool:
+        """Whether it is of a block that has a like before it."""
+        return self.like.get(key[0], key)[0] != key[0]

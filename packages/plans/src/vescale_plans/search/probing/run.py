@@ -89,6 +89,7 @@ class Probe(TorchDispatchMode):
         self.chosen: dict[int, int] = {}
         self.leading: dict[Key, torch.Size] = {}
         self.path: list[str] = []
+        self._last: Call | None = None
         endless = until is None or any(calls[key].repeated for key in until)
         self._awaited = None if endless else set(until)
         self._tests: dict[Key, list[tuple[int, Test]]] = defaultdict(list)
@@ -98,6 +99,11 @@ class Probe(TorchDispatchMode):
         self._everywhere = {test.key: test for test in everywhere}
         self._counts: dict[str, int] = defaultdict(int)
         self._order = 0
+
+    @property
+    def end(self) -> Key | None:
+        """The last contraction, if nothing is selected after it: it reaches no other. None for a stack."""
+        return None if self._last is None or self._last.stack else self._last.key
 
     # ------------------------------------------------------------------ dispatch
 
@@ -122,6 +128,7 @@ class Probe(TorchDispatchMode):
         if (device := kwargs.get("device")) is not None and torch.device(device).type == "meta":
             kwargs["device"] = torch.device("cpu")
         if function in SELECTORS:
+            self._last = None
             self._select(args[0])
             if function is aten.topk.default and args[0].ndim:
                 self.chosen[args[0].shape[-1]] = max(args[1], self.chosen.get(args[0].shape[-1], 0))
@@ -156,7 +163,7 @@ class Probe(TorchDispatchMode):
     # -------------------------------------------------------------- contractions
 
     def _contract(self, form: Form, convolution: bool) -> Tensor:
-        call = self._call(form, convolution)
+        call = self._last = self._call(form, convolution)
         rows = prod(form.out_shape) // max(1, call.out_features)
         tagged = None
         if form.x is not None:

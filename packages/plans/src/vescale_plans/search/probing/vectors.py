@@ -1,8 +1,7 @@
 """What the entries of parameters reach that are no contraction's: a gate, a decay, a number per head.
 
 A parameter is the same in all rows of a batch, so that a forward has one test for each. Those of parameters whose sinks
-are not the same share a forward, and entries are told apart by the binary digits of their numbers as far as they reach
-different features.
+are not the same share a forward, and entries are told apart by the digits of their numbers (`digits.py`) where these tell.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call, Influence, Key
+from .digits import Digits
 
 MOST_ALONE, UNITS = 64, 32
 """Up to so many entries each is tested for itself; beyond that they are in about as many units."""
@@ -44,8 +44,8 @@ def vectors_reach(
     anything else is cut with none. Parameters that reach a sink with all entries alike are left out. `whole` has all
     parameters of modules that have no others, as norms are: what one reaches all do.
 
-    Cost: a forward for each module, and for those of a share of disjoint sinks twice as many as their units'
-    numbers have digits; where units reach one feature together, one for each unit.
+    Cost: a forward for each module, and for those of a share of disjoint sinks as many as their units' digits have
+    values; where digits do not tell, one for each unit.
     """
     asked = []
     reached: dict[tuple[str, ...], frozenset[Key]] = {}
@@ -91,27 +91,23 @@ class _Tests:
         self._calls, self._met = calls, met
 
     def by_digits(self, vectors: list[_Vector]) -> Iterator[tuple[_Vector, Reach]]:
-        """Of those no two units of which reach one feature, for of these digits say nothing."""
-        numbers = {one.name: torch.arange(len(one.units)) for one in vectors}
-        codes = {one.name: {key: self._nothing(key).long() for key in one.sinks} for one in vectors}
-        met: dict[str, dict[Key, Tensor]] = {one.name: {} for one in vectors}
+        """Of those that `Digits` tell apart."""
         left = [one for one in vectors if len(one.units) > 1]
-        digit = 0
-        while now := [one for one in left if (len(one.units) - 1) >> digit]:
-            has = {one.name: (numbers[one.name] >> digit) % 2 == 1 for one in now}
-            ones = self._reached(now, {one.name: has[one.name] for one in now})
-            zeros = self._reached(now, {one.name: ~has[one.name] for one in now})
+        digits = {one.name: Digits(len(one.units)) for one in left}
+        met: dict[str, list[Mapping[Key, Tensor]]] = {one.name: [] for one in left}
+        while now := [one for one in left if len(met[one.name]) < len(digits[one.name].tests)]:
+            reached = self._reached(now, {one.name: digits[one.name].tests[len(met[one.name])] for one in now})
             for one in now:
-                if any(bool((ones[key] & zeros[key]).any()) for key in one.sinks):
+                met[one.name].append(reached)
+                if any(digits[one.name].is_unclear([row[key] for row in met[one.name]]) for key in one.sinks):
                     left.remove(one)
-                    continue
-                for key in one.sinks:
-                    codes[one.name][key] += ones[key].long() << digit
-                    met[one.name][key] = ones[key] | zeros[key]
-            digit += 1
         for one in left:
-            rows = numbers[one.name][:, None]
-            yield one, _reach(one, {k: (rows == codes[one.name][k][None]) & met[one.name][k] for k in one.sinks})
+            told = {
+                key: digits[one.name].reach(torch.stack([row[key] for row in met[one.name]])) for key in one.sinks
+            }
+            clear = {key: reach for key, reach in told.items() if reach is not None}
+            if len(clear) == len(told):
+                yield one, _reach(one, clear)
 
     def each(self, vectors: list[_Vector]) -> Iterator[tuple[_Vector, Reach]]:
         """By a test for each unit, of those whose samples do not reach alike."""

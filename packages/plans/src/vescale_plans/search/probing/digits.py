@@ -1,0 +1,79 @@
+"""Which of many units reach a feature, told from few tests: by the digits of their numbers.
+
+One test taints all units that have one value of one digit. A feature that is met by one value of each digit is reached
+by the one unit of that number. Where several values of one digit meet it, and one of each other, each of these must
+come from a unit of its own, for the other digits are the same: that is exact too. So the last digit tells apart where
+halves and thirds lie, the parts of a packed weight, which meet a feature together. (Adaptive group testing: Du and
+Hwang, Combinatorial Group Testing and Its Applications.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import gcd
+
+import torch
+from torch import Tensor
+
+PARTS = 6
+"""Equal parts of a packed weight: the last digit has a value, or several, for each of two or three."""
+MOST_VALUES, VALUES = 5, 4
+"""A digit has so many values at most, and so many where more are to follow: four cost as much as two digits of two."""
+
+
+class Digits:
+    """`count` units, numbered from 0; digits may have values that no unit has.
+
+    Attributes:
+        tests: bool [tests, units], those that each test taints.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        parts = gcd(count, PARTS)
+        rest, self._sizes = count // parts, []
+        while rest > 1:
+            size = rest if rest <= MOST_VALUES else VALUES
+            self._sizes.append(size)
+            rest = -(-rest // size)
+        digits, numbers = [], torch.arange(count) % (count // parts)
+        for size in self._sizes:
+            digits.append(numbers % size)
+            numbers = numbers // size
+        if parts > 1:
+            self._sizes.append(parts)
+            digits.append(torch.arange(count) // (count // parts))
+        self._digits = digits
+
+    @cached_property
+    def tests(self) -> Tensor:
+        rows = [digit == value for digit, size in zip(self._digits, self._sizes) for value in range(size)]
+        return torch.stack(rows) if rows else torch.ones(1, self.count, dtype=torch.bool)
+
+    def is_unclear(self, met: Sequence[Tensor] | Tensor) -> bool:
+        """Whether the first so many tests show a feature that several values of several digits meet."""
+        several, start = torch.zeros(1, dtype=torch.long), 0
+        for size in self._sizes:
+            values = met[start : start + size]
+            if len(values):
+                several = several + (sum(one.long() for one in values) > 1).long()
+            start += size
+        return bool((several > 1).any())
+
+    def reach(self, met: Tensor) -> Tensor | None:
+        """What each unit reaches, bool [units, features], from what each test met, bool [tests, features]; None where
+        digits do not tell."""
+        if self.is_unclear(met):
+            return None
+        if not self._sizes:
+            return met
+        found, start = torch.ones(self.count, met.shape[1], dtype=torch.bool), 0
+        any_met = met.any(0)
+        for digit, size in zip(self._digits, self._sizes):
+            values = met[start : start + size]
+            if not torch.equal(values.any(0), any_met):
+                return None  # several units together meet what none of some of them does
+            found &= values[digit]
+            start += size
+        return found
