@@ -94,6 +94,7 @@ class Pricer:
         self._passes: dict[tuple, tuple[Pass, list[Pass]]] = {}
         self._again: dict[tuple, tuple[Pass, list[Pass]]] = {}
         self._kept: dict[tuple, list[tuple[int, int]]] = {}
+        self._statics: dict[tuple, list[int]] = {}
         self._bounds: dict[tuple, float] = {}
         tables = {one.parameter for one in request.structure.lookups}
         self._shared = any(one.parameter in tables for one in request.structure.heads) or bool(request.structure.tied)
@@ -105,8 +106,13 @@ class Pricer:
         """In closed form, with blocks dealt out evenly; all of them computed again where the candidate may."""
         asked, sizes = self.request, self._sizes_at(candidate.tp)
         shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
-        cost = cost_of(sizes, *shape, self._pass(candidate, batch)[0], self._anew(candidate, batch)[0])
-        return Estimate(candidate, cost, memory_of(sizes, *shape))
+        return Estimate(candidate, self._rough(candidate, batch), memory_of(sizes, *shape))
+
+    def _rough(self, candidate: Candidate, batch: int | None = None) -> Cost:
+        """With blocks dealt out evenly."""
+        asked, sizes = self.request, self._sizes_at(candidate.tp)
+        shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
+        return cost_of(sizes, *shape, self._pass(candidate, batch)[0], self._anew(candidate, batch)[0])
 
     def least(self, candidate: Candidate, batch: int | None = None) -> Memory | None:
         """Of the fullest rank with blocks dealt out evenly, all computed again that may be; None where that is no
@@ -139,13 +145,22 @@ class Pricer:
 
     def _cut(self, candidate: Candidate, whole: bool, below: float) -> Estimate | None:
         """Of a candidate of which it is said what is computed again."""
-        rough = self.evenly(candidate)
-        cutter = self.cutter(candidate, self.request.limit - self._working(candidate), whole=whole)
+        limit = self.request.limit - self._working(candidate)
+        if self._least_held(candidate) > limit * candidate.pp:
+            return None
+        rough, cutter = self._rough(candidate), self.cutter(candidate, limit, whole=whole)
         if self.request.objective == "time":
-            found = cutter.best(below - _apart(rough.cost, candidate))
+            found = cutter.best(below - _apart(rough, candidate))
         else:
             found = cutter.even() or cutter.best()
         return None if found is None else self._estimate(candidate, rough, found)
+
+    def _least_held(self, candidate: Candidate) -> int:
+        """Bytes of all ranks together whatever the cut, with one microbatch in flight and all computed again that may
+        be."""
+        counts = self._kinds(candidate)[2]
+        parts = enumerate(self._each_kind(candidate, None))
+        return sum((part.static + part.kept - part.again[1]) * counts[kind] for kind, part in parts)
 
     def bound(self, candidate: Candidate, *, whole: bool) -> float:
         """Seconds that no cut of the candidate is below, but for rounding."""
@@ -154,11 +169,7 @@ class Pricer:
             if key not in self._bounds:
                 self._bounds[key] = self.bound(Candidate(*key), whole=False)
             return self._bounds[key]
-        asked = self.request
-        one, parts = self._pass(candidate)
-        again, anew = self._anew(candidate)
-        shape = (candidate, asked.hardware.joining(candidate.ranks), asked.batch, asked.seq)
-        rough = cost_of(self._sizes_at(candidate.tp), *shape, one, again)
+        rough, parts, anew = self._rough(candidate), self._pass(candidate)[1], self._anew(candidate)[1]
         each = [part.busy + (more.once if whole else 0.0) for part, more in zip(parts, anew)]
         counts = self._kinds(candidate)[2]
         total = sum(seconds * counts[kind] for kind, seconds in enumerate(each))
@@ -237,35 +248,45 @@ class Pricer:
         return self._sizes[tp]
 
     def _priced(self, candidate: Candidate, batch: int | None) -> list[Part]:
-        kinds, of, _ = self._kinds(candidate)
+        priced, of = self._each_kind(candidate, batch), self._kinds(candidate)[1]
+        fixed = {kind: replace(priced[kind], cuttable=False) for kind, able in zip(of, self._cuttable) if not able}
+        return [priced[kind] if cuttable else fixed[kind] for kind, cuttable in zip(of, self._cuttable)]
+
+    def _each_kind(self, candidate: Candidate, batch: int | None) -> list[Part]:
         rows = batch or self.request.batch
-        shape = (candidate, self.request.hardware.joining(candidate.ranks), rows, self.request.seq)
+        times, anew = self._pass(candidate, batch)[1], self._anew(candidate, batch)[1]
         priced = []
-        for sizes, time, anew, (kept, less) in zip(
-            kinds, self._pass(candidate, batch)[1], self._anew(candidate, batch)[1], self._keeps(candidate, rows)
+        for time, more, static, (kept, less) in zip(
+            times, anew, self._static(candidate), self._keeps(candidate, rows)
         ):
-            again = (float(f"{anew.once:.9g}"), less) if candidate.checkpointing else (0.0, 0)  # equal of equal blocks
-            priced.append(Part(time.busy, Held(sizes, *shape, part=True).static(), kept, again))
-        return [
-            part if cuttable else replace(part, cuttable=False)
-            for part, cuttable in zip((priced[kind] for kind in of), self._cuttable)
-        ]
+            again = (float(f"{more.once:.9g}"), less) if candidate.checkpointing else (0.0, 0)  # equal of equal blocks
+            priced.append(Part(time.busy, static, kept, again))
+        return priced
+
+    def _static(self, candidate: Candidate) -> list[int]:
+        """Bytes that each kind of part holds whatever runs, of rows or positions none."""
+        one, asked = candidate, self.request
+        degrees = (one.pp, one.dp, one.tp, one.ep, one.cp, one.zero, one.offload, one.microbatches > 1)
+        if (key := (*degrees, self._staged(one))) not in self._statics:
+            shape = (one, asked.hardware.joining(one.ranks), asked.batch, asked.seq)
+            self._statics[key] = [Held(kind, *shape, part=True).static() for kind in self._kinds(one)[0]]
+        return self._statics[key]
 
     def _working(self, candidate: Candidate, batch: int | None = None) -> int:
         """Bytes at the worst moment beyond what parts hold whatever runs, and keep for backward."""
         asked = self.request
         shape = (candidate, asked.hardware.joining(candidate.ranks), batch or asked.batch, asked.seq)
-        if candidate.pp > 1:
-            return memory_of(self._sizes_at(candidate.tp), *shape).gathered
         held = Held(self._sizes_at(candidate.tp), *shape)
+        if candidate.pp > 1:
+            return held.working()
         return held.alone().total - held.static() - int(held.kept() + held.loss())
 
-    def _estimate(self, candidate: Candidate, rough: Estimate, found: Stages) -> Estimate:
-        scale = found.longest * candidate.microbatches / rough.cost.busy if rough.cost.busy else 1.0
+    def _estimate(self, candidate: Candidate, rough: Cost, found: Stages) -> Estimate:
+        scale = found.longest * candidate.microbatches / rough.busy if rough.busy else 1.0
         cost = replace(
-            rough.cost,
-            **{name: getattr(rough.cost, name) * scale for name in BUSY},
-            pipeline=rough.cost.pipeline - _bubble(rough.cost, candidate) + found.waiting,
+            rough,
+            **{name: getattr(rough, name) * scale for name in BUSY},
+            pipeline=rough.pipeline - _bubble(rough, candidate) + found.waiting,
         )
         memory = self._memory(candidate, found)
         again = tuple(name for at, name in enumerate(self._names) if at in found.again)

@@ -119,9 +119,6 @@ class Cutter:
     def best(self, below: float = inf) -> Stages | None:
         """The fastest cut that fits; None where none does in at most `below` seconds a step."""
         size = len(self.parts)
-        least = self._kept[-1] - (sum(part.again[1] for part in self.parts) if self.again else 0)
-        if self._static[-1] + least > self.limit * self.count:
-            return None
         even = self.even()
         best = min(below, inf if even is None else even.seconds(self.microbatches)) * (1 + 1e-12)
         front: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {0: [(0.0, 0.0, ())]}

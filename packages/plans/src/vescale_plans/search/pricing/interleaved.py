@@ -71,9 +71,6 @@ class Interleaved:
 
     def best(self, below: float = inf) -> Stages | None:
         """The faster deal that fits; None where none does in at most `below` seconds a step."""
-        least = self._kept[-1] - (sum(part.again[1] for part in self.parts) if self.again else 0)
-        if self._static[-1] + least > self.limit * self.count:
-            return None
         found = None
         for starts in dict.fromkeys((self._by_time(), self._by_number())):
             if self._seconds(self._times(starts)) > below or (one := self.made(starts)) is None:

@@ -135,8 +135,12 @@ class Held:
             gradients=self.summed(),
             states=self.states(),
             activations=int(flight * self.kept() / self.candidate.pp + self.loss()),
-            gathered=self.meeting + int(self.again()) + self.in_flight() + self.unsharded(),
+            gathered=self.working(),
         )
+
+    def working(self) -> int:
+        """Of a pipeline's rank, in a block's backward beyond what is kept."""
+        return self.meeting + int(self.again()) + self.in_flight() + self.unsharded()
 
     def alone(self) -> Memory:
         """Of the worst moment: at the loss, in a block's backward, at its end, and in the optimizer, which on a GPU

@@ -2,9 +2,10 @@
 
 One test taints all units that have one value of one digit. A feature that is met by one value of each digit is reached
 by the one unit of that number. Where several values of one digit meet it, and one of each other, each of these must
-come from a unit of its own, for the other digits are the same: that is exact too. So the last digit tells apart where
-halves and thirds lie, the parts of a packed weight, which meet a feature together. (Adaptive group testing: Du and
-Hwang, Combinatorial Group Testing and Its Applications.)
+come from a unit of its own, for the other digits are the same: that is exact too. So the first digit may hold whole
+runs of neighbours that meet a feature together (a head's), and the last one the parts of a packed weight that do
+(halves, thirds). This is group testing without adaption: Du and Hwang, Combinatorial Group Testing and Its
+Applications.
 """
 
 from __future__ import annotations
@@ -25,26 +26,31 @@ MOST_VALUES, VALUES = 5, 4
 class Digits:
     """`count` units, numbered from 0; digits may have values that no unit has.
 
+    Arguments:
+        neighbours: so many units, one after the other, may meet a feature together; looked at where it divides `count`.
+
     Attributes:
         tests: bool [tests, units], those that each test taints.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, neighbours: int = 1) -> None:
         self.count = count
-        parts = gcd(count, PARTS)
-        rest, self._sizes = count // parts, []
+        first = neighbours if count % neighbours == 0 else 1
+        parts = gcd(count // first, PARTS)
+        rest, middle = count // first // parts, []
         while rest > 1:
-            size = rest if rest <= MOST_VALUES else VALUES
-            self._sizes.append(size)
-            rest = -(-rest // size)
-        digits, numbers = [], torch.arange(count) % (count // parts)
-        for size in self._sizes:
-            digits.append(numbers % size)
-            numbers = numbers // size
+            middle.append(rest if rest <= MOST_VALUES else VALUES)
+            rest = -(-rest // middle[-1])
+        self._sizes = [size for size in (first, *middle, parts) if size > 1]
+        numbers = torch.arange(count)
+        self._digits, rest = [], numbers // first % (count // first // parts)
+        if first > 1:
+            self._digits.append(numbers % first)
+        for size in middle:
+            self._digits.append(rest % size)
+            rest = rest // size
         if parts > 1:
-            self._sizes.append(parts)
-            digits.append(torch.arange(count) // (count // parts))
-        self._digits = digits
+            self._digits.append(numbers // (count // parts))
 
     @cached_property
     def tests(self) -> Tensor:

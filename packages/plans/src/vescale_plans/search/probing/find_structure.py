@@ -68,7 +68,7 @@ def structure_of(
         lookups=_lookups(found),
         heads=_heads(found, pairs),
         experts=_experts(model, found),
-        routers=tuple(dict.fromkeys(name for key in found.routers for name in found.like.get(key[0], (key[0],)))),
+        routers=_routers(found),
         blocks=_blocks(model, found),
         tied=found.tied,
         coupled=found.coupled,
@@ -202,6 +202,12 @@ def _heads(found: Findings, pairs: Mapping) -> tuple[Vocabulary, ...]:
         if _is_plain(call.outward.index, found.shapes[key[0]][call.outward.dim]):
             made[key[0]] = Vocabulary(key[0], call.bias, call.outward.dim, call.path[-1] if call.path else None)
     return tuple(made.values())
+
+
+def _routers(found: Findings) -> tuple[str, ...]:
+    """In the order of calls, those of later blocks behind their like."""
+    names = (name for key in found.calls if key in found.routers for name in found.like.get(key[0], (key[0],)))
+    return tuple(dict.fromkeys(names))
 
 
 def _experts(model: nn.Module, found: Findings) -> tuple[Experts, ...]:

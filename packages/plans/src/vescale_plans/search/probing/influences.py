@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import gcd
+from fractions import Fraction
+from math import gcd, lcm
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Influences:
         keys = list(keys)
         units = self._units(keys, sampled)
         counts = {key: -(-self._size(key) // units[key]) for key in keys}
-        digits = {key: Digits(count) for key, count in counts.items()}
+        digits = {key: Digits(counts[key], self._neighbours(sampled[key], self._size(key), units[key])) for key in keys}
         shorter = [key for key in keys if 2 * len(digits[key].tests) <= counts[key]]
         apart = _structured(sampled)
         tests = [Test(key, self._features(key, units, which)) for key in shorter for which in digits[key].tests]
@@ -66,6 +67,16 @@ class Influences:
         ]
         clear |= self._in_rows(each, apart, bridge)
         return self._reaches({key: clear[key] for key in keys if key in clear}, units)
+
+    def _neighbours(self, sampled: Mapping[Key, Influence], size: int, unit: int) -> int:
+        """How many neighbouring units fill whole atoms of every sink, where its features are as many as the samples
+        reach and atoms of source and sink are as many: 3 units of two thirds of a head each fill two heads."""
+        calls, found = self._findings.calls, 1
+        for sink, one in sampled.items():
+            if not one.is_mixing:
+                reached = max(int(row.sum()) for row in one.reach)
+                found = lcm(found, Fraction(reached * size, calls[sink].in_features * unit).numerator)
+        return found
 
     def _samples(self, key: Key, parts: int) -> list[int]:
         size = self._size(key)
