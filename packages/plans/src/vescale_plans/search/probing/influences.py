@@ -162,46 +162,74 @@ class Influences:
             (alone if apart_from_batch else packed).append(test)
         rows: _Rows = {}
         lines = list(_apart(packed, apart)) if apart else [[test] for test in packed]
-        most = self._most()
-        for start in range(0, len(lines), most):
-            part = dict(enumerate(lines[start : start + most], 1))
-            seen = [self.taints(len(part) + 1, part, bridge=bridge, among=apart)]
-            if is_sample:  # samples show the paths that NaN may skip
-                seen.append(self.taints(len(part) + 1, part, shift=True))
+        for part in self._forwards_of(lines):
+            seen = self.taints(len(part) + 1, part, bridge=bridge, among=apart)
             for row, together in part.items():
                 for test in together:
                     self._add(rows, test, row, seen, apart.get(test.key))
+        if is_sample:
+            self._shifted(rows, packed)
         if hidden and is_sample:  # packed tests cannot be told apart where rows follow no batch
             self._at_hidden(rows, hidden)
         for part in _apart(alone, apart):
             seen = self.taints(1, {}, part, bridge=bridge, among=apart)
             for test in part:
-                self._add(rows, test, 0, [seen], apart.get(test.key))
+                self._add(rows, test, 0, seen, apart.get(test.key))
         return rows
 
-    def _most(self) -> int:
-        """Tests in one forward."""
+    def _forwards_of(self, lines: Sequence[Sequence[Test]]) -> Iterator[dict[int, Sequence[Test]]]:
+        """Row -> tests of each forward."""
         calls = self._findings.calls
         wide = max((calls[key].out_features for key in calls if key not in self._forwards.silent), default=1)
-        return min(ROWS, max(8, NUMBERS // (wide * (self._forwards.sample.positions or 1))))
+        most = min(ROWS, max(8, NUMBERS // (wide * (self._forwards.sample.positions or 1))))
+        for start in range(0, len(lines), most):
+            yield dict(enumerate(lines[start : start + most], 1))
 
-    def _add(
-        self, rows: _Rows, test: Test, row: int, seen: Sequence[Reached], among: Iterable[Key] | None = None
-    ) -> None:
+    def _shifted(self, rows: _Rows, tests: Sequence[Test]) -> None:
+        """Adds the paths that NaN may skip: where all samples of a call, shifted together, reach more than NaN did in
+        any of them, what each one reaches."""
+        samples: dict[Key, list[Test]] = {}
+        for test in tests:
+            samples.setdefault(test.key, []).append(test)
+        together = [[Test(key, torch.cat([one.features for one in each]))] for key, each in samples.items()]
+        more: list[Key] = []
+        for part in self._forwards_of(together):
+            seen = self.taints(len(part) + 1, part, shift=True)
+            more += [test.key for row, (test,) in part.items() if self._is_more(rows[test.key], test.key, seen, row)]
+        for part in self._forwards_of([[test] for key in more for test in samples[key]]):
+            seen = self.taints(len(part) + 1, part, shift=True)
+            for row, (test,) in part.items():
+                sinks, at = rows[test.key], samples[test.key].index(test)
+                for sink, hit in self._hits(test.key, seen, row):
+                    if bool(hit.any()):
+                        reach = sinks.setdefault(sink, [torch.zeros_like(hit)] * len(samples[test.key]))
+                        reach[at] = reach[at] | hit
+
+    def _is_more(self, known: Mapping[Key, Sequence[Tensor]], source: Key, seen: Reached, row: int) -> bool:
+        """Whether a sink was met where none of the tests before met it."""
+        hits = [(hit, known.get(sink, ())) for sink, hit in self._hits(source, seen, row)]
+        return any(bool((hit & ~torch.stack(before).any(0)).any() if before else hit.any()) for hit, before in hits)
+
+    def _hits(self, source: Key, seen: Reached, row: int) -> Iterator[tuple[Key, Tensor]]:
+        """What a test met of each sink of its source."""
+        for sink, call in self._findings.calls.items():
+            if (sink != source or call.stack) and call.in_features:
+                none = torch.zeros(call.in_features, dtype=torch.bool)
+                yield sink, seen.features[sink][row] if sink in seen.features else none
+
+    def _add(self, rows: _Rows, test: Test, row: int, seen: Reached, among: Iterable[Key] | None = None) -> None:
         sinks = rows.setdefault(test.key, {})
         count = max((len(reach) for reach in sinks.values()), default=0)
-        for sink, call in self._findings.calls.items():
-            if sink == test.key and not call.stack or not call.in_features or (among is not None and sink not in among):
+        for sink, hit in self._hits(test.key, seen, row):
+            if among is not None and sink not in among:
                 continue
-            hits = [one.features[sink][row] for one in seen if sink in one.features]
-            hit = torch.stack(hits).any(0) if hits else torch.zeros(call.in_features, dtype=torch.bool)
             if sink in sinks:
                 sinks[sink].append(hit)
             elif bool(hit.any()) or not sinks:
                 sinks[sink] = [torch.zeros_like(hit)] * count + [hit]
         if not sinks:
             sinks[test.key] = [torch.zeros(max(1, self._findings.calls[test.key].in_features), dtype=torch.bool)]
-        if bool(seen[0].selectors[row]):
+        if bool(seen.selectors[row]):
             self._findings.routers.add(test.key)
 
     # ------------------------------------------------- sinks that follow no batch
@@ -224,13 +252,13 @@ class Influences:
                 test = Test(key, torch.tensor([0]))
                 seen = self.taints(1, {}, (test,))
                 if all(sink in seen.features and bool(seen.features[sink].all()) for sink in after):
-                    self._add(rows, test, 0, [seen], hidden)
+                    self._add(rows, test, 0, seen, hidden)
                     continue
             left.append(key)
         for key in self._reaching(left, hidden):
             for at in self._samples(key, 2):
                 test = Test(key, torch.tensor([at]))
-                self._add(rows, test, 0, [self.taints(1, {}, (test,))], hidden)
+                self._add(rows, test, 0, self.taints(1, {}, (test,)), hidden)
 
     def _whole(self, keys: Sequence[Key]) -> Reached:
         """Where all features of these calls arrive."""
