@@ -64,7 +64,8 @@ class Forwards:
         args, kwargs = self.sample.repeat(batch, follow=follow, moved=moved)
         probe = Probe(self.operands, batch, silent=self.silent, values=self._values, **settings)
         with ExitStack() as stack:
-            stack.enter_context(paths(self._watched, probe.path, self._note if follow else None))
+            if follow or probe.seed:  # else no call is new: none asks for the modules that are running
+                stack.enter_context(paths(self._watched, probe.path, self._note if follow else None))
             stack.enter_context(plain_kernels())
             stack.enter_context(buffers_kept(self.model))
             stack.enter_context(torch.no_grad())

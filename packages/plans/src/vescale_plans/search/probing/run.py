@@ -43,6 +43,9 @@ NORMS = {
     if hasattr(aten, name)
 }
 
+SEQUENCES = (list, tuple)
+"""Looked up for each operand of each operator, so made once."""
+
 
 class Enough(Exception):
     """All that was to be seen in a forward has been."""
@@ -367,16 +370,16 @@ def _find(values: Iterable[Any], found: list[Tensor]) -> None:
     for one in values:
         if isinstance(one, Tensor):
             found.append(one)
-        elif isinstance(one, list | tuple):
+        elif isinstance(one, SEQUENCES):
             _find(one, found)
-        elif isinstance(one, dict):
+        elif isinstance(one, dict) and one:
             _find(one.values(), found)
 
 
 def _map(change, value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, SEQUENCES):
         return type(value)(_map(change, one) for one in value)
     if isinstance(value, dict):
         return {key: _map(change, one) for key, one in value.items()}
