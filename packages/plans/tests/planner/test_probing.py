@@ -1,10 +1,13 @@
 """How many forwards a probe takes, of models whose rows are hard to tell."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from vescale_plans.search import sample_of, structure_of
+from vescale_plans.search.probing.digits import Digits
+from vescale_plans.search.probing.find_structure import probe
 from vescale_plans.search.progress import Bar
 
 
@@ -91,3 +94,136 @@ def test_a_diffusion_is_probed_in_few_forwards():
 
 def sources(found, sink):
     return next(group.sources for group in found.groups if group.sink == sink)
+
+
+# ------------------------------------------------------------------------ digits
+
+
+def told(reach, neighbours=1):
+    """What digits tell of units that reach these features, bool [units, features], from what their tests meet."""
+    digits = Digits(len(reach), neighbours)
+    return digits.reach(torch.stack([reach[which].any(0) for which in digits.tests]))
+
+
+@pytest.mark.parametrize("neighbours", [1, 2, 3, 16])
+@pytest.mark.parametrize("count", [*range(1, 40), 61, 64, 96, 144, 192, 256])
+def test_digits_are_right_or_say_nothing(count, neighbours):
+    generator = torch.Generator().manual_seed(count)
+    for share in (0.0, 0.5 / count, 1 / count, 2 / count, 0.2, 1.0):
+        reach = torch.rand(count, 40, generator=generator) < share
+        found = told(reach, neighbours)
+        assert found is None or torch.equal(found, reach), share
+    alone = torch.eye(count, dtype=torch.bool)[torch.randperm(count, generator=generator)]
+    assert torch.equal(told(alone, neighbours), alone)
+    if count > 1:
+        # no unit alone reaches the feature: two together do, as where a product of both is looked at
+        digits = Digits(count, neighbours)
+        both = [which[0] & which[-1] for which in digits.tests]
+        assert digits.reach(torch.stack(both)[:, None]) is None or torch.stack(both).sum() == 0
+
+
+@pytest.mark.parametrize("units", [12, 32, 64, 96, 192])
+def test_digits_tell_parts_of_packed_weights_and_heads(units):
+    for parts in (part for part in (2, 3) if units % part == 0):
+        packed = torch.eye(units // parts, dtype=torch.bool).repeat(parts, 1)
+        assert torch.equal(told(packed), packed)
+    for size in (3, 4):
+        heads = torch.block_diag(*[torch.ones(size, 5)] * (units // size)).bool()
+        assert units % size or torch.equal(told(heads, size), heads)
+    assert len(Digits(units).tests) <= 4 * units.bit_length()
+
+
+# ----------------------------------------------------------------------- experts
+
+
+class Experts(nn.Module):
+    """Rows are sorted by the expert that a router chooses, as stock forwards over stacks do."""
+
+    def __init__(self, width, inner, count=4):
+        super().__init__()
+        self.choose = nn.Linear(width, count, bias=False)
+        self.up = nn.Parameter(torch.randn(count, width, 2 * inner))
+        self.down = nn.Parameter(torch.randn(count, inner, width))
+
+    def forward(self, x):
+        flat = x.flatten(0, -2)
+        weights, chosen = self.choose(flat).softmax(-1).topk(1)
+        order = chosen[:, 0].argsort()
+        ends = torch.bincount(chosen[:, 0], minlength=len(self.up)).cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(flat[order], self.up, offs=ends).chunk(2, -1)
+        out = F.grouped_mm(F.silu(gate) * up, self.down, offs=ends)
+        return (torch.empty_like(flat).index_copy(0, order, out) * weights).view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, width, count):
+        super().__init__()
+        self.mixing, self.experts = Attention(width), Experts(width, 128, count)
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x):
+        x = x + self.mixing(self.first(x))
+        return x + self.experts(self.second(x))
+
+
+class Mixed(nn.Module):
+    def __init__(self, width=64, counts=(4, 6, 4, 6, 4, 6), vocabulary=96):
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.blocks = nn.ModuleList(Block(width, count) for count in counts)
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_experts_are_probed_in_few_forwards():
+    bar, model = Counted(), Mixed()
+    found = structure_of(model, sample_of(model), bar)
+    assert bar.steps <= 100, bar.steps
+    places = (0, 2, 4, 1, 3, 5)  # each kind with its like
+    assert found.routers == tuple(f"blocks.{at}.experts.choose.weight" for at in places)
+    for at in places:
+        (source,) = sources(found, f"blocks.{at}.experts.down")
+        assert source.parameter == f"blocks.{at}.experts.up"
+        unit = source.unit
+        assert source.spans == tuple((start, start + unit) for start in range(0, 128, unit)) * 2
+    sinks = ("experts.down", "mixing.outward.weight")
+    assert {group.sink for group in found.groups} == {f"blocks.{at}.{sink}" for at in places for sink in sinks}
+
+
+def test_what_norms_mix_reaches_experts_whole():
+    """One feature is asked for all of a source that a norm mixes before experts."""
+    model = Mixed()
+    found = probe(model, sample_of(model), Bar())
+    for source in ("table.weight", "blocks.0.mixing.outward.weight"):
+        reached = found.influences[source, 0]
+        assert all(reached[f"blocks.{at}.experts.up", 0].is_mixing for at in range(4))
+    later = found.influences["blocks.1.mixing.outward.weight", 0]
+    assert not any(name.startswith("blocks.0.") for name, _ in later)
+
+
+# ------------------------------------------------------------------------ shifts
+
+
+class Chosen(nn.Module):
+    """What the first half of the features is decides which row of a table is taken: no NaN goes that way."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.begin, self.end = nn.Linear(8, width), nn.Linear(width, 8)
+        self.register_buffer("table", torch.randn(11, width))
+
+    def forward(self, x):
+        half = self.begin(x)[..., : self.end.in_features // 2]
+        return self.end(self.table[half.round().long().clamp(-1000, 1000).sum(-1) % len(self.table)])
+
+
+def test_what_no_nan_shows_is_shown_by_shifts():
+    """Together they show that there is more; which of the samples reach it, each shows for itself."""
+    model = Chosen()
+    found = probe(model, sample_of(model, torch.randn(2, 8)), Bar())
+    reach = found.influences["begin.weight", 0]["end.weight", 0].reach
+    assert reach.any(1).tolist() == [True, True, False]  # the features 0, 5 and 15

@@ -256,9 +256,7 @@ class Pricer:
         rows = batch or self.request.batch
         times, anew = self._pass(candidate, batch)[1], self._anew(candidate, batch)[1]
         priced = []
-        for time, more, static, (kept, less) in zip(
-            times, anew, self._static(candidate), self._keeps(candidate, rows)
-        ):
+        for time, more, static, (kept, less) in zip(times, anew, self._static(candidate), self._keeps(candidate, rows)):
             again = (float(f"{more.once:.9g}"), less) if candidate.checkpointing else (0.0, 0)  # equal of equal blocks
             priced.append(Part(time.busy, static, kept, again))
         return priced

@@ -16,9 +16,8 @@ from ..._plan.parts import PlanError
 from ..progress import Bar
 from ..structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
 from ..tensor_plan import split_parameters
-from .calls import Call, Findings, Influence, Key, Site
+from .calls import Call, Findings, Influence, Key, Site, paired
 from .holding import holding_of
-from .pairs import paired
 from .probe import probe
 from .sample import Sample
 

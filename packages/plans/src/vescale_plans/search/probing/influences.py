@@ -1,4 +1,9 @@
-"""Which features of one contraction reach which of others: tests, packed into as few forwards as can be."""
+"""Which features of one contraction reach which of others: tests, packed into as few forwards as can be.
+
+Each row of a batch carries a test, where rows can be told apart. What a test costs is a row of all that runs between
+contractions, and a forward at least where rows cannot: so few tests are asked first (three samples of each source), and
+what these leave open is told by digits, or by one test for each unit where digits do not tell.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +129,9 @@ class Influences:
     def _reaches(rows: _Rows, units: Mapping[Key, int]) -> Reaches:
         return {
             source: {
-                sink: Influence(units.get(source, 1), torch.stack(reach)) for sink, reach in sinks.items() if _any(reach)
+                sink: Influence(units.get(source, 1), torch.stack(list(reach)))
+                for sink, reach in sinks.items()
+                if _any(reach)
             }
             for source, sinks in rows.items()
         }

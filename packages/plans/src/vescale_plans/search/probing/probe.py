@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from ..progress import Bar
 from .blocks import Chain, chains
-from .calls import Findings, Key, Site, Test
+from .calls import Findings, Key, Site, Test, paired
 from .forwards import Forwards
 from .influences import ROWS, Influences
 from .model import first_tensor
-from .pairs import paired
 from .run import Probe
 from .sample import Sample
 from .vectors import vectors_reach

@@ -265,8 +265,9 @@ class Probe(TorchDispatchMode):
                 elif layout[1] == 1 and layout[0] > test.token:  # positions outside the batch
                     parts[test.token, row] = float("nan")
             elif self.shift:
-                sign = torch.where(parts[:, row][..., test.features] >= 0, 3.0, -3.0).to(parts.dtype)
-                parts[:, row, :, test.features] += sign
+                sign = torch.where(parts[:, row][..., test.features] >= 0, 1.0, -1.0).to(parts.dtype)
+                sizes = 3.0 + torch.arange(len(test.features), dtype=parts.dtype)  # no two add up to nothing
+                parts[:, row, :, test.features] += sign * sizes
             else:
                 parts[:, row, :, test.features] = float("nan")
 

@@ -1,7 +1,8 @@
 """What the entries of parameters reach that are no contraction's: a gate, a decay, a number per head.
 
 A parameter is the same in all rows of a batch, so that a forward has one test for each. Those of parameters whose sinks
-are not the same share a forward, and entries are told apart by the digits of their numbers (`digits.py`) where these tell.
+are not the same share a forward, and entries are told apart by the digits of their numbers where these tell
+(`digits.py`).
 """
 
 from __future__ import annotations
@@ -102,9 +103,7 @@ class _Tests:
                 if any(digits[one.name].is_unclear([row[key] for row in met[one.name]]) for key in one.sinks):
                     left.remove(one)
         for one in left:
-            told = {
-                key: digits[one.name].reach(torch.stack([row[key] for row in met[one.name]])) for key in one.sinks
-            }
+            told = {key: digits[one.name].reach(torch.stack([row[key] for row in met[one.name]])) for key in one.sinks}
             clear = {key: reach for key, reach in told.items() if reach is not None}
             if len(clear) == len(told):
                 yield one, _reach(one, clear)
