@@ -79,9 +79,9 @@ def alone(model, rows=ROWS):
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def piped(model, kind="1f1b", **more):
+def piped(model, kind="1f1b", microbatches=MICROBATCHES, **more):
     """The model as this rank of a pipeline has it."""
-    schedule = generate(kind, RANKS, MICROBATCHES)
+    schedule = generate(kind, RANKS, microbatches)
     stages = schedule.stages
     verify(schedule, transport="buffered")
     owned = ownership(model, tuple(f"blocks.{8 * stage // stages}" for stage in range(1, stages)))
@@ -97,6 +97,23 @@ def trained(kind="1f1b", rows=ROWS, calls=1, in_order=False, **options):
         loss = model(*batch(rows))
         loss.backward()
     return loss.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def sending(kind, microbatches):
+    """The most messages that a rank kept for another."""
+    model, most = made(), 0
+    link = piped(model, kind, microbatches).link
+    send = link.send
+
+    def sent(*given):
+        nonlocal most
+        send(*given)
+        most = max(most, len(link._sent))
+
+    for _ in range(2):  # with the first, forms of messages are told
+        most, link.send = 0, sent
+        model(*batch(microbatches)).backward()
+    return most
 
 
 def evaluated():
@@ -245,6 +262,7 @@ CASES = {
     "longer": lambda: trained(rows=2 * ROWS),
     **{f"counting {kind}": lambda kind=kind: counting(kind) for kind in SCHEDULES},
     **{f"thawed {kind}": lambda kind=kind: thawed(kind) for kind in SCHEDULES},
+    **{f"sending {kind} {n}": lambda kind=kind, n=n: sending(kind, n) for kind in SCHEDULES for n in (8, 24)},
     "by name": by_name,
     "reading": reading,
     "evaluated": evaluated,
@@ -300,6 +318,13 @@ def check(found, name, expected):
             assert torch.equal(gradient, gradients[parameter]), parameter
         seen |= set(rank[name][1])
     assert seen == set(gradients)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCHEDULES if kind not in ("gpipe", "looped-bfs")])
+def test_what_was_sent_goes_when_the_other_rank_has_taken_it(found, kind):
+    """However many microbatches there are, unless all forwards come first."""
+    for rank in found:
+        assert rank[f"sending {kind} 24"] == rank[f"sending {kind} 8"] <= 12
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

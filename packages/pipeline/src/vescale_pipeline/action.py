@@ -111,6 +111,17 @@ class Schedule:
         return True
 
     @cached_property
+    def computed_at(self) -> dict[tuple[str, int, int], int]:
+        """(kind, stage, microbatch) -> place among the actions of the stage's rank: of forwards ("F"), and of what
+        computes the gradient of a stage's input ("B", whether by B or by I)."""
+        return {
+            ("B" if kind == "I" else kind, stage, microbatch): at
+            for actions in self.actions
+            for at, (kind, stage, microbatch, _) in enumerate(actions)
+            if kind in ("F", "B", "I")
+        }
+
+    @cached_property
     def hash(self) -> str:
         """SHA-256 of the content, in hex: equal on two ranks if and only if they would run the same schedule."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))

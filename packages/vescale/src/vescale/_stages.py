@@ -82,6 +82,7 @@ def pipelined(
             during=model._vescale.sync.in_parts,
             ended=_ended,
             recorder=Transfers(axis),
+            compute=plan.precision and plan.precision.compute,
             **more,
         )
 

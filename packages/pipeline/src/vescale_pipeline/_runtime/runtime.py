@@ -69,6 +69,7 @@ class Runtime:
         recorder: is told of every transfer.
         link: makes the messages to the other ranks.
         beginning: is told of every action before it is done, and of READING before a call looks at what it will meet.
+        compute: the floating dtype that stages compute with parameters in, where that is not the parameters' own.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Runtime:
         recorder: Recorder | None = None,
         link: Callable[..., Link] = Link,
         beginning: Callable[[Action | str], None] | None = None,
+        compute: torch.dtype | None = None,
     ) -> None:
         self._during, self._in_order = during, in_order
         self._loss = frozenset((loss,)) if loss is not None else None
@@ -108,6 +110,7 @@ class Runtime:
         self.schedule, self.link, self.tags, self.rank = schedule, link, tags, link.rank
         self._member = Member(schedule, owned, parameters, codec, link, tags, stages)
         self._model = model
+        self._read = partial(dry_run, model, owned.cuts, buffers=owned.buffers, compute=compute)
         self._root = Station(model, "").original
         self._modules = list(model.modules())
         self._tied = sorted(name for name, stages in owned.stages.items() if len(stages) > 1)
@@ -187,7 +190,7 @@ class Runtime:
         if call is None:
             stations = {module: Station(module, name) for name, module in self._model.named_modules() if name}
             notes = Notes()
-            record = dry_run(self._model, owned.cuts, lambda: self.forward(parts[0]), stations, notes, owned.buffers)
+            record = self._read(lambda: self.forward(parts[0]), stations, notes)
             check_uses(record, owned.stages, owned.cuts)
             for event in record.events:
                 if event.module is not None:
@@ -198,7 +201,7 @@ class Runtime:
                 call.reduction = self._loss or (MEAN if len(parts) == 1 else None)
             if loss is not None and call.reduction is None:
                 others = Notes()
-                again = dry_run(self._model, owned.cuts, lambda: self.forward(whole), stations, others, owned.buffers)
+                again = self._read(lambda: self.forward(whole), stations, others)
                 call.reduction = reduction(notes, others, len(parts), (loss, loss_in(again.result)))
             self._calls[key] = call
         return call

@@ -211,7 +211,8 @@ class Stage:
         return [None if leaf is None else next(following) for leaf in slot.leaves], rest
 
     def _add(self, gradients: Gradients) -> None:
-        """In place from the third on: the first may share its memory with another gradient."""
+        """In place from the third on: the first may share its memory with another gradient. The second takes over one
+        weight after another, so that only one is there three times."""
         for i, kept in self._apart.items():
             if gradients[i] is not None:
                 kept.append(gradients[i].clone())
@@ -227,9 +228,9 @@ class Stage:
             _foreach_add_([sums[i] for i in there], [gradients[i] for i in there])
             return
         both = [i for i in there if sums[i] is not None]
-        if both:
-            for i, total in zip(both, _foreach_add([sums[i] for i in both], [gradients[i] for i in both])):
-                sums[i] = total
+        for i in both:
+            (sums[i],) = _foreach_add([sums[i]], [gradients[i]])
+            gradients[i] = None
         self._own = both if len(both) == len(there) else None
         for i in there:
             if sums[i] is None:

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._errors import PipelineError
@@ -37,6 +38,7 @@ def dry_run(
     stations: dict[nn.Module, Any],
     notes: AbstractContextManager | None = None,
     buffers: Mapping[str, tuple[int, ...]] | None = None,
+    compute: torch.dtype | None = None,
 ) -> Record:
     """Runs `call()`, which calls `model`, on placeholders; twice, where it leaves anything behind for its next call.
 
@@ -45,13 +47,14 @@ def dry_run(
         stations: per module, what stands before its call and asks the reader (`skeleton.Station`).
         notes: a context for the run (`notes.Notes`).
         buffers: the stages that keep each buffer.
+        compute: the floating dtype that forwards see parameters in, where that is not theirs.
 
     The generators, the buffers and the attributes are as they were, afterwards. Raises PipelineError
     for a forward that reads a value, for cuts that are called in another order, for a stage without a module, and for
     what one microbatch leaves in a later stage for the next one's earlier stage.
     """
     with kept_as_it_was(model) as kept, stations_in_place(stations):
-        recorder = Recorder(model, cuts, kept)
+        recorder = Recorder(model, cuts, kept, compute=compute)
         with no_draws_of_python(), recorder, notes or nullcontext():
             try:
                 result = recorder.adopt(call(), "the model")
@@ -64,7 +67,7 @@ def dry_run(
         if changed or any(access.kind == "w" for access in recorder.seen.accesses):
             made = forget_values(changed)
             between = Kept(model)
-            again = Recorder(model, cuts, between, made)
+            again = Recorder(model, cuts, between, made, compute)
             with again:
                 call()
             left.compare(again, between)

@@ -141,14 +141,20 @@ def stand_in_of(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def weight_placeholder(parameter: Tensor, name: str, device: torch.device | None = None) -> Placeholder:
+def weight_placeholder(
+    parameter: Tensor, name: str, device: torch.device | None = None, compute: torch.dtype | None = None
+) -> Placeholder:
     """What stands for a parameter that another stage owns, and has on `device` where that is not where it is.
 
-    `shape` of a distributed one is the global shape.
+    `shape` of a distributed one is the global shape. `compute`: the floating dtype that forwards see it in, where that
+    is another.
     """
+    dtype = compute if compute is not None and parameter.dtype.is_floating_point else parameter.dtype
     if type(parameter) is Placeholder:
-        return parameter
-    meta = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
+        if dtype is parameter.dtype:
+            return parameter
+        device = parameter.home
+    meta = torch.empty(tuple(parameter.shape), dtype=dtype, device="meta")
     home = parameter.device if device is None or parameter.device.type == "meta" else placed(device)
     return placeholder(meta, -1, name, home, is_weight=True)
 

@@ -50,16 +50,25 @@ class Recorder:
     Arguments:
         kept: the model as it was.
         memory: plain tensors that stand for what an earlier pass left behind -> its slots.
+        compute: the floating dtype that forwards see parameters in, where that is not theirs.
     """
 
     def __init__(
-        self, model: nn.Module, cuts: Sequence[str], kept: Kept, memory: Sequence[tuple[Tensor, Slot]] = ()
+        self,
+        model: nn.Module,
+        cuts: Sequence[str],
+        kept: Kept,
+        memory: Sequence[tuple[Tensor, Slot]] = (),
+        compute: torch.dtype | None = None,
     ) -> None:
         self.cuts = list(cuts)
         self._begins = {name: index + 1 for index, name in enumerate(cuts)}
         self._weights: dict[int, Placeholder] = {}
         for name, parameter in model.named_parameters():
-            self._weights[id(parameter)] = weight_placeholder(parameter, name)
+            self._weights[id(parameter)] = weight_placeholder(parameter, name, compute=compute)
+        for held in (value for module in model.modules() for value in module.__dict__.values()):
+            if type(held) is Placeholder and held.is_weight and id(held) not in self._weights:  # of another stage
+                self._weights[id(held)] = weight_placeholder(held, held.origin, compute=compute)
         self.stage = 0
         self._frames: list[list[Event]] = [[]]
         self._path: list[str] = [""]

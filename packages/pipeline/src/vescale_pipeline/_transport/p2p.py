@@ -139,18 +139,21 @@ class Link:
         self._to, self._from = directly(wire.send), directly(wire.recv)
         self._tags, self._recorder = tags, recorder or Recorder()
         self.calls = 0
-        self._sent: list[tuple[Any, int, Any, Tensor]] = []
+        self._sent: list[tuple[Any, int, Any, Tensor, int | None]] = []
         self._free: dict[tuple, list[Tensor]] = {}
 
-    def send(self, peer: int, tag: int, tensors: list[Tensor | None]) -> None:
-        """Posts a message; `flush` waits for all."""
+    def send(self, peer: int, tag: int, tensors: list[Tensor | None], until: int | None = None) -> None:
+        """Posts a message; `flush` waits for all. `until`: the place among the peer's actions of that which takes it.
+
+        Its tensors are kept until it has gone: to `flush`, or to `let_go`.
+        """
         for tensor in tensors:
             if tensor is not None:
                 tensor = tensor.detach()
                 if not tensor.is_contiguous():
                     tensor = _flat(tensor)
                 mark = self._posted(self.rank, peer, tag, 0)
-                self._sent.append((self._started(self._to, tensor, peer, tag), peer, mark, tensor))
+                self._sent.append((self._started(self._to, tensor, peer, tag), peer, mark, tensor, until))
             tag += 1
 
     def post(self, peer: int, tag: int, header: Header) -> Arrival:
@@ -223,6 +226,17 @@ class Link:
         mine = torch.tensor(value)
         arrivals = [self.swap(peer, tag, [mine], (part_of(mine),)) for peer in peers]
         return [arrival.wait()[0].tolist() for arrival in arrivals]
+
+    def let_go(self, peer: int, place: int) -> None:
+        """What the peer took up to that place among its actions has gone: something from there, or from later, has
+        arrived."""
+        sent, self._sent = self._sent, []
+        for one in sent:
+            work, to, mark, _, until = one
+            if to == peer and until is not None and until <= place:
+                self.wait(work, to, mark)
+            else:
+                self._sent.append(one)
 
     def flush(self) -> None:
         """Waits for all sends."""
