@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale_plans._dry.meta_kernels import CHOICES, FLOPS, STAND_INS
+from vescale_plans._dry.meta_kernels import CHOICES, FLOPS, STAND_INS, received
 from vescale_plans._dry.meter import Meter, flops_of
 
 GROUPED = torch.ops.aten._grouped_mm.default
@@ -81,3 +81,16 @@ def test_choices_by_values_that_are_not_there_are_even(name):
     if "topk" in name:
         first, second = dry.unbind(dim)
         assert (first != second).all()
+
+
+def test_what_a_real_group_receives_stays():
+    """A meter counts real runs as well; whether a group fills its output in the call or later is the group's affair."""
+
+    def receives(out):
+        return out.fill_(3)
+
+    out = torch.ones(4, dtype=torch.int64)
+    received(receives)(out)
+    assert out.tolist() == [3] * 4
+    received(lambda out: None)(out)
+    assert out.tolist() == [0] * 4

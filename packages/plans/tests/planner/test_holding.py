@@ -101,19 +101,35 @@ def test_values_narrower_than_queries_have_a_kernel_on_a_gpu_alone(degrees):
     assert peaks["gloo"] - peaks["nccl"] >= 0.9 * scores
 
 
-@pytest.mark.parametrize("sp", (False, True))
-def test_rows_of_experts_are_whole_where_positions_are_split(sp):
+def mixtral(width, words):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
     config = MixtralConfig(
-        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
+        vocab_size=words, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=8, num_local_experts=4, use_cache=False,
     )  # fmt: skip
-    model, ids = MixtralForCausalLM(config), torch.randint(128, (ROWS, POSITIONS))
+    model, ids = MixtralForCausalLM(config), torch.randint(words, (ROWS, POSITIONS))
     batch = {"input_ids": ids, "labels": ids}
-    mixtral = model, batch, structure_of(model, sample_of(model, batch))
-    assert abs(off(mixtral, Candidate(tp=4, sp=sp))) <= MARGIN
+    return model, batch, structure_of(model, sample_of(model, batch))
+
+
+@pytest.mark.parametrize("sp", (False, True))
+def test_rows_of_experts_are_whole_where_positions_are_split(sp):
+    assert abs(off(mixtral(128, 128), Candidate(tp=4, sp=sp))) <= MARGIN
+
+
+@pytest.mark.parametrize("narrow", (False, True))
+@pytest.mark.parametrize("degrees", ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}))
+def test_experts_that_are_spread_are_neither_gathered_nor_summed(degrees, narrow):
+    spread = mixtral(256, 1024)
+    for zero in (2, 3):
+        assert abs(off(spread, Candidate(**degrees, zero=zero), narrow)) <= MARGIN
+
+
+def test_the_gradients_of_the_first_block_are_not_there_when_its_backward_begins():
+    """Recomputed, its activations come then, which are most of what a step of few rows holds."""
+    assert abs(off(mixtral(64, 1024), Candidate(tp=2, checkpointing=True))) <= 0.08
 
 
 def test_a_model_that_did_not_run_without_values_is_priced_all_the_same():

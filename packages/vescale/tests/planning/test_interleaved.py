@@ -9,33 +9,39 @@ from vescale_dtensor.testing import slice_of
 from vescale_pipeline import Costs, generate, simulate, verify
 from vescale_plans.search import Part
 from vescale_plans.search.candidates import VIRTUAL
-from vescale_plans.search.pricing.interleaved import Interleaved, flights
+from vescale_plans.search.pricing.interleaved import Interleaved
+from vescale_plans.search.stages import Load, Moment, held_at, moments
 
 SHAPES = [(p, v, rounds * p) for p, v, rounds in product((2, 3, 4, 8), VIRTUAL, (1, 2, 3, 5))]
+PLAIN = [(p, 1, more) for p in (2, 3, 4, 8) for more in (1, p - 1, p, p + 1, 3 * p)]
 
 
-def kept(schedule, rank):
-    """Per moment, microbatches whose activations each stage of a rank keeps."""
+def before_backwards(schedule, rank):
+    """Per backward of a rank: microbatches that each of its stages keeps, whether each had a backward, and the stage
+    that has one."""
     stages = schedule.stages_of(rank)
-    counts = dict.fromkeys(stages, 0)
-    yield tuple(counts.values())
+    flight, summed = dict.fromkeys(stages, 0), dict.fromkeys(stages, False)
     for action in schedule.actions[rank]:
-        if action.kind in "FB":
-            counts[action.stage] += 1 if action.kind == "F" else -1
-            yield tuple(counts.values())
+        if action.kind == "B":
+            yield Moment(tuple(flight.values()), tuple(summed.values()), stages.index(action.stage))
+            flight[action.stage], summed[action.stage] = flight[action.stage] - 1, True
+        elif action.kind == "F":
+            flight[action.stage] += 1
 
 
-@pytest.mark.parametrize(("ranks", "virtual", "microbatches"), slice_of(SHAPES, 12))
+@pytest.mark.parametrize(("ranks", "virtual", "microbatches"), slice_of([*SHAPES, *PLAIN], 16))
 def test_what_is_in_flight_is_that_of_the_schedule(ranks, virtual, microbatches):
     """For stages of any sizes: the fullest of the moments named is the fullest of all."""
-    schedule, random = generate("interleaved", ranks, microbatches, virtual), Random(0)
+    kind, random = "interleaved" if virtual > 1 else "1f1b", Random(0)
+    schedule = generate(kind, ranks, microbatches, virtual)
     for one in range(ranks):
-        moments = set(kept(schedule, one))
-        named = flights(ranks, virtual, microbatches, one)
-        assert set(named) <= moments
+        all_of = set(before_backwards(schedule, one))
+        named = moments(ranks, virtual, microbatches, one)
+        assert set(named) <= all_of
         for _ in range(20):
-            sizes = [random.randint(1, 9) for _ in range(virtual)]
-            most = [max(sum(map(int.__mul__, moment, sizes)) for moment in among) for among in (moments, named)]
+            begins, ends, fresh = (random.randint(0, 9) for _ in range(3))
+            loads = [Load(random.randint(1, 9), begins, ends, fresh) for _ in range(virtual)]
+            most = [max(held_at(loads, among))[:2] for among in (all_of, named)]
             assert most[0] == most[1]
 
 

@@ -102,6 +102,28 @@ def test_every_stage_of_a_pipeline(name):
     assert found.peak == max(one.peak for one in found.stages)
 
 
+MESSAGES = 1 << 14  # gradients of activations, more than a stage receives of a microbatch
+HELD_TWICE = {
+    "1f1b": replace(library.llama({"pp": 2}), pipeline=TWO),
+    "1f1b, 2 microbatches": replace(library.llama({"pp": 2}), pipeline=replace(TWO, microbatches=2)),
+    "data, narrow": replace(
+        library.llama({"pp": 2, "dp": 2}), pipeline=TWO, zero=1, precision=Precision(torch.bfloat16)
+    ),
+    "zero 3": replace(library.llama({"pp": 2, "dp": 2}), pipeline=TWO, zero=3),
+}
+
+
+@pytest.mark.parametrize("name", list(HELD_TWICE))
+def test_a_stage_holds_gradients_twice_and_one_a_third_time(name):
+    """The sums of those before, and a microbatch's; of what ranks reduce nothing before the call is through."""
+    short = {key: one[:, :4] for key, one in batch().items()}  # so that parameters count, and not activations
+    stages = dry_run(HELD_TWICE[name], llama(), short, torch.optim.AdamW, backend="gloo").stages
+    first = ("model.embed_tokens.", *(f"model.layers.{at}." for at in range(3)))
+    for at, stage in enumerate(stages):
+        owned = [one.nbytes for key, one in llama().named_parameters() if key.startswith(first) == (at == 0)]
+        assert 2 * sum(owned) < stage.memory["gradients"] <= 2 * sum(owned) + max(owned) + MESSAGES
+
+
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_a_pipeline_is_chosen_by_its_fullest_stage(virtual):
     """A few microbatches suffice, and the peak is the one of a dry run with all of them."""

@@ -77,15 +77,15 @@ def _max(values: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tenso
     return found, _argmax(values, dim, keepdim) if values.is_meta else indices
 
 
-def _received(function: Callable) -> Callable:
-    """Of a collective that fills its first argument, which torch's stand-in of a group leaves as it was."""
+def received(function: Callable) -> Callable:
+    """Of a collective that fills its first argument, which torch's stand-in of a group leaves as it was. It is emptied
+    before, because a real group may still be filling it when the call returns."""
 
     def filled(out: Any, *args: Any, **kwargs: Any) -> Any:
-        made = function(out, *args, **kwargs)
         for tensor in tree_iter(out):
             if not tensor.is_meta:
                 tensor.zero_()
-        return made
+        return function(out, *args, **kwargs)
 
     return filled
 
@@ -94,7 +94,7 @@ CHOICES: dict[Any, Callable] = {aten.topk.default: _topk, aten.argmax.default: _
 STAND_INS: dict[Any, Callable] = {aten.histc.default: _histc}
 c10d = torch.ops.c10d
 for _collective in (c10d.alltoall_base_, c10d.alltoall_, c10d.recv_):
-    STAND_INS[_collective.default] = _received(_collective.default)
+    STAND_INS[_collective.default] = received(_collective.default)
 FLOPS: dict[Any, Callable] = {}
 if hasattr(aten, "_grouped_mm"):
     STAND_INS[aten._grouped_mm.default] = _grouped_mm

@@ -327,7 +327,7 @@ class DataParallel:
             entry.left = entry.inputs
         if unit.unsharded:
             self._open(unit, True)
-        if not unit.touched:
+        if not unit.touched and not self.holds:  # of a call in parts, nothing is added to them yet
             unit.open_gradients()
 
     def _passed(self, unit: FSDPUnit, entry: Pass) -> None:

@@ -207,7 +207,7 @@ def _peak(plan: Plan, model: nn.Module, request: Mapping[str, Any], runner: Runn
         return None
     asked, ranks, lap = plan.pipeline.microbatches, plan.mesh[plan.pipeline.axis], 1
     enough = ranks + 2
-    if plan.pipeline.virtual > 1:  # what is in flight repeats itself with every `ranks`, see `flights`
+    if plan.pipeline.virtual > 1:  # what is in flight repeats itself with every `ranks`, see `moments`
         enough, lap = 4 * ranks, ranks
     if asked <= enough:
         return run(plan, model, batch, optimizer).peak

@@ -93,8 +93,8 @@ class Pricer:
         self._parts: dict[tuple[int, bool], tuple[list[Sizes], list[int], Counter[int]]] = {}
         self._passes: dict[tuple, tuple[Pass, list[Pass]]] = {}
         self._again: dict[tuple, tuple[Pass, list[Pass]]] = {}
-        self._kept: dict[tuple, list[tuple[int, int]]] = {}
-        self._statics: dict[tuple, list[int]] = {}
+        self._kept: dict[tuple, list[tuple[int, int, Mapping[str, int]]]] = {}
+        self._statics: dict[tuple, list[tuple[int, int]]] = {}
         self._bounds: dict[tuple, float] = {}
         tables = {one.parameter for one in request.structure.lookups}
         self._shared = any(one.parameter in tables for one in request.structure.heads) or bool(request.structure.tied)
@@ -191,19 +191,21 @@ class Pricer:
             self._passes[key] = (pass_of(self._sizes_at(candidate.tp), *shape), kinds)
         return self._passes[key]
 
-    def _keeps(self, candidate: Candidate, batch: int) -> list[tuple[int, int]]:
-        """Per kind of part: bytes that it keeps for backward with nothing computed again, and how many fewer with what
-        the candidate computes again."""
+    def _keeps(self, candidate: Candidate, batch: int) -> list[tuple[int, int, Mapping[str, int]]]:
+        """Per kind of part: bytes that it keeps for backward with nothing computed again, without a pipeline the loss
+        among them, how many fewer with what the candidate computes again, and what a pipeline's stage holds at its
+        ends, by the fields of `Part`."""
         asked = self.request
         again = (candidate.checkpointing, candidate.inside)
-        key = (*self._axes(candidate), *again, positions_of(candidate, batch, asked.seq))
+        staged = candidate.pp > 1
+        key = (*self._axes(candidate), *again, staged, positions_of(candidate, batch, asked.seq))
         if key not in self._kept:
             shape, found = (asked.hardware.joining(candidate.ranks), batch, asked.seq), []
             plain = replace(candidate, checkpointing=False, inside=())
             for one in self._kinds(candidate)[0]:
-                held = (Held(one, way, *shape, part=True) for way in (plain, candidate))
-                kept, left = (int(each.kept() + each.loss()) for each in held)
-                found.append((kept, kept - left))
+                held = [Held(one, way, *shape, part=True) for way in (plain, candidate)]
+                kept, left = (int(each.kept() + (0 if staged else each.loss())) for each in held)
+                found.append((kept, kept - left, held[1].at_ends() if staged else {}))
             self._kept[key] = found
         return self._kept[key]
 
@@ -256,18 +258,21 @@ class Pricer:
         rows = batch or self.request.batch
         times, anew = self._pass(candidate, batch)[1], self._anew(candidate, batch)[1]
         priced = []
-        for time, more, static, (kept, less) in zip(times, anew, self._static(candidate), self._keeps(candidate, rows)):
+        statics, keeps = self._static(candidate), self._keeps(candidate, rows)
+        for time, more, (static, fresh), (kept, less, ends) in zip(times, anew, statics, keeps):
             again = (float(f"{more.once:.9g}"), less) if candidate.checkpointing else (0.0, 0)  # equal of equal blocks
-            priced.append(Part(time.busy, static, kept, again))
+            priced.append(Part(time.busy, static, kept, again, fresh=fresh, **ends))
         return priced
 
-    def _static(self, candidate: Candidate) -> list[int]:
-        """Bytes that each kind of part holds whatever runs, of rows or positions none."""
+    def _static(self, candidate: Candidate) -> list[tuple[int, int]]:
+        """Bytes that each kind of part holds whatever runs, of rows or positions none, and those of gradients that a
+        pipeline adds."""
         one, asked = candidate, self.request
         degrees = (one.pp, one.dp, one.tp, one.ep, one.cp, one.zero, one.offload, one.microbatches > 1)
         if (key := (*degrees, self._staged(one))) not in self._statics:
             shape = (one, asked.hardware.joining(one.ranks), asked.batch, asked.seq)
-            self._statics[key] = [Held(kind, *shape, part=True).static() for kind in self._kinds(one)[0]]
+            held = [Held(kind, *shape, part=True) for kind in self._kinds(one)[0]]
+            self._statics[key] = [(each.static(), each.fresh()) for each in held]
         return self._statics[key]
 
     def _working(self, candidate: Candidate, batch: int | None = None) -> int:
@@ -302,10 +307,12 @@ class Pricer:
         parameters, states, gradients = (
             sum(sizes) for sizes in zip(*((one.parameters(), one.states(), one.summed()) for one in held))
         )
-        kept = found.memory - parameters - states - gradients
+        gradients += found.gradients
+        gathered = sum(one.unsharded() for one in held) if candidate.pp > 1 else 0
+        kept = found.memory - parameters - states - gradients - gathered
         if candidate.pp == 1 and len(found.again) in (0, len(held)):
             return self.evenly(candidate, batch).memory  # at its worst moment
-        return Memory(parameters, gradients, states, kept, self._working(candidate, batch))
+        return Memory(parameters, gradients, states, kept, self._working(candidate, batch) + gathered)
 
 
 def _but_again(one: Candidate) -> tuple:

@@ -4,14 +4,23 @@ Exact, for what cost and memory say of the parts of a model (one per repeated bl
 A rank's step takes its own stage once per microbatch, and the first microbatch passes through all others before or
 after: sum of the stages' times + (microbatches - 1) * the longest. A stage keeps activations of as many microbatches
 as there are stages from it on (1F1B: Narayanan et al., arXiv 2104.04473, section 2.2), so the last ones may hold more.
+
+The fullest moment is the beginning or the end of a backward. As it goes on, activations of its microbatch end and its
+gradients come, which are added to the sums of those before when it is through:
+
+    begins   activations of all in flight, what the last part's backward takes, sums of the gradients
+    ends     activations of one fewer, what the first part's backward takes, sums, and as many gradients again
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, product
 from math import ceil, inf
+from operator import le
+from typing import NamedTuple
 
 MOST_KINDS = 3
 """Blocks that differ more than this recompute all or nothing per stage."""
@@ -23,10 +32,14 @@ class Part:
 
     Arguments:
         time: seconds per microbatch, forward and backward.
-        static: bytes whatever runs: parameters, gradients, states.
+        static: bytes whatever runs: parameters, states, gradients where these are there from the start.
         kept: bytes of activations per microbatch in flight.
         again: seconds more, and bytes less, when it is computed again in backward.
         cuttable: a stage may begin here.
+        received: bytes per microbatch of what it is given, held by a stage that begins here.
+        begins, ends: bytes more when the backward of a stage begins that it is the last part of, and before that of
+            one ends that it is the first part of.
+        fresh: bytes of one microbatch's gradients, where these come with the backward.
     """
 
     time: float
@@ -34,6 +47,41 @@ class Part:
     kept: int
     again: tuple[float, int] = (0.0, 0)
     cuttable: bool = True
+    received: int = 0
+    begins: int = 0
+    ends: int = 0
+    fresh: int = 0
+
+
+class Load(NamedTuple):
+    """Bytes of a stage beyond what is static: kept per microbatch in flight; the others as of `Part`."""
+
+    kept: int
+    begins: int = 0
+    ends: int = 0
+    fresh: int = 0
+
+
+class Moment(NamedTuple):
+    """A rank before a backward.
+
+    Arguments:
+        flight: microbatches whose activations each of its stages keeps.
+        summed: whether a backward of each stage went before.
+        stage: of the backward, among the rank's.
+    """
+
+    flight: tuple[int, ...]
+    summed: tuple[bool, ...]
+    stage: int
+
+
+class Total(NamedTuple):
+    """Bytes at a moment, of these gradients, and of how many microbatches each stage's activations are in them."""
+
+    total: int
+    gradients: int
+    flight: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -48,6 +96,7 @@ class Stages:
         memory: bytes of the fullest rank.
         fullest: that rank, which is also its first stage.
         virtual: stages per rank.
+        gradients: of these bytes, those of gradients that come with backwards.
     """
 
     starts: tuple[int, ...]
@@ -57,6 +106,7 @@ class Stages:
     memory: int
     fullest: int
     virtual: int = 1
+    gradients: int = 0
 
     @property
     def waiting(self) -> float:
@@ -79,12 +129,63 @@ class _Stage:
     time: float
     memory: int
     again: Mapping[tuple[float, int], int]
+    gradients: int = 0
 
 
 def ahead(ranks: int, virtual: int, rank: int) -> int:
     """Forwards, each of one microbatch through one stage, whose backwards are to come, at most on a rank: under 1F1B,
     and with several stages per rank interleaved."""
     return (virtual - 1) * ranks + 2 * (ranks - 1 - rank) + 1 if virtual > 1 else ranks - rank
+
+
+@lru_cache(maxsize=4096)
+def moments(ranks: int, virtual: int, microbatches: int, rank: int) -> tuple[Moment, ...]:
+    """Those of a rank that may be the fullest; with several stages per rank, microbatches are whole rounds of `ranks`.
+
+    The rank runs `ahead`, and then a backward follows each forward, as long as there are any: which stages these are of
+    repeats itself with every `ranks * virtual`, and what is kept grows or falls evenly where neither changes its stage.
+    Gradients come with the first backward of a stage, and are there twice after its second.
+    """
+    every, lap = virtual * microbatches, ranks * virtual
+    alive = min(every, ahead(ranks, virtual, rank))
+    last = min(every - alive, 2 * lap)
+    turns = {*range(0, max(last, lap) + 1, ranks), *range(-alive % ranks, last + 1, ranks), last}
+    befores = {at for turn in turns for at in (turn - 1, turn, turn + 1)}
+
+    def done(count: int, place: int) -> int:
+        """Of the first `count` forwards, or backwards, those of the stage that comes at this place."""
+        laps, rest = divmod(count, lap)
+        return laps * ranks + min(ranks, max(0, rest - place * ranks))
+
+    found = []
+    for at in sorted(befores):
+        if 0 <= at < every:
+            back = [done(at, virtual - 1 - one) for one in range(virtual)]
+            ahead_of = [done(min(every, alive + at), one) for one in range(virtual)]
+            flight = tuple(made - gone for made, gone in zip(ahead_of, back))
+            found.append(Moment(flight, tuple(map(bool, back)), virtual - 1 - at // ranks % virtual))
+    return tuple(one for one in dict.fromkeys(found) if not any(_is_within(one, other) for other in found))
+
+
+def _is_within(one: Moment, other: Moment) -> bool:
+    """Whether nothing is held at the one that is not at the other, which is another."""
+    if one == other or one.stage != other.stage:
+        return False
+    return all(map(le, one.flight, other.flight)) and all(map(le, one.summed, other.summed))
+
+
+def held_at(loads: Sequence[Load], among: Sequence[Moment]) -> Iterator[Total]:
+    """What a rank with these stages holds when backwards begin and when they end, beyond what is static."""
+    for flight, summed, stage in among:
+        one, kept, gradients = loads[stage], 0, 0
+        for load, count, there in zip(loads, flight, summed):
+            kept += count * load.kept
+            gradients += load.fresh * there
+        kept += gradients
+        yield Total(kept + one.begins, gradients, flight)
+        if one.ends or one.fresh:
+            left = (*flight[:stage], flight[stage] - 1, *flight[stage + 1 :])
+            yield Total(kept - one.kept + one.ends + one.fresh, gradients + one.fresh, left)
 
 
 def bound_of(total: float, longest: float, count: int, microbatches: int, virtual: int = 1) -> float:
@@ -111,6 +212,7 @@ class Cutter:
         self._time = [0.0, *accumulate(part.time for part in parts)]
         self._static = [0, *accumulate(part.static for part in parts)]
         self._kept = [0, *accumulate(part.kept for part in parts)]
+        self._fresh = [0, *accumulate(part.fresh for part in parts)]
         kinds = sorted({part.again for part in parts} - {(0.0, 0)})
         self._kinds = {kind: [0, *accumulate(int(part.again == kind) for part in parts)] for kind in kinds}
         self._starts = [*accumulate((int(part.cuttable) for part in reversed(parts[1:])), initial=0)][::-1]
@@ -177,6 +279,7 @@ class Cutter:
             max(stage.time for stage in stages),
             stages[fullest].memory,
             fullest,
+            gradients=stages[fullest].gradients,
         )
 
     def stage(self, number: int, start: int, stop: int) -> _Stage | None:
@@ -184,26 +287,39 @@ class Cutter:
         flight = min(self.microbatches, ahead(self.count, 1, number))
         key = (flight, start, stop)
         if key not in self._known:
-            self._known[key] = self._stage(flight, start, stop)
+            self._known[key] = self._stage(moments(self.count, 1, self.microbatches, number), start, stop)
         return self._known[key]
 
-    def _stage(self, flight: int, start: int, stop: int) -> _Stage | None:
+    def _stage(self, among: Sequence[Moment], start: int, stop: int) -> _Stage | None:
         static = self._static[stop] - self._static[start]
-        kept = self._kept[stop] - self._kept[start]
+        first, last = self.parts[start], self.parts[stop - 1]
+        kept = self._kept[stop] - self._kept[start] + first.received
+        load = Load(kept, last.begins, first.ends, self._fresh[stop] - self._fresh[start])
         time = self._time[stop] - self._time[start]
-        over = static + flight * kept - self.limit
+        found = max(held_at((load,), among))
+        over = static + found.total - self.limit
         if not self.again or (over <= 0 and self.again != "all"):
-            return _Stage(time, static + flight * kept, {}) if over <= 0 else None
+            return _Stage(time, static + found.total, {}, found.gradients) if over <= 0 else None
         counts = {kind: n for kind, sums in self._kinds.items() if (n := sums[stop] - sums[start])}
-        chosen = counts if self.again == "all" else self._chosen(counts, ceil(over / flight))
+        chosen: Mapping[tuple[float, int], int] | None = counts
+        if self.again != "all":
+            wanted = [self._wanted(static + one.total - self.limit, *one.flight) for one in held_at((load,), among)]
+            chosen = self._chosen(counts, max(wanted))
         if chosen is None:
             return None
         time += sum(extra * number for (extra, _), number in chosen.items())
-        memory = static + flight * (kept - sum(less * number for (_, less), number in chosen.items()))
-        return _Stage(time, memory, chosen) if memory <= self.limit else None
+        less = sum(less * number for (_, less), number in chosen.items())
+        found = max(held_at((load._replace(kept=kept - less),), among))
+        memory = static + found.total
+        return _Stage(time, memory, chosen, found.gradients) if memory <= self.limit else None
 
     @staticmethod
-    def _chosen(counts: Mapping[tuple[float, int], int], wanted: int) -> Mapping[tuple[float, int], int] | None:
+    def _wanted(over: float, flight: int) -> float:
+        """Bytes per microbatch that are to be saved, where so many too many are held with so many in flight."""
+        return ceil(over / flight) if flight else inf if over > 0 else 0
+
+    @staticmethod
+    def _chosen(counts: Mapping[tuple[float, int], int], wanted: float) -> Mapping[tuple[float, int], int] | None:
         """How many of each kind are computed again to save `wanted` bytes, in the least time."""
         if sum(less * number for (_, less), number in counts.items()) < wanted:
             return None

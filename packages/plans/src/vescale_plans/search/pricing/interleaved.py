@@ -14,37 +14,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
-from ..stages import Part, Stages, ahead
+from ..stages import Load, Part, Stages, held_at, moments
 
 Kind = tuple[float, int]
 """See `Part.again`."""
-
-
-@lru_cache(maxsize=4096)
-def flights(ranks: int, virtual: int, microbatches: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Microbatches whose activations each stage of a rank keeps, at every moment that may be the fullest; microbatches
-    are whole rounds of `ranks`.
-
-    The rank runs `ahead`, and then a backward follows each forward: which stages these are of repeats itself
-    with every `ranks * virtual`, and what is kept grows or falls evenly where neither changes its stage.
-    """
-    every = virtual * microbatches
-    alive = min(every, ahead(ranks, virtual, rank))
-    last = min(every - alive, ranks * virtual)
-    moments = {*range(0, last + 1, ranks), *range(-alive % ranks, last + 1, ranks), last}
-
-    def done(count: int, place: int) -> int:
-        """Of the first `count` forwards, or backwards, those of the stage that comes at this place."""
-        laps, rest = divmod(count, ranks * virtual)
-        return laps * ranks + min(ranks, max(0, rest - place * ranks))
-
-    stages = range(virtual)
-    kept = {tuple(done(alive + at, one) - done(at, virtual - 1 - one) for one in stages) for at in moments}
-    return tuple(sorted(kept))
 
 
 class Interleaved:
@@ -68,6 +44,7 @@ class Interleaved:
         self._time = [0.0, *accumulate(part.time for part in parts)]
         self._static = [0, *accumulate(part.static for part in parts)]
         self._kept = [0, *accumulate(part.kept for part in parts)]
+        self._fresh = [0, *accumulate(part.fresh for part in parts)]
 
     def best(self, below: float = inf) -> Stages | None:
         """The faster deal that fits; None where none does in at most `below` seconds a step."""
@@ -102,32 +79,32 @@ class Interleaved:
         for at in again:
             times[bisect_right(starts, at) - 1] += self.parts[at].again[0]
         fullest = max(range(self.count), key=sizes.__getitem__)
-        longest = self._longest(times)
-        return Stages(tuple(starts), frozenset(again), sum(times), longest, sizes[fullest], fullest, self.virtual)
+        longest, (memory, gradients) = self._longest(times), sizes[fullest]
+        return Stages(tuple(starts), frozenset(again), sum(times), longest, memory, fullest, self.virtual, gradients)
 
-    def _fitted(self, rank: int, spans: Sequence[range]) -> tuple[int, set[int]] | None:
-        """Bytes of a rank with these stages, and the parts that are computed again: those that save most for their time
-        at the fullest moment. None where it does not fit."""
+    def _fitted(self, rank: int, spans: Sequence[range]) -> tuple[tuple[int, int], set[int]] | None:
+        """Bytes of a rank with these stages, of these gradients, and the parts that are computed again: those that
+        save most for their time at the fullest moment. None where it does not fit."""
         static = sum(self._static[span.stop] - self._static[span.start] for span in spans)
-        kept = [self._kept[span.stop] - self._kept[span.start] for span in spans]
-        moments = flights(self.count, self.virtual, self.microbatches, rank)
+        loads = [self._load(span) for span in spans]
+        among = moments(self.count, self.virtual, self.microbatches, rank)
         left = [Counter(self.parts[at].again for at in span) if self.again else Counter() for span in spans]
         chosen: list[Counter[Kind]] = [Counter() for _ in spans]
 
         def choose(stage: int, kind: Kind, number: int) -> None:
             left[stage][kind] -= number
             chosen[stage][kind] += number
-            kept[stage] -= number * kind[1]
+            loads[stage] = loads[stage]._replace(kept=loads[stage].kept - number * kind[1])
 
         if self.again == "all":
             for stage, kinds in enumerate(left):
                 for kind, number in list(kinds.items()):
                     choose(stage, kind, number)
         while True:
-            size, moment = max((_sum(moment, kept), moment) for moment in moments)
+            size, gradients, moment = max(held_at(loads, among))
             over = static + size - self.limit
             if over <= 0:
-                return static + size, set(self._first(spans, chosen))
+                return (static + size, gradients), set(self._first(spans, chosen))
             ways = [
                 (moment[stage] * kind[1] / max(kind[0], 1e-30), -stage, kind)
                 for stage, kinds in enumerate(left)
@@ -138,6 +115,11 @@ class Interleaved:
                 return None
             _, stage, kind = max(ways)
             choose(-stage, kind, min(left[-stage][kind], ceil(over / (moment[-stage] * kind[1]))))
+
+    def _load(self, span: range) -> Load:
+        first, last = self.parts[span.start], self.parts[span.stop - 1]
+        kept, fresh = (sums[span.stop] - sums[span.start] for sums in (self._kept, self._fresh))
+        return Load(kept + first.received, last.begins, first.ends, fresh)
 
     def _first(self, spans: Sequence[range], chosen: Sequence[Counter[Kind]]) -> Iterator[int]:
         """As many parts of each kind as were chosen."""
@@ -172,7 +154,3 @@ class Interleaved:
                 at += 1
             starts.append(at)
         return tuple(starts)
-
-
-def _sum(moment: Sequence[int], kept: Sequence[int]) -> int:
-    return sum(count * size for count, size in zip(moment, kept))

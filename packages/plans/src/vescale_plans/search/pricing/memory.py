@@ -8,7 +8,7 @@ from math import ceil
 
 from ..candidates import Candidate
 from ..held import Amount, Block
-from ..stages import ahead
+from ..stages import Load, held_at, moments
 from .context import meeting_bytes
 from .hardware import Hardware
 from .sizes import Sizes
@@ -30,8 +30,7 @@ class Memory:
     """Bytes of one rank at the peak of a step, by what they are for.
 
     Arguments:
-        gathered: parameters that are gathered or made narrow, gradients on their way, what the optimizer takes, and in
-            a pipeline what a block's backward takes.
+        gathered: parameters that are gathered or made narrow, gradients on their way, what the optimizer takes.
     """
 
     parameters: int
@@ -72,6 +71,10 @@ class Held:
         self.back = sizes.held_back.get(hardware.itemsize)
         self.outside = int(sizes.outside)
         self.block = int(sizes.spread(candidate.ep) - sizes.outside) // max(1, sizes.blocks)
+        own = int(sizes.experts / candidate.ep) // max(1, sizes.blocks)  # experts, of a block
+        self.summed_over = self.block - own * (candidate.ep == candidate.replicas > 1)
+        lies_apart = candidate.ep > 1 and not self.numbers.everywhere  # ZeRO shards no expert that is spread
+        self.comes = self.block - own * (lies_apart and not self.narrow)  # of a block, before it computes
 
     def part(self, stage: int, size: int) -> int:
         """Of the parameters, so many bytes each, where ZeRO shards them from `stage` on."""
@@ -84,11 +87,17 @@ class Held:
         return self.dense * size // self.candidate.sharded + self.spread * size // again
 
     def summed(self) -> int:
-        """Gradients that are held from one microbatch to the next."""
+        """Gradients that are held from one microbatch to the next; those of a pipeline if they are from the start."""
         if self.candidate.pp > 1:
             whole = (self.dense + self.spread) * self.numbers.gradients
-            return self.numbers.sums * (self.part(2, self.numbers.gradients) if self.numbers.summed_sharded else whole)
+            sharded = self.part(2, self.numbers.gradients) if self.numbers.summed_sharded else whole
+            return 0 if self.fresh() else self.numbers.sums * sharded
         return self.part(2, self.numbers.gradients) if self.candidate.microbatches > 1 else 0
+
+    def fresh(self) -> int:
+        """Gradients that a backward of a pipeline makes, to be added when it is through."""
+        comes = self.candidate.pp > 1 and self.numbers.sums > 1
+        return (self.dense + self.spread) * self.numbers.gradients if comes else 0
 
     def unsharded(self) -> int:
         """Parameters that a pipeline has gathered for the whole step, beside their shards."""
@@ -124,23 +133,60 @@ class Held:
 
     def static(self) -> int:
         """What is held whatever runs."""
-        return self.parameters() + self.states() + self.summed()
+        gathered = self.unsharded() if self.candidate.pp > 1 else 0
+        return self.parameters() + self.states() + self.summed() + gathered
 
     def in_stages(self) -> Memory:
-        """Of a pipeline, whose stages sum gradients all along, and have gathered what they compute with for good."""
-        one = self.candidate
-        flight = min(one.microbatches, ahead(one.pp, one.virtual, 0) / one.virtual)
+        """Of a pipeline's first rank or its last, whichever is fuller, with blocks dealt out evenly."""
+        one, stages = self.candidate, self.candidate.pp * self.candidate.virtual
+        kept, again, received = self.kept(), self.again(), self.received()
+        first = self._ends(again + kept / self.sizes.blocks, received)  # as the last block, and with what that kept
+        inside = Load(int(kept / stages) + received, int(again), first, self.fresh() // one.virtual)
+        last = inside._replace(begins=self._begins(again))
+        ends = ((0, [inside] * one.virtual), (one.pp - 1, [*[inside] * (one.virtual - 1), last]))
+        fullest = max(
+            found
+            for rank, loads in ends
+            for found in held_at(loads, moments(one.pp, one.virtual, one.microbatches, rank))
+        )
         return Memory(
             parameters=self.parameters(),
-            gradients=self.summed(),
+            gradients=self.summed() + fullest.gradients,
             states=self.states(),
-            activations=int(flight * self.kept() / self.candidate.pp + self.loss()),
-            gathered=self.working(),
+            activations=fullest.total - fullest.gradients,
+            gathered=self.working() + self.unsharded(),
         )
 
     def working(self) -> int:
-        """Of a pipeline's rank, in a block's backward beyond what is kept."""
-        return self.meeting + int(self.again()) + self.in_flight() + self.unsharded()
+        """Of a pipeline, whatever the stage."""
+        return self.meeting + self.in_flight()
+
+    def received(self) -> int:
+        """What a stage is given, per microbatch: as much as a block hands on."""
+        if self.back is not None:
+            return int(self._at(self.back.first.stream))
+        width = max((branch.stream for branch in self.sizes.branches), default=0)
+        return int(self.positions * width * self.hardware.itemsize / (self.candidate.tp if self.candidate.sp else 1))
+
+    def at_ends(self) -> dict[str, int]:
+        """What a stage of a pipeline holds beyond what its blocks keep, of `Part`."""
+        received = self.received()
+        return {
+            "received": received,
+            "begins": self._begins(self.again()),
+            "ends": self._ends(self.first(), received),
+        }
+
+    def _begins(self, again: float) -> int:
+        """When its backward begins: of the last one with the loss, and then the head's gradient."""
+        loss = self.loss()
+        head = self.outside * self.numbers.gradients if loss and self.fresh() else 0
+        return int(max(loss, again) + head)
+
+    def _ends(self, first: float, received: int) -> int:
+        """When it ends: in that of its first block, or when gradients are added one by one."""
+        each = self.numbers.gradients if self.fresh() else 0
+        return received + int(max(first - (self.block + self.outside) * each, self.sizes.largest * each))
 
     def alone(self) -> Memory:
         """Of the worst moment: at the loss, in a block's backward, at its end, and in the optimizer, which on a GPU
@@ -148,15 +194,19 @@ class Held:
         numbers, blocks = self.numbers, self.sizes.blocks
         gloo = self.hardware.backend == "gloo"
         there = self.summed() if self.candidate.zero < 2 else 0  # whole since the first microbatch
-        outside = self.outside * numbers.gradients * (self.candidate.replicas > 1 and not there)
+        head = min(self.sizes.largest, self.outside) * numbers.gradients
+        outside = self.outside * numbers.gradients * (not there) + head if self.candidate.replicas > 1 else 0
         stepped = 0 if gloo or self.offloads else self.part(1, numbers.stepping)
         if gloo and self.candidate.zero in (1, 2) and not self.narrow:
-            stepped = (1 + self._scratch) * self.parameters() - self.part(2, numbers.gradients)
+            dense, kept = self.dense * numbers.parameters, self.dense * numbers.gradients
+            kept //= self.candidate.sharded if self.candidate.zero == 2 else 1
+            stepped = (1 + self._scratch) * dense - kept
         held, under_way = self._reduced(blocks)
         moments = [
-            (self.summed(), self.kept() + self.loss(), self._gathered(1) + outside),  # the head's gradient comes first
+            # The head's gradient comes first, and is copied to where all of the root's are summed.
+            (self.summed(), self.kept() + self.loss(), self._gathered(1) + outside),
             (held, self.tail(), self._gathered(1) + under_way),
-            (self.part(2, numbers.gradients), 0.0, stepped),
+            (self.part(2, numbers.gradients), 0.0, max(stepped, self._on_the_way())),
         ]
         for through in {0, min(UNDER_WAY, blocks - 1), blocks - 1}:  # between these what is held changes evenly
             held, under_way = self._reduced(through)
@@ -166,10 +216,19 @@ class Held:
         held, kept, more = max(moments, key=sum)
         return Memory(self.parameters(), int(held), self.states(), int(kept), int(more))
 
+    def _on_the_way(self) -> int:
+        """What AdamW makes of the parameter at hand, where it goes over them one by one."""
+        one, largest = self.candidate, self.sizes.largest * self.numbers.parameters
+        if self.hardware.backend != "gloo":
+            return 0
+        if one.ep > 1:
+            return int(2 * largest / one.ep)
+        return int(2 * largest / (one.sharded if one.zero else 1))
+
     def _gathered(self, blocks: int) -> int:
         """Of parameters, with so many blocks; in a backward the next one comes while one is computed."""
         each = self.hardware.itemsize if self.candidate.zero == 3 else 0
-        return (blocks * self.block + self.outside) * each + self.meeting
+        return (blocks * self.comes + self.outside) * each + self.meeting
 
     @property
     def _scratch(self) -> int:
@@ -181,23 +240,26 @@ class Held:
         others: its own, the root's, which are summed last, and of the blocks before it those whose sums are under way
         (`_zero/reductions.py`)."""
         numbers, blocks, one = self.numbers, self.sizes.blocks, self.candidate
-        if one.replicas == 1:
-            return (self.part(2, numbers.gradients) if through >= blocks - 1 else self.summed()), 0.0
         block, outside = self.block * numbers.gradients, self.outside * numbers.gradients
-        bucket = block if one.zero == 3 else min(block, BUCKET_BYTES)
+        through_block = self.part(2, numbers.gradients) if through >= blocks else outside + block * through
+        if one.replicas == 1:
+            return self.summed() or through_block, 0.0
+        alike = self.summed_over * numbers.gradients
+        bucket = alike if one.zero == 3 else min(alike, BUCKET_BYTES)
         most = UNDER_WAY if numbers.sums > 1 else 1
         own, under_way = block * (through < blocks), min(most, through) * bucket
+        scratch = self._scratch * (under_way + alike * (through < blocks))
         if one.zero < 2:
-            done = self.summed() or min(self.part(2, numbers.gradients), outside + block * through + own)
+            done = self.summed() or min(self.part(2, numbers.gradients), through_block + own)
             if self.hardware.backend != "gloo":  # this rank's parts of sums, until all are whole
                 return done, done / one.replicas * (numbers.sums > 1)
-            return done, self._scratch * (under_way + own)
+            return done, scratch
         made = self.part(2, numbers.gradients)  # with the root's, at the end
         if through < blocks:
             made *= self.block * through / max(1, self.block * blocks + self.outside)
         if one.microbatches > 1:  # what a backward has reduced is added to what the ones before left at its end
             made = self.summed() + (numbers.sums - 1) * made
-        return made, outside + own + under_way * (1 + self._scratch) + self._scratch * own
+        return made, outside + own + under_way + scratch
 
     def kept(self) -> float:
         """Of all blocks."""
@@ -226,11 +288,7 @@ class Held:
 
     def first(self) -> float:
         """In the first block's backward."""
-        return (
-            self.again() + self.kept() / self.sizes.blocks
-            if self.back is None
-            else self._backward(self.back.first)
-        )
+        return self.again() + self.kept() / self.sizes.blocks if self.back is None else self._backward(self.back.first)
 
     def _backward(self, block: Block) -> float:
         """In a block's, beyond what those before it keep; what modules compute again is there when they begin."""

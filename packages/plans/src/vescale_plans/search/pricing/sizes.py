@@ -76,6 +76,7 @@ class Sizes:
         entries: of the largest head.
         blocks: repeated blocks, 1 at least.
         outside: numbers that one rank of the tensor axis holds in no block.
+        largest: numbers that it holds of the largest parameter.
         held_back: bytes of a number -> what a step holds on to, see `Kept`; empty where that is not known.
         inside: contractions and branches, and no more, of the modules that may be computed again by themselves.
         within: the same of whole blocks, which is all but a head.
@@ -90,6 +91,7 @@ class Sizes:
     entries: int
     blocks: int
     outside: float = 0.0
+    largest: int = 0
     held_back: Mapping[int, Kept] = field(default_factory=dict)
     inside: Mapping[str, Sizes] = field(default_factory=dict)
     within: Sizes | None = None
@@ -154,7 +156,7 @@ def _counted(
     heads = {one.parameter for one in structure.heads}
     chosen = {name: one.chosen for one in structure.experts for name in one.parameters}
     parts = range(len(blocks))
-    whole, cut, experts, entries, outside = ([0] * len(blocks) for _ in range(5))
+    whole, cut, experts, entries, outside, largest = ([0] * len(blocks) for _ in range(6))
     inside = _inside(structure)
     contractions: list[Counter[Contraction]] = [Counter() for _ in parts]
     branches: list[Counter[Branch]] = [Counter() for _ in parts]
@@ -164,10 +166,12 @@ def _counted(
     for name, part in _held(structure, of, ends, staged):
         count = prod(structure.shapes[name])
         (cut if name in split else whole)[part] += count
+        held = count / tp if name in split else count
+        largest[part] = max(largest[part], int(held))
         if name not in inside:
-            outside[part] += count / tp if name in split else count
+            outside[part] += held
         if name in stacked:
-            experts[part] += count / tp if name in split else count
+            experts[part] += held
     for one in structure.matrices:
         inward = one.inward / tp if one.parameter in split and one.parameter in sinks else one.inward
         outward = one.outward / tp if one.parameter in split and one.parameter not in sinks else one.outward
@@ -203,6 +207,7 @@ def _counted(
             entries[at],
             max(1, blocks[at]),
             outside[at],
+            largest[at],
             back[at],
             again[at],
             within[at],
