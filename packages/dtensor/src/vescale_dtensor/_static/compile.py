@@ -7,22 +7,35 @@ operator itself on the way back.
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import torch
 from torch import Tensor
 
 from .._conversions.steps import Route
+from .._layouts.layout import Layout
 from .._tensor.tensor import local_only
 
-_routes: list[Route] = []
+_routes: dict[int, Route] = {}
 _numbers: dict[Route, int] = {}
 
 
 def number_of(route: Route) -> int:
-    """The route's name in a graph. Of this process; it keeps the route alive."""
-    if route not in _numbers:
-        _numbers[route] = len(_routes)
-        _routes.append(route)
+    """The route's name in a graph, made of all that it does: a compiler keeps graphs on disk, and finds a backward
+    there by the numbers of the forward. It keeps the route alive, and the gradient's, whose graph may come from there.
+    """
+    for one in (route, route.back):
+        if one not in _numbers:
+            told = " -> ".join(map(_layout_text, (one.source, one.target)))
+            _numbers[one] = number = int.from_bytes(blake2b(told.encode(), digest_size=7).digest())
+            _routes[number] = one
     return _numbers[route]
+
+
+def _layout_text(layout: Layout) -> str:
+    states = [(one.kind, one.dim, one.groups, one.units, one.order) for one in layout.states]
+    ranks = "" if layout.device_mesh is None else layout.device_mesh.mesh.tolist()
+    return f"{tuple(layout.shape)} {states} on {layout.mesh} {ranks}"
 
 
 @torch.library.custom_op("vescale::convert", mutates_args=())
@@ -47,7 +60,7 @@ def _keep(ctx, inputs: tuple, output: Tensor) -> None:
 
 
 def _back(ctx, grad: Tensor) -> tuple[Tensor, None]:
-    return convert_numbered(grad, number_of(_routes[ctx.route].back)), None
+    return convert_numbered(grad, _numbers[_routes[ctx.route].back]), None
 
 
 convert_numbered.register_autograd(_back, setup_context=_keep)

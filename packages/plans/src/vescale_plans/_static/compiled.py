@@ -29,6 +29,7 @@ from .._torch_private import (
 )
 
 Place = tuple[dict, str]
+MOST_TIMES = 8  # that a region is compiled anew
 _FACTS = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -40,15 +41,27 @@ class Compiled:
     """The forward of one region, compiled when it is first called."""
 
     def __init__(
-        self, name: str, forward: Callable, backend: str, places: list[Place], before: dict[tuple[int, str], Callable]
+        self,
+        name: str,
+        forward: Callable,
+        backend: str,
+        places: list[Place],
+        before: dict[tuple[int, str], Callable],
+        others: list[Tensor],
     ) -> None:
         """`places`: tables of parameters and buffers, and the names there of what the region unwraps. `before`: what
-        becomes of some of them, by table and name, before the graph begins."""
+        becomes of some of them, by table and name, before the graph begins. `others`: plain tensors that it reads."""
         _let_graphs_be_retained()
         self._name, self._forward = name, forward
         self._places = [(table, key, before.get((id(table), key))) for table, key in places]
-        self._own = _own_code(forward)
-        self._guarded: Callable | None = torch.compile(self._own, backend=backend, fullgraph=True, dynamic=False)
+        self._others, self._backend, self._times = others, backend, 0
+        self._guarded: Callable | None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Anew, as for the first time."""
+        self._own = _own_code(self._forward)
+        self._guarded = torch.compile(self._own, backend=self._backend, fullgraph=True, dynamic=False)
         self._graph: Callable | None = None  # what the compiler made of it, without guards
         self._state: Any = None
         self._facts: list = []
@@ -66,29 +79,38 @@ class Compiled:
         """
         compiles = self._guarded is not None and (hooks is None or self._runs_under(hooks))
         usual = [table[name] for table, name, _ in self._places]  # a boundary's conversions, at their time
-        facts = _facts_of(usual) if compiles else []
+        facts = _facts_of([*usual, *self._others]) if compiles else []
+        if compiles and self._graph is not None and facts != self._facts:
+            self._times += 1
+            if self._times > MOST_TIMES:
+                self._give_up("its weights, or tensors that it reads, are of another kind at many calls")
+                return self(args, kwargs, hooks)
+            self._begin()
+        given = args, kwargs
         if compiles:
-            args, kwargs = map_tensors((args, kwargs), _alias)
+            args, kwargs = map_tensors(given, _alias)
         try:
             for (table, name, way), tensor in zip(self._places, usual):
-                given = _alias(tensor) if compiles else tensor
-                table[name] = given if way is None else way(given)
+                held = _alias(tensor) if compiles else tensor
+                table[name] = held if way is None else way(held)
             if not compiles:
                 return self._forward(*args, **kwargs)
-            if self._graph is not None and hooks is None and facts == self._facts and self._is_set_alike():
+            if self._graph is not None and hooks is None and self._is_set_alike():
                 return apart(self._graph(*args, **kwargs))
             out = self._guarded(*args, **kwargs)
             if hooks is None:
                 self._take_graph(facts)
             return apart(out)
         except compiler_errors() as error:
-            self._guarded = None
-            why = str(error).strip().partition("\n")[0]
-            warnings.warn(f"{self._name} is not compiled: {why}", StaticWarning, stacklevel=2)
+            self._give_up(str(error).strip().partition("\n")[0])
         finally:
             for (table, name, _), tensor in zip(self._places, usual):
                 table[name] = tensor
-        return self(args, kwargs, hooks)
+        return self(*given, hooks)
+
+    def _give_up(self, why: str) -> None:
+        self._guarded = None
+        warnings.warn(f"{self._name} is not compiled: {why}", StaticWarning, stacklevel=3)
 
     def _runs_under(self, hooks: tuple[Callable, Callable]) -> bool:
         """Whether the graph runs: not where a checkpoint's forward ran without it, and is run again. A graph saves

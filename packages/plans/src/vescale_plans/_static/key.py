@@ -45,20 +45,23 @@ def _describe(value: Any, found: list, tensors: list[Tensor]) -> bool:
         for item in value:
             if not _describe(item, found, tensors):
                 return False
+    elif kind is float or kind is complex:
+        found.append((kind, repr(value)))  # 0.0 == -0.0
     elif kind in _VALUES:
         found.append((kind, value))  # 1 == True
     elif isinstance(value, Tensor):
         found.append(kind)
         tensors.append(value)
     elif kind is slice:
+        found.append(slice)
         return _describe((value.start, value.stop, value.step), found, tensors)
     elif isinstance(value, dict):
-        found.append((kind, tuple(value)))
+        found.append((kind, tuple(value), tuple(map(type, value))))
         for item in value.values():
             if not _describe(item, found, tensors):
                 return False
     elif isinstance(value, enum.Enum):
-        found.append(value)
+        found.append((kind, value))  # members of two IntEnums may be equal
     else:
         return False
     return True

@@ -12,14 +12,17 @@ Found again is the same object, or for immutable scalars the same value. Loops a
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import contains, getitem, is_
+from operator import attrgetter, contains, getitem, is_
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from torch import Tensor
 
 from vescale_dtensor import DTensor
 
 from .values import is_scalar
 
+_requires_grad = attrgetter("requires_grad")
 _spaces: WeakKeyDictionary[type, Any] = WeakKeyDictionary()
 
 
@@ -67,6 +70,12 @@ class Reads:
         """Calls a function that only looks, from then on guarded."""
         return self.answers.setdefault(function, function())
 
+    def plain_tensors(self) -> list[Tensor]:
+        """Of what was read, in items of containers, too."""
+        found = [read[-1] for reads in (self.items, self.attrs) for read in reads.values()]
+        found += [one for _, contents in self.whole.values() for one in contents]
+        return list({id(one): one for one in found if isinstance(one, Tensor) and type(one) is not DTensor}.values())
+
     def merge(self, other: Reads) -> None:
         """Adds another's. Raises Changed where something was found to be two things."""
         for mine, theirs in ((self.items, other.items), (self.attrs, other.attrs), (self.whole, other.whole)):
@@ -100,6 +109,8 @@ class Unchanged:
         tensors = [one for one in (*self._found, *self._values) if type(one) is DTensor]
         self._tensors = {id(one): one for one in tensors}.values()
         self._layouts = [one._layout for one in self._tensors]
+        self._plain = reads.plain_tensors()
+        self._trained = list(map(_requires_grad, self._plain))  # whose gradients are summed over ranks
 
     def __call__(self) -> bool:
         try:
@@ -111,6 +122,7 @@ class Unchanged:
                 and (not self._containers or all(map(_holds, self._containers, self._contents)))
                 and all(function() is answer for function, answer in self._answers)
                 and [one._layout for one in self._tensors] == self._layouts
+                and (not self._plain or list(map(_requires_grad, self._plain)) == self._trained)
             )
         except (LookupError, AttributeError, TypeError, ValueError):  # something was taken away
             return False

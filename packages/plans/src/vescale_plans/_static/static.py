@@ -256,7 +256,7 @@ def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Regi
         return None, Difference(f"finds another {changed} in one of the modules that it calls", frame.site.line)
     frame.guard.watch(reads)
     unseen = {sites[id(m)] for m in frame.module.modules()} - set(nested) - {frame.site}
-    return Region(frame, nested, boundaries, unseen, backend), None
+    return Region(frame, nested, boundaries, unseen, backend, reads.plain_tensors() if backend else []), None
 
 
 def _reads_of(frame: Frame) -> Reads:

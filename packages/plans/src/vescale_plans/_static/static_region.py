@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,15 @@ class Region:
     """How one module runs under one key. Made from its frame, when that and all frames below are static."""
 
     def __init__(
-        self, frame: Frame, nested: dict[Any, Nested], boundaries: dict[Any, Step], unseen: set[Any], backend: str = ""
+        self,
+        frame: Frame,
+        nested: dict[Any, Nested],
+        boundaries: dict[Any, Step],
+        unseen: set[Any],
+        backend: str = "",
+        others: Sequence[Tensor] = (),
     ) -> None:
+        """`backend`: of the compiler that the region goes to. `others`: plain tensors that it reads, for that."""
         self.site = frame.site
         self.boundary = frame.boundary
         self.nested = nested  # every module that the recorded pass called
@@ -82,7 +89,8 @@ class Region:
         self.holds = frame.guard
         self._compiled: Compiled | None = None
         if backend and not (frame.shares or _is_one_kernel(module)) and self._is_one_graph():
-            self._compiled = Compiled(frame.site.name, frame.site.forward, backend, self._places, self._before())
+            held = self._places, self._before(), [*others]
+            self._compiled = Compiled(frame.site.name, frame.site.forward, backend, *held)
         self._stands = [] if frame.shares else list(self._straightened())
 
     @property
