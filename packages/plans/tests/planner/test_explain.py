@@ -268,3 +268,13 @@ def test_what_a_dry_run_passed_over_does_not_fit():
     found = passed_over.against(pin)
     assert found.other.candidate == next_best and not found.fits
     assert "in a dry run: " in str(found) and str(found).endswith("it does not fit")
+
+
+def test_sizes_of_small_models_are_told_from_nothing():
+    """Everything was 0.00 GiB of a small model, what it has as well as what it may."""
+    explained = made(hardware="h100").explain()
+    told = str(explained)
+    assert re.search(r"\d\.\d\d [KM]iB of \d+\.\d\d GiB, \d+\.\d\d GiB free", told)
+    assert not re.search(r"(?<![\d.])0\.00+ GiB", told)
+    sizes = [value for value in asdict(explained.chosen.memory).values() if value]
+    assert sizes and all(f"{size / 2**30:.2g}" in told for size in sizes)

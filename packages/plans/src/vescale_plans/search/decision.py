@@ -77,9 +77,20 @@ def facts(request: Request, chosen: Estimate) -> Iterator[tuple[str, str]]:
 def headroom(request: Request, size: float) -> str:
     free = request.limit - size
     kept = request.hardware.memory - request.limit
-    beside = f"; beside it {kept / GIB:.2f} GiB for the allocator and the communication library" if kept > 0 else ""
+    beside = f"; beside it {amount(kept)} for the allocator and the communication library" if kept > 0 else ""
     what = "free" if free >= 0 else "missing"
-    return f"{size / GIB:.2f} of {request.limit / GIB:.2f} GiB, {abs(free) / GIB:.2f} {what}{beside}"
+    parts = [amount(size), amount(request.limit), amount(abs(free))]
+    if all(part.endswith(" GiB") for part in parts):
+        parts[0], parts[2] = (part.removesuffix(" GiB") for part in parts[::2])
+    return f"{parts[0]} of {parts[1]}, {parts[2]} {what}{beside}"
+
+
+def amount(size: float, sign: str = "") -> str:
+    """Bytes in a unit in which they can be told from nothing."""
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB")):
+        if abs(size) >= unit / 20:
+            return f"{size / unit:{sign}.2f} {name}"
+    return f"{size / 1024:{sign}.2f} KiB"
 
 
 def places(request: Request, candidate: Candidate) -> Iterator[tuple[str, str]]:
@@ -151,7 +162,7 @@ class Against:
         lines.append(f"memory: {headroom(self.request, self.other.memory.total)}")
         sizes, ours = asdict(self.other.memory), asdict(self.chosen.memory)
         more = {name: sizes[name] - ours[name] for name in sizes if sizes[name] != ours[name]}
-        lines += [f"  {name}  {size / GIB:+.2f} GiB" for name, size in more.items()]
+        lines += [f"  {name}  {amount(size, '+')}" for name, size in more.items()]
         lines += [f"{name}: {where}" for name, where in places(self.request, self.other.candidate)]
         if self.peak is not None:
             lines.append(f"in a dry run: {headroom(self.request, self.peak)}")

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .decision import Against, against
+from .decision import Against, against, amount
 from .explain_html import page
 from .pricing.hardware import GIB
 from .structure import Group as Split
@@ -106,14 +106,14 @@ class Explanation(Weighed):
             justify = "right" if name in ("s/step", "GiB") else "left"
             table.add_column(name, justify=justify, overflow="fold")  # no setting is cut off
         for place, one in enumerate(self.ranked):
-            seconds, size = f"{one.cost.total:.4g}", f"{one.memory.total / GIB:.2f}"
+            seconds, size = f"{one.cost.total:.4g}", _gib(one.memory.total, 2)
             table.add_row(str(place + 1), str(one.candidate), seconds, size, self.binds(one), self.loses(one))
         yield table
         table = Table(title="where the choice spends time and memory", title_justify="left")
         for name in ("s/step", "", "GiB", ""):
             table.add_column(name)
         times = [(name, f"{value:.4g}") for name, value in asdict(self.chosen.cost).items() if value]
-        sizes = [(name, f"{value / GIB:.3f}") for name, value in asdict(self.chosen.memory).items() if value]
+        sizes = [(name, _gib(value, 3)) for name, value in asdict(self.chosen.memory).items() if value]
         for at in range(max(len(times), len(sizes))):
             left = times[at] if at < len(times) else ("", "")
             right = sizes[at] if at < len(sizes) else ("", "")
@@ -125,7 +125,7 @@ class Explanation(Weighed):
                 table.add_column(name)
             for one in self.blocks:
                 which = f", {', '.join(inside)} alone" if (inside := self.chosen.candidate.inside) else ""
-                size = f"{self.chosen.memory.total / GIB:.1f} of {self.request.limit / GIB:.1f} GiB"
+                size = f"{amount(self.chosen.memory.total)} of {amount(self.request.limit)}"
                 yes = f"computed again{which}: {size} so"
                 why = (*one.reasons, yes) if one.again else one.reasons
                 table.add_row(_range(one.names), str(one.stage), "\n".join(why) or "nothing to split")
@@ -155,3 +155,8 @@ def _range(names: Sequence[str]) -> str:
 
 def _leaf(name: str) -> str:
     return ".".join(name.split(".")[-2:])
+
+
+def _gib(size: float, digits: int) -> str:
+    """In GiB; what is little, by its first digits."""
+    return f"{size / GIB:.{digits}f}" if size >= GIB / 20 else f"{size / GIB:.2g}"

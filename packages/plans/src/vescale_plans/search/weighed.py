@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from .candidates import Candidate
-from .decision import facts, number
+from .decision import amount, facts, number
 from .pricer import Estimate, Pricer, Request
-from .pricing.hardware import GIB
 
 FULL = 0.9
 """Of the memory limit, from which on memory is said to bind."""
@@ -80,7 +79,7 @@ class Weighed:
         if estimate is self.chosen:
             return ""
         if self.request.objective == "memory":
-            return f"{(estimate.memory.total - self.chosen.memory.total) / GIB:+.2f} GiB"
+            return amount(estimate.memory.total - self.chosen.memory.total, "+")
         own, best = asdict(estimate.cost), asdict(self.chosen.cost)
         name = max(own, key=lambda one: own[one] - best[one])
         more = estimate.cost.total - self.chosen.cost.total
@@ -91,7 +90,7 @@ class Weighed:
         asked, best = self.request, self.chosen
         fit = sum(one.fits for one in self.priced)
         dry = [] if self.peak is None else [self._headroom(self.peak, "in a dry run")]
-        dry += [f"demoted: {one}, {size / GIB:.3g} GiB in a dry run" for one, size in self.demoted]
+        dry += [f"demoted: {one}, {amount(size)} in a dry run" for one, size in self.demoted]
         return [
             f"{number(asked.structure.parameters)} parameters on {asked.world_size} x {asked.hardware.name}, "
             f"{asked.batch} rows of {asked.seq} positions in {str(asked.dtype).removeprefix('torch.')}, "
@@ -104,5 +103,4 @@ class Weighed:
         ]
 
     def _headroom(self, peak: int, where: str) -> str:
-        free = (self.request.limit - peak) / GIB
-        return f"{where} {peak / GIB:.2f} GiB at the peak, {free:.2f} GiB below the limit"
+        return f"{where} {amount(peak)} at the peak, {amount(self.request.limit - peak)} below the limit"
