@@ -6,6 +6,8 @@ The oracle is eager mode under the same changes, for losses and for every gradie
 import contextlib
 import enum
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -135,6 +137,7 @@ CHANGES = {
     "a default dtype": lambda m: told(torch.set_default_dtype, torch.float64, torch.float32),
     "deterministic algorithms": lambda m: told(torch.use_deterministic_algorithms, True, False),
     "a table in another dtype": lambda m: given(m.blocks[0].table[0], torch.Tensor.double),
+    "a buffer that is trained": lambda m: told(m.blocks[1].shift.requires_grad_, True, False),
     "a table that is trained": lambda m: told(m.blocks[0].table[0].requires_grad_, True, False),
     "a compiler asked for eager": lambda m: torch.compiler.set_stance("force_eager"),
     "a compiler that forgot": lambda m: forgotten(),
@@ -155,7 +158,13 @@ WAYS = {  # that are equal, or alike, to a careless look: before, and while it i
 }
 
 
+def named():
+    """A compiler imports the module of a forward's globals; a rank has these by value, and the module perhaps not."""
+    sys.modules.setdefault(__name__, types.ModuleType(__name__)).__dict__.update(globals())
+
+
 def trained(backend, change):
+    named()
     torch.manual_seed(0)
     plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})
     model, optimizer = vescale.parallelize(plan, Model().train(), lambda p: torch.optim.SGD(p, lr=0.1), mode="eager")
@@ -182,9 +191,10 @@ def trained(backend, change):
                 optimizer.step()
                 optimizer.zero_grad()
             found.append((f"{step} loss", torch.tensor(loss.item())))
-            if (gradient := model.blocks[0].table[0].grad) is not None:
-                found.append((f"{step} table", gradient))
-                model.blocks[0].table[0].grad = None
+            for name, one in (("table", model.blocks[0].table[0]), ("shift", model.blocks[1].shift)):
+                if one.grad is not None:
+                    found.append((f"{step} {name}", one.grad.clone()))
+                    one.grad = None
     return dict(found), _graphs(model) if backend else 0
 
 

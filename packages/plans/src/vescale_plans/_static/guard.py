@@ -59,6 +59,7 @@ class Guard:
         self._things = list(map(getitem, self._places, self._names))
         self._sharded = [thing for thing in self._things if type(thing) is DTensor]
         self._layouts = list(map(_layout, self._sharded))
+        self._tensors = [thing for thing in self._things if isinstance(thing, Tensor)]  # plain buffers as well
         self._trained = self._are_trained()
         self._static, self._sites = static, static.sites_of(modules)
         self._placed = -1
@@ -94,7 +95,7 @@ class Guard:
 
     def _are_trained(self) -> list[bool]:
         with local_only():  # once: entering costs more than a look
-            return list(map(_requires_grad, self._sharded))
+            return list(map(_requires_grad, self._tensors))
 
     def _are_bare(self) -> bool:
         registered = RemovableHandle.next_id

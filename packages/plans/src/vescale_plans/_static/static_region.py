@@ -89,7 +89,8 @@ class Region:
         self.holds = frame.guard
         self._compiled: Compiled | None = None
         if backend and not (frame.shares or _is_one_kernel(module)) and self._is_one_graph():
-            held = self._places, self._before(), [*others]
+            plain = [tensor for tensor in module.buffers() if type(tensor) is not DTensor]
+            held = self._places, self._before(), [*others, *plain]
             self._compiled = Compiled(frame.site.name, frame.site.forward, backend, *held)
         self._stands = [] if frame.shares else list(self._straightened())
 
