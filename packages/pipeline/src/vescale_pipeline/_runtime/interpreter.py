@@ -171,7 +171,7 @@ class Interpreter:
             arrival = self._post_announced(*key, self._unannounced.pop(key))
         tensors = arrival.wait()
         sender = stage - 1 if kind == "F" else stage + 1
-        self._link.let_go(self._placement[sender], self._place[kind, sender, microbatch])
+        self._link.drop_sent(self._placement[sender], self._place[kind, sender, microbatch])
         self._began = perf_counter()
         return tensors, arrival.header
 

@@ -145,7 +145,7 @@ class Link:
     def send(self, peer: int, tag: int, tensors: list[Tensor | None], until: int | None = None) -> None:
         """Posts a message; `flush` waits for all. `until`: the place among the peer's actions of that which takes it.
 
-        Its tensors are kept until it has gone: to `flush`, or to `let_go`.
+        Its tensors are kept until it has gone: to `flush`, or to `drop_sent`.
         """
         for tensor in tensors:
             if tensor is not None:
@@ -227,7 +227,7 @@ class Link:
         arrivals = [self.swap(peer, tag, [mine], (part_of(mine),)) for peer in peers]
         return [arrival.wait()[0].tolist() for arrival in arrivals]
 
-    def let_go(self, peer: int, place: int) -> None:
+    def drop_sent(self, peer: int, place: int) -> None:
         """What the peer took up to that place among its actions has gone: something from there, or from later, has
         arrived."""
         sent, self._sent = self._sent, []
