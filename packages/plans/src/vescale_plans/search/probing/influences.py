@@ -250,7 +250,7 @@ class Influences:
         findings, calls = self._findings, self._findings.calls
         mixing = {key for key, reached in rows.items() if _mixes(reached)}
         asked = [key for key in rows if not (key in mixing and findings.is_later(key))]
-        whole = self._whole([key for key in asked if key not in findings.routers])
+        whole = self._reached_by([key for key in asked if key not in findings.routers])
         met = [calls[sink] for sink, features in whole.features.items() if sink in hidden and bool(features.any())]
         left = []
         for key in asked:
@@ -267,7 +267,7 @@ class Influences:
                 test = Test(key, torch.tensor([at]))
                 self._add(rows, test, 0, self.taints(1, {}, (test,)), hidden)
 
-    def _whole(self, keys: Sequence[Key]) -> Reached:
+    def _reached_by(self, keys: Sequence[Key]) -> Reached:
         """Where all features of these calls arrive."""
         return self.taints(1, {}, [Test(key, torch.arange(self._size(key))) for key in keys])
 
@@ -281,7 +281,7 @@ class Influences:
             part = waiting.pop()
             if not part:
                 continue
-            reached = self._whole(part)
+            reached = self._reached_by(part)
             if not bool(reached.selectors.any()) and not any(
                 bool(reached.features[sink].any()) for sink in hidden & reached.features.keys()
             ):
