@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -110,15 +110,14 @@ class Schedule:
                     last[stage] = microbatch
         return True
 
-    @cached_property
-    def computed_at(self) -> dict[tuple[str, int, int], int]:
-        """(kind, stage, microbatch) -> place among the actions of the stage's rank: of forwards ("F"), and of what
-        computes the gradient of a stage's input ("B", whether by B or by I)."""
+    def computed_at(self, stages: Collection[int]) -> dict[tuple[str, int, int], int]:
+        """(kind, stage, microbatch) -> place among the actions of the stage's rank, for these stages: of forwards
+        ("F"), and of what computes the gradient of a stage's input ("B", whether by B or by I)."""
         return {
             ("B" if kind == "I" else kind, stage, microbatch): at
-            for actions in self.actions
-            for at, (kind, stage, microbatch, _) in enumerate(actions)
-            if kind in ("F", "B", "I")
+            for rank in {self.placement[stage] for stage in stages}
+            for at, (kind, stage, microbatch, _) in enumerate(self.actions[rank])
+            if stage in stages and kind in ("F", "B", "I")
         }
 
     @cached_property

@@ -31,6 +31,7 @@ from ._dry.meta_attention import fused_attention
 from ._dry.meter import HOST
 from ._dry.meter import Meter as Meter
 from ._plan.parts import PlanError
+from ._plan.table import amount
 from ._torch_private import fake_store, meta_collectives
 from .plan import Plan
 from .timeline import Recorder, Timeline
@@ -83,14 +84,14 @@ class DryRun:
             moved[key] += event.received
             count[key] += event.count
         rows = [("collective", "axes", "direction", "count", "received")]
-        rows += [(*key, str(count[key]), _bytes(moved[key])) for key in count]
+        rows += [(*key, str(count[key]), amount(moved[key])) for key in count]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        kinds = ", ".join(f"{kind} {_bytes(size)}" for kind, size in self.memory.items())
+        kinds = ", ".join(f"{kind} {amount(size)}" for kind, size in self.memory.items())
         return "\n".join(
             [
                 f"one step of one rank of {self.plan.world_size}: {self.flops / 1e12:.3g} TFLOP, "
-                f"{_bytes(self.received)} received, {_bytes(self.peak)} at the peak",
+                f"{amount(self.received)} received, {amount(self.peak)} at the peak",
                 f"at the peak: {kinds}",
                 *self._peaks(),
                 *table,
@@ -98,7 +99,7 @@ class DryRun:
         )
 
     def _peaks(self) -> list[str]:
-        peaks = ", ".join(_bytes(one.peak) for one in self.stages)
+        peaks = ", ".join(amount(one.peak) for one in self.stages)
         return [f"peaks of the pipeline's ranks: {peaks}"] if peaks else []
 
 
@@ -289,8 +290,3 @@ def _state(model: nn.Module) -> list[Tensor]:
 
 def _kinds(counted: Counter[str]) -> dict[str, int]:
     return {kind: counted[kind] for kind in KINDS if counted[kind]}
-
-
-def _bytes(size: float) -> str:
-    unit = next((unit for unit in range(4) if size < 1024 ** (unit + 1)), 4)
-    return f"{size / 1024**unit:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"

@@ -97,6 +97,7 @@ class Decision:
     out: the layout to attach to the result.
     run: the local function, or None for the called one; it gets all arguments, converted.
     decomposition: a Python function to run on the DTensors instead, with dispatch on.
+    guarded: whether a result is looked at before it is attached: it may be a plain operand, or is a number.
     partial: operands that stay partial unless their sum is memoised.
     alike: operands, and the axes on which they stay I but might as well be R.
     parts: for an operand in `alike`, whether the call takes parts of it that will be used differently.

@@ -47,7 +47,7 @@ class Interpreter:
         self._forward, self._codec = forward, member.codec
         self._link, self._tags, self._stages = member.link, member.tags, member.stages
         self._rank, self._last = member.rank, member.schedule.stages - 1
-        self._placement, self._place = member.schedule.placement, member.schedule.computed_at
+        self._placement, self._places = member.schedule.placement, member.places
         self._call, self._parts = call, parts
         self._weights, self._scale, self._trains = weights, scale, trains
         self._posted: dict[tuple[str, int, int], Arrival] = {}
@@ -171,7 +171,7 @@ class Interpreter:
             arrival = self._post_announced(*key, self._unannounced.pop(key))
         tensors = arrival.wait()
         sender = stage - 1 if kind == "F" else stage + 1
-        self._link.drop_sent(self._placement[sender], self._place[kind, sender, microbatch])
+        self._link.drop_sent(self._placement[sender], self._places[kind, sender, microbatch])
         self._began = perf_counter()
         return tensors, arrival.header
 
@@ -205,7 +205,7 @@ class Interpreter:
             self._link.send_object(peer, self._tags(f"header {kind}", to_stage), header)
         elif known is not header and known != header:
             tensors = _like(known, header, tensors, kind, to_stage, self._link.device)
-        self._link.send(peer, tag, tensors, self._place[kind, to_stage, microbatch])
+        self._link.send(peer, tag, tensors, self._places[kind, to_stage, microbatch])
 
     def _post(self, kind: str, stage: int, microbatch: int, peer: int) -> None:
         """A receive whose header is not told yet is posted when it is needed, where messages have tags; else it must

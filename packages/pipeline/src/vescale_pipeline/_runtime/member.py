@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -34,6 +35,12 @@ class Member:
     @property
     def rank(self) -> int:
         return self.link.rank
+
+    @cached_property
+    def places(self) -> Mapping[tuple[str, int, int], int]:
+        """Where the neighbours of this rank's stages compute (`Schedule.computed_at`)."""
+        near = {one for stage in self.stages for one in (stage - 1, stage + 1)}
+        return self.schedule.computed_at(near & set(range(self.schedule.stages)))
 
     @property
     def last(self) -> int:

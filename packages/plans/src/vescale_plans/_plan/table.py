@@ -1,4 +1,4 @@
-"""A plan as an aligned table, and the difference of two. Pure."""
+"""A plan as an aligned table, the difference of two, and sizes as text. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from typing import Any
 from .fields import PlanFields
 from .json import placement_text
 from .parts import Boundary, Pipeline, Placements, Precision
+
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def amount(size: float, sign: str = "") -> str:
+    """Bytes in a unit in which they can be told from nothing; `sign`: of the number's format."""
+    for unit, name in _UNITS:
+        if abs(size) >= unit / 20:
+            return f"{size / unit:{sign}.2f} {name}"
+    return f"{size:{sign}.0f} B"
 
 
 def table(plan: PlanFields) -> str:

@@ -2,7 +2,7 @@
 
 A compiler's guards ask what a module and its arguments are, some hundred questions in each call, and the region was
 found by asking the same: its key holds what a call gives, its own guard what the forward reads. What these leave is
-asked here: where the weights lie, and how torch is set.
+asked here: of what kind its tensors are, and how torch is set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .._torch_private import (
 
 Place = tuple[dict, str]
 MOST_TIMES = 8  # that a region is compiled anew
-_FACTS = attrgetter("shape", "dtype", "device", "requires_grad")
+_FACTS = attrgetter("shape", "dtype", "device")
 
 
 class StaticWarning(UserWarning):

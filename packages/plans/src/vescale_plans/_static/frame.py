@@ -45,7 +45,7 @@ class Boundary:
         return bool(self.before or self.after)
 
     @property
-    def is_compiled(self) -> bool:
+    def is_compilable(self) -> bool:
         """Whether a graph of what is inside holds all of it, on every rank: what moves nothing, or goes before."""
         return all(step.goes_before or step.route.is_nothing for step in (*self.before, *self.after))
 

@@ -246,7 +246,7 @@ def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Regi
                 return None, Difference(f"calls {child.site.name}, which is eager", child.reason.line)
             boundary = child.boundary if child.draws else child.boundary.inside()
             drawn = tuple(child.layouts) if child.draws else None
-            found = Nested(boundary, drawn, child.first, child.boundary.is_compiled)
+            found = Nested(boundary, drawn, child.first, child.boundary.is_compilable)
             if nested.setdefault(child.site, found) != found:
                 return None, Difference(f"calls {child.site.name} with inputs in two layouts", child.site.line)
             waiting.append(child)

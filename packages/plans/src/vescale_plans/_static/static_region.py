@@ -45,7 +45,7 @@ class Nested:
     boundary: Boundary
     drawn: tuple[Layout | None, ...] | None = None
     first: int | str | None = None  # the argument that a plan's boundary converts, where that is a tensor itself
-    is_compiled: bool = True  # whether a compiler takes it with its boundary, on every rank
+    is_compilable: bool = True  # whether a compiler takes it with its boundary, on every rank
 
 
 class Eager:
@@ -104,7 +104,7 @@ class Region:
         The same on all ranks: a graph's collectives may come in another order than those of its module.
         """
         return all(
-            nested.is_compiled and nested.drawn is None and self._hooks_of(site) is not None
+            nested.is_compilable and nested.drawn is None and self._hooks_of(site) is not None
             for site, nested in self.nested.items()
         )
 

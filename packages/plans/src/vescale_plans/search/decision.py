@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
+from .._plan.table import amount
 from .candidates import Candidate
 from .pricer import Estimate, Pricer, Request
-from .pricing.hardware import GIB
 from .ranking import rank
 from .refusals import InfeasibleError, nothing_legal
 
@@ -83,14 +83,6 @@ def headroom(request: Request, size: float) -> str:
     if all(part.endswith(" GiB") for part in parts):
         parts[0], parts[2] = (part.removesuffix(" GiB") for part in parts[::2])
     return f"{parts[0]} of {parts[1]}, {parts[2]} {what}{beside}"
-
-
-def amount(size: float, sign: str = "") -> str:
-    """Bytes in a unit in which they can be told from nothing."""
-    for unit, name in ((GIB, "GiB"), (2**20, "MiB")):
-        if abs(size) >= unit / 20:
-            return f"{size / unit:{sign}.2f} {name}"
-    return f"{size / 1024:{sign}.2f} KiB"
 
 
 def places(request: Request, candidate: Candidate) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .decision import Against, against, amount
+from .._plan.table import amount
+from .decision import Against, against
 from .explain_html import page
 from .pricing.hardware import GIB
 from .structure import Group as Split

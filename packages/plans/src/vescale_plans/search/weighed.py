@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from .._plan.table import amount
 from .candidates import Candidate
-from .decision import amount, facts, number
+from .decision import facts, number
 from .pricer import Estimate, Pricer, Request
 
 FULL = 0.9
