@@ -12,6 +12,9 @@
     checkpoint    torch.distributed.checkpoint (DCP)            ours: save, load, and what an asynchronous save holds up
     context       context_parallel, where torch has it on CPU   ours, a ring
 
+Where data is parallel two more take turns that no budget speaks of: each gradient summed as it comes, written for this
+model alone ("by hand"), and a step in which nothing is sent, which no library can beat.
+
 In one run all contenders of a case take turns, in rotating order, and train on the same batches; their first losses
 agree to 1e-4. A step is 4 rows of 256 tokens (pipelines: 8, in
 4 microbatches): forward, loss, backward, AdamW, the loss read by the host. Wall time is

@@ -84,16 +84,16 @@ def trained_whole(sizes: Sizes, mode: str, plan) -> Step:
 # --- data parallelism --------------------------------------------------------------
 
 
-def trained_in_parts(model: nn.Module) -> Step:
-    """Each rank reads its rows."""
-    optimizer = adamw(model.parameters())
+def trained_in_parts(model: nn.Module, one_of: int = 1) -> Step:
+    """Each rank reads its rows, and steps on one of so many parameters."""
+    optimizer = adamw(list(model.parameters())[::one_of])
 
     def step(tokens: Tensor) -> float:
         own = tokens.chunk(dist.get_world_size())[dist.get_rank()]
         loss = model(input_ids=own, labels=own).loss
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         return mean_over_ranks(loss)
 
     return step
@@ -112,6 +112,37 @@ def fsdp2(sizes: Sizes) -> Step:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return trained_in_parts(model)
+
+
+def by_hand(sizes: Sizes) -> Step:
+    """Data parallelism for this model alone: each gradient is summed in place as it comes, without a bucket."""
+    model, running = sizes.build(), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: running.append(dist.all_reduce(p.grad, async_op=True)))
+    optimizer = adamw(model.parameters())
+
+    def step(tokens: Tensor) -> float:
+        own = tokens.chunk(RANKS)[dist.get_rank()]
+        loss = model(input_ids=own, labels=own).loss
+        (loss / RANKS).backward()
+        for work in running:
+            work.wait()
+        running.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+        return mean_over_ranks(loss)
+
+    return step
+
+
+def floors(case: str, sizes: Sizes) -> dict[str, Callable[[], Step]]:
+    """What no step of the case can be faster than: each rank trains on its rows, steps on what it would hold of the
+    parameters, and sends nothing."""
+    if case == "replicated":
+        return {"by hand": lambda: by_hand(sizes), "nothing sent": lambda: trained_in_parts(sizes.build())}
+    if case == "sharded":
+        return {"nothing sent": lambda: trained_in_parts(sizes.build(), RANKS)}
+    return {}
 
 
 # --- tensor parallelism ------------------------------------------------------------
@@ -260,7 +291,7 @@ def contenders(case: str, sizes: Sizes) -> tuple[str, dict[str, Callable[[], Ste
         "tensor": ("torch TP", torch_tp, {"mesh": {"tp": RANKS}}),
     }[case]
     ours = {f"ours, {mode}": (lambda mode=mode: of_plan(sizes, mode, **plan)) for mode in MODES}
-    return peer, {peer: lambda: make(sizes), **ours}
+    return peer, {peer: lambda: make(sizes), **ours, **floors(case, sizes)}
 
 
 CASES = ("replicated", "sharded", "tensor", *SCHEDULES)

@@ -205,3 +205,42 @@ def test_options_that_cannot_be_meant_are_refused_before_anything_is_planned(tmp
 def test_modules_to_compute_again_can_be_pinned(tmp_path):
     shown = run(config(tmp_path), "--world-size", 2, "--hardware", "h100", "--seq", 32, "--pin", "inside=mlp")
     assert "checkpointing=mlp" in shown
+
+
+REFUSED = {
+    "nothing is left of a pin": {"--pin": ["tp=7"]},
+    "nothing is left of two pins": {"--pin": ["tp=2", "pp=2"]},
+    "all is forbidden": {"--forbid": ["dp", "tp", "pp"]},
+    "memory": {"--memory": ["1e-4"]},
+    "too few rows": {"--world-size": ["64"], "--batch": ["3"]},
+    "objective": {"--objective": ["cheap"]},
+    "hardware": {"--hardware": ["abacus"]},
+    "rows": {"--batch": ["0"]},
+    "positions": {"--seq": ["-1"]},
+    "ranks": {"--world-size": ["0"]},
+}
+ASKED = {"--world-size": ["2"], "--batch": ["4"], "--hardware": ["h100"], "--seq": ["32"]}
+
+
+@pytest.mark.parametrize("changed", REFUSED.values(), ids=REFUSED)
+def test_what_the_command_advises_are_options_of_it_and_help(tmp_path, changed):
+    def planned(options):
+        given = [one for name in options for value in options[name] for one in (name, value)]
+        return RUN.invoke(app, ["plan", str(folder), *given])
+
+    folder, asked = config(tmp_path), ASKED | changed
+    refused = planned(asked).exception
+    assert isinstance(refused, PlanError) and refused.remedies
+    for remedy, _ in refused.remedies:
+        words = remedy.split()
+        if words[0] == "vescale" or words[-1].isupper():  # another command, or a value that only the user knows
+            continue
+        helped = dict(asked)
+        if words[0] == "without":
+            del helped[words[1]]
+        else:
+            given = list(zip(words[::2], words[1::2], strict=True))
+            helped |= {name: [value for other, value in given if other == name] for name, _ in given}
+        mended = planned(helped)
+        assert mended.exit_code == 0 or str(mended.exception) != str(refused), (remedy, mended.exception)
+        assert mended.exit_code == 0 or mended.exception.rule != refused.rule, (remedy, mended.exception)

@@ -6,7 +6,7 @@ contract 2). Whatever comes in is converted to it; whatever goes out has it atta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,15 +37,21 @@ def grad_of(tensor: DTensor) -> DTensor | None:
     return fold(partial, reduced)
 
 
-def held_gradient(tensor: DTensor) -> tuple[Tensor | None, Layout | None]:
-    """`tensor.grad` for whoever wants this rank's part alone, and its layout: what autograd has left is plain, and
-    stays so."""
+def held_gradients(tensors: Sequence[DTensor]) -> list[tuple[Tensor | None, Layout | None]]:
+    """Of each `tensor.grad` for whoever wants this rank's part alone, and its layout: what autograd has left is plain,
+    and stays so."""
     with local_only():
-        partial = plain_grad(tensor)
-    reduced = tensor.__dict__.get("_reduced_grad")
-    if type(partial) is Tensor and reduced is None:
-        return partial, tensor._layout.base.gradient
-    gradient = reduced if partial is None else grad_of(tensor)
+        partials = [plain_grad(tensor) for tensor in tensors]
+    return [
+        (partial, tensor._layout.base.gradient)
+        if type(partial) is Tensor and "_reduced_grad" not in tensor.__dict__
+        else _with_reduced(tensor, partial)
+        for tensor, partial in zip(tensors, partials)
+    ]
+
+
+def _with_reduced(tensor: DTensor, partial: Tensor | None) -> tuple[Tensor | None, Layout | None]:
+    gradient = tensor.__dict__.get("_reduced_grad") if partial is None else grad_of(tensor)
     return gradient, None if gradient is None else gradient._layout.base
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, OperatorError
-from vescale_dtensor.engine import convert, drop_gradients, held_gradient, local_only, route_between, set_plain_grad
+from vescale_dtensor.engine import convert, drop_gradients, held_gradients, local_only, route_between, set_plain_grad
 
 from .._plan.parts import PlanError
 from .matrix import Owners
@@ -55,7 +55,7 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__, **own})
     optimizer._parallel = data_parallel
     optimizer._parameter_names = names
-    optimizer._owners, optimizer._exchange, optimizer._is_inside = None, None, False
+    optimizer._owners, optimizer._exchange, optimizer._is_inside, optimizer._twin = None, None, False, {}
     optimizer._on_dtensors = methods is None and kind not in MATRIX
     if scheduled:
         optimizer.step = _scheduled_step(optimizer)
@@ -183,14 +183,12 @@ class Sharded(ShardedStates):
         exchange = self._exchange
         if exchange is None or not exchange.holds(shown):
             exchange = self._exchange = Exchange(shown, self._parallel, self._owners)
-        own, lent, params = exchange.own, exchange.lent, exchange.params
-        for param, plain in zip(params, lent):
-            self._lend(param, plain)
+        self._lend(exchange)
         for group, inside in zip(self.param_groups, exchange.inside):
             group["params"] = inside.copy()
         self._is_inside = True
-        self._rename(own, lent)
-        if self._parallel.sharing.mesh.device_type != "cpu" and any(param.arriving is not None for param in params):
+        self._rename(exchange.own, exchange.lent)
+        if self._parallel.sharing.mesh.device_type != "cpu" and exchange.waits:
             torch.accelerator.current_stream().synchronize()  # gradients and full-precision shards are on the host
         try:
             yield
@@ -199,22 +197,23 @@ class Sharded(ShardedStates):
         finally:
             for group, given in zip(self.param_groups, shown):
                 group["params"] = given
-            self._rename(lent, own)
+            self._rename(exchange.lent, exchange.own)
             self._is_inside = False
-            drop_gradients(lent)
+            drop_gradients(exchange.lent)
 
-    def _lend(self, param: ShardedParameter, plain: nn.Parameter) -> None:
-        """Gives the plain parameter that steps in a DTensor's place its gradient, and what else it lacks."""
+    def _lend(self, exchange: Exchange) -> None:
+        """Gives the plain parameters that step in the DTensors' places their gradients, and what else they lack."""
         if self._owners is not None:
-            self._owners.bring(param, param.parameter.grad)
+            for param in exchange.params:
+                self._owners.bring(param, param.parameter.grad)
             return
-        gradient = _local_gradient(param)
-        if param.arriving is not None and gradient is not None:
-            gradient = param.arriving.copy_(gradient, non_blocking=True)
-        if param.is_copied:  # the full-precision shard may have been loaded or written since
+        gradients = _local_gradients(exchange)
+        for param, plain in exchange.copied:  # the full-precision shard may have been loaded or written since
             with torch.no_grad():
                 plain.copy_(param.shard, non_blocking=True)
-        set_plain_grad(plain, gradient)
+        with local_only():
+            for plain, gradient in zip(exchange.lent, gradients):
+                set_plain_grad(plain, gradient)
 
     def _take_back(self, param: ShardedParameter) -> None:
         if self._owners is not None:
@@ -225,11 +224,14 @@ class Sharded(ShardedStates):
 
     def _rename(self, before: list[Tensor], after: list[Tensor]) -> None:
         """The state of each parameter of `before` becomes that of its other in `after`, in the order it had."""
-        state = self.state
-        if len(before) != len(state) or not all(map(is_, state, before)):  # some have none, or in another order
-            other = dict(zip(before, after))
-            after = [other.get(key, key) for key in state]
-        self.state = defaultdict(dict, zip(after, state.values()))
+        state, twin = self.state, self._twin
+        in_order = len(before) == len(state) and all(map(is_, state, before))
+        if not (in_order and all(map(is_, twin, after)) and _holds_the_same(twin, state)):
+            if not in_order:  # some have none, or stand in another order
+                other = dict(zip(before, after))
+                after = [other.get(key, key) for key in state]
+            twin = defaultdict(dict, zip(after, state.values()))
+        self.state, self._twin = twin, state
 
 
 def _on_parts(name: str) -> Any:
@@ -272,6 +274,8 @@ class Exchange:
                 self.lent.append(plain)
                 self.params.append(param)
         self.taken_back = [param for param in self.params if owners is not None or param.is_copied]
+        self.copied = [(param, plain) for param, plain in zip(self.params, self.lent) if param.is_copied]
+        self.waits = any(param.arriving is not None for param in self.params)  # for copies that a step reads
 
     def holds(self, shown: list[list[Tensor]]) -> bool:
         """Whether the groups are as they were, and the buckets' plain parameters the same objects."""
@@ -285,19 +289,38 @@ class Exchange:
 _optimized_of = attrgetter("optimized")
 
 
-def _local_gradient(param: ShardedParameter) -> Tensor | None:
-    """This rank's part of a parameter's reduced gradient, a view where it lies so already."""
-    tensor, optimized = param.parameter, param.optimized
-    gradient, layout = held_gradient(tensor)
-    if gradient is None:
-        return None
-    # Partial over axes of one rank it is whole, and nothing moves.
-    if layout is not param.gradient_layout and route_between(layout, param.gradient_layout).recipe:
-        gradient = convert(tensor.grad, param.gradient_layout, "step")
+def _holds_the_same(one: dict, other: dict) -> bool:
+    return len(one) == len(other) and all(map(is_, one.values(), other.values()))
+
+
+def _local_gradients(exchange: Exchange) -> list[Tensor | None]:
+    """This rank's parts of the parameters' reduced gradients, views where they lie so already."""
+    held = held_gradients(exchange.own)
+    gradients = []
+    for param, (gradient, layout) in zip(exchange.params, held):
+        # Partial over axes of one rank it is whole, and nothing moves.
+        moves = gradient is not None and layout is not param.gradient_layout
+        if moves and route_between(layout, param.gradient_layout).recipe:
+            gradient = convert(param.parameter.grad, param.gradient_layout, "step")
+        gradients.append(gradient)
     with local_only():
+        return [
+            gradient if gradient is None else _as_stepped(gradient, param)
+            for param, gradient in zip(exchange.params, gradients)
+        ]
+
+
+def _as_stepped(gradient: Tensor, param: ShardedParameter) -> Tensor:
+    """Plain, in the shape and the dtype in which the parameter steps, and where it does."""
+    optimized = param.optimized
+    local = gradient
+    if type(gradient) is not Tensor or gradient.requires_grad:
         local = Tensor.detach(gradient)  # C's, where a DTensor's is Python
-        local = local if local.dtype is optimized.dtype else local.to(optimized.dtype)
-        return local if local.shape == optimized.shape else local.view(size=optimized.shape)  # a view costs 2 us
+    if local.dtype is not optimized.dtype:
+        local = local.to(optimized.dtype)
+    if local.shape != optimized.shape:
+        local = local.view(size=optimized.shape)  # a view costs 2 us
+    return local if param.arriving is None else param.arriving.copy_(local, non_blocking=True)
 
 
 def _reducing(closure: Any, data_parallel: DataParallel) -> Any:

@@ -31,18 +31,22 @@ class ShardedStates:
     _on_dtensors: bool  # on the DTensors themselves
     _owners: Owners | None  # of matrices
     _is_inside: bool  # its own code runs, on plain local parts
+    _twin: dict[Tensor, dict[str, Any]]  # the same states, keyed as they are within a step, or as they are between
 
     @property
     def state(self) -> Any:
         """As the optimizer's own, of DTensors between steps (`optim_shown.py`)."""
-        return self._held_states if self._on_dtensors or self._is_inside else ShownStates(self)
+        if self._on_dtensors or self._is_inside:
+            return self._held_states
+        self._twin = {}  # what is taken out is to be gone
+        return ShownStates(self)
 
     @state.setter
     def state(self, states: Any) -> None:
         if self._on_dtensors or self._is_inside:
             self._held_states = states
         else:
-            self._held_states = defaultdict(dict)
+            self._held_states, self._twin = defaultdict(dict), {}
             ShownStates(self).update(states)
 
     @property

@@ -22,6 +22,7 @@ from vescale_plans import Plan, PlanError, Precision, generate_plan
 from vescale_plans.search import Hardware, hardware_of
 
 from .._planning.dry_run import dry_run
+from .options import as_options
 
 GIB = 2**30
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -78,7 +79,7 @@ def plan(
     most = getattr(getattr(built, "config", None), "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < seq:
         notes.append(f"rows of {seq} positions are longer than the configuration's max_position_embeddings, {most}")
-    if verify and (global_batch := _batch(built, rows, seq)) is not None:
+    if verify and seq > 0 and (global_batch := _batch(built, rows, seq)) is not None:
         asked["verify"] = global_batch
     made = _generated(
         built,
@@ -109,14 +110,14 @@ def _generated(model: nn.Module, notes: list[str], **asked: Any) -> Plan:
     """`generate_plan`; without a dry run where the model does not run dry, which is noted."""
     try:
         return generate_plan(model, **asked)
-    except VescaleError:
-        raise
+    except VescaleError as error:
+        raise as_options(error) from error
     except Exception as error:
         if asked.pop("verify", None) is None:
             raise
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         notes.append(f"memory is by formula alone: the model does not run dry ({why})")
-        return generate_plan(model, **asked)
+        return _generated(model, notes, **asked)
 
 
 def _nodes(hardware: str, node: int) -> Hardware:
