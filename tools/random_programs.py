@@ -79,20 +79,19 @@ def kind_of(verdict: str) -> str:
 
 def tell(files: list[Path]) -> dict:
     """Counts by generator and kind, and the seeds of what is wrong."""
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     told: dict = {}
-    for file in files:
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        for generator in sorted({line["of"] for line in lines}):
-            mine = {line["seed"]: line for line in lines if line["of"] == generator}
-            kinds = Counter(kind_of(line["verdict"]) for line in mine.values())
-            told[generator] = {
-                "programs": len(mine),
-                "ran": kinds["ran"],
-                "trees": sorted({line["tree"] for line in mine.values()}),
-                "not": dict(kinds.most_common()) | {},
-                "differs": {seed: line["verdict"] for seed, line in mine.items() if "differs" in line["verdict"][:8]},
-            }
-            told[generator]["not"].pop("ran", None)
+    for generator in sorted({line["of"] for line in lines}):
+        mine = {line["seed"]: line for line in lines if line["of"] == generator}
+        kinds = Counter(kind_of(line["verdict"]) for line in mine.values())
+        told[generator] = {
+            "programs": len(mine),
+            "ran": kinds["ran"],
+            "trees": sorted({line["tree"] for line in mine.values()}),
+            "not": dict(kinds.most_common()) | {},
+            "differs": {seed: line["verdict"] for seed, line in mine.items() if "differs" in line["verdict"][:8]},
+        }
+        told[generator]["not"].pop("ran", None)
     return told
 
 

@@ -6,6 +6,8 @@ plain tensors of one device, which then owns all blocks: so one device and every
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from .._dispatch.signature import Signature, solve
@@ -38,10 +40,19 @@ class Solved:
         raise KeyError(label)
 
 
-def solved(call: Call, signature: Signature | None) -> Solved | None:
-    """The signature's decision, with what the forms ask of it; None when there is none, or it is no signature."""
+def solved(call: Call, signature: Signature | None, adds: bool = True) -> Solved | None:
+    """The signature's decision, with what the forms ask of it; None when there is none, or it is no signature.
+
+    Arguments:
+        adds: whether an element of the output adds up several elements of one operand. Every element of a partial
+            tensor is on one rank, but not all on the same (a slice of a sharded dim is on its owners): what adds
+            elements up, of one operand or of two, adds reduced ones. Else the output would be a sum over ranks that
+            is yet to be made, and a product with it would not be one device's.
+    """
     if not isinstance(signature, Signature):
         return None
+    keeps = () if adds or signature.addends else tuple(one for one in signature.linear if len(one) == 1)
+    signature = replace(signature, linear=keeps)
     decision = solve(call, signature)
     return None if decision is None else Solved(call, signature, decision)
 

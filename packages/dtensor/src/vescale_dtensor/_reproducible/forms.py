@@ -141,7 +141,7 @@ def _pair(call: Call, splits: Splits, signature) -> Decision | None:
 
 def elementwise(call: Call, signature: Signature, function: Callable) -> Decision | None:
     """Operands that broadcast are spread first, so that their gradients are canonical sums."""
-    found = solved(call, signature)
+    found = solved(call, signature, adds=False)
     if found is None:
         return None
     labels, independent = tuple(signature.outputs[0]), independent_form(call)

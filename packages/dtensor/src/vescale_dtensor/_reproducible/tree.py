@@ -14,7 +14,9 @@ left of a count of blocks when its factors of two are used up (3) is added from 
 
 The result is complete on every rank. Where a layout calls it partial (P) it is kept on the axis's first rank, and
 the others hold -0.0, the number that changes no sum: so whatever a later conversion adds up, it adds one
-contribution, and no order is left to choose. This holds for every partial tensor while the mode is on.
+contribution, and no order is left to choose. This holds for every partial tensor while the mode is on, also where the
+rank is another one (rows of a split table, a slice of a sharded dim): what would add two contributions takes reduced
+operands (`call.solved`).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def embedding(call: Call, splits: Splits) -> Decision | None:
         linear=[tuple(i for i, operand in enumerate(call.operands) if operand is weight)],
         shapes=[(*ids.shape, weight.shape[1])],
     )  # fmt: skip
-    found = solved(call, signature)
+    found = solved(call, signature, adds=False)
     if found is None:
         return None
     cuts = tuple(

@@ -17,7 +17,7 @@ from .attention import repeated
 @form(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to)
 def expand(call: Call, splits: Splits) -> Decision | None:
     signature = shapes.expand(call)
-    found = solved(call, signature)
+    found = solved(call, signature, adds=False)
     if found is None:
         return None
     labels = tuple(signature.outputs[0])
