@@ -29,8 +29,8 @@ in sight: they are SEEN, and say how well the terms describe, not how well they 
 four runs were entered under cd4c1f2efaad0502, before memory by formula was mended; and in its night the fifty of
 NVIDIA's two reports under 26b030ad5e5ee424 (`results/2026-11-24-published-blind-night.json`). On 2026-11-25 a job over
 several NVL72 racks was laid out by 64 of each, and memory by formula mended, with these in sight: they are SEEN as
-well, and there is no blind row now. FROZEN is the hash that they were entered under; what of a source's recomputation
-its page does not say, its recipes do.
+well. FROZEN is the hash of 2026-11-26, with four further reports in BLIND_SOURCES; what of a source's recomputation its
+page does not say, its recipes do.
 
 `--long`: runs with context parallelism, apart from the others and counted by themselves; no constant was chosen by
 them. torchtitan's have linear layers in fp8, which is not priced (they are priced as in bfloat16, so too slow where
@@ -189,17 +189,20 @@ MIXED = {"parameters": 2, "states": 12, "gradients": 4, "sums": 1, "stepping": 0
 NUMBERS = {"torchtitan": {"sums": 1, "stepping": 0}, "Llama 3": {**MIXED, "summed_sharded": True}}
 """By source, where it is not MIXED: torchtitan shards parameters in float32 and steps them by a fused kernel. Llama 3's
 pipeline keeps parameters gathered and shards optimizer states and gradients (arXiv 2407.21783, section 3.3.2)."""
-FROZEN = "26b030ad5e5ee424"
+FROZEN = "b9c5206ed05184bd"
 SEEN = ("llm-foundry", "KempnerForge", "arXiv 2311.05610", "fms-fsdp", "dgxc-benchmarking", "Megatron-Bridge")
-"""Blind once: llm-foundry's scripts/train/benchmarking, KempnerForge's benchmarks/mfu_scaling, the sheets,
-foundation-model-stack/fms-fsdp's README.md, and BLIND_SOURCES."""
+"""Blind once: llm-foundry's scripts/train/benchmarking, KempnerForge's benchmarks/mfu_scaling, the sheets of Hagemann's
+paper, foundation-model-stack/fms-fsdp's README.md, NVIDIA/dgxc-benchmarking's READMEs, and
+NVIDIA-NeMo/Megatron-Bridge's docs/performance-summary.md with its archive, in bfloat16. Named with the last two were
+yanring/Megatron-MoE-ModelZoo's best practices of DeepSeek-V3 and Mixtral, of which no run was entered."""
 BLIND_SOURCES = (
-    "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and its archive: bfloat16",
-    "NVIDIA/dgxc-benchmarking, READMEs of its recipes: bfloat16",
-    "yanring/Megatron-MoE-ModelZoo, best practices of DeepSeek-V3 and Mixtral: bfloat16",
+    "FlagOpen/FlagPerf, READMEs and configurations of training/nvidia's language models: on A100 80 GB and H100",
+    "yandex/YaFSDP, README.md: FSDP and YaFSDP on A100 80 GB",
+    "NVIDIA/JAX-Toolbox, READMEs of Pax and MaxText, the newest that give figures: bfloat16",
+    "AI-Hypercomputer/gpu-recipes, READMEs of training with a step's time of a named configuration: bfloat16",
 )
-"""Of the last blind rows. NeMo AutoModel's summary is none: its figures stood in the answer to the search that found
-these."""
+"""Of the next blind rows, chosen by the headings of their tables, with every digit of these masked. A run qualifies in
+bfloat16 or float16, which these GPUs multiply equally fast."""
 PRICES = ("cost", "hardware", "interleaved", "memory", "profiles", "sizes")
 PRICING = ("candidates", "ranking", "stages", *(f"pricing/{name}" for name in PRICES))
 

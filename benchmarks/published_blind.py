@@ -29,6 +29,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -37,7 +38,7 @@ import torch
 
 from published import FROZEN, LLAMA, MIXED, QWEN, SEEN, frozen, profile, structure
 from vescale_plans.search import Candidate, Request
-from vescale_plans.search.pricer import Estimate, Pricer
+from vescale_plans.search.pricer import Pricer
 from vescale_plans.search.pricing.hardware import Numbers
 from vescale_plans.search.ranking import MARGIN
 
@@ -86,10 +87,12 @@ def runs() -> Iterator[dict[str, str]]:
 
 
 def candidate_of(run: Mapping[str, str]) -> Candidate:
+    """`again`: 0 of no block, 1 of all, "3/32" of three of 32, or which modules of each."""
     degrees = {name: int(run[name]) for name in NUMBERS}
     dp = int(run["gpus"]) // degrees["tp"] // degrees["pp"]
-    inside = () if run["again"] in "01" else (run["again"],)
-    return Candidate(**degrees, dp=dp, sp=run["sp"] == "1", checkpointing=run["again"] != "0", inside=inside)
+    again = run["again"]
+    inside = () if again in "01" or "/" in again else (again,)
+    return Candidate(**degrees, dp=dp, sp=run["sp"] == "1", checkpointing=again != "0", inside=inside)
 
 
 @cache
@@ -106,21 +109,26 @@ def pricer_of(report: str, model: str, hardware: str, gpus: int, batch: int, seq
     return Pricer(Request(structure(MODELS[model]), gpus, batch, seq, known, limit, dtype=torch.bfloat16))
 
 
-def estimate_of(run: Mapping[str, str]) -> tuple[Estimate, float]:
-    """What the planner says of it, and the bytes that it may fill."""
+def priced(run: Mapping[str, str]) -> tuple[float, float, float]:
+    """What the planner says of it, seconds and bytes, and the bytes that it may fill. Time and memory of some blocks
+    that are computed again lie between those of none and of all."""
     sizes = (int(run[name]) for name in ("gpus", "batch", "seq"))
-    pricer = pricer_of(run["report"], run["model"], run["hardware"], *sizes)
-    return pricer.evenly(candidate_of(run)), pricer.request.limit
+    pricer, known = pricer_of(run["report"], run["model"], run["hardware"], *sizes), candidate_of(run)
+    whole, share = pricer.evenly(known), float(Fraction(run["again"])) if "/" in run["again"] else 1.0
+    none = pricer.evenly(replace(known, checkpointing=False)) if share < 1 else whole
+    seconds = none.cost.total + share * (whole.cost.total - none.cost.total)
+    return seconds, none.memory.total + share * (whole.memory.total - none.memory.total), pricer.request.limit
 
 
 def compared(run: Mapping[str, str]) -> dict:
-    found, limit = estimate_of(run)
-    ran = bool(run["seconds"])
+    seconds, size, limit = priced(run)
+    ran, plan = bool(run["seconds"]), str(candidate_of(run))
+    some = f" of {run['again']} blocks" if "/" in run["again"] else ""
     return {
         "report": run["report"], "run": f"{run['model']} {run['hardware']} {run['gpus']}", "seq": int(run["seq"]),
-        "plan": str(found.candidate), "predicted s": round(found.cost.total, 3), "ran": ran,
-        "error": round(found.cost.total / float(run["seconds"]) - 1, 4) if ran else None,
-        "GiB": round(found.memory.total / 2**30, 1), "fits": found.memory.total <= limit,
+        "plan": plan + some, "predicted s": round(seconds, 3), "ran": ran,
+        "error": round(seconds / float(run["seconds"]) - 1, 4) if ran else None,
+        "GiB": round(size / 2**30, 1), "fits": size <= limit,
     }  # fmt: skip
 
 
