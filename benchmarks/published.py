@@ -310,13 +310,15 @@ def nemotron(layers: int, hidden: int, heads: int, groups: int, inner: int):
     ))  # fmt: skip
 
 
-def grok(layers: int, hidden: int, heads: int, groups: int, inner: int, experts: int, chosen: int):
-    """Grok-1's sizes in Mixtral's blocks."""
+def grok(
+    layers: int, hidden: int, heads: int, groups: int, inner: int, experts: int, chosen: int, words: int = 131072
+):  # fmt: skip
+    """Mixtral's blocks, also with Grok-1's sizes."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     made = MixtralForCausalLM(
         MixtralConfig(
-            vocab_size=131072, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+            vocab_size=words, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
             num_attention_heads=heads, num_key_value_heads=groups, num_local_experts=experts,
             num_experts_per_tok=chosen,
         )
@@ -339,7 +341,7 @@ def gpt_oss():
 
 BUILDERS = {"gpt": gpt, "mpt": mpt, "llama": llama, "llama2": llama2, "compiled": compiled}
 BUILDERS |= {"qwen": qwen, "qwen again": qwen_again, "nemotron": nemotron, "grok": grok}
-BUILDERS |= {"deepseek": deepseek, "gpt-oss": gpt_oss}
+BUILDERS |= {"deepseek": deepseek, "gpt-oss": gpt_oss, "stock": stock}
 
 
 # --- what was reported --------------------------------------------------------------------

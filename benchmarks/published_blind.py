@@ -18,7 +18,18 @@ newest one's figure is entered; of Nemotron-4 340B on 512 and more GPUs in the R
 not given, and Grok-1's and Llama 3.1's runs on H100 cut sequences. NeMo sends beside products what its tensor axis
 sends (user buffers), which is not priced. MaxText computes again what enters the second product of feed-forward parts;
 that stands as all of these parts. DeepSeek-V3 computes its products up from latents again, which is left out, and has
-no extra prediction layer. Without recomputation in its page or its recipe a run does not qualify (Paxml's).
+no extra prediction layer. Without recomputation in its page or its recipe a run does not qualify (Paxml's, of
+dgxc-benchmarking).
+
+Of the four reports of 2026-11-26: FlagPerf's runs on A800, H800 and A100 of 40 GB are of GPUs without a profile;
+Paddle's are in float16; neither its sharding nor the Megatron scripts have their options for overlap; of Mixtral the
+page's degrees count, with which those of the script are not possible; ChatGLM3 stands in Llama's blocks. YaFSDP's page
+has both systems' times, of models as transformers has them by its example; both stand. JAX-Toolbox's 126M had no fused
+attention, its LoRA trains no model; its Llama's rows are padded to 4,096 positions, and all of them stand. Pax has its
+recomputation in google/paxml. gpu-recipes' pages show one step of the default configuration; those that show a step of
+another recipe, of fp8 or with context parallelism are left out. What computes again all but products with parameters
+(Pax's 5B, MaxText's minimal and custom policies, Megatron's selective one) stands as nothing again, and groups that
+shard within a node and copy over nodes as sharded over all, as before.
 """
 
 from __future__ import annotations
@@ -43,6 +54,7 @@ from vescale_plans.search.pricing.hardware import Numbers
 from vescale_plans.search.ranking import MARGIN
 
 GOALS = {"median error": 0.10, "worst error": 0.25}
+MIXTRAL = (32, 4096, 32, 8, 14336, 8, 2)
 MODELS = {
     "mpt-125m": ("mpt", 12, 768, 12), "mpt-350m": ("mpt", 24, 1024, 16), "mpt-760m": ("mpt", 24, 1536, 12),
     "mpt-1b": ("mpt", 24, 2048, 16), "mpt-3b": ("mpt", 32, 2560, 20), "mpt-7b": ("mpt", 32, 4096, 32),
@@ -57,10 +69,18 @@ MODELS = {
     "nemotron-340B": ("nemotron", 96, 18432, 96, 8, 73728), "grok-314B": ("grok", 64, 6144, 48, 8, 32768, 8, 2),
     "maxtext-70B": ("compiled", 80, 8192, 64, 8, 28672, 32000), "qwen3-235B": QWEN, "deepseek-v3": ("deepseek",),
     "gpt-oss-120B": ("gpt-oss",),
+    "paddle-llama-7B": ("llama", 32, 4096, 32, 32, 11008, 32000),
+    "paddle-llama-13B": ("llama", 40, 5120, 40, 40, 13824, 32000),
+    "paddle-gpt-6.7B": ("gpt", 32, 4096, 32), "paddle-gpt-13B": ("gpt", 40, 5120, 128),
+    "llama3-8B": LLAMA["8B"], "llama3-70B": LLAMA["70B"], "mixtral": ("grok", *MIXTRAL, 32000),
+    "eager-llama3-8B": ("stock", *LLAMA["8B"][1:]), "eager-llama3-70B": ("stock", *LLAMA["70B"][1:]),
+    "pax-5B": ("mpt", 24, 4096, 32), "xla-llama2-7B": ("compiled", 32, 4096, 32, 32, 11008, 32000),
+    "xla-llama3-70B": LLAMA["70B"], "xla-mixtral": ("grok", *MIXTRAL, 32000),
+    "nemo-mixtral": ("grok", *MIXTRAL, 50304), "chatglm3-6B": ("stock", 28, 4096, 32, 2, 13696, 65024),
 }  # fmt: skip
-LATE = ("arXiv 2311.05610",)
-"""Whose gradients are reduced when the last backward is through."""
-EAGER = ("llm-foundry", "fms-fsdp")
+LATE = ("arXiv 2311.05610", "FlagPerf-Paddle", "FlagPerf-Megatron")
+"""Whose gradients are reduced when the last backward is through, or nothing is computed meanwhile."""
+EAGER = ("llm-foundry", "fms-fsdp", "FlagPerf-Paddle", "FlagPerf-DeepSpeed", "YaFSDP", "YaFSDP's FSDP")
 """Whose elementwise operators and norms are torch's own, one kernel each: no compiler, no fused modules."""
 ATTENTION = {("llm-foundry", "h100"): 0.35}
 """Of kernels of a report's time: the first FlashAttention under a causal mask, both directions together, reached some
@@ -72,12 +92,23 @@ NUMBERS_OF = {
     "dgxc-benchmarking": Numbers(**MIXED),
     "Megatron-Bridge": Numbers(**MIXED),
     "maxtext-70B": Numbers(sums=1, stepping=0),
+    "FlagPerf-Paddle": Numbers(parameters=2, states=12, gradients=2, sums=1, stepping=0),
+    "FlagPerf-Megatron": Numbers(**MIXED),
+    "FlagPerf-DeepSpeed": Numbers(parameters=2, states=12, gradients=2, sums=1, stepping=0),
+    "YaFSDP": Numbers(sums=1),
+    "YaFSDP's FSDP": Numbers(sums=1),
+    "JAX-Toolbox": Numbers(sums=1, stepping=0),
+    "gpu-recipes": Numbers(sums=1, stepping=0),
+    "xla-mixtral": Numbers(parameters=2, states=4, gradients=2, sums=1, stepping=0),
+    "nemo-mixtral": Numbers(**MIXED),
 }
 """What its system, or that of one of its models, holds per parameter: the first in bfloat16, with what the optimizer
 steps in float32; fused steps.
 torch's FSDP adds a unit's shard to the sum of earlier backwards as soon as it is reduced."""
 NODES = {"KempnerForge": 4}
 """Devices of a node, where they are not the profile's."""
+ACROSS = {("gpu-recipes", "h100"): 22e9}
+"""Bytes per second of a GPU's link to other nodes, where it is not the profile's: A3 Mega's have 200 Gb/s each."""
 NUMBERS = ("tp", "pp", "zero", "microbatches", "virtual", "ep")
 
 
@@ -101,6 +132,7 @@ def pricer_of(report: str, model: str, hardware: str, gpus: int, batch: int, seq
     known = replace(
         known,
         node=NODES.get(report, known.node),
+        across=replace(known.across, bandwidth=ACROSS.get((report, hardware), known.across.bandwidth)),
         stream=17 if report in EAGER else known.stream,
         attention=ATTENTION.get((report, hardware), known.attention),
         numbers=NUMBERS_OF.get(model) or NUMBERS_OF.get(report, known.numbers),
