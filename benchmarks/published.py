@@ -29,8 +29,9 @@ in sight: they are SEEN, and say how well the terms describe, not how well they 
 four runs were entered under cd4c1f2efaad0502, before memory by formula was mended; and in its night the fifty of
 NVIDIA's two reports under 26b030ad5e5ee424 (`results/2026-11-24-published-blind-night.json`). On 2026-11-25 a job over
 several NVL72 racks was laid out by 64 of each, and memory by formula mended, with these in sight: they are SEEN as
-well. FROZEN is the hash of 2026-11-26, with four further reports in BLIND_SOURCES; what of a source's recomputation its
-page does not say, its recipes do.
+well. On 2026-11-26 the 66 of four further reports were entered under b9c5206ed05184bd, and priced after
+(`results/2026-11-26-published-blind.json`: 10.6% off in the median, 41% at worst, 64 fit). FROZEN is the hash that the
+last were entered under; what of a source's recomputation its page does not say, its recipes do.
 
 `--long`: runs with context parallelism, apart from the others and counted by themselves; no constant was chosen by
 them. torchtitan's have linear layers in fp8, which is not priced (they are priced as in bfloat16, so too slow where

@@ -16,9 +16,9 @@ from .pricer import Estimate, Pricer, Request
 from .ranking import rank
 from .refusals import InfeasibleError, nothing_legal
 
-BAND = (0.09, 0.23)
-"""Error of a step's time by data sheets: what half, and nine of ten, of 333 published runs on A100, H100, H200, B200
-and GB200 were within before they had been seen (`benchmarks/published_blind.py`: six reports, each under constants
+BAND = (0.09, 0.25)
+"""Error of a step's time by data sheets: what half, and nine of ten, of 399 published runs on A100, H100, H200, B200
+and GB200 were within before they had been seen (`benchmarks/published_blind.py`: ten reports, each under constants
 of its day). Nothing is said of a run unlike them."""
 UNITS = ("", "K", "M", "B", "T")
 
@@ -57,7 +57,7 @@ def facts(request: Request, chosen: Estimate) -> Iterator[tuple[str, str]]:
     yield "computes in", str(request.dtype).removeprefix("torch.")
     yield "a step", f"{seconds(total)}; {seconds(total * (1 - most))} to {seconds(total * (1 + most))} is the band"
     yield "the band", (
-        f"{most:.0%} either way: nine of ten of 333 published runs were within it before they had been seen, half "
+        f"{most:.0%} either way: nine of ten of 399 published runs were within it before they had been seen, half "
         f"within {half:.0%}"
     )
     if total > 0:
