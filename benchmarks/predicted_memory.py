@@ -2,8 +2,9 @@
 whether the collectives that the dry run counts are those that the run issues, one by one.
 
 Measured is what the CPU's allocator gave out and took back (`vescale_dtensor.testing.allocations`), not what the dry
-run's meter would say of a real run. Of STEPS warm steps the lowest peak counts, of ranks the highest: gloo lets go of a
-buffer when its thread comes to it, which is sooner or later.
+run's meter would say of a real run. When gloo's threads take and let go of what they gather in is not ours to say: of
+the fullest rank the least and the most of STEPS warm steps are measured, and what is predicted is off by as much as it
+is below the one or above the other.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import torch
 from predicted_cases import MODELS, WORDS, adamw, case_of, loss_of, shape_of, structure_for
 from vescale_dtensor.testing import allocations, run_ranks, warm_up
 
-STEPS = 3
+STEPS = 4
 MOST = {"dry run": 0.03, "dry run, ZeRO-3": 0.05, "closed form": 0.10}
 """Errors of the peak that are allowed."""
 
 
-def lived(case: str, text: str) -> tuple[int, dict[str, int], list, int]:
-    """Of the warm steps on this rank: the lowest peak, in all and by kind, collectives, floating point operations."""
+def lived(case: str, text: str) -> tuple[int, int, dict[str, int], list, int]:
+    """Of warm steps on this rank: the lowest peak, the highest and its kinds; collectives, operations."""
     import vescale
     from vescale_plans._dry.meter import Meter
 
@@ -40,11 +41,13 @@ def lived(case: str, text: str) -> tuple[int, dict[str, int], list, int]:
         for _ in range(1 + STEPS):
             with log.phase("step"):
                 trained(plan, model, optimizer, batch, log.phase)
-    least = min(range(1, 1 + STEPS), key=lambda step: log.total("step", step))
+    totals = {step: log.total("step", step) for step in range(1, 1 + STEPS)}
+    fullest = max(totals, key=lambda step: totals[step])
     meter = Meter()
     with vescale.comm_trace(model) as trace, meter:
         trained(plan, model, optimizer, batch)
-    return log.total("step", least), dict(log.peak("step", least)), issued(trace.events), meter.flops
+    least, most = min(totals.values()), totals[fullest]
+    return least, most, dict(log.peak("step", fullest)), issued(trace.events), meter.flops
 
 
 def trained(plan, model, optimizer, batch, phase=lambda name: contextlib.nullcontext()) -> None:
@@ -130,19 +133,24 @@ def compared(drawn: Drawn) -> dict:
     if narrow:
         plan = plan.override(precision=Precision(torch.bfloat16))
     real = run_ranks(plan.world_size, lived, case, plan.to_json(), timeout=120)
-    peak, fullest = max((one[:2] for one in real), key=lambda one: one[0])
+    least, (most, fullest) = max(one[0] for one in real), max((one[1:3] for one in real), key=lambda one: one[0])
     _, rows, positions = shape_of(case)
     hardware = hardware_of("cpu").computing(2 if narrow else 4)
     closed = memory_of(sizes_of(structure, candidate.tp), candidate, hardware, rows, positions)
     made = {
-        "case": case, "plan": drawn.name, "measured": peak, "kinds": fullest,
-        "closed form": round(closed.total / peak - 1, 4), "by formula": asdict(closed),
+        "case": case, "plan": drawn.name, "measured": [least, most], "kinds": fullest,
+        "closed form": round(off(closed.total, least, most), 4), "by formula": asdict(closed),
     }  # fmt: skip
     dry = dry_run(plan, model, batch, adamw, backend="gloo")
     return made | {
-        "dry run": round(dry.peak / peak - 1, 5), "dry kinds": dry.memory,
-        "collectives agree": issued(dry.collectives) == real[0][2], "operations agree": dry.flops == real[0][3],
+        "dry run": round(off(dry.peak, least, most), 5), "dry kinds": dry.memory,
+        "collectives agree": issued(dry.collectives) == real[0][3], "operations agree": dry.flops == real[0][4],
     }  # fmt: skip
+
+
+def off(predicted: int, least: int, most: int) -> float:
+    """Of the nearer end; 0 between both."""
+    return min(0.0, predicted / least - 1) + max(0.0, predicted / most - 1)
 
 
 def memory(folder: Path, count: int, limit: float) -> int:

@@ -77,7 +77,7 @@ def really(name):
     longer on a loaded machine."""
     build, batch, plan = CASES[name]
     torch.manual_seed(0)
-    model, meter = build(), Meter()
+    model, meter = build(), Meter("gloo")  # which takes memory of its own, that no operator makes
     model, optimizer = vescale.parallelize(plan(), model, torch.optim.AdamW)
     batch = batch()
     meter.label([*model.parameters(), *model.buffers()], "parameters")
@@ -116,7 +116,7 @@ def test_counts_what_a_real_run_issues(name):
     assert [e[:5] for e in ours if e[6]] == [e[:5] for e in events if e[6]]
     assert found.received == sum(e[5] for e in events)
     assert found.flops == flops
-    assert 0.98 < found.peak / peak < 1.03, (found.memory, kinds)
+    assert 0.98 < found.peak / peak < 1.03, (found.peak / peak, found.memory, kinds)
 
 
 @pytest.mark.parametrize("name", ["mixtral, ep4", "mixtral as it comes, ep4"])

@@ -5,8 +5,8 @@ them), and a model that reads them runs, while nothing of size is computed.
 
 Every tensor that an operator makes is noted with the storage behind it, and the storage's end with a finalizer, its
 change of size where it is made (`UntypedStorage.resize_` is no operator, and is watched while a meter is entered), so
-that what is counted is what is alive, views counted once: nothing is modelled, but for what gloo takes to gather (as
-much again as it gathers). Work inside a kernel (cuBLAS workspaces) is not seen, nor is an allocator's rounding.
+that what is counted is what is alive, views counted once: nothing is modelled, but for what gloo takes to gather
+(`scratch.py`). Work inside a kernel (cuBLAS workspaces) is not seen, nor is an allocator's rounding.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from vescale_dtensor.engine import under_mode
+from vescale_dtensor.engine import under_mode, watched
 
 from .._torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, tree_iter, tree_map_only
 from .higher_order import check_plain
 from .meta_kernels import CHOICES, FLOPS, STAND_INS
+from .scratch import Scratch
 
 HOST = "host"  # the kind of storages that stand for memory of the host
 
@@ -44,7 +45,7 @@ class Meter(TorchDispatchMode):
         """`scratch`: of a backend, whose collectives take memory of their own. `chooses`: what is chosen by values that
         are not there (`topk`, `argmax`) is real, each index as often as any."""
         super().__init__()
-        self._scratch = SCRATCH.get(scratch, {})
+        self._scratch = Scratch(scratch, self._look)
         self._stand_ins = STAND_INS | CHOICES if chooses else STAND_INS
         self.kind = "other"
         self.live: Counter[str] = Counter()
@@ -55,7 +56,7 @@ class Meter(TorchDispatchMode):
 
     def mark(self) -> None:
         """From here on the peak and the operations are counted anew."""
-        self.peak, self.flops = Counter(self.live), 0
+        self.peak, self.flops = self.live + self._scratch.taken, 0
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Says of which kind the storages behind these tensors are."""
@@ -78,8 +79,8 @@ class Meter(TorchDispatchMode):
                 kwargs = {**kwargs, "device": _CPU}  # asked for on the device of another tensor, which is meta
             out = self._stand_ins.get(function, function)(*args, **kwargs)
             self.flops += flops_of(function.overloadpacket, args, kwargs, out)
-            if (taken := self._scratch.get(function)) is not None:
-                self._note(taken(*args, **kwargs), self.kind)
+            if function.namespace == "c10d":
+                self._scratch.called(function, args, kwargs, self.kind)
             for tensor in tree_iter(out):
                 if isinstance(tensor, Tensor):
                     self._note(tensor, self.kind)
@@ -97,9 +98,12 @@ class Meter(TorchDispatchMode):
             return resized
 
         torch.UntypedStorage.resize_ = resize
+        self._watching = watched(self._scratch.begins, self._scratch.ends)
+        self._watching.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
+        self._watching.__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize
         return super().__exit__(*error)
 
@@ -128,17 +132,16 @@ class Meter(TorchDispatchMode):
         if kind == HOST:
             return
         self.live[kind] += size
-        if self.live.total() > self.peak.total():
-            self.peak = Counter(self.live)
+        self._look()
+
+    def _look(self) -> None:
+        if self.live.total() + self._scratch.taken.total() > self.peak.total():
+            self.peak = self.live + self._scratch.taken
 
     def _forget(self, key: int) -> None:
         kind, size = self._known.pop(key)
         if kind != HOST:
             self.live[kind] -= size
-
-
-SCRATCH = {"gloo": {torch.ops.c10d._allgather_base_.default: lambda out, *rest, **more: torch.empty_like(out)}}
-"""Backend -> collective -> what it allocates while it runs."""
 
 
 def _attention(query, key, value, *args, out_val=None, **kwargs) -> int:

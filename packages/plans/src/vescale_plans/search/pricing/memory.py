@@ -189,8 +189,8 @@ class Held:
         return received + int(max(first - (self.block + self.outside) * each, self.sizes.largest * each))
 
     def alone(self) -> Memory:
-        """Of the worst moment: at the loss, in a block's backward, at its end, and in the optimizer, which on a GPU
-        makes roots of all second moments at once."""
+        """Of the worst moment: at the loss, in a block's backward, after all these, where the last gradients are
+        summed, and in the optimizer, which on a GPU makes roots of all second moments at once."""
         numbers, blocks = self.numbers, self.sizes.blocks
         gloo = self.hardware.backend == "gloo"
         there = self.summed() if self.candidate.zero < 2 else 0  # whole since the first microbatch
@@ -207,6 +207,7 @@ class Held:
             (self.summed(), self.kept() + self.loss(), self._gathered(1) + outside),
             (held, self.tail(), self._gathered(1) + under_way),
             (self.part(2, numbers.gradients), 0.0, max(stepped, self._on_the_way())),
+            (self.part(2, numbers.gradients), 0.0, self._gathered(1) + self._last_sums()),
         ]
         for through in {0, min(UNDER_WAY, blocks - 1), blocks - 1}:  # between these what is held changes evenly
             held, under_way = self._reduced(through)
@@ -234,6 +235,16 @@ class Held:
     def _scratch(self) -> int:
         """Gloo adds up in as much again, and gathers so; two ranks exchange."""
         return int(self.hardware.backend == "gloo" and self.candidate.replicas > 2)
+
+    def _last_sums(self) -> float:
+        """When a backward is through, where gloo makes whole sums: of those that are not waited for yet what it gathers
+        in, of the root's what has arrived, and of all this rank's parts."""
+        if self.candidate.zero > 1:
+            return 0.0
+        numbers = self.numbers.gradients
+        whole, bucket = self.part(2, numbers), min(self.summed_over * numbers, BUCKET_BYTES)
+        arriving = min(whole, UNDER_WAY * bucket + self.outside * numbers)
+        return self._scratch * (arriving + whole / self.candidate.replicas)
 
     def _reduced(self, through: int) -> tuple[float, float]:
         """Bytes of gradients that stay, and of whole ones that do not yet, in the backward of a block after so many
