@@ -50,17 +50,45 @@ def unmodified(kind):
     return kind(config)
 
 
-def refused(kind):
-    model, _ = vescale.parallelize(plan_of(), unmodified(kind))
-    with pytest.raises(OperatorError) as caught:
-        model(input_ids=tokens(), labels=tokens())
-    return str(caught.value)
+def boundaries_of(error):
+    """Of the first remedy that an error names."""
+    text = error.remedies[0][0].removeprefix("Plan(..., boundaries=").removesuffix(")")
+    return eval(text, {"Boundary": Boundary, "Replicate": Replicate})
 
 
+def refused(kind, is_padded):
+    """The text of the first refusal, and that the model trains as on one device once all remedies are in the plan."""
+    mask = torch.ones_like(tokens())
+    mask[0, -5:] = 0
+    batch = {"input_ids": tokens(), "labels": tokens(), **({"attention_mask": mask} if is_padded else {})}
+    alone = unmodified(kind)
+    expected = alone(**batch).loss
+    expected.backward()
+    texts, boundaries = [], {}
+    while len(texts) < 4:
+        model, _ = vescale.parallelize(plan_of(boundaries=boundaries), unmodified(kind))
+        try:
+            loss = model(**batch).loss
+            break
+        except OperatorError as error:
+            texts.append(str(error))
+            found = boundaries_of(error)
+            assert not found.keys() & boundaries.keys(), error
+            boundaries |= found
+    loss.backward()
+    assert abs(loss.item() - expected.item()) <= 1e-5 * expected.item()
+    for (name, one), parameter in zip(alone.named_parameters(), model.parameters()):
+        if one.grad is not None:
+            least = 1e-4 * float(one.grad.abs().max()) + 1e-7
+            torch.testing.assert_close(parameter.grad.full_tensor(), one.grad, rtol=1e-3, atol=least, msg=name)
+    return texts[0]
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("kind", UNMODIFIED)
-def test_unmodified_models(kind):
-    (text, other) = run_ranks(2, refused, kind)
-    assert text == other and "module '" in text and "that 'cp' shards" in text and "Boundary(input=" in text, text
+def test_unmodified_models(kind, is_padded):
+    (text, other) = run_ranks(2, refused, kind, is_padded)
+    assert text == other and "module '" in text and "that 'cp' shards" in text and "Boundary(" in text, text
 
 
 # --- modules of one's own ----------------------------------------------------------
@@ -171,6 +199,54 @@ def test_modules_of_ones_own():
 
     one, other = run_ranks(2, check)
     assert one == other
+
+
+class Masked(nn.Module):
+    """Mixes positions of what it is given together with a mask of places, which the plan cuts too."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, mask=None, **others):
+        for one in (mask, *others.values(), *others.get("pair", ())):
+            if isinstance(one, torch.Tensor):
+                x = x * one.unsqueeze(-1)
+        return convolved(x * self.scale)
+
+
+class ModelWithMasks(Model):
+    """`call`: how its mixer is called."""
+
+    def __init__(self, call):
+        super().__init__(None)
+        self.mixer, self.call = Masked(), call
+
+    def forward(self, input_ids, labels):
+        keep = (input_ids > 10).float()
+        logits = self.head(self.call(self.mixer, self.embed(input_ids), keep))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+CALLS = {
+    "positional": lambda mixer, x, keep: mixer(x, keep),
+    "keywords": lambda mixer, x, keep: mixer(x=x, mask=keep),
+    "mask first": lambda mixer, x, keep: mixer(mask=keep, x=x),
+    "of no name in its signature": lambda mixer, x, keep: mixer(x, padding=keep, mask=None),
+    "two of them, one in a tuple": lambda mixer, x, keep: mixer(x, keep, pair=(keep, 2 * keep)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_remedy_names_every_argument_that_is_cut(call):
+    def check():
+        model, _ = vescale.parallelize(plan_of(), ModelWithMasks(CALLS[call]))
+        with pytest.raises(OperatorError) as caught:
+            gradients(model)
+        model, _ = vescale.parallelize(plan_of(boundaries=boundaries_of(caught.value)), ModelWithMasks(CALLS[call]))
+        agree(gradients(ModelWithMasks(CALLS[call])), gradients(model), call)
+
+    run_ranks(2, check)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

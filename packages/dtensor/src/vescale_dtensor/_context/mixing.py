@@ -8,10 +8,12 @@ a plan with a context axis runs, and for activations alone: of places, masks and
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,7 @@ from .._errors import OperatorError
 from .._layouts.layout import Layout
 from .._layouts.mesh import Mesh
 from .._rules.registry import TABLE
+from .._torch_private import tree_flatten
 
 ONE_BY_ONE = 8
 """As many positions of one activation are read one by one by what chooses some of them, not by a scan."""
@@ -88,7 +91,7 @@ def note_read(layout: Layout, dim: int, position: int) -> None:
     now = _running[-1]
     read = now.read.setdefault(layout, set())
     read.add(position)
-    if len(read) > ONE_BY_ONE and _innermost(now.root):
+    if len(read) > ONE_BY_ONE and _innermost(now.root)[0]:
         rule = f"reads more than {ONE_BY_ONE} positions one by one of a sequence that {{axis}} shards"
         _raise("getitem", rule, layout)
 
@@ -119,11 +122,13 @@ def _is_cut(layout: Layout, dim: int) -> bool:
 
 def _raise(operation: str, rule: str, layout: Layout) -> None:
     now = _running[-1]
-    axis, name = now.mesh.names[now.axis], _innermost(now.root)
+    axis, (name, forward) = now.mesh.names[now.axis], _innermost(now.root)
     where = f"module {name!r} ({type(now.root.get_submodule(name)).__name__})" if name else "the model's own forward"
-    whole = f"Boundary(input={{{axis!r}: Replicate()}})"
     remedies = [
-        (f"Plan(..., boundaries={{{name!r}: {whole}}})", "the module sees whole sequences: all-gathers its inputs")
+        (
+            f"Plan(..., boundaries={{{name!r}: Boundary({_gathered(forward, axis)})}})",
+            "the module sees whole sequences: all-gathers its inputs",
+        )
     ] if name else []  # fmt: skip
     remedies += [
         ("Plan(..., context_axis=None)", "sequences stay whole on every rank"),
@@ -134,15 +139,45 @@ def _raise(operation: str, rule: str, layout: Layout) -> None:
     raise OperatorError(operation, f"{where} {rule.format(axis=repr(axis))}", operands, remedies)
 
 
-def _innermost(root: nn.Module) -> str:
-    """The module of which the forward runs: the user's own, else torch's; "" for the root."""
+def _innermost(root: nn.Module) -> tuple[str, FrameType | None]:
+    """The module of which the forward runs, the user's own, else torch's, and that forward; "" for the root."""
     names = {id(module): name for name, module in root.named_modules()}
-    frame, found = sys._getframe(1), ""
+    frame, found, forward = sys._getframe(1), "", None
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code.co_argcount else None
         name = names.get(id(module), "") if isinstance(module, nn.Module) else ""
-        if name and not type(module).__module__.startswith("torch.nn"):
-            return name
-        found = found or name
+        is_forward = frame.f_code.co_name == "forward"
+        if name and not type(module).__module__.startswith("torch.nn") and is_forward:
+            return name, frame
+        if name and not found:
+            found, forward = name, frame if is_forward else None
         frame = frame.f_back
-    return found
+    return found, forward
+
+
+def _gathered(forward: FrameType | None, axis: str) -> str:
+    """The arguments of a Boundary that gathers all that a forward is given of cut sequences: a mask of places that
+    stays cut would cut what it meets again."""
+    whole = f"{{{axis!r}: Replicate()}}"
+    given = _given(forward) if forward is not None else {}
+    if len(given) < 2:
+        return f"input={whole}"
+    named = ", ".join(f"{name!r}: {whole}" for name, tensors in given.items() if any(map(_is_cut_by_axis, tensors)))
+    return f"arguments={{{named}}}" if named else f"input={whole}"
+
+
+def _given(forward: FrameType) -> dict[str, list[Tensor]]:
+    """The tensors among a forward's arguments, by the argument's name."""
+    code, held = forward.f_code, forward.f_locals
+    count = code.co_argcount + code.co_kwonlyargcount
+    values: dict[str, Any] = {name: held.get(name) for name in code.co_varnames[1:count]}
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        values |= held.get(code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)], {})
+    leaves = {name: tree_flatten(value)[0] for name, value in values.items()}
+    tensors = {name: [one for one in found if isinstance(one, Tensor)] for name, found in leaves.items()}
+    return {name: found for name, found in tensors.items() if found}
+
+
+def _is_cut_by_axis(tensor: Tensor) -> bool:
+    now, layout = _running[-1], getattr(tensor, "mesh_layout", None)
+    return layout is not None and layout.mesh is now.mesh and layout.states[now.axis].is_sharded
