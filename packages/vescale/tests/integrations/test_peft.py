@@ -30,6 +30,8 @@ OTHERS = {
     "pp2 dp2 zero 3": lambda: vescale.Plan(mesh={"pp": 2, "dp": 2}, parameters={"*": {}}, zero=3, pipeline=PIPELINE),
     "ep2": lambda: vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, expert_axis="dp"),
     "ep2 zero 3": lambda: vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, expert_axis="dp", zero=3),
+    "ep of one rank": lambda: vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=2),
+    "ep2 tp2": lambda: library.mixtral({"dp": 2, "tp": 2}, sequence_parallel=False).override(expert_axis="dp"),
 }
 """Pipelines, and Mixtral's experts over ranks."""
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -41,6 +43,10 @@ ADAPTERS = {
     "whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "without dropout": {"target_modules": EVERY},
 }
+STACKS = {
+    "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+}  # fmt: skip
+"""Mixtral's stacked weights, which PEFT parametrizes for each call."""
 
 
 def base(has_experts=False):
@@ -56,7 +62,8 @@ def build(adapter, has_experts=False):
     from peft import LoraConfig, get_peft_model
 
     options = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
-    return get_peft_model(base(has_experts), LoraConfig(**options, **ADAPTERS[adapter]))
+    targets = STACKS if adapter == "stacks" else ADAPTERS[adapter]
+    return get_peft_model(base(has_experts), LoraConfig(**options, **targets))
 
 
 def trained(model, optimizer, steps=10, parts=1):
@@ -158,6 +165,7 @@ def of_stages_and_experts(plan, adapter, folder):
 
 STAGED = [(plan, adapter) for plan in OTHERS for adapter in ("lora", "without dropout", "whole head", "dora")
           if not (plan.startswith("ep") and adapter in ("without dropout", "dora"))]  # fmt: skip
+STAGED += [(plan, "stacks") for plan in OTHERS if plan.startswith("ep")]
 """Of dropout a pipeline draws a mask per microbatch, as accumulation does; Mixtral's experts are no linears."""
 
 
@@ -192,3 +200,48 @@ def collectives(adapter):
 def test_adapters_of_columns_communicate_nothing_of_their_own():
     for with_adapters, alone in run_ranks(2, collectives, "lora", timeout=100):
         assert with_adapters == alone
+
+
+# --- weights of several names, and virtual tokens ---------------------------------------
+
+OF_PROMPTS = {"prompt": "PromptTuningConfig", "prefix": "PrefixTuningConfig", "encoder": "PromptEncoderConfig"}
+
+
+def trained_beside(plan, kind):
+    """The losses' and the trained parameters' distance from one device's."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from vescale.integrations.peft import adapted
+
+    def make():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG, tie_word_embeddings=kind == "tied"))
+        if kind in OF_PROMPTS:
+            config = getattr(peft, OF_PROMPTS[kind])(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        else:  # VB-LoRA's layers share one bank of vectors
+            config = peft.LoraConfig(init_lora_weights=False, target_modules=EVERY) if kind == "tied" else (
+                peft.VBLoRAConfig(num_vectors=16, vector_length=8, target_modules=["q_proj", "v_proj"])
+            )  # fmt: skip
+        return peft.get_peft_model(model, config)
+
+    def optimize(parameters):
+        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
+
+    one, model = make(), make()
+    model, optimizer = vescale.parallelize(adapted(PLANS[plan](), model), model, optimize)
+    losses, wanted = trained(model, optimizer, 4), trained(one, optimize(one.parameters()), 4)
+    found = whole(model)
+    learned = {name: p for name, p in one.named_parameters() if p.requires_grad}
+    assert learned and found.keys() == dict(one.named_parameters()).keys()
+    error = max(((found[n] - p).norm() / p.norm()).item() for n, p in learned.items())
+    return max(abs(a - b) / b for a, b in zip(losses, wanted)), error
+
+
+BESIDE = [(plan, kind) for plan in PLANS for kind in (*OF_PROMPTS, "tied", "shared")]
+
+
+@pytest.mark.parametrize(("plan", "kind"), slice_of(BESIDE, 4))
+def test_weights_of_several_names_and_virtual_tokens(plan, kind):
+    for loss, parameter in run_ranks(RANKS[plan], trained_beside, plan, kind, timeout=200):
+        assert loss <= 1e-5 and parameter <= 1e-4

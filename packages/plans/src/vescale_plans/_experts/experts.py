@@ -56,6 +56,7 @@ from .._plan.parts import PlanError
 from .added_last import added_last
 from .beside import Beside
 from .capacity import capacities, counted, positions
+from .computed import Computed
 from .route import Back, Out, Route, Spread
 from .split import refuse_split, refuse_unsplit, split_axes, split_problem
 
@@ -92,17 +93,23 @@ class ExpertsBoundary:
         self.split, self.whole = split_axes(module.named_parameters(recurse=False), at)
         self._tried = not (self.whole or self.split)
         self.beside = Beside(block, module) if spread and block is not None else None
-        self._running: list[_Call | _UnsplitCall | None] = []  # None: as any module's forward is
+        self._running: list[tuple[_Call | _UnsplitCall, Computed] | None] = []  # None: as any module's forward is
         add_step(module, "experts", self._enter, self._leave)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        computed = Computed(module, f"{self.name} (experts)")
         if not (self._needed or self._fits(module, args, kwargs)):
+            computed.end()
             self._running.append(None)
             return args, kwargs
-        if not self._tried:
-            self._try_slices(module, args, kwargs)
-        call = (_UnsplitCall if is_reproducible() else _Call)(self, module, args, kwargs)
-        self._running.append(call)
+        try:
+            if not self._tried:
+                self._try_slices(module, args, kwargs)
+            call = (_UnsplitCall if is_reproducible() else _Call)(self, module, args, kwargs)
+        except BaseException:
+            computed.end()
+            raise
+        self._running.append((call, computed))
         return call.args, call.kwargs
 
     def _fits(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
@@ -160,10 +167,12 @@ class ExpertsBoundary:
         self._tried = True
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        call = self._running.pop()
-        if call is None:
+        running = self._running.pop()
+        if running is None:
             return output
+        call, computed = running
         call.restore()
+        computed.end()
         return call.combine(output) if isinstance(output, Tensor) else output
 
     def total_load(self) -> list[int]:

@@ -24,8 +24,8 @@ from torch import nn
 from vescale_dtensor import Placement, Shard
 from vescale_plans import Plan, PlanError
 
-PREFIX = "base_model.model."
-"""Of all names of the base model, in a PEFT model."""
+PREFIX = "base_model."
+"""Of all names of the base model, in a PEFT model of prompts; otherwise a tuner stands between, which adds "model."."""
 _WRAPPER = re.compile(r"\.base_layer|\.original_module|\.modules_to_save\.[^.]+")
 _ADAPTER = re.compile(
     r"(?P<base>.*)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\."
@@ -42,7 +42,8 @@ _FOLLOWS: Mapping[str, Mapping[int, int]] = {
 
 def adapted(plan: Plan, model: nn.Module) -> Plan:
     """Returns the plan for a PEFT model, given one for its base model: names get their prefix, and adapters the layout
-    of their base layer.
+    of their base layer. What else is trained (the embeddings of virtual tokens, an adapter that several layers share)
+    lies as the plan says of its name, and whole if it says nothing.
 
     Arguments:
         plan: for the model that was passed to `get_peft_model`.
@@ -50,40 +51,45 @@ def adapted(plan: Plan, model: nn.Module) -> Plan:
 
     The cuts of a pipeline get the prefix, too. Raises PlanError for a model that is not PEFT's.
     """
-    base = getattr(model, "base_model", None)
-    inner = getattr(base, "model", None)
-    if not hasattr(model, "peft_config") or not isinstance(inner, nn.Module):
+    if not hasattr(model, "peft_config") or not isinstance(getattr(model, "base_model", None), nn.Module):
         remedies = [("adapted(plan, get_peft_model(model, config))", "")]
         rule = f"{type(model).__name__} is not a PEFT model"
         raise PlanError("vescale.integrations.peft.adapted", rule, (), remedies)
-    names = [name for name, _ in model.named_parameters()]
-    placed = {}
-    for name in names:
+    prefix = PREFIX if model.active_peft_config.is_prompt_learning else f"{PREFIX}model."
+    tied = list(model.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in tied]
+    placed, of_base = {}, {}
+    for name, parameter in tied:
         if not _ADAPTER.match(name):
-            old = _old_name(name)
+            old = _old_name(name, prefix)
             placed[old] = next((to for glob, to in plan.parameters.items() if fnmatchcase(old, glob)), {})
+            if name.startswith(prefix):
+                of_base.setdefault(parameter, placed[old])
+    for name, parameter in tied:  # PEFT's own name of a weight of the base model (that of its word embeddings)
+        if not name.startswith(prefix) and parameter in of_base:
+            placed[_old_name(name, prefix)] = of_base[parameter]
     parameters = {}
     for name in names:
         found = _ADAPTER.match(name)
         if found is None:
-            parameters[name] = placed[_old_name(name)]
+            parameters[name] = placed[_old_name(name, prefix)]
         else:
-            parameters[name] = _followed(found["part"], placed.get(f"{_old_name(found['base'])}.weight", {}))
+            parameters[name] = _followed(found["part"], placed.get(f"{_old_name(found['base'], prefix)}.weight", {}))
     globs = {
-        field: {glob if glob.startswith("*") else PREFIX + glob: value for glob, value in getattr(plan, field).items()}
+        field: {glob if glob.startswith("*") else prefix + glob: value for glob, value in getattr(plan, field).items()}
         for field in ("boundaries", "checkpointing", "regather", "offload_activations", "blocks")
     }
     pipeline = plan.pipeline and replace(
         plan.pipeline,
-        cuts=tuple(PREFIX + cut for cut in plan.pipeline.cuts),
-        owners={PREFIX + name: stage for name, stage in plan.pipeline.owners.items()},
+        cuts=tuple(prefix + cut for cut in plan.pipeline.cuts),
+        owners={prefix + name: stage for name, stage in plan.pipeline.owners.items()},
     )
     return replace(plan, parameters=parameters, pipeline=pipeline, **globs)
 
 
-def _old_name(name: str) -> str:
+def _old_name(name: str, prefix: str) -> str:
     """What a parameter of the base model was called before it was adapted."""
-    return _WRAPPER.sub("", name.removeprefix(PREFIX))
+    return _WRAPPER.sub("", name.removeprefix(prefix))
 
 
 def _followed(part: str, weight: Mapping[str, Placement]) -> dict[str, Placement]:
