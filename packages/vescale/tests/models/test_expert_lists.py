@@ -337,6 +337,22 @@ class Apart(Jittered):
         return self.experts[0].w1(hidden), self.gate(hidden)
 
 
+class Capped(Everyone):
+    """An expert takes the first tokens that choose it: here four times its share, which no batch of these fills."""
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        scores = self.choose(rows)
+        share, chosen = scores.softmax(-1).max(-1)
+        hits = F.one_hot(chosen, EXPERTS)
+        place = ((hits.cumsum(0) - 1) * hits).sum(-1)
+        out = torch.zeros_like(rows)
+        for i, member in enumerate(self.members):
+            token = torch.where((chosen == i) & (place < 4 * len(rows) // EXPERTS))[0]
+            out.index_add_(0, token, member(rows[token]) * share[token, None])
+        return out.view_as(x), scores.view(*x.shape[:-1], EXPERTS)
+
+
 def refused(block):
     torch.manual_seed(0)
     model, _ = vescale.parallelize(PLANS["ep4"](), Model(block, False))
@@ -345,6 +361,7 @@ def refused(block):
 
 REFUSED = {
     Mixing: "what it computes for a token depends on other tokens",
+    Capped: "what it computes for a token depends on other tokens",
     DrawingBlock: "its experts draw random numbers",
     Chained: "what it hands to an expert depends on what others gave",
     Apart: "expert 0 of 'layers.0.mlp.experts' is asked for 'w1', which is on one rank only",
@@ -362,6 +379,67 @@ def with_capacity():
 
 def test_a_list_has_no_capacity():
     raises_on_all(4, PlanError, with_capacity, match="capacity_factor=1.0 counts rows in the order of tokens")
+
+
+class Normed(nn.Module):
+    """Lists as long as there are experts, and a head as wide, around a block of experts: they are none."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(VOCABULARY, HIDDEN), block, nn.Linear(HIDDEN, EXPERTS)
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(EXPERTS))
+        self.mixers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(EXPERTS))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for norm, mixer in zip(self.norms, self.mixers):
+            x = x + mixer(norm(x))
+        out, _ = self.block(x)
+        return F.cross_entropy(self.head(out).flatten(0, 1), tokens.flatten() % EXPERTS)
+
+
+class Stacks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) * 0.2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, HIDDEN) * 0.2)
+
+    def forward(self, rows, chosen, weights):
+        out = torch.zeros_like(rows)
+        for i in range(len(self.up)):
+            token, slot = torch.where(chosen == i)
+            out = out.index_add(0, token, F.silu(rows[token] @ self.up[i]) @ self.down[i] * weights[token, slot, None])
+        return out
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(HIDDEN, EXPERTS), Stacks()
+
+    def forward(self, x):
+        logits = self.gate(x.flatten(0, 1))
+        weights, chosen = logits.softmax(-1).topk(CHOSEN)
+        return self.experts(x.flatten(0, 1), chosen, weights).view_as(x), logits
+
+
+def around(kind):
+    def make():
+        torch.manual_seed(0)
+        return Normed(kind())
+
+    alone, data = make(), batches(steps=3)
+    expected = train(alone, adamw(alone.parameters()), data)
+    model, optimizer = vescale.parallelize(PLANS["ep4"](), make(), adamw)
+    losses = train(model, optimizer, data)
+    assert max(abs(a - b) / b for a, b in zip(losses, expected)) < LOSS
+    return list(expert_load(model))
+
+
+@pytest.mark.parametrize("kind", [Everyone, Stacked])
+def test_other_lists_of_a_model_are_no_experts(kind):
+    name = "block.members" if kind is Everyone else "block.experts"
+    assert run_ranks(4, around, kind) == [[name]] * 4
 
 
 def kept_whole():

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from vescale_dtensor.engine import INVARIANT, State, fold_objects
 
-from .._apply.containers import tensors_in
+from .._apply.containers import map_tensors, tensors_in
 from .._apply.generators import random_states, same_states, set_random_states
 from .._plan.parts import PlanError
 from .call import Call
 
 FEW = 0.01
-"""Rows that may differ: a router's near tie may fall either way when a product has other sizes."""
+"""The share of tokens that may differ: a router's near tie may fall either way when a product has other sizes."""
 
 
 def check_token_wise(call: Call) -> None:
     """Raises PlanError, on all ranks alike, unless the block treats every token by itself.
 
-    Cost: an all-gather of the block's input, and three forwards without experts.
+    Cost: an all-gather of the block's input, and five forwards without experts.
     """
     members, kept = call.members, random_states()
     full = members.rows(tuple(_unsharded(state) for state in call.rows.states), call.was.shape)
@@ -30,6 +30,7 @@ def check_token_wise(call: Call) -> None:
         here, everywhere = call.local(call.rows), call.local(full)  # communicates: outside of what may raise
         try:
             problem = _tried(call, ((full, everywhere, 1.0), (call.rows, here, 1.0), (call.rows, here, 0.0)), kept)
+            problem = problem or _crowded(call, (full, everywhere), (call.rows, here), kept)
             problem = problem or _unfit(call, call.tokens(here))
         except Exception as error:
             problem = error.rule if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
@@ -67,6 +68,23 @@ def _tried(call: Call, trials, kept: list) -> str | None:
     return problem
 
 
+def _crowded(call: Call, full: tuple, local: tuple, kept: list) -> str | None:
+    """What two forwards tell over tokens that are all alike, and so choose the same experts: a capacity that no batch
+    has filled so far drops some of them."""
+    first = call.tokens(full[1])
+    if not first.numel():
+        return None
+    one = first[(0,) * (first.ndim - 1)]
+    found = []
+    for rows, arguments in (full, local):
+        tokens = call.tokens(arguments)
+        alike = map_tensors(arguments, lambda now, tokens=tokens: one.expand_as(now).clone() if now is tokens else now)
+        set_random_states(kept)
+        answer = partial(_stand_in, [], 1.0, call.members.spread.experts)
+        found.append(tensors_in(call.forward(rows, alike, answer)))
+    return _difference(call, *found)
+
+
 def _stand_in(asked: list[tuple[int, Tensor]], factor: float, experts: int, index: int, rows: Tensor) -> Tensor:
     asked.append((index, rows))
     return rows * factor * (1 + index / experts)
@@ -78,10 +96,12 @@ def _difference(call: Call, full: list[Tensor], local: list[Tensor]) -> str | No
     for i, (theirs, ours) in enumerate(zip(full, local)):
         if not ours.ndim or ours.shape[0] not in (call.rows.local[0], call.rows.local_tokens):
             return f"tensor {i} of what it returns, {list(ours.shape)}, has no row per token"
-        flat = (len(ours), prod(ours.shape[1:]))
+        tokens = len(call.rows.local) - 1
+        leading = tokens if tuple(ours.shape[:tokens]) == tuple(call.rows.local[:tokens]) else 1
+        flat = (prod(ours.shape[:leading]), prod(ours.shape[leading:]))
         expected = call.rows.part(theirs).reshape(flat).double()
         differs = (expected - ours.reshape(flat).double()).abs() > 1e-4 * (1 + expected.abs())
-        if differs.any(1).sum() > max(1, FEW * len(ours)):
+        if differs.any(1).sum() > max(1, FEW * flat[0]):
             return f"what it computes for a token depends on other tokens (tensor {i} of what it returns)"
     return None
 

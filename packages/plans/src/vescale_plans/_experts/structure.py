@@ -2,7 +2,8 @@
 
 stacked    one module with stacked weights [experts, ...] and a forward of tokens, indices and weights
 listed     a ModuleList of modules alike, in a block that has a router for as many: a two-dim parameter, one side
-           of which is their number and the other a size of theirs. The block's own forward calls them.
+           of which is their number and the other a size of theirs. The block's own forward calls them. A block
+           around one that has experts has none: its lists are layers, or norms of layers.
 
 Without an expert axis every rank has all experts. A forward over stacks sorts the rows of the whole batch by expert,
 which functions alone could only do by gathering it. So where a data or context axis shards rows, the stacks of
@@ -50,14 +51,20 @@ def stacked_experts(module: nn.Module) -> int:
 
 def listed_experts(block: nn.Module) -> tuple[str, int] | None:
     """(name of the list among the block's children, members) when the block has a list of experts and their router."""
-    for name, child in block.named_children():
+    children = dict(block.named_children())
+    for name, child in children.items():
         if isinstance(child, nn.ModuleList) and _alike(child):
             sizes = {size for parameter in child[0].parameters() for size in parameter.shape}
-            others = (p for key, p in block.named_parameters() if not key.startswith(f"{name}."))
-            routers = (p for p in others if p.ndim == 2 and len(child) in p.shape)
-            if any(set(router.shape) - {len(child)} <= sizes for router in routers):
+            outside = (p for key, p in block.named_parameters() if not key.startswith(f"{name}."))
+            routers = (p for p in outside if p.ndim == 2 and len(child) in p.shape)
+            others = (other for key, other in children.items() if key != name)
+            if any(set(p.shape) - {len(child)} <= sizes for p in routers) and not any(map(_has_experts, others)):
                 return name, len(child)
     return None
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any(stacked_experts(one) or listed_experts(one) for one in module.modules())
 
 
 def _alike(members: nn.ModuleList) -> bool:
