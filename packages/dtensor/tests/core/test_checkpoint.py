@@ -44,6 +44,35 @@ def test_offloading_hooks():
     run_ranks(4, run)
 
 
+def named(x):
+    """Operands without gradient are given by name, to functions that were decided before and that were not."""
+    chosen = torch.topk(x, 2, dim=-1).indices
+    most = torch.gather(x, dim=-1, index=chosen)
+    table = torch.nn.functional.embedding(input=chosen, weight=x.sum(0)[:, None])
+    kept = torch.where(condition=most.detach() > 0, input=most, other=most * 2)
+    return kept * torch.mul(input=most, other=most.detach()) + table.squeeze(-1) + most.mul(other=chosen)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "on the host"])
+@pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Shard(0), Shard(0))])
+def test_operands_given_by_name(placements, how):
+    def computed(x):
+        if how == "on the host":
+            with torch.autograd.graph.save_on_cpu():
+                return named(x)
+        return checkpoint(named, x, use_reentrant=how == "reentrant")
+
+    def run():
+        mesh = mesh_of(2, 2)
+        whole = torch.randn(8, 4, requires_grad=True)
+        x = distribute_tensor(whole.detach(), mesh, placements).requires_grad_()
+        (computed(x) + computed(x + 1)).sum().backward()
+        (named(whole) + named(whole + 1)).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+
+    run_ranks(4, run)
+
+
 def chooses(x):
     """Results without gradient are saved too: the indices of what was chosen."""
     values, indices = torch.topk(x, 2, dim=-1)

@@ -111,8 +111,8 @@ def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dic
         if _saved_tensors_hooks(True) is None:
             out = _run_local(decision.run, types, args, kwargs) if kwargs else _run_local(decision.run, types, args)
         else:
-            args = substitute(args, _as_saved)
-            out = apart(_run_local(decision.run, types, args, kwargs or {}))
+            args, kwargs = substitute(args, _as_saved), substitute(kwargs or {}, _as_saved)
+            out = apart(_run_local(decision.run, types, args, kwargs))
         if type(out) is Tensor and not (decision.guarded and (_among(out, args) or decision.out.is_number)):
             layout = decision.out
             out.__class__ = DTensor
