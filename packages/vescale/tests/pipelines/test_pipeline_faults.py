@@ -204,6 +204,47 @@ def test_ranks_with_other_batches_are_told():
     assert "ranks 0 and 1 are about to run different things" in outcomes[0][1]
 
 
+class Penalized(Net):
+    """Its forward walks over the model's parameters, of which a rank has those of its stages."""
+
+    def forward(self, x, y):
+        return super().forward(x, y) + sum(p.abs().sum() for p in self.parameters())
+
+
+def refused_on_one_rank(kind):
+    """A call that a part of the ranks refuses before it begins, and one more; none may wait for the other."""
+    from torch import distributed as dist
+
+    ranks = dist.get_world_size()
+    if kind == "a walk":
+        model, _ = parallel(Penalized(), ranks)
+        return [outcome(lambda: model(*batch())) for _ in range(2)]
+    model, _ = parallel(Net(), ranks)
+    odd = dist.get_rank() == ranks - 1
+    refused = batch(18) if kind == "rows" else (batch()[0].requires_grad_(), batch()[1])
+    return [outcome(lambda: model(*(refused if odd else batch()))) for _ in range(2)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["rows", "gradient", "a walk"])
+def test_what_a_part_of_the_ranks_refuses_ends_the_others_too(kind, ranks):
+    if kind == "a walk" and ranks == 4:
+        pytest.skip("every rank refuses, for the stages behind it or before it")
+    outcomes = run_ranks(ranks, refused_on_one_rank, kind, timeout=60)
+    for call in range(2):
+        texts = {text for _, text, _, _ in (told[call] for told in outcomes)}
+        assert len(texts) == 1 and "raised in a call: PipelineError" in texts.pop()
+        assert all(told[call][0] is PipelineFailure for told in outcomes)
+
+
+def test_what_all_ranks_refuse_leaves_the_pipeline_as_it_was():
+    def twice():
+        model, _ = parallel(Net(), ranks=2)
+        return outcome(lambda: model(*batch(18)))[0], outcome(lambda: model(*batch()).backward())[0]
+
+    assert run_ranks(2, twice, timeout=60) == [(PipelineError, None)] * 2
+
+
 def an_encoder_outside():
     """One that computes the batch is not a part of the model, and would get no gradient."""
     model, _ = parallel(Net(), ranks=2)

@@ -162,6 +162,10 @@ class Restore:
                 elif key in values.get(name, {}):
                     entries[key] = decode(values[name][key], self._fresh)
                     self.matched.append(full)
+        for names, group in zip((group["params"] for group in parts["param_groups"]), optimizer.param_groups):
+            for name, parameter in zip(names, group["params"]):
+                if name not in parts["state"] and (entries := self._entries(path, name, parameter, {}, index, values)):
+                    parts["state"][name] = entries  # of an optimizer whose first step alone says what it keeps
         for options, group in self._groups(path, [group["params"] for group in parts["param_groups"]], groups):
             self._after.append(lambda group=parts["param_groups"][group], options=options: group.update(options))
         self._after.append(lambda: optimizer.load_sharded_state_dict(parts))
@@ -171,21 +175,26 @@ class Restore:
         for name, parameter in named:
             if name in fresh:
                 self._after.append(lambda p=parameter: optimizer.state.pop(p, None) and None)
-            entries: dict[str, Any] = {}
-            for key, found in index.get(name, {}).items():
-                full = f"{path}.state.{name}.{key}"
-                tensor = self._state_tensor(parameter, optimizer.state.get(parameter, {}).get(key), found)
-                self._fill(full, found, tensor)
-                entries[key] = tensor
-            for key, value in values.get(name, {}).items():
-                entries[key] = decode(value, self._fresh)
-                self.matched.append(f"{path}.state.{name}.{key}")
+            entries = self._entries(path, name, parameter, optimizer.state.get(parameter, {}), index, values)
             if entries:
                 self._after.append(lambda p=parameter, entries=entries: optimizer.state[p].update(entries))
         by_id = {id(parameter): name for name, parameter in named}
         names = [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         for options, group in self._groups(path, names, groups):
             self._after.append(lambda group=optimizer.param_groups[group], options=options: group.update(options))
+
+    def _entries(
+        self, path: str, name: str, parameter: Tensor, there: Mapping, index: Mapping, values: Mapping
+    ) -> dict[str, Any]:
+        """A parameter's state as it was saved, to be filled: in the memory that is there, else in fresh."""
+        entries: dict[str, Any] = {}
+        for key, found in index.get(name, {}).items():
+            entries[key] = self._state_tensor(parameter, there.get(key), found)
+            self._fill(f"{path}.state.{name}.{key}", found, entries[key])
+        for key, value in values.get(name, {}).items():
+            entries[key] = decode(value, self._fresh)
+            self.matched.append(f"{path}.state.{name}.{key}")
+        return entries
 
     def _without_state(self, index: Mapping, values: Mapping, groups: list) -> set[str]:
         """Parameters that the saved optimizer had, and no state of: no step was taken yet, or they are frozen."""

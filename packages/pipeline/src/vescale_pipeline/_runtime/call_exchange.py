@@ -18,6 +18,17 @@ from .loss import Weights, loss_in, weighted
 from .member import Member
 from .random_order import digest
 
+FAILED = -1
+"""In place of the mode in a greeting: this rank raised before its call began."""
+
+
+def all_failed(member: Member, number: int) -> bool:
+    """Tells both neighbours, in place of a greeting, that this rank's `number`th call raised before it began; gives
+    whether theirs did, too. Cost: as the first round of `greet`."""
+    word = [number, FAILED, 0, 0, 0]
+    told = member.link.exchange(_at_distance(1, member), member.tags("greet"), word)
+    return all(mode == FAILED for _, mode, *_ in told)
+
 
 def greet(member: Member, number: int, call: Call, trains: bool, changed: bool) -> bool:
     """Neighbours compare what they are about to run, as their `number`th call; gives whether `changed` holds anywhere.
@@ -33,6 +44,8 @@ def greet(member: Member, number: int, call: Call, trains: bool, changed: bool) 
     mine = [number, int(trains), call.digest(member.schedule), _digest_of_generator(member, call)]
     for peer, (*theirs, word) in zip(peers, member.link.exchange(peers, tag, [*mine, int(changed)])):
         changed = changed or bool(word)
+        if theirs[1] == FAILED:
+            member.link.receive_object(peer, tag)  # there is none: ends with a LinkError once the peer has told why
         if theirs != mine:
             first = next(i for i, (a, b) in enumerate(zip(theirs, mine)) if a != b)
             kinds = ("call", "mode (train or no_grad)", "batch, model or schedule", "state of torch's generator")

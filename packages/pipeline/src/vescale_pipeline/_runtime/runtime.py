@@ -35,7 +35,7 @@ from .._transport.words import LinkError
 from ..action import Action, Schedule
 from .backward import hooks_aside
 from .call import Call, signature_of
-from .call_exchange import greet, share_buffers, share_loss, share_outputs, sum_tied
+from .call_exchange import all_failed, greet, share_buffers, share_loss, share_outputs, sum_tied
 from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
@@ -143,18 +143,18 @@ class Runtime:
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
         self._check()
-        if torch.is_grad_enabled():
-            check_awaits_no_gradient((args, kwargs))
-        parts = split((args, kwargs), self.schedule.microbatches, self._member.codec.parts)
         doing = _Doing() if self._beginning is None else _Told(self._beginning)
         self._in_call = True
         try:
+            if torch.is_grad_enabled():
+                check_awaits_no_gradient((args, kwargs))
+            parts = split((args, kwargs), self.schedule.microbatches, self._member.codec.parts)
             if self._beginning is not None:
                 self._beginning(READING)
             return self._run(self._call_of(parts, (args, kwargs)), parts, doing)
         except BaseException as error:
-            if isinstance(error, PipelineError) and doing.action is None:
-                raise  # nothing has started: the same on every rank
+            if isinstance(error, PipelineError) and doing.action is None and self._fails_everywhere():
+                raise  # nothing has started on any rank: the next call may go well
             self._broken = self.faults.cause_of(error, self.link.ranks[self.rank], str(doing))
             self._close()
             if not isinstance(error, Exception):
@@ -173,6 +173,13 @@ class Runtime:
             self._close()
         if self._broken is not None:
             raise failure(self._broken)
+
+    def _fails_everywhere(self) -> bool:
+        """Whether the others raise before this call begins, too: they do if all run the same code on the same batch."""
+        try:
+            return all_failed(self._member, self.calls + 1)
+        except LinkError:
+            return False
 
     def waits(self) -> bool:
         """Whether a failure of other ranks matters now; see `_transport/watch.py`."""

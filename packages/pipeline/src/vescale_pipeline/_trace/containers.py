@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-_PLAIN = frozenset((type(None), bool, int, float, str))
+PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """`value` with `function(tensor)` in place of every tensor; the same object where nothing changed."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if isinstance(value, Tensor):
         return function(value)
@@ -76,7 +76,7 @@ def fill(template: Any, tensors: Iterable[Any]) -> Any:
 
 def copied(value: Any) -> Any:
     """Fresh lists and dicts around the same tensors: the caller may change them."""
-    if type(value) in _PLAIN or isinstance(value, Tensor):
+    if type(value) in PLAIN or isinstance(value, Tensor):
         return value
     if isinstance(value, dict):
         fresh = copy.copy(value)

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from .._errors import PipelineError
-from .event import Record, keys_of
+from .event import Event, Record, keys_of
 from .foreign import check_caller
-from .left import Left, forget_values
+from .left import Left, forget_values, placeholders_in
 from .memory import Kept, kept_as_it_was, no_draws_of_python
 from .record import Recorder
 
@@ -125,6 +125,7 @@ def _record(recorder: Recorder, result: Any, left: Left) -> Record:
     )
     stages = len(cuts) + 1
     made = {key: event.stage for event in reversed(events) for key in keys_of(event)}
+    _check_ways(recorder, events, made, result)
     crossing = []
     for cut in range(1, stages):
         keys = [key for key, uses in recorder.used.items() if key in made and made[key] < cut and max(uses) >= cut]
@@ -143,6 +144,27 @@ def _record(recorder: Recorder, result: Any, left: Left) -> Record:
         frozenset(recorder.written),
         bool(recorder.checkpoints),
     )
+
+
+def _check_ways(recorder: Recorder, events: Sequence[Event], made: Mapping[int, int], result: Any) -> None:
+    """A value comes out of a unit as a result or through the model's state. By any other way (a global list, a closure)
+    it is on the unit's own stage alone, where other units may take it and nothing between units can.
+    """
+    taken = [(event.name, event.stage if event.module is not None else None, event.takes) for event in events]
+    returned = tuple(tensor.key for tensor in placeholders_in(result))
+    for name, stage, keys in (*taken, ("the forward's result", None, returned)):
+        for key in keys:
+            if key not in made and recorder.born[key] != stage:
+                raise PipelineError(
+                    "pipeline",
+                    f"{name} takes a value that {recorder.origins[key]!r} computes, and that left this module neither "
+                    "as its result nor in the model: other stages do not get it",
+                    [f"computed  in stage {recorder.born[key]}"],
+                    [
+                        ("return the value from the module's forward", "stages send each other what modules return"),
+                        ("self.extra = value", "or a list or object that an attribute of a module holds"),
+                    ],
+                )
 
 
 def _check_views(recorder: Recorder, crossing: list[tuple[int, ...]]) -> None:

@@ -27,6 +27,7 @@ class Event:
         inside: the autograd Function that called it, by name; None for none.
         again: whether backward computes it again, in a checkpoint of the model's own code.
         captures: whether a library collects what the module returns, see `captures.py`.
+        takes: the keys of the values that it computes with.
     """
 
     stage: int
@@ -44,6 +45,7 @@ class Event:
     again: bool = False
     captures: bool = False
     span: Span | None = None
+    takes: tuple[int, ...] = ()
 
     @cached_property
     def is_plain(self) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .._errors import PipelineError
-from .containers import map_tensors, tensors_in
+from .containers import PLAIN, map_tensors, tensors_in
 from .event import Event
 from .memory import Kept, Slot
 from .placeholder import Placeholder, local_only
@@ -33,7 +33,7 @@ Location = tuple[int, str]
 
 
 def _at(slot: Slot) -> Location:
-    return id(slot.module), slot.leaf
+    return id(slot.owner), slot.leaf
 
 
 def placeholders_in(value: Any) -> list[Placeholder]:
@@ -61,6 +61,16 @@ def forget_values(changed: list[Slot]) -> list[tuple[Tensor, Slot]]:
 
 def _accesses_of(event: Event) -> range:
     return range(event.span.began.accesses, event.span.ended.accesses)
+
+
+def _without_counts(event: Event, again: Event) -> Event:
+    """Numbers that a unit sets are what every stage finds, if a forward begins them anew; one that goes on from call to
+    call, of which a dry run knows one value alone, stays on the unit's stage."""
+    second = dict(again.attributes)
+    kept = tuple(
+        (slot, value) for slot, value in event.attributes if type(value) not in PLAIN or second.get(slot) == value
+    )
+    return event if kept == event.attributes else replace(event, attributes=kept)
 
 
 def _written_again(slot: Slot) -> PipelineError:
@@ -112,6 +122,8 @@ class Left:
 
     def decide(self, events: list[Event], last: int) -> list[Event]:
         """The events, with what travels. Raises PipelineError for what would have to travel back in time."""
+        if self._again is not None:
+            events = [_without_counts(*pair) for pair in zip(events, self._again.events)]
         writers, readers, alone, python = (defaultdict(set) for _ in range(4))
         slots: dict[Location, Slot] = {}
         for recorder in (self._first, self._again):
@@ -154,6 +166,8 @@ class Left:
         kind = "buffer" if slot.is_buffer else "attribute"
         operands = [f"written  in stage {', '.join(map(str, sorted(writers)))}"]
         remedies = [("a cut elsewhere", f"with all that uses {slot.name!r} in one stage")]
+        if not (slot.is_buffer or readers or python):
+            return set()  # the next microbatch begins it anew
         if len(writers) > 1:
             raise PipelineError(
                 "pipeline",

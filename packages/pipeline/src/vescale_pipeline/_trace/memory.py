@@ -1,4 +1,5 @@
-"""What a forward leaves behind in the model: attributes that it sets, lists that it appends to, buffers.
+"""What a forward leaves behind in the model: attributes that it sets, lists that it appends to, buffers. Objects of
+users that modules hold, such as one that collects losses for several blocks, are part of the model in this.
 
 A dry run must leave none of it (`kept_as_it_was`). A run of one stage sees it as that
 stage's own: a rank with several stages runs them in turns, each over the microbatches in
@@ -9,8 +10,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +23,7 @@ from torch import Tensor, nn
 from .._errors import PipelineError
 from .._runtime.random_order import device_of, set_states, states
 from .captures import as_many_as_before
-from .containers import copied, map_tensors, tensors_in
+from .containers import PLAIN, copied, map_tensors, tensors_in
 from .placeholder import Placeholder, local_only, version_of
 
 _MACHINERY = frozenset(
@@ -29,20 +33,28 @@ _MACHINERY = frozenset(
     )
 ) - {"training"}
 _CONTAINERS = (list, dict, set)
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "tokenizers"}
+"""Packages whose objects keep nothing of a forward."""
 _ABSENT = object()
 _NOTHING = nullcontext()
 
 
 class Slot(NamedTuple):
-    """An attribute or a buffer of a module."""
+    """An attribute or a buffer of a module, or an attribute of an object that modules hold."""
 
-    module: nn.Module
+    owner: Any
     leaf: str
     name: str
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slot) and self.owner is other.owner and self.leaf == other.leaf
+
+    def __hash__(self) -> int:
+        return hash((id(self.owner), self.leaf))  # an object of a user's may have no hash
+
     @property
     def is_buffer(self) -> bool:
-        return self.leaf in self.module._buffers
+        return isinstance(self.owner, nn.Module) and self.leaf in self.owner._buffers
 
     def get(self) -> Any:
         return self._holder().get(self.leaf, _ABSENT)
@@ -60,7 +72,7 @@ class Slot(NamedTuple):
             holder[self.leaf] = value
 
     def _holder(self) -> dict:
-        return self.module._buffers if self.is_buffer else self.module.__dict__
+        return self.owner._buffers if self.is_buffer else self.owner.__dict__
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -94,30 +106,50 @@ def _same(value: Any, before: Any) -> bool:
 
 
 class Kept:
-    """The attributes and buffers of all modules, as they were."""
+    """The attributes and buffers of all modules, and of the objects that they hold, as they were."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.named_modules())
+        modules = list(model.named_modules())
+        self._objects_of = {id(module): list(_objects_in(prefix, module)) for prefix, module in modules}
+        self._owners = self._with_objects(modules)
         self._before: dict[tuple[int, str], Any] = {}
         self._containers: list[tuple[Any, Any]] = []
-        for _, module in self._modules:
-            for leaf, value in _attributes(module):
-                self._before[id(module), leaf] = _contents(value)
+        for _, owner in self._owners:
+            for leaf, value in _attributes(owner):
+                self._before[id(owner), leaf] = _contents(value)
                 if type(value) in _CONTAINERS:
                     self._containers.append((value, _contents(value)))
         self._objects = {
-            (id(module), leaf): value for _, module in self._modules for leaf, value in _attributes(module)
+            (id(owner), leaf): value for _, owner in self._owners for leaf, value in _attributes(owner)
         }
+
+    def _with_objects(self, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
+        """The modules and what they hold, each object under its first name."""
+        owners: dict[int, tuple[str, Any]] = {}
+        for prefix, module in modules:
+            owners[id(module)] = prefix, module
+            for name, held in self._objects_of.get(id(module), ()):
+                owners.setdefault(id(held), (name, held))
+        return list(owners.values())
 
     def changed(self, within: nn.Module | None = None) -> list[Slot]:
         """What differs from before."""
         found = []
-        for prefix, module in self._modules if within is None else list(within.named_modules()):
-            now = dict(_attributes(module))
+        for prefix, owner in self._owners if within is None else self._with_objects(within.named_modules()):
+            now = dict(_attributes(owner))
             for leaf, value in now.items():
-                if not _same(value, self._before.get((id(module), leaf), _ABSENT)):
-                    found.append(Slot(module, leaf, f"{prefix}.{leaf}" if prefix else leaf))
+                if not _same(value, self._before.get((id(owner), leaf), _ABSENT)):
+                    found.append(Slot(owner, leaf, f"{prefix}.{leaf}" if prefix else leaf))
         return found
+
+    def numbers(self, within: nn.Module) -> dict[Slot, Any]:
+        """Numbers, flags and texts, as they are now."""
+        return {
+            Slot(owner, leaf, f"{prefix}.{leaf}" if prefix else leaf): value
+            for prefix, owner in self._with_objects(within.named_modules())
+            for leaf, value in _attributes(owner)
+            if type(value) in PLAIN
+        }
 
     def containers_changed(self) -> list[Slot]:
         """Of those, the lists, dicts and sets of any module."""
@@ -128,22 +160,48 @@ class Kept:
         for container, before in self._containers:
             if not _same(container, before):
                 _refill(container, before)
-        for _, module in self._modules:
-            for leaf, value in list(_attributes(module)):
-                before = self._objects.get((id(module), leaf), _ABSENT)
-                holder = module._buffers if leaf in module._buffers else module.__dict__
+        for _, owner in self._owners:
+            for leaf, value in list(_attributes(owner)):
+                before = self._objects.get((id(owner), leaf), _ABSENT)
+                holder = owner._buffers if Slot(owner, leaf, leaf).is_buffer else owner.__dict__
                 if before is _ABSENT:
                     del holder[leaf]
                 elif value is not before:
                     holder[leaf] = before
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for leaf, value in module.__dict__.items():
+def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+    for leaf, value in owner.__dict__.items():
         is_weight = type(value) is _WEIGHT or type(value) is Placeholder and value.is_weight
         if leaf not in _MACHINERY and not is_weight and not isinstance(value, nn.Module):
             yield leaf, value
-    yield from module._buffers.items()
+    if isinstance(owner, nn.Module):
+        yield from owner._buffers.items()
+
+
+def _objects_in(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The objects of users that a module's attributes lead to, with a name each; not through other modules."""
+    waiting, met = [(name, module)], {id(module)}
+    while waiting:
+        prefix, owner = waiting.pop()
+        for leaf, value in list(_attributes(owner)):
+            inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+            for held in inside:
+                if _is_object(held) and id(held) not in met:
+                    met.add(id(held))
+                    found = f"{prefix}.{leaf}" if prefix else leaf, held
+                    yield found
+                    waiting.append(found)
+
+
+def _is_object(value: Any) -> bool:
+    kind = type(value)
+    if kind in (SimpleNamespace, Namespace):
+        return True
+    root = kind.__module__.partition(".")[0]
+    if root in _LIBRARIES or root.startswith("vescale") or isinstance(value, (nn.Module, Tensor, type, Enum)):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict
 
 
 _WEIGHT = nn.Parameter

@@ -74,6 +74,7 @@ class Recorder:
         self._path: list[str] = [""]
         self._keys = 0
         self.born: dict[int, int] = {}
+        self.origins: dict[int, str] = {}  # key of a value -> the module that computes it
         self.used: dict[int, set[int]] = {}
         self.weight_uses: dict[str, set[int]] = {}
         self.unheard: list[str] = []  # modules whose hooks, a user's, were not called
@@ -113,7 +114,8 @@ class Recorder:
             if begins > self.stage + 1:
                 self._wrong_order(name, self.cuts[self.stage])
             self.stage = begins
-        stage, began = self.stage, self.seen.place()
+        stage, began, known = self.stage, self.seen.place(), self._keys
+        numbers = self._kept.numbers(station.module) if name else {}
         self._frames.append([])
         self._path.append(name)
         if any(map(_is_users, station.module._forward_hooks.values())):
@@ -127,17 +129,22 @@ class Recorder:
             out = self.adopt(out, name)
             event = self._event(station.module, None, copied(out), name, began)  # the caller may write to its own
             attributes, captured = self._attributes(station.module, name), bool(captures(station.module))
-            self._frames[-1].append(replace(event, attributes=attributes, captures=captured))
+            now = self._kept.numbers(station.module)
+            attributes += tuple((slot, now[slot]) for slot in now if slot in numbers and now[slot] != numbers[slot])
+            takes = {key for one in inner for key in one.takes if key <= known}
+            self._frames[-1].append(
+                replace(event, attributes=attributes, captures=captured, takes=tuple(sorted(takes)))
+            )
         else:
             self._frames[-1].extend(inner)
         tell(station.module, args, out)
         return out
 
     def _attributes(self, unit: nn.Module, name: str) -> tuple[tuple[Slot, Any], ...]:
-        """What a unit left in its modules, or in a list or dict of any module, as placeholders."""
+        """What a unit left in its modules and their objects, or in a list or dict of any of them, as placeholders."""
         found = []
         for slot in (*self._kept.changed(unit), *self._kept.containers_changed()):
-            place, value = (id(slot.module), slot.leaf), slot.get()
+            place, value = (id(slot.owner), slot.leaf), slot.get()
             ids = [id(tensor) for tensor in tensors_in(value)]
             if ids and self._left.get(place) != ids:
                 template = self.adopt(value, name)
@@ -180,7 +187,8 @@ class Recorder:
         writes = any(type(tensor) is Placeholder and not tensor.is_weight for tensor, _ in written)
         if (found or fills is not None or writes) and not is_weight:
             event = self._event(None, function, result, name_of(function), began)
-            self._frames[-1].append(replace(event, fills=None if fills is None else fills.key))
+            takes = tuple(tensor.key for tensor in given if not tensor.is_weight)
+            self._frames[-1].append(replace(event, fills=None if fills is None else fills.key, takes=takes))
         return result
 
     def _hook(self, function: Callable, tensor: Placeholder) -> Any:
@@ -235,7 +243,7 @@ class Recorder:
 
     def _new(self, meta: Tensor, origin: str, home: torch.device, is_weight: bool) -> Placeholder:
         self._keys += 1
-        self.born[self._keys] = self.stage
+        self.born[self._keys], self.origins[self._keys] = self.stage, origin
         self.memory_of[self._keys] = memory_of(meta)
         return placeholder(meta, self._keys, origin, home, is_weight)
 
