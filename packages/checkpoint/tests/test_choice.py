@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_checkpoint import MismatchError, load, save
+from vescale_checkpoint import MismatchError, UnsafeError, load, save
 from vescale_dtensor import Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, raises_on_all, run_ranks
 
@@ -187,3 +187,84 @@ def test_optimizer_groups_that_do_not_fit(saved):
     save(path / "two", {"model": model, "optimizer": optimizer})
     with pytest.raises(MismatchError, match=r"group 0 has parameters of the saved groups \[0, 1\]"):
         load(path / "two", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ({"only": "modle.*"}, "only='modle.*'"),
+        ({"only": ["model.*", "model.left.*"]}, "only='model.left.*'"),
+        ({"rename": {"model.up.*": "model.rise.*"}, "extra": "ignore", "missing": "keep"}, "rename='model.up.*'"),
+        ({"rename": {"up.*": "up.*", "upper.weight": "down.weight"}}, "rename='upper.weight'"),
+    ],
+)
+def test_a_choice_that_matches_nothing_is_refused(saved, choice, told):
+    model = Net(seed=9)
+    with pytest.raises(MismatchError) as caught:
+        load(saved[0], {"model": model}, **choice)
+    assert str(caught.value).startswith(f"load: {told} matches nothing\n") and untouched(model)
+
+
+def on_two_ranks(path):
+    """Each has another part of the names: a glob has to match on one of them."""
+    from torch import distributed as dist
+
+    name = ("up", "down")[dist.get_rank()]
+    model = Net(seed=9)
+    part = nn.ModuleDict({name: getattr(model, name)})
+    report = load(path, {"model": part}, only=["model.up.*", "model.down.*"])
+    return report.matched
+
+
+def test_a_glob_matches_if_it_does_on_any_rank(saved):
+    assert run_ranks(2, on_two_ranks, str(saved[0])) == [
+        ("model.up.weight", "model.up.bias"),
+        ("model.down.weight", "model.down.bias"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: {"x": [a, (b, [a * 2], 3)]},
+        lambda a, b: {"x": (a, (b, "text"))},
+        lambda a, b: {"x": {(1, 2): a, 3: [b]}},
+        lambda a, b: {"x": {"$tensor": a, "$tuple": (b,)}},
+        lambda a, b: {"x": {"y": {1: {"z": (a, {None: b})}}}},
+    ],
+)
+def test_tensors_in_any_container_are_filled_in_place(tmp_path, make):
+    def flat(value):
+        if isinstance(value, dict):
+            return [one for item in value.values() for one in flat(item)]
+        return [one for item in value for one in flat(item)] if isinstance(value, (list, tuple)) else [value]
+
+    saved = make(torch.arange(3.0), torch.tensor([5]))
+    save(tmp_path, saved)
+    state = make(torch.zeros(3), torch.tensor([0]))
+    tensors = [one for one in flat(state) if isinstance(one, torch.Tensor)]
+    load(tmp_path, state)
+    assert all(a is b for a, b in zip(tensors, [one for one in flat(state) if isinstance(one, torch.Tensor)]))
+    for one, other in zip(flat(state), flat(saved), strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert type(state["x"]) is type(saved["x"])
+
+
+def test_a_state_that_is_no_dict_is_told(saved):
+    for call in (lambda: save(saved[0], Net()), lambda: load(saved[0], Net()), lambda: load(saved[0], [1])):
+        with pytest.raises(MismatchError, match=r'the state is a (Net|list), and not a dict\nfix: .*{"model": model'):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nothing_is_saved_of_or_loaded_into_what_has_no_bytes(saved, tmp_path):
+    for tensor, told in (
+        (torch.empty(2, device="meta"), "on the meta device, without values"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
+    ):
+        with pytest.raises(UnsafeError, match=f"'x' is {told}: there are no bytes to store"):
+            save(tmp_path / "other", {"x": tensor})
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(MismatchError, match=r"model.up.weight  is on the meta device, where nothing can be loaded"):
+        load(saved[0], {"model": model})

@@ -57,6 +57,7 @@ def save(
     through the process group's store (also catalogues, if ranks hold different tensors), and each rank's checksums to
     rank 0.
     """
+    _check_state("save", state, Mapping)
     wait_for_save()
     asynchronous = asynchronous and not in_one_process()  # where a thread of a rank's would not wait for its turn
     session = open_session("save")
@@ -99,9 +100,11 @@ def load(
             safetensors, for the single model of the state.
         state: as for `save`; keys that it lacks are not loaded.
         step: a committed step of the run.
-        only: globs over names of the state, such as "model.*"; the rest is not changed.
-        rename: names in the checkpoint -> names in the state; one "*" on each side stands for the same text. Optimizer
-            states follow their parameters.
+        only: globs over names of the state, such as "model.*"; the rest is not changed. One that matches nothing is an
+            error.
+        rename: the checkpoint's names -> the state's, of what a model holds, without the model's key ("encoder.*", not
+            "model.encoder.*"); one "*" on each side stands for the same text. Optimizer states follow their parameters.
+            A name that matches nothing is an error.
         cast: permitted conversions of dtypes: "lossless", or by name, such as "float32->bfloat16". None by default.
         missing: "error", or "keep" the values that the checkpoint lacks.
         extra: "error", or "ignore" names that the state lacks.
@@ -117,6 +120,7 @@ def load(
     """
     if verify not in (True, False, "first"):
         raise MismatchError("load", f"verify={verify!r} is none of True, False, 'first'")
+    _check_state("load", state, MutableMapping)
     wait_for_save(raises=False)
     choice = Choice(only, rename, cast, missing, extra)
     touched: list[str] = []
@@ -141,7 +145,7 @@ def _load(
     with opened(session, path, step, state) as source:
         manifest = source.manifest
         restore = Restore(manifest, state, choice)
-        restore.check([json.loads(text) for text in session.gather("extra", json.dumps(restore.extra).encode())])
+        restore.check([json.loads(text) for text in session.gather("extra", json.dumps(restore.unmatched).encode())])
         plan = plan_reads(restore.targets, manifest.block_bytes)
         files = Files(source.storage, source.folder, manifest.files, bool(verify))
         block = manifest.block_bytes
@@ -179,3 +183,10 @@ def _step_of(state: Mapping[str, Any], step: int | None) -> int | None:
         return step_number("save", step)
     found = state.get("step")
     return None if found is None else step_number("save", found, 'state["step"]')
+
+
+def _check_state(operation: str, state: object, kind: type) -> None:
+    if not isinstance(state, kind):
+        given = type(state).__name__
+        remedies = [(f'{operation}(path, {{"model": model, "optimizer": optimizer}})', "each under a name of your own")]
+        raise MismatchError(operation, f"the state is a {given}, and not a dict", (), remedies)

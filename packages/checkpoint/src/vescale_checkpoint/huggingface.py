@@ -102,10 +102,12 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
             value = one.make()
             if session.rank == 0:
                 made[one.name] = value.cpu()
-        session.gather("made")
+        aliases = {name: first[name] for name in state if first.get(name, name) != name}
+        said = session.gather("made", json.dumps(aliases).encode())  # a pipeline's later stages have ties of their own
     if session.rank:
         return {}
-    tied = {name: made[first[name]] for name in state if name not in made and first.get(name) in made}
+    firsts = {alias: name for text in said for alias, name in json.loads(text).items()}
+    tied = {alias: made[name] for alias, name in firsts.items() if alias not in made and name in made}
     rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     return {**dict.fromkeys(state), **made, **tied, **rest}
 

@@ -63,6 +63,7 @@ def pipelined(
     ranks, group = _line(device_mesh, list(plan.mesh).index(axis))
     place = ranks.index(dist.get_rank())
     device = torch.device(device_mesh.device_type)
+    _take_whole_states(model)
     release(model, {name for stage in schedule.stages_of(place) for name in owned.names_of(stage)}, device)
     stage_plan = plan.override(mesh=others, pipeline=None)
 
@@ -151,6 +152,18 @@ def _tell_of_stages(model: nn.Module, axis: str) -> None:
             return save(*args, state_dict=state_dict, **options)
 
         model.save_pretrained = refuse
+
+
+def _take_whole_states(model: nn.Module) -> None:
+    """`load_state_dict` of one device's state, as under any other plan: the entries of other stages are theirs."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    names = {name for name, _ in named}
+
+    def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in names - module.state_dict().keys():
+            state.pop(prefix + name, None)
+
+    model.register_load_state_dict_pre_hook(leave_out)
 
 
 def _make_groups(mesh: Mesh) -> None:

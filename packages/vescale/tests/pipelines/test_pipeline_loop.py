@@ -222,3 +222,58 @@ def released_twice():
 
 def test_gradients_are_released_once():
     run_ranks(2, released_twice)
+
+
+def loading(model, optimizer):
+    """One device's state is loaded between two steps, and one with a name too many raises as ever."""
+    torch.manual_seed(7)
+    state = {name: torch.randn(value.shape) * 0.1 for name, value in Net().state_dict().items()}
+    state["last.weight"] = state["first.weight"]
+    seen = []
+    for i, (x, y) in enumerate(batches()):
+        if i == 1:
+            assert model.load_state_dict(state) == ([], [])
+            with pytest.raises(RuntimeError, match=r"Unexpected key.*more"):
+                model.load_state_dict({**state, "more": torch.ones(1)})
+        loss = model(x, y)
+        loss.backward()
+        seen.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_a_state_of_one_device_is_loaded():
+    check(loading)
+    check(loading, 2, {"dp": 2}, world=4)
+
+
+class Shared(nn.Module):
+    """Two blocks of later stages share a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(4))
+        self.blocks[3][1].weight = self.blocks[2][1].weight
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, y)
+
+
+def whole_state(ranks):
+    torch.manual_seed(0)
+    cuts = tuple(f"blocks.{4 * stage // ranks}" for stage in range(1, ranks))
+    chosen = vescale.Plan(mesh={"pp": ranks}, parameters={"*": {}}, pipeline=vescale.Pipeline(cuts=cuts))
+    model, _ = vescale.parallelize(chosen, Shared())
+    return vescale.whole_state_dict(model)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_whole_state_has_names_that_are_tied_over_later_stages(ranks):
+    first, *others = run_ranks(ranks, whole_state, ranks)
+    torch.manual_seed(0)
+    wanted = Shared().state_dict()
+    assert first.keys() == wanted.keys() and not any(others)
+    assert all(torch.equal(first[name], value) for name, value in wanted.items())

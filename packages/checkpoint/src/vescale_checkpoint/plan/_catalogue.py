@@ -87,7 +87,7 @@ def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[
 
     Arguments: the number of ranks, and a function that gives a DeviceMesh's global ranks.
 
-    Raises UnsafeError for tensors that cannot be stored: partial sums, sparse and quantised ones.
+    Raises UnsafeError for tensors that cannot be stored: partial sums, and sparse, nested, quantised and meta ones.
     """
     alone = (Holder(None, tuple(range(world))),)
     known: dict[Layout, tuple[tuple[Holder, ...], tuple[int, ...]]] = {}
@@ -98,6 +98,9 @@ def catalogue_of(contents: Contents, world: int, ranks_of: Callable[[Any], list[
         for name, tensor in contents.tensors.items():
             is_sharded = type(tensor) is DTensor
             dtype = NAMES.get(tensor.dtype)
+            if tensor.is_meta or tensor.is_nested:
+                what = "on the meta device, without values" if tensor.is_meta else "a nested tensor"
+                raise UnsafeError("save", f"{name!r} is {what}: there are no bytes to store")
             if dtype is None or (not is_sharded and tensor.layout != torch.strided):
                 raise UnsafeError(
                     "save", f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, which the format cannot hold",

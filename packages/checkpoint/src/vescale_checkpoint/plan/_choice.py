@@ -65,6 +65,8 @@ class Choice:
         self.keeps_missing = _option("missing", missing, "keep")
         self.ignores_extra = _option("extra", extra, "ignore")
         self._rules = [_rule(old, new) for old, new in (rename or {}).items()]
+        self._idle = {f"only={pattern!r}" for pattern in self.only or ()} | {f"rename={old!r}" for old in rename or ()}
+        self._said = [f"rename={old!r}" for old in rename or ()]
         for name in self.casts - {LOSSLESS}:
             if not all(part in DTYPES for part in name.split("->")) or name.count("->") != 1:
                 raise MismatchError(
@@ -73,13 +75,23 @@ class Choice:
                 )  # fmt: skip
 
     def takes(self, name: str) -> bool:
-        return self.only is None or any(fnmatchcase(name, pattern) for pattern in self.only)
+        if self.only is None:
+            return True
+        matching = [pattern for pattern in self.only if fnmatchcase(name, pattern)]
+        self._idle.difference_update(f"only={pattern!r}" for pattern in matching)
+        return bool(matching)
+
+    @property
+    def idle(self) -> list[str]:
+        """The globs and names that nothing asked about has matched."""
+        return sorted(self._idle)
 
     def renamed(self, name: str) -> str:
         """What the state calls what the checkpoint calls `name`."""
-        for pattern, new in self._rules:
+        for said, (pattern, new) in zip(self._said, self._rules):
             found = pattern.fullmatch(name)
             if found:
+                self._idle.discard(said)
                 return new.replace("*", found[1]) if found.groups() else new
         return name
 

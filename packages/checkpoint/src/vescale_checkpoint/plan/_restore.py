@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import forget_all, local_only, written
 
-from .._errors import MismatchError
+from .._errors import FormatError, MismatchError
 from ..format._box import Piece, full_box, pieces_of, stored
 from ..format._dtypes import DTYPES, NAMES
 from ..format._text import shown
@@ -61,13 +61,26 @@ class Restore:
         self._fill_all()
         self.extra = self._unused(state, values)
 
-    def check(self, everywhere: Sequence[Sequence[str]]) -> None:
-        """Raises MismatchError for what does not fit. `everywhere`: every rank's `extra`.
+    @property
+    def unmatched(self) -> tuple[list[str], list[str]]:
+        """What of the checkpoint, and of the choice, this rank's part of the state has not used."""
+        return self.extra, self._choice.idle
+
+    def check(self, everywhere: Sequence[tuple[Sequence[str], Sequence[str]]]) -> None:
+        """Raises MismatchError for what does not fit. `everywhere`: every rank's `unmatched`.
 
         Under pipeline stages a rank has a part of the names; extra is what no rank has.
         """
-        common = set.intersection(*map(set, everywhere))
-        self.extra = [name for name in self.extra if name in common]
+        extra, idle = (set.intersection(*map(set, lists)) for lists in zip(*everywhere))
+        self.extra = [name for name in self.extra if name in extra]
+        if idle:
+            raise MismatchError(
+                "load", f"{', '.join(sorted(idle))} matches nothing", (),
+                [
+                    ('only="model.*"', "globs over names of the state, with its keys"),
+                    ('rename={"encoder.*": "body.*"}', "the checkpoint's names in a model, without the model's key"),
+                ],
+            )  # fmt: skip
         self._check()
 
     def apply(self) -> None:
@@ -83,7 +96,8 @@ class Restore:
     def _item(self, path: str, container: Any, key: Any, saved: Any) -> None:
         value = container[key]
         if isinstance(value, Tensor):
-            self._fill(path, path, value)
+            name = _part(saved, "$tensor")
+            self._fill(path, name if isinstance(name, str) else path, value)
         elif isinstance(value, nn.Module):
             self._module(path, value, _part(saved, "$module"))
         elif is_optimizer(value):
@@ -100,6 +114,15 @@ class Restore:
         elif isinstance(value, list) and isinstance(saved, list) and len(value) == len(saved):
             for i in range(len(value)):
                 self._item(f"{path}.{i}", value, i, saved[i])
+        elif type(value) is tuple and _holds_objects(value) and _length(_part(saved, "$tuple")) == len(value):
+            items = list(value)
+            for i, one in enumerate(saved["$tuple"]):
+                self._item(f"{path}.{i}", items, i, one)
+            self._after.append(lambda: container.__setitem__(key, tuple(items)))
+        elif isinstance(value, dict) and _holds_objects(value) and _length(_part(saved, "$dict")) is not None:
+            kept = self._by_key(saved["$dict"])
+            for inner in value:
+                self._item(f"{path}.{inner}", value, inner, kept.get(inner, _ABSENT))
         elif not self._choice.takes(path):
             self.skipped.append(path)
         elif saved is _ABSENT:
@@ -112,6 +135,13 @@ class Restore:
             loaded = decode(saved, tensors.__getitem__)  # now, so that what is none fails before anything is touched
             self.matched.append(path)
             self._after.append(lambda: container.__setitem__(key, loaded))
+
+    def _by_key(self, pairs: list) -> dict[Any, Any]:
+        """The encoded values of a dict whose keys are not plain text."""
+        try:
+            return {decode(key, self._fresh): value for key, value in pairs}
+        except (TypeError, ValueError) as error:
+            raise FormatError("load", f"{shown(pairs, 80)} are not the pairs of a dict") from error
 
     def _module(self, path: str, module: nn.Module, saved: Any) -> None:
         index = self._index(f"{path}.")
@@ -221,6 +251,8 @@ class Restore:
         found = []
         for i, group in enumerate(names):
             sources = {of[name] for name in group if name in of}
+            if not group and len(names) == len(saved):  # of a pipeline's stage that trains nothing
+                sources = {i}
             if len(sources) > 1:
                 self._faults.append(f"{path}: group {i} has parameters of the saved groups {sorted(sources)}")
             elif sources:
@@ -295,6 +327,9 @@ class Restore:
                 canonical, kept = found
                 used.add(canonical)
                 layout = tensor.mesh_layout if type(tensor) is DTensor else None
+                if tensor.is_meta:
+                    self._faults.append(f"{full}  is on the meta device, where nothing can be loaded")
+                    continue
                 shape = tuple(tensor.shape) if layout is None else layout.shape
                 if shape != kept.shape:
                     self._faults.append(f"{full}  has shape {list(shape)}, saved {list(kept.shape)}")
@@ -367,6 +402,10 @@ def _pieces(shape: tuple[int, ...]) -> tuple[Piece, ...]:
 
 def _part(saved: Any, kind: str) -> Any:
     return saved[kind] if isinstance(saved, dict) and set(saved) == {kind} else _ABSENT
+
+
+def _length(saved: Any) -> int | None:
+    return len(saved) if isinstance(saved, list) else None
 
 
 def _holds_objects(value: Any) -> bool:

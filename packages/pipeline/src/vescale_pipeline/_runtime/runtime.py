@@ -40,7 +40,7 @@ from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
 from .microbatches import check_awaits_no_gradient, loss_weights, split
-from .other_stages import OtherStagesGradients, norms_on_other_stages
+from .other_stages import OtherStages, norms_on_other_stages
 from .ownership import Ownership, disown_buffers, release
 from .skeleton import Run, Station
 from .stage import Codec, Stage, check_uses
@@ -122,7 +122,7 @@ class Runtime:
         self._state: Interpreter | None = None
         self._broken: str | None = None
         self._in_call = False
-        self._other_stages = OtherStagesGradients(partial(norms_on_other_stages, self._member), link.device)
+        self._other_stages = OtherStages(partial(norms_on_other_stages, self._member), link.device)
         self._reveals = False
         model.__dict__["_call_impl"] = self
         model.__dict__["parameters"] = self._all_parameters

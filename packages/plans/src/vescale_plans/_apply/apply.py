@@ -30,6 +30,7 @@ from .given.adopt import GONE, check_given, holds_gone, take_over
 from .given.aliases import check_aliases
 from .given.arguments import check_arguments, check_made, check_values
 from .given.identity import Became, become
+from .given.of_stage import check_of_stage, made_over
 from .given.wrappers import check_unwrapped
 from .join import choose_device, join, keep_stage_mesh, make_mesh
 from .loss import LossFn
@@ -182,9 +183,13 @@ def _parallelized(
     if optimizer_fn is not None:
         with together("making the optimizer"):
             if isinstance(optimizer_fn, torch.optim.Optimizer):
+                if pipelined is not None:
+                    check_of_stage(optimizer_fn)
                 optimizer = take_over(optimizer_fn, model, sync)
             else:
-                optimizer = optimizer_fn(model.parameters())
+                optimizer = optimizer_fn(model.parameters()) if pipelined is None else made_over(model, optimizer_fn)
+                if pipelined is not None:
+                    check_of_stage(optimizer)
                 if holds_gone(optimizer):  # made of groups from before
                     optimizer = take_over(optimizer, model, sync)
                 else:

@@ -135,8 +135,11 @@ class ShardedStates:
         one that is this optimizer's own memory stays.
         """
         by_name = {name: group for group in state["param_groups"] for name in group["params"]}
-        for group in self.param_groups:
+        are_as_many = len(state["param_groups"]) == len(self.param_groups)
+        for place, group in enumerate(self.param_groups):
             saved = next((by_name.get(self._parameter_names[id(p)]) for p in group["params"]), None)
+            if are_as_many and not group["params"]:  # of a pipeline's stage that trains nothing
+                saved = state["param_groups"][place]
             if saved is not None:
                 group.update({key: value for key, value in saved.items() if key != "params"})
         parameters = {self._parameter_names[id(p)]: p for group in self.param_groups for p in group["params"]}

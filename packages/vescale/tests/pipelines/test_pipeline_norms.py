@@ -1,0 +1,188 @@
+"""Norms that a loop takes by itself, over all of model.parameters(): global, or refused; and optimizers of stages that
+train nothing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vescale
+from vescale_dtensor.testing import run_ranks, warm_up
+from vescale_pipeline import PipelineError
+from vescale_plans import PlanError
+
+warm_up("torch._dynamo", "vescale")
+
+COUNT, ROWS = 2, 8
+
+
+class Net(nn.Module):
+    """The first and the last layer share their weight, over the cut; a block is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x, y):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.mse_loss(self.last(x), y)
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def parameters(model):
+    return list(model.parameters())
+
+
+# What a loop may compute of all gradients, and of all parameters.
+IDIOMS = {
+    "squares": lambda all_: sum(g.square().sum() for g in all_).sqrt(),
+    "powers": lambda all_: sum((g**2).sum() for g in all_) ** 0.5,
+    "products": lambda all_: sum((g * g).sum() for g in all_),
+    "data": lambda all_: sum(g.data.norm(2).item() ** 2 for g in all_) ** 0.5,
+    "flat": lambda all_: torch.stack([g.detach().float().flatten().norm(1) for g in all_]).sum(),
+    "absolute": lambda all_: sum(torch.sum(torch.abs(g)) for g in all_),
+    "cubes": lambda all_: sum((g.abs() ** 3).sum() for g in all_),
+    "largest": lambda all_: max(g.abs().max().item() for g in all_),
+    "finite": lambda all_: float(all(torch.isfinite(g).all() for g in all_)),
+    "no number": lambda all_: float(any(g.isnan().any() for g in all_)),
+    "torch's": lambda all_: nn.utils.get_total_norm(all_),
+}
+
+# And what it may not: this rank's stages alone would give it.
+REFUSED = {
+    "mean": lambda model: sum(g.mean() for g in gradients(model)),
+    "sum": lambda model: sum(g.sum() for g in gradients(model)),
+    "scaled": lambda model: sum((g / 2).square().sum() for g in gradients(model)),
+    "largest": lambda model: max(g.max() for g in gradients(model)),
+    "flat": lambda model: torch.cat([g.flatten() for g in gradients(model)]),
+    "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
+    "inner": lambda model: sum((p * p.grad).sum() for p in model.parameters() if p.grad is not None),
+    "step": lambda model: torch.optim.LBFGS(model.parameters()).step(lambda: torch.tensor(1.0)),
+}
+
+
+def trained(chosen):
+    """Each idiom of gradients and of parameters in three steps, which clip by hand and add a penalty by hand."""
+    torch.manual_seed(0)
+    model = Net()
+    if chosen is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        model, optimizer = vescale.parallelize(chosen, model, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    seen = []
+    for x, y in torch.randn(3, 2, COUNT * ROWS, 8, generator=torch.Generator().manual_seed(1)).unbind():
+        parts = 1 if chosen is not None else COUNT
+        for pair in zip(x.chunk(parts), y.chunk(parts)):
+            (model(*pair) / parts).backward()
+        (0.01 * sum(p.square().sum() for p in model.parameters())).backward()
+        for of in (gradients, parameters):
+            seen += [float(idiom(of(model))) for idiom in IDIOMS.values()]
+        norm = sum(g.square().sum() for g in gradients(model)).sqrt()
+        for gradient in gradients(model):
+            gradient.mul_(0.05 / norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
+    return torch.tensor(seen), whole
+
+
+def plan(mesh, zero=0):
+    cuts = ("blocks.2",) if mesh["pp"] == 2 else ("blocks.1", "blocks.3")
+    pipeline = vescale.Pipeline(cuts=cuts, microbatches=COUNT)
+    return vescale.Plan(mesh=mesh, parameters={"*": {}}, zero=zero, pipeline=pipeline)
+
+
+PLANS = [plan({"pp": 2}), plan({"pp": 3}), plan({"pp": 2, "dp": 2}, zero=3)]
+
+
+@pytest.mark.parametrize("chosen", PLANS, ids=["pp2", "pp3", "pp2 dp2 zero3"])
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+def test_norms_that_a_loop_takes_are_global(chosen):
+    wanted, expected = trained(None)
+    for seen, whole in run_ranks(chosen.world_size, trained, chosen, timeout=90):
+        assert torch.allclose(seen, wanted, rtol=2e-6, atol=0)
+        for name, value in whole.items():
+            assert (value - expected[name]).norm() <= 2e-6 * expected[name].norm()
+
+
+def refusals(chosen):
+    torch.manual_seed(0)
+    model, _ = vescale.parallelize(chosen, Net())
+    x, y = torch.randn(2, COUNT * ROWS, 8)
+    model(x, y).backward()
+    found = {}
+    for name, compute in REFUSED.items():
+        try:
+            compute(model)
+        except PipelineError as error:
+            found[name] = "stands for all that other stages hold" in str(error)
+    return found
+
+
+@pytest.mark.parametrize("chosen", PLANS, ids=["pp2", "pp3", "pp2 dp2 zero3"])
+def test_what_norms_do_not_tell_is_refused(chosen):
+    assert run_ranks(chosen.world_size, refusals, chosen, timeout=90) == [dict.fromkeys(REFUSED, True)] * (
+        chosen.world_size
+    )
+
+
+def frozen(chosen, first, folder):
+    """Five steps of what the factory's filter leaves; after three of them, of another model that loads the first's."""
+    seen = []
+    for begin, end in ((0, 3), (3, 5)):
+        torch.manual_seed(0)
+        model = Net()
+        for name, parameter in model.named_parameters():
+            is_first = name.startswith(("first", "blocks.0", "blocks.1"))
+            parameter.requires_grad_(is_first != first and name != "first.weight")
+
+        def factory(ps):
+            return torch.optim.AdamW((p for p in ps if p.requires_grad), lr=1e-2)
+
+        model, optimizer = (model, factory(model.parameters())) if chosen is None else (
+            vescale.parallelize(chosen, model, factory)
+        )  # fmt: skip
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        if begin:
+            vescale.load(folder, state)
+        for x, y in torch.randn(5, 2, COUNT * ROWS, 8, generator=torch.Generator().manual_seed(1))[begin:end].unbind():
+            parts = 1 if chosen is not None else COUNT
+            for pair in zip(x.chunk(parts), y.chunk(parts)):
+                (model(*pair) / parts).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            seen.append(optimizer.param_groups[0]["lr"])
+        if not begin:
+            vescale.save(folder, state, step=1)
+    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+    return seen, {name: value.detach() for name, value in whole.items()}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("chosen", [PLANS[0], PLANS[2]], ids=["pp2", "pp2 dp2 zero3"])
+def test_a_stage_that_trains_nothing_has_an_optimizer_too(chosen, first, tmp_path):
+    rates, expected = frozen(None, first, tmp_path / "one")
+    for seen, whole in run_ranks(chosen.world_size, frozen, chosen, first, str(tmp_path / "some"), timeout=90):
+        assert seen == rates
+        for name, value in whole.items():
+            assert (value - expected[name]).norm() <= 1e-5 * expected[name].norm()
+
+
+def test_an_optimizer_that_multiplies_all_gradients_is_refused():
+    for given in (lambda ps: torch.optim.LBFGS(ps), torch.optim.LBFGS):
+        with pytest.raises(PlanError, match="LBFGS computes with all parameters of the model at once"):
+            vescale.parallelize(
+                vescale.Plan(mesh={"pp": 1}, parameters={"*": {}}, pipeline=vescale.Pipeline()), Net(), given
+            )
