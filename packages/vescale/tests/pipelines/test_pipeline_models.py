@@ -151,6 +151,19 @@ class Depths(nn.Module):
         return F.mse_loss(x, torch.tanh(self.last(states[0])))
 
 
+class Looks(nn.Module):
+    """Adds what modules inside the layers of both stages return, which the library collects by its hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = qwen3()
+        self.decoder.set_attn_implementation("eager")
+
+    def forward(self, input_ids, attention_mask, labels):
+        out = self.decoder(input_ids, output_attentions=True)
+        return sum(one.square().mean() for one in out.attentions) + out.logits.square().mean()
+
+
 # name -> (model, inputs, the module that begins stage 1; None where costs say)
 MODELS = {
     "gemma": (gemma, language, "model.layers.1"),
@@ -166,6 +179,7 @@ MODELS = {
     "annotator": (Annotator, images, "parts.1"),
     "hidden states of a tower": (lambda: Depths(True), images, "decoder.model.layers.1"),
     "hidden states of both stages": (lambda: Depths(False), images, "decoder.model.layers.1"),
+    "hidden weights of attention": (Looks, language, "decoder.model.layers.1"),
     "unet": (UNet, images, "middle"),
     "unet, cut later": (UNet, images, "up"),
 }
@@ -218,6 +232,61 @@ def test_loss_and_gradients_of_a_whole_batch_in_microbatches(name):
     for loss, errors, _ in run_ranks(2, compared, name, 2, timeout=120):
         assert loss <= 1e-6
         assert {n: e for n, e in errors.items() if not e <= 1e-5} == {}
+
+
+ROUTED = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+}
+"""Their loss has a term of the logits of every layer's router, which lies inside of the layer."""
+
+
+def routed(kind, axes):
+    """Relative errors of losses and parameters of three steps, against one device that accumulates."""
+    import transformers
+
+    def build():
+        config = getattr(transformers, f"{kind}Config")
+        sizes = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2} | ROUTED[kind]
+        torch.manual_seed(0)
+        found = config(**sizes, output_router_logits=True, router_aux_loss_coef=0.5)
+        return getattr(transformers, f"{kind}ForCausalLM")(found).train()
+
+    def optimize(parameters):
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    def steps(model, optimizer, parts):
+        losses = []
+        for step in range(3):
+            ids = tokens(torch.Generator().manual_seed(step))
+            for part in ids.chunk(parts):
+                loss = model(input_ids=part, labels=part).loss / parts
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [sum(losses[i : i + parts]) for i in range(0, len(losses), parts)]
+
+    alone = build()
+    expected = steps(alone, optimize(alone.parameters()), 2)
+    pipeline = vescale.Pipeline(cuts=("model.layers.1",), microbatches=2, loss="mean")
+    spread = {"data_axis": "ep", "expert_axis": "ep"} if "ep" in axes else {}
+    plan = vescale.Plan(mesh={"pp": 2, **axes}, parameters={"*": {}}, pipeline=pipeline, **spread)
+    model, optimizer = vescale.parallelize(plan, build(), optimize)
+    losses = steps(model, optimizer, 1)
+    wanted = dict(alone.named_parameters())
+    errors = {n: ((p.detach().full_tensor() - wanted[n]).norm() / wanted[n].norm()).item()
+              for n, p in model.named_parameters()}  # fmt: skip
+    return [abs(a - b) / b for a, b in zip(losses, expected)], errors
+
+
+@pytest.mark.parametrize("axes", [{}, {"ep": 2}])
+@pytest.mark.parametrize("kind", ROUTED)
+def test_losses_of_routers_reach_the_last_stage(kind, axes):
+    for losses, errors in run_ranks(4 if axes else 2, routed, kind, axes, timeout=120):
+        assert max(losses) <= 1e-5
+        assert errors and {n: e for n, e in errors.items() if not e <= 1e-5} == {}
 
 
 class Collected(nn.Module):

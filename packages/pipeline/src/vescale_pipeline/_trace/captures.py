@@ -6,6 +6,7 @@ and leave nothing behind but in a collector of the forward's. What any other wou
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,10 +26,22 @@ def is_capture(hook: Callable) -> bool:
     return getattr(hook, "__module__", None) in LIBRARIES
 
 
-def tell(module: nn.Module, args: tuple, out: Any) -> None:
-    """Calls them with what the module was given and has returned."""
-    for hook in captures(module).values():
+def tell(module: nn.Module, args: tuple, out: Any) -> bool:
+    """Calls them with what the module was given and has returned. Whether a collector has taken anything."""
+    hooks = captures(module)
+    if not hooks:
+        return False
+    before = _collected()
+    for hook in hooks.values():
         hook(module, args, out)
+    return _collected() > before
+
+
+def _collected() -> int:
+    """How many values the forward's collector has."""
+    held = [getattr(sys.modules.get(name), "_active_collector", None) for name in LIBRARIES]
+    collectors = [one.get() for one in held if one is not None]
+    return sum(len(values) for one in collectors if one for values in one.values() if isinstance(values, list))
 
 
 @contextmanager

@@ -71,6 +71,7 @@ class Recorder:
                 self._weights[id(held)] = weight_placeholder(held, held.origin, compute=compute)
         self.stage = 0
         self._frames: list[list[Event]] = [[]]
+        self._collected = [False]  # of each frame: whether a library has collected a value from inside
         self._path: list[str] = [""]
         self._keys = 0
         self.born: dict[int, int] = {}
@@ -106,7 +107,8 @@ class Recorder:
     def enter(self, station: Any, args: tuple, kwargs: dict) -> Any:
         """A module's call: its events become one, if it lies within one stage and computes something.
 
-        Not those of a module that takes a mean over labels: the labels are counted where the function is met.
+        Not those of a module that takes a mean over labels: the labels are counted where the function is met. And not
+        those of a module in which a library collects what another returns (the logits of a router): it is handed on.
         """
         name = station.name
         begins = self._begins.get(name, 0)
@@ -117,15 +119,16 @@ class Recorder:
         stage, began, known = self.stage, self.seen.place(), self._keys
         numbers = self._kept.numbers(station.module) if name else {}
         self._frames.append([])
+        self._collected.append(False)
         self._path.append(name)
         if any(map(_is_users, station.module._forward_hooks.values())):
             self.unheard.append(name)
         out = station.module.forward(*args, **kwargs)  # without other hooks: they may look at values
         self._path.pop()
-        inner = self._frames.pop()
+        inner, collected = self._frames.pop(), self._collected.pop()
         outputs = tensors_in(out)
-        counted = any(event.function in LABELLED for event in inner)
-        if name and not counted and self.stage == stage and any(type(tensor) is Placeholder for tensor in outputs):
+        is_open = collected or any(event.function in LABELLED for event in inner)
+        if name and not is_open and self.stage == stage and any(type(tensor) is Placeholder for tensor in outputs):
             out = self.adopt(out, name)
             event = self._event(station.module, None, copied(out), name, began)  # the caller may write to its own
             attributes, captured = self._attributes(station.module, name), bool(captures(station.module))
@@ -137,7 +140,8 @@ class Recorder:
             )
         else:
             self._frames[-1].extend(inner)
-        tell(station.module, args, out)
+        if tell(station.module, args, out) or collected:
+            self._collected[-1] = True
         return out
 
     def _attributes(self, unit: nn.Module, name: str) -> tuple[tuple[Slot, Any], ...]:
