@@ -165,6 +165,26 @@ def test_a_view_of_another_ranks_shard_is_not_written_to():
     on_ranks(work)
 
 
+def test_rows_of_other_ranks_are_copied_into_a_tensor_as_the_error_says():
+    """`x[2] = x[0]` reads a view that is a copy here: the error's first remedy is what works."""
+
+    def work():
+        for spread in (S0, S1, R):
+            refused, x = (
+                distribute_tensor(torch.arange(16.0).view(4, 4), mesh_of(4), [spread]) for _ in range(2)
+            )
+            if spread == S0:
+                with pytest.raises(ViewError) as caught:
+                    refused[2] = refused[0]  # the traceback keeps the view
+                assert caught.value.remedies[0][0] == "view.clone()"
+            x[2] = x[0].clone()
+            whole = torch.arange(16.0).view(4, 4)
+            whole[2] = whole[0]
+            assert torch.equal(x.full_tensor(), whole)
+
+    on_ranks(work)
+
+
 WRITTEN = [
     0, (ALL, -1), (..., slice(1, None)), (None, slice(1, 4), 2), (slice(0, 5, 2), slice(1, 6, 3)), ..., (1, 2, 0),
     (slice(2, 2),), (ALL, slice(None, 2), None),

@@ -24,7 +24,10 @@ def raise_lost_layout(function: Any, tensor: Tensor, tensors: list[Tensor]) -> N
         ],
         [
             ("DTensor.from_local(tensor, mesh, placements)", "if it is this rank's part: so is its gradient"),
-            ("distribute_tensor(leaf, mesh, placements)", "for the leaf that it came from, if all ranks hold that"),
+            (
+                "distribute_tensor(leaf, mesh, placements)",
+                "once, of the leaf that it came from, if all ranks hold that: train the result",
+            ),
             ("register_rule(function)", "for a function that returns plain tensors"),
         ],
     )

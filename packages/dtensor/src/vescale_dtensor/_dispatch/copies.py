@@ -94,20 +94,21 @@ def check_writable(function: object, tensor: Tensor) -> None:
     forget(tensor)
     side = copied_side(tensor)
     if side:
-        rule, remedy = _COPIED[side]
-        raise ViewError(
-            function_name(function), rule, [describe("tensor", tensor, tensor._layout)], [(remedy, "")]
-        )
+        rule, remedies = _COPIED[side]
+        raise ViewError(function_name(function), rule, [describe("tensor", tensor, tensor._layout)], remedies)
 
 
 _COPIED = {
     "copy": (
         "in-place write to a view that had to be redistributed, so that it is a copy and not a view",
-        "write to the base tensor itself, or build the value with torch.where / torch.cat",
+        [("write to the base tensor itself, or build the value with torch.where / torch.cat", "")],
     ),
     "base": (
         "in-place write to a tensor of which a view had to be redistributed, so that it is a copy and not a view",
-        "write before the view is taken, or to a clone: tensor.clone()",
+        [
+            ("view.clone()", "in place of the view: tensor[1] = tensor[0].clone()"),
+            ("write before the view is taken, or to tensor.clone()", ""),
+        ],
     ),
 }
 
