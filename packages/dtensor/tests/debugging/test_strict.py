@@ -85,7 +85,7 @@ def check(function, given, placements, mesh) -> int:
         return 0
     except ImplicitCommunicationError as error:
         assert "test_strict.py:" in error.__notes__[0], error
-        assert error.fixes, error
+        assert error.fixes and len({*error.remedies}) == len(error.remedies), error
         count = 0
         for fix in error.fixes:
             mended = []
@@ -148,6 +148,21 @@ def test_the_operand_is_the_users(name, shape):
 
     first, second = run_ranks(2, run)
     assert first == second
+
+
+@pytest.mark.parametrize("function", [torch.all, torch.any, torch.sum])
+def test_no_fix_is_named_twice(function):
+    def run():
+        x = distribute_tensor(real(4, 8) > 0, mesh_of(2, names=("tp",)), [Shard(0)])
+        try:
+            fixed(lambda x: function(x, 0).to(torch.float32) + 1, [x])
+        except ImplicitCommunicationError as error:
+            assert len({*error.remedies}) == len(error.remedies) == len(error.fixes), error
+        with strict(), pytest.raises(ImplicitCommunicationError) as told:
+            torch.all(x)
+        assert len({*told.value.remedies}) == len(told.value.remedies), told.value
+
+    run_ranks(2, run)
 
 
 def test_a_fix_is_tried_on_copies_and_leaves_generators_and_tensors_alone():

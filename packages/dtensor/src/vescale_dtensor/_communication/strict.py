@@ -73,16 +73,19 @@ class Strict:
             return error
         names = _names(function, args, kwargs, tensors)
         line = events.user_line()
-        fixes = list(self._fixes(function, args, kwargs, tensors))
+        fixes: dict[tuple[str, str], dict[int, Layout]] = {}
+        for fix in self._fixes(function, args, kwargs, tensors):
+            if len(fixes) < NAMED:
+                fixes.setdefault(_remedy(names, tensors, fix), fix)  # two layouts may have the same placements
         own = [(code, cost) for code, cost in error.remedies[:-1]] if len(tensors) == 1 else []
         told = ImplicitCommunicationError(
             events.function_name(function),
             error.rule,
             [describe(name, x, x._layout.base) for name, x in zip(names, tensors)],
-            [*own, *[_remedy(names, tensors, fix) for fix in fixes[:NAMED]]] or error.remedies,
+            [*own, *fixes] or error.remedies,
         )
         told.add_note(f"called at {line}")
-        told.fixes = [{names[i]: layout.placements for i, layout in fix.items()} for fix in fixes[:NAMED]]
+        told.fixes = [{names[i]: layout.placements for i, layout in fix.items()} for fix in fixes.values()]
         return told
 
     def _fixes(
