@@ -204,6 +204,28 @@ def test_ranks_with_other_batches_are_told():
     assert "ranks 0 and 1 are about to run different things" in outcomes[0][1]
 
 
+class Skipping(Net):
+    """Leaves out blocks at random, each microbatch others."""
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            if block is self.blocks[4] or torch.rand(()).item() > 0.3:  # the cut is always called
+                x = block(x)
+        return F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+def test_a_microbatch_that_takes_another_path_is_told_as_that(kind):
+    def call():
+        torch.manual_seed(1)
+        model, _ = parallel(Skipping(), 2, kind=kind)
+        return outcome(lambda: [model(*batch()) for _ in range(3)])
+
+    first, second = run_ranks(2, call, timeout=60)
+    assert first[1] == second[1]
+    assert re.search(r"took a different path than in its dry run: 'blocks\.\d' was called where 'blocks\.\d'", first[1])
+
+
 class Penalized(Net):
     """Its forward walks over the model's parameters, of which a rank has those of its stages."""
 

@@ -199,9 +199,11 @@ class Runtime:
             notes = Notes()
             record = self._read(lambda: self.forward(parts[0]), stations, notes)
             check_uses(record, owned.stages, owned.cuts)
-            for event in record.events:
-                if event.module is not None:
-                    event.module.__dict__["_call_impl"] = stations[event.module]
+            units = {event.module for event in record.events if event.module is not None}
+            within = {module for unit in units for module in unit.modules()} - units
+            for module, station in stations.items():
+                if module not in within:  # one that was not called may be in another microbatch, which is refused there
+                    module.__dict__["_call_impl"] = station
             call = Call(record, key)
             loss = loss_in(record.result)
             if loss is not None:

@@ -85,6 +85,7 @@ class Run:
     __slots__ = (
         "_events",
         "_crossing",
+        "_open",
         "_stage",
         "_at",
         "values",
@@ -105,7 +106,7 @@ class Run:
         lift: Callable[[Tensor, list[Tensor]], Tensor] = lambda tensor, others: tensor,
     ) -> None:
         self._lift = lift
-        self._events, self._crossing = record.events, record.crossing
+        self._events, self._crossing, self._open = record.events, record.crossing, record.open
         self._stage = stage
         self._at = 0
         self.values = values
@@ -141,6 +142,8 @@ class Run:
     def enter(self, station: Station, args: tuple, kwargs: dict, told: bool = False) -> Any:
         events, at = self._events, self._at
         if at >= len(events) or (event := events[at]).module is not station.module:
+            if station.module not in self._open:
+                raise _another_path(events[at] if at < len(events) else None, f"{station.name!r} was called")
             return station.original(*args, **kwargs)  # it spans stages: its own code runs
         if event.captures and not told:
             with untold(station.module):

@@ -143,6 +143,7 @@ def _record(recorder: Recorder, result: Any, left: Left) -> Record:
         left.is_whole,
         frozenset(recorder.written),
         bool(recorder.checkpoints),
+        frozenset(recorder.open),
     )
 
 

@@ -69,6 +69,7 @@ class Record:
         is_whole: whether every stage must run the user's code to its end, for what that leaves behind.
         written: keys of values that are written in place.
         checkpoints: whether user code computes again in backward.
+        open: modules that were called and are no units: their own code runs.
     """
 
     events: tuple[Event, ...]
@@ -81,6 +82,7 @@ class Record:
     is_whole: bool = False
     written: frozenset[int] = frozenset()
     checkpoints: bool = False
+    open: frozenset[nn.Module] = frozenset()
 
 
 def keys_of(event: Event) -> Iterator[int]:

@@ -78,6 +78,7 @@ class Recorder:
         self.origins: dict[int, str] = {}  # key of a value -> the module that computes it
         self.used: dict[int, set[int]] = {}
         self.weight_uses: dict[str, set[int]] = {}
+        self.open: set[nn.Module] = set()  # called, and no units
         self.unheard: list[str] = []  # modules whose hooks, a user's, were not called
         self._kept = kept
         self._left: dict[tuple[int, str], Any] = {}
@@ -140,6 +141,7 @@ class Recorder:
             )
         else:
             self._frames[-1].extend(inner)
+            self.open.add(station.module)
         if tell(station.module, args, out) or collected:
             self._collected[-1] = True
         return out
