@@ -275,3 +275,50 @@ def promised():
 def test_a_promise_is_believed():
     for found, reads in run_ranks(2, promised):
         assert [row for part in found for row in part] == list(range(24)) and reads == 12
+
+
+# Loaders that draw their orders from generators, over several epochs: name -> how one is made.
+DRAWN = {
+    "torch's generator": lambda: DataLoader(list(range(20)), batch_size=6, shuffle=True),
+    "its own": lambda: DataLoader(
+        list(range(20)), batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "its own, workers": lambda: DataLoader(
+        list(range(20)), batch_size=6, shuffle=True, num_workers=1, generator=torch.Generator().manual_seed(5)
+    ),
+    "its sampler's": lambda: DataLoader(
+        list(range(20)), batch_size=6, sampler=RandomSampler(range(20), generator=torch.Generator().manual_seed(5))
+    ),
+    "no batches": lambda: DataLoader(torch.arange(8.0).view(4, 2), batch_size=None, shuffle=True),
+}
+LENGTH = 4  # batches of an epoch
+
+
+def three_epochs(make, stop, state):
+    """Batches of three epochs, and the state after `stop` of them, or after the epoch that they end; or what comes
+    after a state. The program draws, and keeps torch's generator, as one that saves it."""
+    torch.manual_seed(3)
+    plan = Plan(mesh={"dp": 1}, parameters={"*": {}})
+    parallelize(plan, nn.Linear(2, 2))
+    batches = loader(make(), plan)
+    taken, rest, kept = [], 3 * LENGTH, None
+    if state is not None:
+        batches.load_state_dict(state[0])
+        torch.set_rng_state(state[1])
+        rest -= stop
+    while len(taken) < rest:
+        for batch in batches:
+            torch.rand(1)
+            taken.append(batch.tolist())
+            if len(taken) == stop and state is None:
+                kept = batches.state_dict(), torch.get_rng_state()
+        if len(taken) == stop and state is None and stop % (2 * LENGTH) == 0:
+            kept = batches.state_dict(), torch.get_rng_state()  # between two epochs
+    return taken, kept
+
+
+@pytest.mark.parametrize("kind", list(DRAWN))
+def test_the_epochs_after_a_resume_have_their_orders(kind):
+    for stop in range(1, 3 * LENGTH):
+        wanted, kept = three_epochs(DRAWN[kind], stop, None)
+        assert three_epochs(DRAWN[kind], stop, kept)[0] == wanted[stop:], stop

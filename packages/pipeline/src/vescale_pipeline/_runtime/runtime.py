@@ -41,7 +41,7 @@ from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
 from .microbatches import check_awaits_no_gradient, loss_weights, split
 from .other_stages import OtherStages, norms_on_other_stages
-from .ownership import Ownership, disown_buffers, release
+from .ownership import Ownership, disown_buffers, is_elsewhere, release
 from .skeleton import Run, Station
 from .stage import Codec, Stage, check_uses
 
@@ -261,7 +261,14 @@ class Runtime:
     # --- the norm of all gradients --------------------------------------------------------
 
     def _all_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """`model.parameters()`: this rank's, and what stands for the others'."""
+        """`model.parameters()`: this rank's, and what stands for the others'; of a forward's code, on every rank all of
+        them, so that what it does with them is traced alike."""
+        if self.is_above_units:
+            modules = self._model.modules() if recurse else (self._model,)
+            held = [(*module._parameters.values(), *module.__dict__.values()) for module in modules]
+            weights = [one for values in held for one in values if isinstance(one, nn.Parameter) or is_elsewhere(one)]
+            yield from {id(one): one for one in weights}.values()
+            return
         yield from nn.Module.parameters(self._model, recurse)
         yield self._other_stages
 

@@ -53,19 +53,35 @@ class Walk:
 
     def _order(self, skip: int) -> tuple[int, Iterator[list]]:
         """A seed for the samples, and the batches that remain. Those of an epoch that goes on are drawn from the
-        generators as they were when it began, which are then put back."""
+        generators as they were when it began. torch's own is then put back: the program restores it. A generator of the
+        loader's goes on from there to the next epoch."""
         now = [generator.get_state() for generator in self._generators]
         then = self._state["generators"] = self._state["generators"] or now
         seed = zlib.crc32(b"".join(one.numpy().tobytes() for one in then))
-        order = _rest(self._batches, skip)
+        order = self._remaining(skip)
         if not skip:
             return seed, order
         for generator, state in zip(self._generators, then):
             generator.set_state(state)
         first = list(islice(order, 1))
         for generator, state in zip(self._generators, now):
-            generator.set_state(state)
+            if generator is torch.default_generator:
+                generator.set_state(state)
         return seed, chain(first, order)
+
+
+    def _remaining(self, skip: int) -> Iterator[Any]:
+        return _rest(self._batches, skip)
+
+
+class Items(Walk):
+    """One epoch of indices, of a DataLoader without batches: each item of its dataset is a batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._order(self._state["batches"])[1]
+
+    def _remaining(self, skip: int) -> Iterator[Any]:
+        return islice(iter(self._batches), skip, None)
 
 
 class Batches(Sampler):

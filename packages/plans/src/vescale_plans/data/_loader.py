@@ -13,7 +13,7 @@ from .._apply.containers import tensors_in
 from .._plan.parts import PlanError
 from ..plan import Plan
 from ._cut import Cut, is_by_row
-from ._indexed import Batches, PlacedSamples, Walk, check_boundary
+from ._indexed import Batches, Items, PlacedSamples, Walk, check_boundary
 from ._streamed import CollateRows, StreamedRows
 
 _START: dict[str, Any] = {"batches": 0, "samples": 0, "generators": []}
@@ -82,17 +82,25 @@ class Loader(DataLoader):
         self._state = dict(_START)  # the next one draws its own order
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position: the batches and samples delivered in this epoch, and the generator state that its order
-        was drawn from. It is the same on all ranks.
+        """Returns the position: the batches and samples delivered in this epoch, and the generator states that its
+        order was drawn from; between epochs, those of the loader's own generators. It is the same on all ranks.
         """
-        return dict(self._state if self._resumed is None else self._resumed)
+        state = dict(self._state if self._resumed is None else self._resumed)
+        if not state["batches"]:
+            state["generators"] = [generator.get_state() for generator in self._own_generators()]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the next iteration continue after the samples that the state has delivered. The sampler draws that
-        epoch's order again, from the saved generator states; the generators themselves are not changed.
+        epoch's order again, from the saved generator states. torch's generator itself is not changed; save and restore
+        it for the epochs to come. A generator of the loader's or of its samplers goes on where it was.
         """
         self._resumed = dict(state) if state["batches"] else None
         self._state = dict(state)
+        if not state["batches"]:
+            for generator, then in zip(self._own_generators(), state["generators"]):
+                generator.set_state(then)
+            self._state["generators"] = []
 
     # --- an epoch ------------------------------------------------------------------------
 
@@ -106,6 +114,11 @@ class Loader(DataLoader):
                 rows, whole = walk.handed.popleft()
                 yield self._joined(batch, whole), rows
             return
+        if isinstance(self._own.sampler, Batches):
+            self._own.sampler.walk = Items(self._given.sampler, self._cut, False, self._generators(), state)
+            for item in self._started(skip):
+                yield self._joined(item, True), _rows_of(item)
+            return
         taken = 0
         for read in self._started(skip):
             rows, whole, batch = read if self._in_parts else (_rows_of(read), True, read)
@@ -117,18 +130,20 @@ class Loader(DataLoader):
     def _started(self, goes_on: int) -> Iterator[Any]:
         """The iterator of this rank's DataLoader, which draws a seed for workers; in an epoch that goes on that was
         drawn when it began."""
-        generators = self._generators() if goes_on else []
-        now = [generator.get_state() for generator in generators]
+        now = torch.default_generator.get_state()
         if self.num_workers and not self._has_workers and isinstance(self._own.batch_sampler, Batches):
             iter(self._given.batch_sampler)  # which torch asks twice where it makes workers: some draw when asked
         self._has_workers = self.persistent_workers
         started = iter(self._own)
-        for generator, state in zip(generators, now):
-            generator.set_state(state)
+        if goes_on:
+            torch.default_generator.set_state(now)
         return started
 
     def _joined(self, batch: Any, whole: bool) -> Any:
         return batch if whole or self._cut.is_whole else self._cut.joined(batch)
+
+    def _own_generators(self) -> list[torch.Generator]:
+        return [one for one in self._generators() if one is not torch.default_generator]
 
     def _generators(self) -> list[torch.Generator]:
         """What the order of samples may be drawn from."""
@@ -151,7 +166,7 @@ class Loader(DataLoader):
         if self._is_stream:
             return DataLoader(given.dataset, batch_size=given.batch_size, drop_last=given.drop_last, **options)
         if given.batch_sampler is None:
-            return DataLoader(given.dataset, batch_size=None, sampler=given.sampler, **options)
+            return DataLoader(given.dataset, batch_size=None, sampler=Batches(lambda: len(given.sampler)), **options)
         samples = PlacedSamples(given.dataset) if self._in_parts else given.dataset
         return DataLoader(samples, batch_sampler=Batches(lambda: len(given.batch_sampler)), **options)
 
