@@ -151,3 +151,40 @@ def test_what_leaves_a_block_by_a_global_list_is_refused(build, kind, taker, cut
     first, second = run_ranks(2, compared, build, kind, cuts, schedule, virtual, timeout=120)
     assert first == second and "left this module neither as its result nor in the model" in first
     assert first.startswith(f"pipeline: {taker}")
+
+
+class Flags(Model):
+    """Its dropout and the blocks that it calls are changed from call to call."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.drop, self.rate, self.skips = nn.Dropout(0.0), 0.0, False
+
+    def forward(self, x, y):
+        for i, block in enumerate(self.blocks):
+            if not (self.skips and i == 3):
+                x = F.dropout(self.drop(block(x)), self.rate, self.training)
+        return F.mse_loss(x, y)
+
+
+def changed_between_calls(cuts, schedule, virtual):
+    torch.manual_seed(0)
+    one = Flags(Nested)
+    pipeline = vescale.Pipeline(cuts=cuts, schedule=schedule, microbatches=COUNT, virtual=virtual)
+    plan = vescale.Plan(mesh={"pp": 2}, parameters={"*": {}}, pipeline=pipeline)
+    model, optimizer = vescale.parallelize(plan, copy.deepcopy(one), OPTIMIZER)
+    found = []
+    for trained_model, stepper, parts in ((model, optimizer, 1), (one, OPTIMIZER(one.parameters()), COUNT)):
+        torch.manual_seed(5)
+        losses = []
+        for p, rate, skips in ((0.0, 0.0, False), (0.2, 0.0, False), (0.3, 0.1, True), (0.0, 0.2, False)):
+            trained_model.drop.p, trained_model.rate = p, rate
+            trained_model.skips = skips and virtual == 1  # elsewhere the block begins a stage
+            losses += trained(trained_model, stepper, parts)
+        found.append(losses)
+    return found[0] == found[1]
+
+
+@pytest.mark.parametrize(("cuts", "schedule", "virtual"), PLANS)
+def test_what_decides_a_forward_may_change_between_calls(cuts, schedule, virtual):
+    assert run_ranks(2, changed_between_calls, cuts, schedule, virtual, timeout=120) == [True, True]

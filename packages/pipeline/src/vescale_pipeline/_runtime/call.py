@@ -84,7 +84,9 @@ def _with_receives(actions: list[Action]) -> tuple[Turn, ...]:
 
 
 def signature_of(inputs: Any, modules: list[nn.Module]) -> Any:
-    """What decides the way of a forward: structure and shapes of its inputs, plain values, train or eval."""
+    """What decides the way of a forward: structure and shapes of its inputs, plain values, and flags of modules (train
+    or eval); of a module's fractions (a dropout's probability) whether they are zero, and nothing is drawn.
+    """
     tensors: list = []
 
     def seen(tensor: Tensor) -> None:
@@ -92,4 +94,10 @@ def signature_of(inputs: Any, modules: list[nn.Module]) -> Any:
         return None
 
     rest = map_tensors(inputs, seen)
-    return (tuple(tensors), repr(rest), tuple(module.training for module in modules))
+    flags = bytes(
+        value != 0
+        for module in modules
+        for value in module.__dict__.values()
+        if value is True or value is False or type(value) is float
+    )
+    return (tuple(tensors), repr(rest), flags)
