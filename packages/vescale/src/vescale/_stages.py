@@ -63,7 +63,7 @@ def pipelined(
     ranks, group = _line(device_mesh, list(plan.mesh).index(axis))
     place = ranks.index(dist.get_rank())
     device = torch.device(device_mesh.device_type)
-    _take_whole_states(model)
+    _take_states_of_one_device(model)
     release(model, {name for stage in schedule.stages_of(place) for name in owned.names_of(stage)}, device)
     stage_plan = plan.override(mesh=others, pipeline=None)
 
@@ -154,7 +154,7 @@ def _tell_of_stages(model: nn.Module, axis: str) -> None:
         model.save_pretrained = refuse
 
 
-def _take_whole_states(model: nn.Module) -> None:
+def _take_states_of_one_device(model: nn.Module) -> None:
     """`load_state_dict` of one device's state, as under any other plan: the entries of other stages are theirs."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     names = {name for name, _ in named}
