@@ -42,11 +42,11 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def off(llama, candidate, narrow=False):
+def off(llama, candidate, narrow=False, rows=ROWS):
     model, batch, structure = llama
     plan = plan_of(structure, candidate).override(precision=Precision(torch.bfloat16) if narrow else None)
     hardware = hardware_of("cpu").computing(2 if narrow else 4)
-    closed = memory_of(sizes_of(structure, candidate.tp), candidate, hardware, ROWS, POSITIONS)
+    closed = memory_of(sizes_of(structure, candidate.tp), candidate, hardware, rows, POSITIONS)
     return closed.total / dry_run(plan, model, batch, adamw, backend="gloo").peak - 1
 
 
@@ -65,6 +65,20 @@ def test_what_is_gathered_from_positions_for_a_split_product_is_kept_whole(llama
 @pytest.mark.parametrize("zero", (0, 1, 2))
 def test_narrow_copies_are_whole_and_wide_ones_sharded(llama, zero):
     assert abs(off(llama, Candidate(dp=4, zero=zero), narrow=True)) <= MARGIN
+
+
+@pytest.mark.parametrize("tp", (1, 4))
+def test_a_forward_is_fullest_where_the_loss_is_small(tp):
+    """At the sum over the tensor axis that ends the last block."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=8, use_cache=False))
+    ids = torch.randint(128, (16, POSITIONS))
+    batch = {"input_ids": ids, "labels": ids}
+    found = model, batch, structure_of(model, sample_of(model, batch))
+    assert abs(off(found, Candidate(tp=tp), rows=16)) <= MARGIN
 
 
 def test_keys_that_heads_share_are_repeated_for_a_cpu_alone(llama):

@@ -75,12 +75,14 @@ class Block:
         backward: the worst moments of its backward, of what is held beyond what the blocks before it keep, each by the
             modules inside whose backward is to come.
         inside: modules by their names in the block.
+        forward: the worst moments of its forward, of the same.
     """
 
     kept: Amount
     stream: Amount
     backward: Mapping[tuple[str, ...], tuple[Amount, ...]]
     inside: Mapping[str, Inside] = field(default_factory=dict)
+    forward: tuple[Amount, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,7 @@ class Held:
         moments = [
             # The head's gradient comes first, and is copied to where all of the root's are summed.
             (self.summed(), self.kept() + self.loss(), self._gathered(1) + outside),
+            (self.summed(), self.kept() + self.forward(), self._gathered(1)),
             (held, self.tail(), self._gathered(1) + under_way),
             (self.part(2, numbers.gradients), 0.0, max(stepped, self._on_the_way())),
             (self.part(2, numbers.gradients), 0.0, self._gathered(1) + self._last_sums()),
@@ -285,6 +286,25 @@ class Held:
         if self.back is None:
             return self.positions * self.sizes.entries // self.candidate.tp * 4 * LOGITS
         return self._most(self.back.loss)
+
+    def forward(self) -> float:
+        """In the last block's forward, beyond what blocks keep, with a sum over the tensor axis."""
+        if self.back is None:
+            return 0.0
+        last, whole = self.back.last, self.candidate.checkpointing and not self.candidate.inside
+        if whole:  # and its backward runs it again
+            return 0.0
+        saved = sum(map(self._at, self._saved(last, self.candidate.inside)))
+        return self._most(last.forward) - self._at(last.kept) + saved + self._at(last.stream) * self._tensor_sums
+
+    @property
+    def _tensor_sums(self) -> float:
+        """Of what is summed, what gloo takes beside it and its partial sums: what arrives, the rank's part, the whole
+        and what that is gathered in (`all_reduce`); two ranks add in place."""
+        one = self.candidate
+        if self.hardware.backend != "gloo" or one.tp < 3 or one.sp:
+            return 0.0
+        return 2 + 1 / one.tp
 
     def again(self) -> float:
         """In the last block's backward, beyond what blocks keep."""

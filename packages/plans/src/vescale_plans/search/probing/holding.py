@@ -136,6 +136,7 @@ def _summed(few: Step, many: Step, longer: Step | None, positions: int) -> Holdi
             amounts[many.streams[name]],
             {key[2]: _worst(each) for key, each in phases.items() if key[:2] == ("backward", name)},
             _again(many, name, amounts),
+            _worst(phases.get(("forward", name), ())),
         )
         for name, _ in spans
     }
