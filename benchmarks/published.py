@@ -30,8 +30,10 @@ four runs were entered under cd4c1f2efaad0502, before memory by formula was mend
 NVIDIA's two reports under 26b030ad5e5ee424 (`results/2026-11-24-published-blind-night.json`). On 2026-11-25 a job over
 several NVL72 racks was laid out by 64 of each, and memory by formula mended, with these in sight: they are SEEN as
 well. On 2026-11-26 the 66 of four further reports were entered under b9c5206ed05184bd, and priced after
-(`results/2026-11-26-published-blind.json`: 10.6% off in the median, 41% at worst, 64 fit). FROZEN is the hash that the
-last were entered under; what of a source's recomputation its page does not say, its recipes do.
+(`results/2026-11-26-published-blind.json`: 10.6% off in the median, 41% at worst, 64 fit). Then no computation hid
+both a reduction and a gather any more, with these in sight (`results/2026-11-26-published-seen.json`): they are SEEN,
+and there is no blind row now. FROZEN is the hash that the last were entered under; what of a source's recomputation its
+page does not say, its recipes do.
 
 `--long`: runs with context parallelism, apart from the others and counted by themselves; no constant was chosen by
 them. torchtitan's have linear layers in fp8, which is not priced (they are priced as in bfloat16, so too slow where
@@ -191,18 +193,23 @@ NUMBERS = {"torchtitan": {"sums": 1, "stepping": 0}, "Llama 3": {**MIXED, "summe
 """By source, where it is not MIXED: torchtitan shards parameters in float32 and steps them by a fused kernel. Llama 3's
 pipeline keeps parameters gathered and shards optimizer states and gradients (arXiv 2407.21783, section 3.3.2)."""
 FROZEN = "b9c5206ed05184bd"
-SEEN = ("llm-foundry", "KempnerForge", "arXiv 2311.05610", "fms-fsdp", "dgxc-benchmarking", "Megatron-Bridge")
+SEEN = (
+    "llm-foundry", "KempnerForge", "arXiv 2311.05610", "fms-fsdp", "dgxc-benchmarking", "Megatron-Bridge",
+    "FlagPerf-Paddle", "FlagPerf-Megatron", "FlagPerf-DeepSpeed", "YaFSDP", "YaFSDP's FSDP", "JAX-Toolbox",
+    "gpu-recipes",
+)  # fmt: skip
 """Blind once: llm-foundry's scripts/train/benchmarking, KempnerForge's benchmarks/mfu_scaling, the sheets of Hagemann's
 paper, foundation-model-stack/fms-fsdp's README.md, NVIDIA/dgxc-benchmarking's READMEs, and
 NVIDIA-NeMo/Megatron-Bridge's docs/performance-summary.md with its archive, in bfloat16. Named with the last two were
-yanring/Megatron-MoE-ModelZoo's best practices of DeepSeek-V3 and Mixtral, of which no run was entered."""
+yanring/Megatron-MoE-ModelZoo's best practices of DeepSeek-V3 and Mixtral, of which no run was entered. The last seven
+are of BLIND_SOURCES."""
 BLIND_SOURCES = (
     "FlagOpen/FlagPerf, READMEs and configurations of training/nvidia's language models: on A100 80 GB and H100",
     "yandex/YaFSDP, README.md: FSDP and YaFSDP on A100 80 GB",
     "NVIDIA/JAX-Toolbox, READMEs of Pax and MaxText, the newest that give figures: bfloat16",
     "AI-Hypercomputer/gpu-recipes, READMEs of training with a step's time of a named configuration: bfloat16",
 )
-"""Of the next blind rows, chosen by the headings of their tables, with every digit of these masked. A run qualifies in
+"""Of the last blind rows, chosen by the headings of their tables, with every digit of these masked. A run qualifies in
 bfloat16 or float16, which these GPUs multiply equally fast."""
 PRICES = ("cost", "hardware", "interleaved", "memory", "profiles", "sizes")
 PRICING = ("candidates", "ranking", "stages", *(f"pricing/{name}" for name in PRICES))

@@ -298,3 +298,16 @@ def test_a_system_that_hides_nothing_shows_all_of_a_pipeline_s_transfers(structu
     hardware = replace(hardware_of("h100"), node=1, across=replace(hardware_of("h100").across, bandwidth=1e6))
     most, some = (cost_of(sizes, one, replace(hardware, hidden=hidden), 8, 32).pipeline for hidden in (0.0, 0.7))
     assert 3 * some < most < 4 * some
+
+
+@pytest.mark.parametrize("bandwidth", [1e4, 1e6, 1e8, 1e10])
+def test_no_computation_hides_two_transfers_of_the_data_axis(structure, bandwidth):
+    """Reductions and gathers are on the same links: what is hidden of all of them is at most `hidden` of what a rank
+    computes."""
+    own, sizes = hardware_of("h100"), sizes_of(structure, 1)
+    slow = replace(own, node=1, across=replace(own.across, bandwidth=bandwidth))
+    for pp, zero, microbatches in product((1, 2), (0, 1, 2, 3), (1, 4)):
+        one = Candidate(pp=pp, dp=4, zero=zero, microbatches=microbatches)
+        shown, less = (cost_of(sizes, one, replace(slow, hidden=hidden), 16, 32) for hidden in (0.0, own.hidden))
+        assert own.hidden > 0 and less.data <= shown.data
+        assert shown.data - less.data <= own.hidden * shown.compute * (1 + 1e-9), one

@@ -217,8 +217,9 @@ def _exchanges(sizes: Sizes, candidate: Candidate, hardware: Hardware, positions
 
 
 def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float) -> float:
-    """What computation does not hide; `compute` without what is computed again, for how much that is the cut decides
-    later, and no plan may be cheaper for what it might compute again and does not."""
+    """What computation does not hide: gathers before the loss behind the forward, those after it and reductions
+    behind the backward, which has one link for both. `compute` is without what is computed again, for how much that is
+    the cut decides later, and no plan may be cheaper for what it might compute again and does not."""
     if candidate.replicas == 1:
         return 0.0
     copies = candidate.replicas // candidate.ep  # of each expert
@@ -227,16 +228,18 @@ def _data(sizes: Sizes, candidate: Candidate, hardware: Hardware, compute: float
     backwards = candidate.microbatches if candidate.pp == 1 and candidate.zero > 1 else 1  # see `Plan.parts`
     kind, moved = ("reduce_scatter", part) if candidate.zero == 3 else ("all_reduce", 2 * part)
     reduce = backwards * hardware.collective_seconds(kind, candidate.replicas, moved, candidate.tp)
-    exposed = _exposed(reduce, hardware, compute * 2 / 3)
+    forward, backward = compute / PASSES, compute * (PASSES - 1) / PASSES
     if candidate.zero < 3:
-        return exposed
+        return _exposed(reduce, hardware, backward)
     group, apart = candidate.sharded if candidate.cp > 1 else candidate.dp, candidate.tp
     if candidate.cp > 1:
         part *= (group - 1) / group * candidate.replicas / (candidate.replicas - 1)
         apart *= candidate.replicas // group
     gather = hardware.collective_seconds("all_gather", group, part * hardware.itemsize / 4, apart)
-    gathers = gather * (1 if candidate.pp > 1 else 2 * candidate.microbatches)
-    return exposed + _exposed(gathers, hardware, compute)
+    if candidate.pp > 1:  # kept for all microbatches, until their backwards are through
+        return _exposed(gather, hardware, forward) + _exposed(reduce, hardware, backward)
+    gathers = candidate.microbatches * gather
+    return _exposed(gathers, hardware, forward) + _exposed(gathers + reduce, hardware, backward)
 
 
 def _optimizer(sizes: Sizes, candidate: Candidate, hardware: Hardware) -> float:
