@@ -54,7 +54,7 @@ def reshard(source: Mapping[str, Any], target: MutableMapping[str, Any]) -> Repo
         stored = {entry.name: Stored(entry.dtype, entry.shape, (), entry.tied) for entry in catalogue.entries}
         described = Manifest(0, "", 1, {}, stored, catalogue.values)
         restore = Restore(described, target, Choice(None, None, (), "error", "error"))
-        restore.check([json.loads(text) for text in session.gather("extra", json.dumps(restore.extra).encode())])
+        restore.check(session.gather)
         wanted = _exchanged(session, restore)
         flats: dict[str, Tensor] = {}
         mine = {

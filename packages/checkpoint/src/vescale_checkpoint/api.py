@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
@@ -145,7 +144,7 @@ def _load(
     with opened(session, path, step, state) as source:
         manifest = source.manifest
         restore = Restore(manifest, state, choice)
-        restore.check([json.loads(text) for text in session.gather("extra", json.dumps(restore.unmatched).encode())])
+        restore.check(session.gather)
         plan = plan_reads(restore.targets, manifest.block_bytes)
         files = Files(source.storage, source.folder, manifest.files, bool(verify))
         block = manifest.block_bytes

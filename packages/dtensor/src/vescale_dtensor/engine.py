@@ -110,6 +110,7 @@ from ._static.unwrap import unwrap as unwrap
 from ._static.unwrap import wrap as wrap
 from ._tensor.gradient import after_backward as after_backward
 from ._tensor.gradient import backwards as backwards
+from ._tensor.gradient import held_gradient as held_gradient
 from ._tensor.gradient import held_gradients as held_gradients
 from ._tensor.gradient import in_backward as in_backward
 from ._tensor.gradient import keeps_graph as keeps_graph

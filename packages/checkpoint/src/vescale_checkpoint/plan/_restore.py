@@ -8,6 +8,7 @@ what is no tensor, and hands fresh optimizer states and objects their values.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import lru_cache
 from math import prod
@@ -61,16 +62,14 @@ class Restore:
         self._fill_all()
         self.extra = self._unused(state, values)
 
-    @property
-    def unmatched(self) -> tuple[list[str], list[str]]:
-        """What of the checkpoint, and of the choice, this rank's part of the state has not used."""
-        return self.extra, self._choice.idle
+    def check(self, gathered: Callable[[str, bytes], Sequence[bytes]]) -> None:
+        """Raises MismatchError for what does not fit, on all ranks. `gathered`: a session's `gather`.
 
-    def check(self, everywhere: Sequence[tuple[Sequence[str], Sequence[str]]]) -> None:
-        """Raises MismatchError for what does not fit. `everywhere`: every rank's `unmatched`.
-
-        Under pipeline stages a rank has a part of the names; extra is what no rank has.
+        Under pipeline stages a rank has a part of the names. Extra is what no rank has, and of the choice nothing
+        matches what matches on no rank.
         """
+        mine = self.extra, self._choice.idle
+        everywhere = [json.loads(text) for text in gathered("extra", json.dumps(mine).encode())]
         extra, idle = (set.intersection(*map(set, lists)) for lists in zip(*everywhere))
         self.extra = [name for name in self.extra if name in extra]
         if idle:
