@@ -317,8 +317,12 @@ def three_epochs(make, stop, state):
     return taken, kept
 
 
-@pytest.mark.parametrize("kind", list(DRAWN))
-def test_the_epochs_after_a_resume_have_their_orders(kind):
+def goes_on(kind):
     for stop in range(1, 3 * LENGTH):
         wanted, kept = three_epochs(DRAWN[kind], stop, None)
         assert three_epochs(DRAWN[kind], stop, kept)[0] == wanted[stop:], stop
+
+
+@pytest.mark.parametrize("kind", list(DRAWN))
+def test_the_epochs_after_a_resume_have_their_orders(kind):
+    run_ranks(1, goes_on, kind)
