@@ -130,28 +130,17 @@ WAYS = {
 }
 
 
-SUMMED_TWICE = ("reentrant checkpointed blocks",)
-"""Where ZeRO-3 sums a block that runs twice over ranks for each of its calls, so that rounding differs."""
-
-
-def numbers_apart(one, other):
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize(("mesh", "way"), slice_of(list(itertools.product(MESHES, WAYS)), 8))
 def test_stages_equal_one_device_and_each_other(mesh, way):
     def run():
         wanted, parameters = train(None, ADAMW, **WAYS[way])
         stages = [train(plan_of(mesh, zero), ADAMW, **WAYS[way]) for zero in range(4)]
         for numbers, whole in stages:
-            assert numbers_apart(numbers, wanted) <= 1e-5
+            assert max(abs(a - b) / abs(b) for a, b in zip(numbers, wanted)) <= 1e-5
             errors = {n: ((whole[n] - p).norm() / p.norm()).item() for n, p in parameters.items() if p.norm()}
             assert max(errors.values()) <= 1e-4, errors
-        for numbers, whole in stages[: 3 if way in SUMMED_TWICE else 4]:
             assert numbers == stages[0][0]
             assert all(torch.equal(whole[n], stages[0][1][n]) for n in whole)
-        if way in SUMMED_TWICE:
-            assert numbers_apart(stages[3][0], stages[0][0]) <= 1e-6
 
     run_ranks(4, run, timeout=120)
 

@@ -52,6 +52,7 @@ class FSDPUnit:
         self.touched = False
         self.entered: list[Pass] = []  # calls that have not returned
         self.passes: set[Pass] = set()  # in backward, those that a gradient has reached
+        self.to_recompute = 0  # calls in reentrant checkpoints, each of which adds to the gradients anew
 
     def look_at_buckets(self) -> None:
         self.reduced = [bucket for bucket in self.buckets if bucket.reduces]

@@ -71,7 +71,7 @@ class DataParallel:
         # backward made computes with parameters.
         self._makes_graph = self._made_graph = False
         self._last: dict[bool, FSDPUnit | None] = {False: None, True: None}
-        self.enabled, self.holds = True, False
+        self.enabled, self.holds, self._trains = True, False, False
         forward = [self.units[-1], *self.units[:-1]]  # until it is seen in what order they run
         for one, other in itertools.pairwise(forward):
             one.next[False], other.next[True] = other, one
@@ -227,6 +227,9 @@ class DataParallel:
             self.take_in()
             if not self.holds:
                 self.rest()
+            self._trains = torch.is_grad_enabled()
+            for unit in self.units:
+                unit.to_recompute = 0
 
     def _cast(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Floating inputs in the dtype that the model computes in."""
@@ -236,6 +239,10 @@ class DataParallel:
     def _enter(self, unit: FSDPUnit, inputs: Any) -> None:
         backward = _current_graph_task_id() != -1
         self._open(unit, backward)
+        if not torch.is_grad_enabled():  # in a model that trains: a reentrant checkpoint's first pass
+            unit.to_recompute += self._trains and not backward
+        elif backward and unit.to_recompute:
+            unit.to_recompute -= 1
         if inputs is not None and torch.is_grad_enabled():
             # The gradients of its inputs are the last that a block computes. (In a recompute, only a reentrant
             # checkpoint's: the others are those of the first pass.)
@@ -338,7 +345,8 @@ class DataParallel:
         unit.passes.discard(entry)
         if unit.passes:
             return
-        if self.enabled and not unit.started and (unit.uneven or any(bucket.filled for bucket in unit.reduced)):
+        has_gradients = unit.uneven or any(bucket.filled for bucket in unit.reduced)
+        if self.enabled and not unit.started and has_gradients and not unit.to_recompute:
             self._reductions.start(unit)
         if not self._keeps_open:
             unit.reshard()
@@ -364,7 +372,7 @@ class DataParallel:
             self._ask_for_the_end()
             unit.touched = True
             bucket.arrived(i)
-            if self.enabled and not unit.started and unit.is_full and not unit.uneven:
+            if self.enabled and not unit.started and unit.is_full and not (unit.uneven or unit.to_recompute):
                 self._reductions.start(unit)
 
         return arrived
