@@ -99,9 +99,8 @@ def test_a_module_that_is_called_twice_or_keeps_nothing_is_none():
 
 
 DEGREES = ({}, {"dp": 2, "zero": 3}, {"tp": 2, "sp": True}, {"dp": 2, "microbatches": 2})
-EXACT = 0.02
-"""Of the peak: of a saving no more is made up, but for what gloo holds while it gathers, which a dry run counts at
-every moment and the closed form not in a block's backward."""
+EXACT = 0.01
+"""Of the peak: of a saving no more is made up."""
 
 
 @pytest.mark.parametrize("degrees", slice_of(list(DEGREES), 2))

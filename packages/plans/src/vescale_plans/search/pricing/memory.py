@@ -195,7 +195,7 @@ class Held:
         gloo = self.hardware.backend == "gloo"
         there = self.summed() if self.candidate.zero < 2 else 0  # whole since the first microbatch
         head = min(self.sizes.largest, self.outside) * numbers.gradients
-        outside = self.outside * numbers.gradients * (not there) + head if self.candidate.replicas > 1 else 0
+        outside = 0 if there or self.candidate.replicas == 1 else self.outside * numbers.gradients + head
         stepped = 0 if gloo or self.offloads else self.part(1, numbers.stepping)
         if gloo and self.candidate.zero in (1, 2) and not self.narrow:
             dense, kept = self.dense * numbers.parameters, self.dense * numbers.gradients
@@ -203,7 +203,7 @@ class Held:
             stepped = (1 + self._scratch) * dense - kept
         held, under_way = self._reduced(blocks)
         moments = [
-            # The head's gradient comes first, and is copied to where all of the root's are summed.
+            # The head's gradient comes first, and is copied to where all of the root's are summed, if they are not yet.
             (self.summed(), self.kept() + self.loss(), self._gathered(1) + outside),
             (self.summed(), self.kept() + self.forward(), self._gathered(1)),
             (held, self.tail(), self._gathered(1) + under_way),
