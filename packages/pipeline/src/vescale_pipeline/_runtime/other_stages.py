@@ -167,8 +167,7 @@ class Remote(Tensor):
                 raise refused(function)
             return Norms(self.norm_of(order), order, self.device)
         if function in _ANSWERS and self.asked is _ANSWERS[function] and len(args) == 1 and not kwargs:
-            answer = self.asked(self._norm(float("inf")))
-            return answer
+            return self.asked(self._norm(float("inf")))
         if self.norm_of is None or self.asked is not None:
             return None
         if function in _SAME:

@@ -69,7 +69,6 @@ class Walk:
                 generator.set_state(state)
         return seed, chain(first, order)
 
-
     def _remaining(self, skip: int) -> Iterator[Any]:
         return _rest(self._batches, skip)
 
