@@ -145,6 +145,20 @@ def test_stages_equal_one_device_and_each_other(mesh, way):
     run_ranks(4, run, timeout=120)
 
 
+class Recycled(Net):
+    """Its blocks run without gradients first, on what has some, as in models that refine their own output."""
+
+    def forward(self, ids, targets):
+        x = self.embed(ids)
+        with torch.no_grad():
+            y = x
+            for block in self.blocks:
+                y = block(y)
+        for block in self.blocks:
+            x = block(x + y)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_what_nobody_used_keeps_no_gradient_and_is_not_decayed(mesh):
     def run(zero):
@@ -287,6 +301,27 @@ def sums_under_way():
 def test_sums_start_while_backward_runs():
     for before, all_of_it in run_ranks(2, sums_under_way)[0]:
         assert before >= 3 and all_of_it > before
+
+
+def sums_before_the_embedding(kind, outside):
+    """Under ZeRO-3, the sums that have started when backward comes to the embedding."""
+    model, _ = parallelize(plan_of("dp4", 3), kind(outside=outside), ADAMW)
+    found = []
+    with comm_trace() as trace:
+
+        def watch(module, args, out):
+            out.register_hook(lambda _: found.append(trace.count(function="gradient sync")))
+
+        model.embed.register_forward_hook(watch)
+        model(*data(0)).backward()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "outside"), [(Recycled, None), (Net, None), (Net, True)])
+def test_blocks_are_summed_as_they_come(kind, outside):
+    """Two of three at least; with a reentrant checkpoint, whose first pass makes no graph, and beside a pass that makes none."""
+    for found in run_ranks(4, sums_before_the_embedding, kind, outside, timeout=120):
+        assert found[-1] >= 2, found
 
 
 def test_gradients_read_and_cleared_between():

@@ -36,7 +36,7 @@ from vescale_dtensor.engine import (
     value_of,
 )
 
-from .._apply.containers import map_tensors
+from .._apply.containers import map_tensors, tensors_in
 from .._calls.chain import add_step
 from .._torch_private import DisableTorchFunction, _current_graph_task_id, queue_callback
 from .bucket import Bucket
@@ -239,10 +239,10 @@ class DataParallel:
     def _enter(self, unit: FSDPUnit, inputs: Any) -> None:
         backward = _current_graph_task_id() != -1
         self._open(unit, backward)
-        if not torch.is_grad_enabled():  # in a model that trains: a reentrant checkpoint's first pass
-            unit.to_recompute += self._trains and not backward
-        elif backward and unit.to_recompute:
-            unit.to_recompute -= 1
+        if backward:
+            unit.to_recompute -= unit.to_recompute > 0 and torch.is_grad_enabled()
+        elif self._trains and not torch.is_grad_enabled():
+            unit.to_recompute += _is_checkpointed(inputs)
         if inputs is not None and torch.is_grad_enabled():
             # The gradients of its inputs are the last that a block computes. (In a recompute, only a reentrant
             # checkpoint's: the others are those of the first pass.)
@@ -407,6 +407,13 @@ class DataParallel:
         for unit in self.units:
             if not self._keeps_open:
                 unit.reshard()
+
+
+def _is_checkpointed(inputs: Any) -> bool:
+    """Whether a call that makes no graph, in a forward that does, is a reentrant checkpoint's first pass: it is given
+    what the graph goes on from."""
+    with local_only():
+        return any(value_of(tensor).requires_grad for tensor in tensors_in(inputs))
 
 
 def _at_the_end(call: Callable[[], None]) -> None:
