@@ -319,7 +319,8 @@ def sums_before_the_embedding(kind, outside):
 
 @pytest.mark.parametrize(("kind", "outside"), [(Recycled, None), (Net, None), (Net, True)])
 def test_blocks_are_summed_as_they_come(kind, outside):
-    """Two of three at least; with a reentrant checkpoint, whose first pass makes no graph, and beside a pass that makes none."""
+    """Two of three at least; also with a reentrant checkpoint, whose first pass makes no graph, and beside a pass that
+    makes none."""
     for found in run_ranks(4, sums_before_the_embedding, kind, outside, timeout=120):
         assert found[-1] >= 2, found
 
