@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from vescale_dtensor import DTensor, RaggedShard, Replicate, Shard, comm_trace
 from vescale_dtensor.engine import local_only
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 from vescale_plans import Boundary, Plan, Precision, no_sync, parallelize
+from vescale_plans._zero import units
 
 warm_up("torch._dynamo", "vescale_plans")
 
@@ -129,9 +131,13 @@ WAYS = {
     "reentrant checkpointed blocks": {"outside": True, "accumulate": 2},
 }
 
+BUCKETS = [units.BUCKET_BYTES, 256]
+"""Bytes: a bucket for the model, and several for each block."""
 
-@pytest.mark.parametrize(("mesh", "way"), slice_of(list(itertools.product(MESHES, WAYS)), 8))
-def test_stages_equal_one_device_and_each_other(mesh, way):
+
+@pytest.mark.parametrize(("mesh", "way", "most"), slice_of(list(itertools.product(MESHES, WAYS, BUCKETS)), 16))
+def test_stages_equal_one_device_and_each_other(mesh, way, most):
+    @mock.patch.object(units, "BUCKET_BYTES", most)
     def run():
         wanted, parameters = train(None, ADAMW, **WAYS[way])
         stages = [train(plan_of(mesh, zero), ADAMW, **WAYS[way]) for zero in range(4)]
@@ -301,6 +307,38 @@ def sums_under_way():
 def test_sums_start_while_backward_runs():
     for before, all_of_it in run_ranks(2, sums_under_way)[0]:
         assert before >= 3 and all_of_it > before
+
+
+@mock.patch.object(units, "BUCKET_BYTES", 256)
+def sums_inside_a_block(reentrant):
+    """Per stage below ZeRO-3 the sums that have started when backward comes to the middle of its only block."""
+    found = []
+    for zero in range(3):
+        torch.manual_seed(0)
+        net = nn.Module()
+        net.blocks = nn.ModuleList([Block(reentrant)])
+        del net.blocks[0].unused
+        net.forward = lambda x, net=net: net.blocks[0](x).sum()
+        model, _ = parallelize(Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero), net, ADAMW)
+        with comm_trace() as trace:
+
+            def watch(module, args, out, trace=trace):
+                if out.requires_grad:
+                    out.register_hook(lambda _: found.append(trace.count(function="gradient sync")))
+
+            model.blocks[0].up.register_forward_hook(watch)
+            model(torch.randn(4, WIDTH, requires_grad=True)).backward()
+            found[-1] = found[-1], trace.count(function="gradient sync")
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [None, True])
+def test_the_sums_of_a_large_block_start_while_it_runs(reentrant):
+    """With what is used last, though its norm was registered in front; not where a checkpoint might run again."""
+    for found in run_ranks(2, sums_inside_a_block, reentrant):
+        assert len(found) == 3
+        for before, all_of_it in found:
+            assert all_of_it > before and (before >= 1 if reentrant is None else before == 0)
 
 
 def sums_before_the_embedding(kind, outside):

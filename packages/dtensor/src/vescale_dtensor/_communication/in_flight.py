@@ -71,7 +71,7 @@ def _on(stream: torch.Stream | None, *results: Tensor | None) -> Iterator[None]:
 class ReductionInFlight:
     """A sum over mesh axes in flight, over one flat buffer whose size the ranks of `inner` divide.
 
-    `advance` waits for the first half and starts the second, `finish` waits for that
+    `advance` waits for the first half and starts the second, where there are two, `finish` waits for that
     and returns the part or the whole, flat. With several in flight, advance all of
     them before finishing the first. The buffer belongs to the reduction: with
     keep="whole" the result is written into it. `sent`: a floating dtype or int8 in which what is
@@ -101,14 +101,14 @@ class ReductionInFlight:
         whole = received = flat.nbytes * (count - 1) // count
         self._native = sent is None and _engine(mesh, inner).reduces
         pair = sent is None and is_pair(mesh, inner)
-        self._in_place = keep == "whole" and not outer and (at_once or (pair and pairs.sums(flat)))
+        in_place = keep == "whole" and not outer and (at_once or (pair and pairs.sums(flat)))
         self._own = None  # of a pair: this rank's chunk, beside which the other's arrives
         if sent is not None:
             self._travels = compress(flat.view(count, -1), sent)
             self._buffer = torch.empty_like(self._travels)
             received = sent_numel(self._numbers, sent) * sent.itemsize * (count - 1)
             call, arguments = group.alltoall_base, (_wire(self._buffer), _wire(self._travels), [], [])
-        elif self._in_place:
+        elif in_place:
             self._buffer = flat
             call, arguments = group.allreduce, ([_summable(flat)],)
         elif pair:
@@ -123,7 +123,7 @@ class ReductionInFlight:
             call, arguments = group.alltoall_base, (_wire(self._buffer), _wire(flat), [], [])
         self._kind = "all_reduce" if keep == "whole" else "reduce_scatter"
         self._work = _start(self._kind, mesh, inner, received + (whole if keep == "whole" else 0), call, *arguments)
-        self._advanced = False
+        self._axes, self._advanced = inner, in_place
 
     def advance(self) -> None:
         if not self._advanced:
@@ -135,8 +135,6 @@ class ReductionInFlight:
         mesh = self._mesh
         _wait(self._work, self._kind, mesh, self._inner)
         self._work = self._travels = None  # gloo's would keep what has arrived
-        if self._in_place:
-            return
         chunk = self._buffer if self._native else self._sum()
         if self._outer:
             chunk = all_reduce(chunk, mesh, self._outer)

@@ -1,8 +1,8 @@
 """The sums of a backward over ranks: when the gradients of each unit's buckets start on their way, and their end.
 
 They start in one fixed order, that of the blocks reversed and then the root, whose embedding
-is what backward reaches last, so that all ranks start the same collectives whatever each of
-them used. A gradient that comes again after its sum
+is what backward reaches last, and within each that of its buckets reversed, so that all ranks
+start the same collectives whatever each of them used. A gradient that comes again after its sum
 has started (a reentrant checkpoint, a block that runs twice) is summed in a second
 round. Each contribution is thereby reduced exactly once and then ADDED to what earlier
 backwards left: several backwards before a step come out as on one device (design
@@ -25,7 +25,7 @@ class GradientReductions:
     """See the module."""
 
     def __init__(self, sharing: Sharing) -> None:
-        self.order: list[FSDPUnit] = []
+        self.buckets: list[Bucket] = []  # in the order of their sums
         self._sharing = sharing
         self._next = 0
         self._running: list[RunningReduction] = []
@@ -38,25 +38,22 @@ class GradientReductions:
             apart: the trained buckets that some ranks hold alone.
         """
         *others, root = units
-        self.order = [unit for unit in (*reversed(others), root) if unit.reduced]
+        self.buckets = [bucket for unit in (*reversed(others), root) for bucket in reversed(unit.reduced)]
         self._apart = HeldAlone(apart, self._sharing.mesh)
 
-    def start(self, unit: FSDPUnit) -> None:
-        """The unit's gradients are complete: they are summed as soon as those before them in the order are."""
-        unit.started = True
-        self._start_in_order()
-
-    def _start_in_order(self) -> None:
-        while self._next < len(self.order) and self.order[self._next].started:
-            self._start(self.order[self._next])
+    def start(self, buckets: Sequence[Bucket]) -> None:
+        """Their gradients are complete: they are summed as soon as those before them in the order are."""
+        for bucket in buckets:
+            bucket.started = True
+        while self._next < len(self.buckets) and self.buckets[self._next].started:
+            self._start(self.buckets[self._next])
             self._next += 1
 
-    def _start(self, unit: FSDPUnit) -> None:
+    def _start(self, bucket: Bucket) -> None:
         with torch.no_grad():
-            for bucket in unit.reduced:
-                self._running.append(reduction := RunningReduction(bucket))
-                if bucket.is_hooked and self._sharing.zero >= 2:
-                    reduction.usage = Usage([reduction], self._sharing.mesh)
+            self._running.append(reduction := RunningReduction(bucket))
+            if bucket.is_hooked and self._sharing.zero >= 2:
+                reduction.usage = Usage([reduction], self._sharing.mesh)
             under_way = newest(self._running, self._sharing.ahead_bytes)
             for reduction in self._running[: len(self._running) - under_way]:
                 reduction.advance()
@@ -67,11 +64,9 @@ class GradientReductions:
 
     def finish(self) -> None:
         """The backward is through: starts what is left, waits for all, and hands out the reduced gradients."""
-        for unit in self.order:
-            unit.started = True
-        self._start_in_order()
-        for unit in self.order:  # what came again after its sum had started
-            self._running += [RunningReduction(bucket) for bucket in unit.reduced if bucket.flat is not None]
+        self.start(self.buckets)
+        # What came again after its sum had started.
+        self._running += [RunningReduction(bucket) for bucket in self.buckets if bucket.flat is not None]
         running, self._running = self._running, []
         usage = Usage(running, self._sharing.mesh) if self._sharing.zero >= 2 else None
         for reduction in running:
@@ -87,12 +82,11 @@ class GradientReductions:
 
     def leave_partial(self) -> None:
         """The backward is through, and its gradients stay partial."""
-        for unit in self.order:
-            for bucket in unit.reduced:
-                bucket.leave_partial()
+        for bucket in self.buckets:
+            bucket.leave_partial()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._next = 0
-        for unit in self.order:
-            unit.started = False
+        for bucket in self.buckets:
+            bucket.started = False

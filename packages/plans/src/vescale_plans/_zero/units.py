@@ -48,8 +48,8 @@ class FSDPUnit:
         self.look_at_buckets()
         self.is_open = not self.unsharded
         self.next: dict[bool, FSDPUnit | None] = {False: None, True: None}  # by whether this is a backward
-        self.started = False
         self.touched = False
+        self.reentered = False  # a checkpoint inside a block brought gradients in a backward of its own, and may again
         self.entered: list[Pass] = []  # calls that have not returned
         self.passes: set[Pass] = set()  # in backward, those that a gradient has reached
         self.to_recompute = 0  # calls in reentrant checkpoints, each of which adds to the gradients anew
@@ -100,8 +100,15 @@ class FSDPUnit:
         return all(bucket.is_intact for bucket in self.buckets)
 
     @property
-    def is_full(self) -> bool:
-        return all(bucket.is_full for bucket in self.reduced)
+    def is_begun(self) -> bool:
+        """Whether some of its gradients are there, summed or not."""
+        return any(bucket.filled or bucket.started for bucket in self.reduced)
+
+    def complete(self) -> list[Bucket]:
+        """The buckets all of whose gradients are there; none before all are where one may get more."""
+        full = [bucket for bucket in self.reduced if bucket.is_full or bucket.started]
+        waits = self.reentered or bool(self.unsharded)
+        return [] if waits and len(full) < len(self.reduced) else full
 
 
 def units_of(
@@ -176,7 +183,13 @@ def _key(parameter: DTensor) -> tuple:
 
 
 def _buckets(named: list[tuple[str, DTensor]], sharing: Sharing, rows: Mapping[str, int]) -> list[Bucket]:
-    """The parameters by what they have in common, cut where a bucket would outgrow its size below ZeRO-3."""
+    """The parameters by what they have in common, cut where a bucket would outgrow its size below ZeRO-3.
+
+    A backward comes to them in reverse, but for vectors: of a block's norms the first is used first, whatever place it
+    is registered at. They go to the first bucket, and the others are complete without them.
+    """
+    if sharing.zero < 3 and _bytes(named) > BUCKET_BYTES:
+        named = sorted(named, key=lambda one: one[1].ndim > 1)
     groups: list[tuple[tuple, list]] = []
     for name, parameter in named:
         key = _key(parameter)

@@ -67,6 +67,7 @@ class DataParallel:
         self._look_at_buckets()
         self._touched = False
         self._asked = 0  # the backward whose end is waited for
+        self._task = -1  # the part of it that came to the model first: a reentrant checkpoint is another
         # Whether the backward that runs makes a graph, and whether one from before may run again: a graph that a
         # backward made computes with parameters.
         self._makes_graph = self._made_graph = False
@@ -135,7 +136,7 @@ class DataParallel:
         self._frozen = [(unit, bucket) for unit, bucket in every if not bucket.differentiable]
         apart = [bucket for _, bucket in every if bucket.differentiable and bucket.holders]
         self._reductions.look_at(self.units, apart)
-        self._needs_end = bool(apart) or bool(self._reductions.order)
+        self._needs_end = bool(apart) or bool(self._reductions.buckets)
 
     def _listen(self, unit: FSDPUnit, bucket: Bucket, which: Iterable[int]) -> None:
         """Hears when autograd has added to the gradients of these of the bucket's parameters."""
@@ -345,9 +346,8 @@ class DataParallel:
         unit.passes.discard(entry)
         if unit.passes:
             return
-        has_gradients = unit.uneven or any(bucket.filled for bucket in unit.reduced)
-        if self.enabled and not unit.started and has_gradients and not unit.to_recompute:
-            self._reductions.start(unit)
+        if self.enabled and (unit.uneven or unit.is_begun) and not unit.to_recompute:
+            self._reductions.start(unit.reduced)
         if not self._keeps_open:
             unit.reshard()
 
@@ -371,9 +371,10 @@ class DataParallel:
                 return
             self._ask_for_the_end()
             unit.touched = True
+            unit.reentered |= _current_graph_task_id() != self._task
             bucket.arrived(i)
-            if self.enabled and not unit.started and unit.is_full and not (unit.uneven or unit.to_recompute):
-                self._reductions.start(unit)
+            if self.enabled and bucket.is_full and not (bucket.started or unit.uneven or unit.to_recompute):
+                self._reductions.start(unit.complete())
 
         return arrived
 
@@ -385,6 +386,8 @@ class DataParallel:
         elif not self._touched:
             # The loss was a plain tensor: this backward was not started by us, so we ask to be called at its end.
             _at_the_end(self.finish)
+        if not self._touched:
+            self._task = _current_graph_task_id()
         self._touched = True
 
     def finish(self) -> None:
@@ -399,7 +402,7 @@ class DataParallel:
                 self._reductions.leave_partial()
         self._last[True] = None
         for unit in self.units:
-            unit.touched = False
+            unit.touched = unit.reentered = False
             unit.entered.clear()
             unit.passes.clear()
         self._made_graph = self._makes_graph or (self._made_graph and keeps_graph())
