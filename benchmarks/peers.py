@@ -21,8 +21,8 @@ agree to 1e-4. A step is 4 rows of 256 tokens (pipelines: 8, in
 from a barrier to a barrier, CPU time that of both processes together, threads of gloo included; a ratio is the median
 over rounds of the ratio within a round. Memory is the most that the CPU's allocator has given out at once in a warm
 step, parameters, gradients and optimizer states among it, of the rank that has most; it is asked for in steps of their
-own, of each contender alone, and no budget speaks of it. The heap keeps what is freed (`HEAP`). Exit status 1 when a figure is over its budget; the last line
-is JSON.
+own, of each contender alone, and no budget speaks of it. The heap keeps what is freed (`HEAP`). Exit status 1 when a
+figure is over its budget; the last line is JSON.
 """
 
 from __future__ import annotations
