@@ -95,7 +95,7 @@ def pytest_suites(name, deps, suites = [], multi_rank = [], data = [], benchmark
       multi_rank: the suites whose tests start several processes; each such suite gets the machine for itself
       data: further files that the tests read
       benchmark_deps: what the benchmarks import beside deps
-      timeout: of each suite: short (1 minute), moderate (5), long (15), eternal (60)
+      timeout: of each suite: short (1 minute), moderate (5), long (15)
     """
     sources = {suite: native.glob(["tests/%s/test_*.py" % suite], allow_empty = True) for suite in suites}
     loose = native.glob(["tests/test_*.py"], allow_empty = True)
