@@ -177,7 +177,7 @@ CHECKS: tuple[Check, ...] = (
     Check(9, 3, "predicted against measured, 4 ranks", predicted("all", "--ranks", "4", *FOLDER), 90 * MINUTES),
     Check(9, 3, "peak memory of 100 random plans", predicted("memory", *FOLDER), 60 * MINUTES),
     Check(9, 4, "published configurations", (PYTHON, "benchmarks/published.py"), 30 * MINUTES),
-    Check(25, 2, "memory by the allocator", tests("vescale", "planning/test_memory_by_allocator"), 20 * MINUTES),
+    Check(25, 2, "memory by the allocator", tests("vescale", "memory/test_memory_by_allocator"), 20 * MINUTES),
     Check(25, 4, "rules of thumb on 60 problems", tests("plans", "planner/test_thumb"), 15 * MINUTES),
     Check(25, 1, "blind published runs", (PYTHON, "benchmarks/published_blind.py"), 10 * MINUTES),
     Check(10, 1, "mixtures of experts as on one device", tests("vescale", "models/test_experts")),

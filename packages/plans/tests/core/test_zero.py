@@ -135,7 +135,7 @@ BUCKETS = [units.BUCKET_BYTES, 256]
 """Bytes: a bucket for the model, and several for each block."""
 
 
-@pytest.mark.parametrize(("mesh", "way", "most"), slice_of(list(itertools.product(MESHES, WAYS, BUCKETS)), 16))
+@pytest.mark.parametrize(("mesh", "way", "most"), slice_of(list(itertools.product(MESHES, WAYS, BUCKETS)), 8))
 def test_stages_equal_one_device_and_each_other(mesh, way, most):
     @mock.patch.object(units, "BUCKET_BYTES", most)
     def run():

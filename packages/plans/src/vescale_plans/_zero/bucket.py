@@ -47,7 +47,7 @@ class Bucket(FlatParameters):
         self._streams: Streams | None = None  # that have written to it
         self.filled: set[int] = set()  # who has a gradient partial
         self.came: set[int] = set()  # whom autograd has reached in the backward that runs
-        self.started = False  # the sum of the backward that runs
+        self.started = False  # whether the backward that runs has asked for its sum
         self.parallel: Any = None  # whose it is: a parameter that somebody keeps keeps all that its gradient needs
 
     @property
