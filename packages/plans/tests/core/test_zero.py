@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -318,8 +319,11 @@ def sums_inside_a_block(reentrant):
         net = nn.Module()
         net.blocks = nn.ModuleList([Block(reentrant)])
         del net.blocks[0].unused
-        net.forward = lambda x, net=net: net.blocks[0](x).sum()
+        net.first = nn.Linear(WIDTH, WIDTH)
+        net.forward = lambda x, net=net: net.blocks[0](net.first(x)).sum()
         model, _ = parallelize(Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero), net, ADAMW)
+        x = torch.randn(4, WIDTH)
+        model(x).backward()  # of which it is learned that it sends nothing itself
         with comm_trace() as trace:
 
             def watch(module, args, out, trace=trace):
@@ -327,7 +331,7 @@ def sums_inside_a_block(reentrant):
                     out.register_hook(lambda _: found.append(trace.count(function="gradient sync")))
 
             model.blocks[0].up.register_forward_hook(watch)
-            model(torch.randn(4, WIDTH, requires_grad=True)).backward()
+            model(x).backward()
             found[-1] = found[-1], trace.count(function="gradient sync")
     return found
 
@@ -339,6 +343,42 @@ def test_the_sums_of_a_large_block_start_while_it_runs(reentrant):
         assert len(found) == 3
         for before, all_of_it in found:
             assert all_of_it > before and (before >= 1 if reentrant is None else before == 0)
+
+
+class Centred(nn.Module):
+    """A block that takes a mean over the whole batch, and on one rank leaves a parameter out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.other, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        y = F.gelu(self.first(x))
+        y = self.last(F.normalize(y - y.mean(0, keepdim=True), dim=0))
+        return x + y if dist.get_rank() else x + y + self.other(y)
+
+
+def losses_where_a_block_communicates(most):
+    found = []
+    for zero in range(3):
+        torch.manual_seed(0)
+        net = nn.Module()
+        net.blocks, net.head = nn.ModuleList([Centred()]), nn.Linear(WIDTH, WIDTH)
+        net.forward = lambda x, net=net: net.head(net.blocks[0](x)).square().mean()
+        with mock.patch.object(units, "BUCKET_BYTES", most):
+            model, optimizer = parallelize(Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=zero), net, ADAMW)
+        for _ in range(3):
+            found.append(model(torch.arange(8.0 * WIDTH).view(8, WIDTH).sin()))
+            found[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [loss.item() for loss in found]
+
+
+def test_sums_keep_their_place_among_the_collectives_of_a_block():
+    """Though one rank comes to their gradients, and another does not."""
+    one, several = (run_ranks(2, losses_where_a_block_communicates, most)[0] for most in BUCKETS)
+    assert one == several and len(set(one)) == 3
 
 
 def sums_before_the_embedding(kind, outside):

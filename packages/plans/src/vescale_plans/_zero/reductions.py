@@ -29,6 +29,11 @@ class GradientReductions:
         self._sharing = sharing
         self._next = 0
         self._running: list[RunningReduction] = []
+        # Whether a backward has sent nothing but sums over the axes of sums: else these keep their place among what it
+        # sends itself, behind a whole block. None until one has been seen; all ranks see the same.
+        self.is_alone: bool | None = None
+        self._groups: list = []
+        self._sent = 0
 
     def look_at(self, units: Sequence[FSDPUnit], apart: Sequence[Bucket]) -> None:
         """From here on these are summed.
@@ -39,7 +44,23 @@ class GradientReductions:
         """
         *others, root = units
         self.buckets = [bucket for unit in (*reversed(others), root) for bucket in reversed(unit.reduced)]
+        self._groups = []
         self._apart = HeldAlone(apart, self._sharing.mesh)
+
+    def begin(self) -> None:
+        """A backward comes to the model."""
+        if not self._groups:
+            axes = {each for bucket in self.buckets for each in (bucket.inner, bucket.outer) if each}
+            self._groups = [self._sharing.mesh.rank_group(each) for each in sorted(axes)]
+        self._sent = self._count()
+
+    def _count(self) -> int:
+        return sum(group.count for group in self._groups)
+
+    def _look(self) -> None:
+        """Before anything is sent here: whether the backward has sent anything."""
+        if self._count() != self._sent:
+            self.is_alone = False
 
     def start(self, buckets: Sequence[Bucket]) -> None:
         """Their gradients are complete: they are summed as soon as those before them in the order are."""
@@ -50,6 +71,7 @@ class GradientReductions:
             self._next += 1
 
     def _start(self, bucket: Bucket) -> None:
+        self._look()
         with torch.no_grad():
             self._running.append(reduction := RunningReduction(bucket))
             if bucket.is_hooked and self._sharing.zero >= 2:
@@ -61,9 +83,13 @@ class GradientReductions:
                 reduction = self._running.pop(0)
                 reduction.finish()
                 reduction.bucket.run_hooks()
+        self._sent = self._count()
 
     def finish(self) -> None:
         """The backward is through: starts what is left, waits for all, and hands out the reduced gradients."""
+        self._look()
+        if self.is_alone is None:
+            self.is_alone = True
         self.start(self.buckets)
         # What came again after its sum had started.
         self._running += [RunningReduction(bucket) for bucket in self.buckets if bucket.flat is not None]

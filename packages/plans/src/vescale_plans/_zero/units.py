@@ -104,10 +104,11 @@ class FSDPUnit:
         """Whether some of its gradients are there, summed or not."""
         return any(bucket.filled or bucket.started for bucket in self.reduced)
 
-    def complete(self) -> list[Bucket]:
-        """The buckets all of whose gradients are there; none before all are where one may get more."""
+    def complete(self, one_by_one: bool) -> list[Bucket]:
+        """The buckets all of whose gradients are there; none before all are, where one may get more, or where they are
+        not to start `one_by_one`."""
         full = [bucket for bucket in self.reduced if bucket.is_full or bucket.started]
-        waits = self.reentered or bool(self.unsharded)
+        waits = self.reentered or bool(self.unsharded) or not one_by_one
         return [] if waits and len(full) < len(self.reduced) else full
 
 

@@ -374,7 +374,7 @@ class DataParallel:
             unit.reentered |= _current_graph_task_id() != self._task
             bucket.arrived(i)
             if self.enabled and bucket.is_full and not (bucket.started or unit.uneven or unit.to_recompute):
-                self._reductions.start(unit.complete())
+                self._reductions.start(unit.complete(bool(self._reductions.is_alone)))
 
         return arrived
 
@@ -388,6 +388,7 @@ class DataParallel:
             _at_the_end(self.finish)
         if not self._touched:
             self._task = _current_graph_task_id()
+            self._reductions.begin()
         self._touched = True
 
     def finish(self) -> None:
