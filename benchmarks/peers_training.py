@@ -17,6 +17,7 @@ from torch.nn import functional as F
 Step = Callable[[Tensor], float]
 RANKS, MICROBATCHES = 2, 4
 MODES = ("eager", "static", "auto")
+NOTHING_SENT = "nothing sent"
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,40 @@ def by_hand(sizes: Sizes) -> Step:
     return step
 
 
+def one_ranks_part(sizes: Sizes) -> Step:
+    """The heads, hidden units and words that a rank of tensor parallelism has, as a model of its own. Norms it computes
+    of all tokens: of half of them would be 1% less."""
+    from llama.model import build
+
+    torch.manual_seed(0)
+    words = sizes.words // RANKS
+    model = build(
+        vocab_size=words, hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden // RANKS,
+        num_hidden_layers=sizes.layers, num_attention_heads=8 // RANKS, num_key_value_heads=4 // RANKS,
+        head_dim=sizes.hidden // 8, max_position_embeddings=sizes.positions,
+    )  # fmt: skip
+    optimizer = adamw(model.parameters())
+
+    def step(tokens: Tensor) -> float:
+        own = tokens % words
+        loss = model(input_ids=own, labels=own).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
 def floors(case: str, sizes: Sizes) -> dict[str, Callable[[], Step]]:
-    """What no step of the case can be faster than: each rank trains on its rows, steps on what it would hold of the
-    parameters, and sends nothing."""
+    """What no step of the case can be faster than: each rank trains on its rows, or its part of the model, steps on
+    what it would hold of the parameters, and sends nothing."""
+    if case == "tensor":
+        return {NOTHING_SENT: lambda: one_ranks_part(sizes)}
     if case == "replicated":
-        return {"by hand": lambda: by_hand(sizes), "nothing sent": lambda: trained_in_parts(sizes.build())}
+        return {"by hand": lambda: by_hand(sizes), NOTHING_SENT: lambda: trained_in_parts(sizes.build())}
     if case == "sharded":
-        return {"nothing sent": lambda: trained_in_parts(sizes.build(), RANKS)}
+        return {NOTHING_SENT: lambda: trained_in_parts(sizes.build(), RANKS)}
     return {}
 
 
@@ -271,10 +299,12 @@ def our_pipeline(sizes: Sizes, mode: str, kind: str) -> Step:
 
 
 def sizes_of(case: str, sizes: Sizes) -> Sizes:
-    """With the batch that the case takes: a microbatch has two rows, for of one alone transformers' masks ask whether
-    it packs several texts, of more they do not, and what a pipeline's loss weighs is told by both forwards being alike.
-    """
-    return replace(sizes, rows=2 * MICROBATCHES) if case in SCHEDULES else sizes
+    """With the layers and the batch that the case takes: a stage has a layer at least; a microbatch has two rows, for
+    of one alone transformers' masks ask whether it packs several texts, of more they do not, and what a pipeline's
+    loss weighs is told by both forwards being alike."""
+    if case not in SCHEDULES:
+        return sizes
+    return replace(sizes, rows=2 * MICROBATCHES, layers=max(sizes.layers, RANKS * SCHEDULES[case][1]))
 
 
 def contenders(case: str, sizes: Sizes) -> tuple[str, dict[str, Callable[[], Step]]]:

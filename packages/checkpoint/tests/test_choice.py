@@ -43,7 +43,7 @@ def test_a_renamed_parameter_is_refused_with_both_lists(saved):
     with pytest.raises(MismatchError) as caught:
         load(saved[0], {"model": other})
     assert str(caught.value) == (
-        "load: the checkpoint does not fit the state: 2 missing, 2 extra, 0 of another shape or dtype\n"
+        "load: the checkpoint does not fit the state: 2 missing, 2 extra, 0 of another shape, dtype or kind\n"
         "  missing in the checkpoint  model.rise.weight (nearest: model.up.weight)\n"
         "  missing in the checkpoint  model.rise.bias (nearest: model.up.bias)\n"
         "  not in the state  model.up.weight (nearest: model.rise.weight)\n"
@@ -187,6 +187,38 @@ def test_optimizer_groups_that_do_not_fit(saved):
     save(path / "two", {"model": model, "optimizer": optimizer})
     with pytest.raises(MismatchError, match=r"group 0 has parameters of the saved groups \[0, 1\]"):
         load(path / "two", {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+
+
+KINDS = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adafactor]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_of_another_kind_of_optimizer(saved, kind):
+    """SGD would take over AdamW's betas, keep its own momentum, and say nothing."""
+    path, model, _ = saved
+    optimizer = kind(model.parameters(), lr=0.7)
+    with pytest.raises(MismatchError, match=r"group 0 has .*, saved with .*amsgrad.*only='model\.\*'"):
+        load(path, {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.7 and not any("exp_avg" in state for state in optimizer.state.values())
+    load(path, {"model": model, "optimizer": optimizer}, only="model.*")
+    load(path, {"model": model, "optimizer": optimizer}, missing="keep", extra="ignore")
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("scheduled", ["saved", "loaded"])
+def test_what_a_scheduler_or_another_torch_adds_to_a_group_is_no_other_kind(tmp_path, scheduled):
+    def made(lr, has_scheduler):
+        optimizer = torch.optim.AdamW(Net().parameters(), lr=lr)
+        if has_scheduler:
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9, base_momentum=0.8)
+        return optimizer
+
+    optimizer = made(0.3, scheduled == "saved")
+    optimizer.param_groups[0].pop("foreach")  # a release without it
+    save(tmp_path, {"optimizer": optimizer})
+    other = made(0.6, scheduled == "loaded")
+    load(tmp_path, {"optimizer": other})
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize(

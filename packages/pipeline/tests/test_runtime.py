@@ -146,6 +146,68 @@ def counting(kind):
     return loss.detach(), {name: one.grad for name, one in model.named_parameters()}
 
 
+class Handing(nn.Module):
+    """Blocks that add weights of a microbatch's own shape, one row, where autograd hands one gradient on to all
+    operands: to what comes from another stage and what goes there, in one object or as a view."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.line, self.way = nn.Linear(WIDTH, WIDTH), way
+        self.one, self.two = (nn.Parameter(torch.randn(1, WIDTH)) for _ in range(2))
+        self.flat = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return self.way(self, x, torch.tanh(self.line(x)), self.flat.view(1, WIDTH))
+
+
+WAYS = {
+    "last": lambda block, x, made, flat: x + made + block.one,
+    "first": lambda block, x, made, flat: block.one + (x + made),
+    "two": lambda block, x, made, flat: block.one + block.two + made + x,
+    "view": lambda block, x, made, flat: made + (x + block.two) + flat,
+    "all": lambda block, x, made, flat: flat + block.one + block.two + x + made,
+}
+
+
+class Ways(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Handing(WAYS[way]) for _ in range(8))
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, y)
+
+
+def handed_on(kind, way):
+    """And whether anything changed later that hooks of the user's kept."""
+    model, kept = Ways(way), []
+    piped(model, kind)
+
+    def keep(tensor):
+        if tensor is not None and not tensor.is_meta:
+            kept.append((tensor, tensor.detach().clone()))
+
+    def after(module, args, out):
+        keep(args[0])
+        keep(out)
+        if out.requires_grad:
+            out.register_hook(keep)
+
+    for block in model.blocks:
+        block.register_forward_hook(after)
+        block.register_full_backward_hook(lambda module, ins, outs: [keep(one) for one in (*ins, *outs)] and None)
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(*batch(MICROBATCHES))
+        loss.backward()
+    same = [torch.equal(now, then) for now, then in kept]
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return loss.detach(), gradients, len(same), same.count(False)
+
+
 THAWED = [("last",), ("first", "last"), ("blocks.2", "last"), ("first",), ("blocks.6",), ("first", "blocks", "last")]
 """What is trained at each call, by how names begin."""
 
@@ -263,6 +325,7 @@ CASES = {
     **{f"counting {kind}": lambda kind=kind: counting(kind) for kind in SCHEDULES},
     **{f"thawed {kind}": lambda kind=kind: thawed(kind) for kind in SCHEDULES},
     **{f"sending {kind} {n}": lambda kind=kind, n=n: sending(kind, n) for kind in SCHEDULES for n in (8, 24)},
+    **{f"handed on {k} {way}": lambda k=k, way=way: handed_on(k, way) for k in SCHEDULES for way in WAYS},
     "by name": by_name,
     "reading": reading,
     "evaluated": evaluated,
@@ -357,6 +420,18 @@ def test_transfers_pass_the_looks_that_stand_there_for_users(found):
 def test_numbers_that_cross_cuts_are_values_like_others(found, kind):
     torch.manual_seed(0)
     check(found, f"counting {kind}", alone(Counting()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_memory_that_autograd_hands_on_is_not_received_into(found, kind, way):
+    """Nor added up in, whoever holds it: sums of weights, the next stage, hooks of the user's."""
+    loss, gradients = alone(Ways(way), MICROBATCHES)
+    check(found, f"handed on {kind} {way}", (loss, {name: one for name, one in gradients.items() if one is not None}))
+    for rank in found:
+        _, _, kept, changed = rank[f"handed on {kind} {way}"]
+        assert kept >= 3 * 4 * MICROBATCHES * 4
+        assert changed == 0
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

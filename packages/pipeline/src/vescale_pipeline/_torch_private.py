@@ -26,12 +26,12 @@ _is_torch_function_enabled = torch._C._is_torch_function_enabled
 # `torch.utils.rename_privateuse1_backend`.
 _get_privateuse1_backend_name = torch._C._get_privateuse1_backend_name
 
-# Whether anybody else holds a tensor's memory, before it is used for the next receive. Instead: a public count.
+# Whether anybody else holds a tensor's memory, before it is used for the next receive or for a sum. Instead: a public
+# count.
 _storage_Use_Count = torch._C._storage_Use_Count
 
 # Gradients of a stage's parameters added, scaled and measured in one call each. Instead: public `torch.foreach`
 # functions.
-_foreach_add = torch._foreach_add
 _foreach_add_ = torch._foreach_add_
 _foreach_mul = torch._foreach_mul
 _foreach_norm = torch._foreach_norm

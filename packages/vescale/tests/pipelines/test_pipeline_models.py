@@ -319,3 +319,28 @@ def test_a_forward_that_reads_what_a_hook_left_is_told_so():
         assert kind == "PipelineError"
         assert "raised KeyError: 'first'; hooks of 1 modules, such as 'blocks.0'" in text
         assert "return the value from the module's forward" in text
+
+
+def generated():
+    """Words without a cache, under the pipeline and on one device; and what a call with one says."""
+    torch.manual_seed(0)
+    whole = qwen3().eval()
+    words = torch.randint(1, VOCABULARY, (4, 5), generator=torch.Generator().manual_seed(1))
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    wanted = whole.generate(words, use_cache=False, **settings)
+    plan = vescale.Plan(
+        mesh={"pp": 2}, parameters={"*": {}}, pipeline=vescale.Pipeline(cuts=("model.layers.1",), microbatches=2)
+    )
+    model, _ = vescale.parallelize(plan, whole, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    found = model.generate(words, use_cache=False, **settings)
+    try:
+        model.generate(words, **settings)
+    except RuntimeError as error:
+        return found.tolist(), wanted.tolist(), str(error)
+
+
+def test_words_are_generated_without_a_cache_and_one_with_it_is_told_so():
+    for found, wanted, text in run_ranks(2, generated, timeout=120):
+        assert found == wanted
+        assert "on a value of 'model.layers.0.self_attn' that an object has kept from an earlier call" in text
+        assert "use_cache=False" in text

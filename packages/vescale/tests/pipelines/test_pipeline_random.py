@@ -79,7 +79,27 @@ class Counts(Plain):
         return super().forward(x, scale)
 
 
-BLOCKS = [Plain, Plain, Drops, Normed, Routed, Two, Counts]
+class Placed(Plain):
+    """Adds a weight of a microbatch's shape, whose gradient autograd hands on in one memory with that of the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(ROWS, WIDTH) * 0.1)
+
+    def forward(self, x, scale=1.0):
+        return super().forward(x, scale) + self.place
+
+
+class Viewed(Plain):
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(ROWS * WIDTH) * 0.1)
+
+    def forward(self, x, scale=1.0):
+        return self.place.view(ROWS, WIDTH) + super().forward(x + self.place.view(ROWS, WIDTH), scale)
+
+
+BLOCKS = [Plain, Plain, Drops, Normed, Routed, Two, Counts, Placed, Viewed]
 
 
 class Program(nn.Module):

@@ -28,7 +28,15 @@ from ..format._values import decode, encode, tensors_in
 from ..manifest import Manifest, Stored
 from ._choice import Choice
 from ._load_plan import Target
-from ._state import PLAN_KEY, first_names, is_optimizer, named_parameters_of, optimizer_parts, parameter_names
+from ._state import (
+    PLAN_KEY,
+    another_kind,
+    first_names,
+    is_optimizer,
+    named_parameters_of,
+    optimizer_parts,
+    parameter_names,
+)
 
 _ABSENT = object()
 _detach = Tensor.detach  # DTensor's own asks whether it is to be dispatched
@@ -195,7 +203,8 @@ class Restore:
             for name, parameter in zip(names, group["params"]):
                 if name not in parts["state"] and (entries := self._entries(path, name, parameter, {}, index, values)):
                     parts["state"][name] = entries  # of an optimizer whose first step alone says what it keeps
-        for options, group in self._groups(path, [group["params"] for group in parts["param_groups"]], groups):
+        names = [group["params"] for group in parts["param_groups"]]
+        for options, group in self._groups(path, optimizer, names, groups):
             self._after.append(lambda group=parts["param_groups"][group], options=options: group.update(options))
         self._after.append(lambda: optimizer.load_sharded_state_dict(parts))
 
@@ -209,7 +218,7 @@ class Restore:
                 self._after.append(lambda p=parameter, entries=entries: optimizer.state[p].update(entries))
         by_id = {id(parameter): name for name, parameter in named}
         names = [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        for options, group in self._groups(path, names, groups):
+        for options, group in self._groups(path, optimizer, names, groups):
             self._after.append(lambda group=optimizer.param_groups[group], options=options: group.update(options))
 
     def _entries(
@@ -240,7 +249,7 @@ class Restore:
             return torch.empty_like(parameter.detach(), dtype=dtype)
         return torch.empty(tensor.shape, dtype=dtype)
 
-    def _groups(self, path: str, names: list[list[str]], saved: list) -> list[tuple[dict, int]]:
+    def _groups(self, path: str, optimizer: Any, names: list[list[str]], saved: list) -> list[tuple[dict, int]]:
         """For each of the optimizer's groups the saved options of the group that its parameters were in."""
         of = {
             self._choice.renamed(name): i
@@ -257,7 +266,11 @@ class Restore:
             elif sources:
                 options = saved[sources.pop()]["options"]
                 tensors = {name: self._fresh(name) for name in tensors_in(options)}
-                found.append((decode(options, tensors.__getitem__), i))
+                options = decode(options, tensors.__getitem__)
+                other = another_kind(options, optimizer, optimizer.param_groups[i])
+                if other is not None and not (self._choice.keeps_missing and self._choice.ignores_extra):
+                    self._faults.append(f"{path}: group {i} {other}; only='model.*' loads no optimizer")
+                found.append((options, i))
                 self.matched.append(f"{path}.groups.{i}")
             elif group:
                 self.missing.append(f"{path}.groups.{i}")
@@ -371,7 +384,7 @@ class Restore:
         operands = [f"missing in the checkpoint  {_near(name, self.extra)}" for name in missing[:_SHOWN]]
         operands += [f"not in the state  {_near(name, self.missing)}" for name in extra[:_SHOWN]]
         operands += self._faults[:_SHOWN]
-        counts = f"{len(missing)} missing, {len(extra)} extra, {len(self._faults)} of another shape or dtype"
+        counts = f"{len(missing)} missing, {len(extra)} extra, {len(self._faults)} of another shape, dtype or kind"
         remedies = []
         if missing and extra:
             renamed = f"rename={{{_short(extra[0])!r}: {_short(missing[0])!r}}}"

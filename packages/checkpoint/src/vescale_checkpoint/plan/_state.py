@@ -121,6 +121,19 @@ def is_optimizer(value: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer) or hasattr(value, "sharded_state_dict")
 
 
+_OF_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"))
+"""What torch's schedulers put among a group's options."""
+
+
+def another_kind(options: Mapping[str, Any], optimizer: Any, group: Mapping[str, Any]) -> str | None:
+    """In which options a saved group is that of another kind of optimizer, in words: each has some that the other
+    lacks. Only one of them has more after another release of torch, or with a scheduler."""
+    defaults = getattr(optimizer, "defaults", {}).keys()
+    theirs = sorted(options.keys() - group.keys() - defaults - _OF_SCHEDULERS)
+    mine = sorted(defaults - options.keys() - _OF_SCHEDULERS)
+    return f"has {', '.join(mine)}, saved with {', '.join(theirs)}" if theirs and mine else None
+
+
 def optimizer_parts(optimizer: Any, names: Mapping[int, str], *, materialize: bool) -> dict[str, Any]:
     """{"state": {parameter name: {key: value}}, "param_groups": [{"params": names, ...}]}, values not copied."""
     if hasattr(optimizer, "sharded_state_dict"):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .._errors import PipelineError
 from .._trace.memory import Memories
-from .._trace.placeholder import memory_of
 from .._transport.messages import PARTS
 from .._transport.p2p import Arrival, Header, header_of
 from ..recording import is_recording, note
@@ -125,12 +124,7 @@ class Interpreter:
         leaves, free = self._stages[stage].backward(microbatch, gradients, self._seed(stage, microbatch))
         self._hand_back(stage, microbatch, leaves)
         self._recycle(free)
-        if gradients:
-            if leaves:
-                # That of a value which only passes through is the buffer it arrived in, which is yet to be sent.
-                passing = {memory_of(gradient) for gradient in leaves if gradient is not None}
-                gradients = [one for one in gradients if one is not None and memory_of(one) not in passing]
-            self._recycle(gradients)
+        self._recycle(gradients)
 
     def _do_input(self, stage: int, microbatch: int, peer: int | None) -> None:
         gradients = self._take_gradients(stage, microbatch)
@@ -165,9 +159,10 @@ class Interpreter:
         arrival = self._posted.pop(key, None)
         if arrival is None:
             if key in self._made:
-                made = self._made.pop(key)
-                self._link.handed_over(kind, stage, *made)
-                return made
+                tensors, header = self._made.pop(key)
+                self._link.handed_over(kind, stage, tensors, header)
+                # Others, so that whoever keeps those that the neighbour made is seen by the owners of their memory.
+                return [None if tensor is None else tensor.detach() for tensor in tensors], header
             arrival = self._post_announced(*key, self._unannounced.pop(key))
         tensors = arrival.wait()
         sender = stage - 1 if kind == "F" else stage + 1

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_not
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from .._errors import PipelineError
 from .._torch_private import DisableTorchFunctionSubclass as local_only
-from .._torch_private import _foreach_add, _foreach_add_
+from .._torch_private import _foreach_add_, _storage_Use_Count
 from .._trace.event import Record
 from .._trace.memory import Memories
 from .._trace.placeholder import current
@@ -103,7 +104,6 @@ class Stage:
         self._weights = [self.parameters[name] for name in self.trained]
         self._apart: dict[int, list[Tensor]] = {i: [] for i, name in enumerate(self.trained) if name in apart}
         self._sums: Gradients = [None] * len(self.trained)
-        self._own: list[int] | None = None  # whose sums share their memory with nothing
 
     # --- forward --------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Stage:
         for output, gradient in zip(slot.outputs, gradients):
             if output is not None and gradient is not None and output.requires_grad:
                 roots.append(output)
-                seeds.append(gradient)
+                seeds.append(gradient.detach())  # whoever keeps it is seen by the owners of its memory
         if slot.loss is not None and slot.loss.requires_grad:
             roots.append(slot.loss)
             seeds.append(seed)
@@ -211,32 +211,42 @@ class Stage:
         return [None if leaf is None else next(following) for leaf in slot.leaves], rest
 
     def _add(self, gradients: Gradients) -> None:
-        """In place from the third on: the first may share its memory with another gradient. The second takes over one
-        weight after another, so that only one is there three times."""
+        """In place, in the memory of the first, or of a copy where anything else may hold that."""
         for i, kept in self._apart.items():
             if gradients[i] is not None:
                 kept.append(gradients[i].clone())
                 gradients[i] = None
-        sums, own = self._sums, self._own
-        if own is not None and len(own) == len(sums) and all(map(is_not, gradients, _NONES)):  # most microbatches
+        sums = self._sums
+        if sums and all(map(is_not, sums, _NONES)) and all(map(is_not, gradients, _NONES)):  # most microbatches
             _foreach_add_(sums, gradients)
             return
         there = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        if not there:
-            return
-        if there == own:
-            _foreach_add_([sums[i] for i in there], [gradients[i] for i in there])
-            return
         both = [i for i in there if sums[i] is not None]
-        for i in both:
-            (sums[i],) = _foreach_add([sums[i]], [gradients[i]])
-            gradients[i] = None
-        self._own = both if len(both) == len(there) else None
+        if both:
+            _foreach_add_([sums[i] for i in both], [gradients[i] for i in both])
         for i in there:
             if sums[i] is None:
-                sums[i] = gradients[i]
+                sums[i] = gradients[i] if _is_owned(gradients, i) else gradients[i].clone()
 
 
+def _is_owned(gradients: Gradients, i: int) -> bool:
+    """Whether nothing but this list holds the memory of one of its gradients, each element once.
+
+    Autograd hands on what needs no work: `x + weight` gives x, the weight and the next stage's gradient one memory, in
+    one object or in several.
+    """
+    with local_only():
+        if getrefcount(gradients[i]) > _REFERENCES or not gradients[i].is_contiguous():
+            return False
+        return _storage_Use_Count(gradients[i].untyped_storage()._cdata) <= 2  # the gradient, and the handle just made
+
+
+def _references(values: list[object]) -> int:
+    return getrefcount(values[0])
+
+
+_REFERENCES = _references([object()])
+"""To what a list alone holds, as `getrefcount` counts them."""
 _NONES = repeat(None)
 
 

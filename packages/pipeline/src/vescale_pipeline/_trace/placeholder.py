@@ -173,7 +173,18 @@ def used_outside(function: Callable, args: tuple) -> PipelineError:
                 ("vescale.whole_state_dict(model)", "on every rank: the values of all stages"),
             ],
         )
-    origin = next((a.origin for a in args if type(a) is Placeholder), "the model")
+    origin = next((a.origin for a in tensors_in(args) if type(a) is Placeholder), "the model")
+    if current.halves is not None:
+        return PipelineError(
+            "pipeline",
+            f"{name_of(function)} was called in a stage on a value of {origin!r} that an object has kept from an "
+            "earlier call: of a call nothing is left but what it returns",
+            (),
+            [
+                ("model.generate(..., use_cache=False)", "no cache of keys and values: a token computes all before it"),
+                ("generate_plan(model, pin={'pp': 1}, ...)", "without a pipeline they keep what they do on one device"),
+            ],
+        )
     return PipelineError(
         "pipeline",
         f"{name_of(function)} was called on an output of {origin!r} that is not the loss: under a pipeline the "
