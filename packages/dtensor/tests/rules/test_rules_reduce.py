@@ -90,6 +90,33 @@ def test_every_layout(functions, sizes):
     run_ranks(4, check, functions, shapes, sizes)
 
 
+COUNTS = {
+    "all": lambda x: torch.bincount((x.detach() * 3).int().abs()),
+    "at least": lambda x: (x.detach() * 3).long().abs().bincount(minlength=2),
+    "more": lambda x: torch.bincount((x.detach() * 3).to(torch.uint8), None, 300),
+    "of zeros": lambda x: torch.bincount((x.detach() * 0).int(), minlength=1),
+}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4,)])
+def test_counts_of_what_ranks_hold(sizes):
+    run_ranks(4, check, COUNTS, [(7,), (3,), (12,)], sizes)
+
+
+def test_what_cannot_be_counted_raises_as_on_one_device():
+    def body():
+        from vescale_dtensor import Shard, distribute_tensor
+
+        for values in (torch.tensor([2, 0, -1, 1]), torch.ones(4)):
+            with pytest.raises(RuntimeError) as alone:
+                torch.bincount(values)
+            with pytest.raises(RuntimeError) as sharded:
+                torch.bincount(distribute_tensor(values, mesh_of(2), [Shard(0)]))
+            assert str(alone.value).splitlines()[0] in str(sharded.value)
+
+    run_ranks(2, body)
+
+
 def test_three_dims_and_nested_shards():
     def body():
         from vescale_dtensor import InterleavedShard, Replicate, Shard

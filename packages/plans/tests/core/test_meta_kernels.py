@@ -56,6 +56,22 @@ def test_integers_are_counted_as_on_a_gpu():
     assert found.dtype == torch.int32
 
 
+BINCOUNT = torch.ops.aten.bincount.default
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.int64])
+def test_counts_of_at_least_so_many_have_the_kernels_shape(dtype):
+    """torch has no shape for them; a HuggingFace router's loss counts so the tokens of each expert."""
+    values = torch.tensor([0, 3, 3, 1, 7])
+    weights = None if dtype is None else torch.ones(5).to(dtype)
+    real = torch.bincount(values, weights, 12)
+    dry = STAND_INS[BINCOUNT](values.to("meta"), None if weights is None else weights.to("meta"), 12)
+    assert (dry.shape, dry.dtype, dry.is_meta) == (real.shape, real.dtype, True)
+    assert torch.equal(STAND_INS[BINCOUNT](values, weights, 12), real)
+    with pytest.raises(NotImplementedError, match="bincount"):
+        STAND_INS[BINCOUNT](values.to("meta"))
+
+
 CHOSEN = {
     "topk": (torch.ops.aten.topk.default, (2,), 1),
     "topk of rows": (torch.ops.aten.topk.default, (2, 0), 1),

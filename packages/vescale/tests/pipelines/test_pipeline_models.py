@@ -289,6 +289,43 @@ def test_losses_of_routers_reach_the_last_stage(kind, axes):
         assert errors and {n: e for n, e in errors.items() if not e <= 1e-5} == {}
 
 
+class Counted(nn.Module):
+    """Between its blocks it counts what a router of the first stage chose, as losses of routers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.blocks = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, y):
+        logits = self.router(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        chosen = logits.topk(2).indices.flatten()
+        share = torch.bincount(chosen, minlength=4).float() / chosen.numel()
+        share = share + chosen.bincount(None, 4) * 0.1
+        return F.mse_loss(x, y) + (share * logits.softmax(-1).mean(0)).sum()
+
+
+def counted():
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 8, 8)
+    alone, model = Counted(), Counted()
+    model.load_state_dict(alone.state_dict())
+    for part in zip(x.chunk(2), y.chunk(2)):
+        (alone(*part) / 2).backward()
+    pipeline = vescale.Pipeline(cuts=("blocks.2",), microbatches=2, loss="mean")
+    plan = vescale.Plan(mesh={"pp": 2}, parameters={"*": {}}, pipeline=pipeline)
+    model, _ = vescale.parallelize(plan, model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model(x, y).backward()
+    wanted = dict(alone.named_parameters())
+    return {n: torch.equal(p.grad.full_tensor(), wanted[n].grad) for n, p in model.named_parameters()}
+
+
+def test_counts_of_at_least_so_many_cross_cuts():
+    first, second = run_ranks(2, counted, timeout=60)
+    assert all((first | second).values()) and len(first | second) == 10
+
+
 class Collected(nn.Module):
     """What a hook keeps of a block is read after them all, as libraries collect hidden states."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 _KINDS = frozenset(("cpu", "cuda", "xpu"))
 _LIKE = frozenset((Tensor.to, Tensor.type_as))
 """Methods that take the device of a tensor that they are given."""
+_COUNTS = frozenset((torch.bincount, Tensor.bincount))
 
 
 def on_meta(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
@@ -17,8 +19,18 @@ def on_meta(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]
     moved = _moved_to(function)
     if moved is not None:
         return Tensor.to, (args[0], "meta"), {}
+    if function in _COUNTS:
+        return partial(_counts, function), args, kwargs
     args = tuple("meta" if _names(function, value) else value for value in args)
     return function, args, {name: "meta" if _is_given(name, value) else value for name, value in kwargs.items()}
+
+
+def _counts(function: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """torch has no shape for counts: the largest value decides. Where code says how many it wants at least, values
+    (experts, labels) are taken to be below that; a stage that finds one that is not raises for another form."""
+    if weights is not None or not minlength:
+        return function(input, weights, minlength)
+    return input.new_empty(minlength, dtype=torch.int64)
 
 
 def home_of(function: Any, args: tuple, kwargs: dict) -> torch.device | None:

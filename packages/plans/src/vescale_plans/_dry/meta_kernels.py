@@ -3,6 +3,8 @@
 grouped products   torch's own shape function takes bfloat16 alone, whatever the kernels take
 what is received   integers are real, and nobody sends any: they are 0, a place that every table has
 histograms         code that asks a tensor for its device finds "meta", and casts as for a GPU: a CPU counts no int32
+counts             how many there are depends on the largest value, and torch gives no shape: where code says how many
+                   it wants at least, values (experts, labels) are taken to be below that
 
 And what stands for a choice by values (`CHOICES`): indices that are real, each as often as any, so that code that goes
 on by them (experts that are called one by one, each with its rows) runs, with an even load.
@@ -40,6 +42,14 @@ def _histc(values: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tenso
     if values.is_meta or values.is_floating_point():
         return aten.histc.default(values, bins, min, max)
     return aten.histc.default(values.double(), bins, min, max).to(values.dtype)
+
+
+def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    if not values.is_meta or not minlength:
+        return aten.bincount.default(values, weights, minlength)
+    if weights is None:
+        return values.new_empty(minlength, dtype=torch.int64)
+    return values.new_empty(minlength, dtype=torch.float32 if weights.dtype is torch.float32 else torch.float64)
 
 
 def _grouped_flops(left: Any, right: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -91,7 +101,7 @@ def received(function: Callable) -> Callable:
 
 
 CHOICES: dict[Any, Callable] = {aten.topk.default: _topk, aten.argmax.default: _argmax, aten.max.dim: _max}
-STAND_INS: dict[Any, Callable] = {aten.histc.default: _histc}
+STAND_INS: dict[Any, Callable] = {aten.histc.default: _histc, aten.bincount.default: _bincount}
 c10d = torch.ops.c10d
 for _collective in (c10d.alltoall_base_, c10d.alltoall_, c10d.recv_):
     STAND_INS[_collective.default] = received(_collective.default)

@@ -1,4 +1,4 @@
-"""Sums and what is made of sums: sum, mean, count_nonzero, histc, var; and prod, any, all.
+"""Sums and what is made of sums: sum, mean, count_nonzero, histc, bincount, var; and prod, any, all.
 
     kept dim sharded       stays sharded, no communication
     reduced dim sharded    sums: P, no communication; the rest: a gather of one value per rank and output element
@@ -54,6 +54,27 @@ def histogram(call: Call):
         return None
     dims = tuple(("d", dim) for dim in range(call.operands[0].ndim))
     return Signature([dims], [("bin",)], summed=set(dims), shapes=[(bins,)])
+
+
+@rule(torch.bincount, Tensor.bincount)
+def bincount(call: Call):
+    """Each rank counts what it holds; how many counts there are is for the largest value of all ranks to say."""
+    (x, *weights) = call.operands
+    if weights or x.ndim != 1 or not x.shape[0] or not splits(x.layout, (0,)):
+        return None
+    return decomposed(_counts)
+
+
+def _counts(input: Tensor, weights: None = None, minlength: int = 0) -> Tensor:
+    x, count = reduced(input, torch.bincount), minlength
+    if x.dtype.is_floating_point:
+        return torch.bincount(torch.empty(0, dtype=x.dtype))  # raises, as on one device
+    if not x.is_meta or not count:  # in a dry run there are no values, and as many counts as are asked for
+        low, high = map(int, torch.aminmax(x))
+        if low < 0:
+            return torch.bincount(torch.tensor([low]))  # raises, as on one device
+        count = max(minlength, high + 1)
+    return torch.histc(x.double(), count, -0.5, count - 0.5).long()
 
 
 @rule(torch.mean, Tensor.mean, traits=Trait.LINEAR)
