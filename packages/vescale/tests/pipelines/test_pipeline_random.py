@@ -376,6 +376,11 @@ def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
+def same(a, b):
+    """To the bit, and where a program has diverged both are no number."""
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
 def outcome(seed):
     """What is different from one device on this rank; or the refusal."""
     try:
@@ -388,11 +393,11 @@ def outcome(seed):
         )
         return kind, f"{type(error).__name__}: {error}", []
     wanted_losses, wanted_gradients, wanted, wanted_state = on_one_device(seed)
-    different = [f"loss {i}" for i, (a, b) in enumerate(zip(losses, wanted_losses)) if not torch.equal(a, b)]
+    different = [f"loss {i}" for i, (a, b) in enumerate(zip(losses, wanted_losses)) if not same(a, b)]
     for step, (found, all_of_them) in enumerate(zip(gradients, wanted_gradients)):
-        strange = [n for n, g in found.items() if n not in all_of_them or not torch.equal(g, all_of_them[n])]
+        strange = [n for n, g in found.items() if n not in all_of_them or not same(g, all_of_them[n])]
         different += [f"gradient {n} {step}" for n in strange]
-    different += [n for n, value in held.items() if not torch.equal(value, wanted[n])]
+    different += [n for n, value in held.items() if not same(value, wanted[n])]
     if not torch.equal(state, wanted_state):
         different.append("generator")
     return "ran", sorted(held), different
