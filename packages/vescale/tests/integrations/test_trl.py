@@ -1,6 +1,7 @@
 """TRL's own trainers under a plan, unmodified, against the same script on one device."""
 
 import contextlib
+import inspect
 import os
 
 import pytest
@@ -93,6 +94,8 @@ def made(kind, folder, options):
     import trl
 
     args = {"output_dir": folder, **COMMON, **options}
+    if "activation_checkpointing" not in inspect.signature(trl.SFTConfig).parameters:  # transformers called it so later
+        args["gradient_checkpointing"] = args.pop("activation_checkpointing")
     lora = {}
     if args.pop("lora", False):
         from peft import LoraConfig

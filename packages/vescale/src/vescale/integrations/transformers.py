@@ -52,6 +52,8 @@ class Planned:
     """What `parallelize` adds to a Trainer. A mixin: the trainer's own class follows in the order of resolution."""
 
     plan: Plan
+    _whole: dict[str, torch.Tensor] | None = None
+    """Of the model that is being saved."""
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """As the Trainer's own, of which the model is sharded."""
@@ -67,11 +69,20 @@ class Planned:
         if not hasattr(model, "_vescale"):
             super()._move_model_to_device(model, device)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's own, of whole tensors, which all ranks make and the first one writes."""
-        state = whole_state_dict(self.model) if state_dict is None else state_dict
-        super()._save(output_dir, state_dict=state)
+        self._whole = whole_state_dict(self.model)  # here: of `_save` some releases make a call on the first rank alone
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
         accelerate.barrier()  # who reads it finds it whole
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if state_dict is None and self._whole is not None:
+            return super()._save(output_dir, state_dict=self._whole)
+        super()._save(output_dir, state_dict=whole_state_dict(self.model) if state_dict is None else state_dict)
+        accelerate.barrier()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """The optimizer by `vescale.save`: every rank writes its shards."""
