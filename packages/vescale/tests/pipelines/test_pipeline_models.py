@@ -295,15 +295,16 @@ class Counted(nn.Module):
     def __init__(self):
         super().__init__()
         self.router, self.blocks = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.most = 4
 
     def forward(self, x, y):
         logits = self.router(x)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         chosen = logits.topk(2).indices.flatten()
-        share = torch.bincount(chosen, minlength=4).float() / chosen.numel()
-        share = share + chosen.bincount(None, 4) * 0.1
-        return F.mse_loss(x, y) + (share * logits.softmax(-1).mean(0)).sum()
+        share = torch.bincount(chosen, minlength=self.most).float() / chosen.numel()
+        share = share + chosen.bincount(None, self.most) * 0.1
+        return F.mse_loss(x, y) + (share * logits.softmax(-1).mean(0)[: share.shape[0]]).sum()
 
 
 def counted():
@@ -318,12 +319,20 @@ def counted():
     model, _ = vescale.parallelize(plan, model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     model(x, y).backward()
     wanted = dict(alone.named_parameters())
-    return {n: torch.equal(p.grad.full_tensor(), wanted[n].grad) for n, p in model.named_parameters()}
+    same = {n: torch.equal(p.grad.full_tensor(), wanted[n].grad) for n, p in model.named_parameters()}
+    model.most = 1
+    try:
+        model(x[:4], y[:4])
+    except RuntimeError as error:
+        return same, str(error)
 
 
 def test_counts_of_at_least_so_many_cross_cuts():
-    first, second = run_ranks(2, counted, timeout=60)
+    """And where a value is not below that, a shape that all stages have read would be another."""
+    (first, told), (second, other) = run_ranks(2, counted, timeout=60)
     assert all((first | second).values()) and len(first | second) == 10
+    for text in (told, other):
+        assert "and minlength=1 promises values below 1" in text
 
 
 class Collected(nn.Module):

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from .._errors import PipelineError
 from .._trace.captures import tell, untold
 from .._trace.containers import copied, map_tensors, tensors_in
+from .._trace.devices import COUNTS, more_counts
 from .._trace.event import Event, Record
 from .._trace.foreign import REENTRANT
 from .._trace.memory import Slot
@@ -210,6 +211,8 @@ class Run:
             out = self._computed(event, function, args, kwargs)
         finally:
             current.reader = self
+        if function in COUNTS and out.shape != event.template.shape:
+            raise more_counts(len(out), len(event.template))
         if event.writes:
             self._take_writes(event)
         if filled is not None:

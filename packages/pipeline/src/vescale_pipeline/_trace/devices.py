@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import PipelineError
+
 _KINDS = frozenset(("cpu", "cuda", "xpu"))
 _LIKE = frozenset((Tensor.to, Tensor.type_as))
 """Methods that take the device of a tensor that they are given."""
-_COUNTS = frozenset((torch.bincount, Tensor.bincount))
+COUNTS = frozenset((torch.bincount, Tensor.bincount))
+"""Functions whose result has as many elements as the values say, of which a dry run knows the least."""
 
 
 def on_meta(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
@@ -19,7 +22,7 @@ def on_meta(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]
     moved = _moved_to(function)
     if moved is not None:
         return Tensor.to, (args[0], "meta"), {}
-    if function in _COUNTS:
+    if function in COUNTS:
         return partial(_counts, function), args, kwargs
     args = tuple("meta" if _names(function, value) else value for value in args)
     return function, args, {name: "meta" if _is_given(name, value) else value for name, value in kwargs.items()}
@@ -27,10 +30,21 @@ def on_meta(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]
 
 def _counts(function: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """torch has no shape for counts: the largest value decides. Where code says how many it wants at least, values
-    (experts, labels) are taken to be below that; a stage that finds one that is not raises for another form."""
+    (experts, labels) are taken to be below that; a stage that finds one that is not raises."""
     if weights is not None or not minlength:
         return function(input, weights, minlength)
     return input.new_empty(minlength, dtype=torch.int64)
+
+
+def more_counts(found: int, expected: int) -> PipelineError:
+    """The error of a stage that counts a value which is not below `minlength`."""
+    return PipelineError(
+        "pipeline",
+        f"bincount met the value {found - 1}, and minlength={expected} promises values below {expected}: between "
+        "modules a forward's shapes are known before its values",
+        (),
+        [("torch.bincount(values, minlength=n)", "n above every value")],
+    )
 
 
 def home_of(function: Any, args: tuple, kwargs: dict) -> torch.device | None:
