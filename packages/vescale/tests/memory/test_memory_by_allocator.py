@@ -122,7 +122,7 @@ def test_every_stage_of_a_pipeline(name):
     assert found.peak == max(one.peak for one in found.stages)
 
 
-MESSAGES = 1 << 14  # gradients of activations, more than a stage receives of a microbatch
+MESSAGES = 22 << 10  # gradients of activations; half the gradient of the largest weight
 HELD_TWICE = {
     "1f1b": replace(library.llama({"pp": 2}), pipeline=TWO),
     "1f1b, 2 microbatches": replace(library.llama({"pp": 2}), pipeline=replace(TWO, microbatches=2)),
@@ -134,14 +134,15 @@ HELD_TWICE = {
 
 
 @pytest.mark.parametrize("name", list(HELD_TWICE))
-def test_a_stage_holds_gradients_twice_and_one_a_third_time(name):
+def test_a_stage_holds_gradients_twice(name):
     """The sums of those before, and a microbatch's; of what ranks reduce nothing before the call is through."""
     short = {key: one[:, :4] for key, one in batch().items()}  # so that parameters count, and not activations
     stages = dry_run(HELD_TWICE[name], llama(), short, torch.optim.AdamW, backend="gloo").stages
     first = ("model.embed_tokens.", *(f"model.layers.{at}." for at in range(3)))
     for at, stage in enumerate(stages):
         owned = [one.nbytes for key, one in llama().named_parameters() if key.startswith(first) == (at == 0)]
-        assert 2 * sum(owned) < stage.memory["gradients"] <= 2 * sum(owned) + max(owned) + MESSAGES
+        # The most in all may be there before the last weight's gradient is.
+        assert 2 * sum(owned) - max(owned) <= stage.memory["gradients"] <= 2 * sum(owned) + MESSAGES
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
