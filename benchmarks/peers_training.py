@@ -70,7 +70,11 @@ def of_plan(sizes: Sizes, mode: str, **plan) -> Step:
 def trained_whole(sizes: Sizes, mode: str, plan) -> Step:
     import vescale
 
-    model, optimizer = vescale.parallelize(plan, sizes.build(), adamw, mode=mode)
+    return whole_step(*vescale.parallelize(plan, sizes.build(), adamw, mode=mode))
+
+
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """As on one device."""
 
     def step(tokens: Tensor) -> float:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -148,17 +152,8 @@ def one_ranks_part(sizes: Sizes) -> Step:
         num_hidden_layers=sizes.layers, num_attention_heads=8 // RANKS, num_key_value_heads=4 // RANKS,
         head_dim=sizes.hidden // 8, max_position_embeddings=sizes.positions,
     )  # fmt: skip
-    optimizer = adamw(model.parameters())
-
-    def step(tokens: Tensor) -> float:
-        own = tokens % words
-        loss = model(input_ids=own, labels=own).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
+    step = whole_step(model, adamw(model.parameters()))
+    return lambda tokens: step(tokens % words)
 
 
 def floors(case: str, sizes: Sizes) -> dict[str, Callable[[], Step]]:

@@ -261,3 +261,27 @@ def no_optimizer(folder):
 def test_a_checkpoint_without_the_optimizer_is_refused(tmp_path):
     first, second = run_ranks(2, no_optimizer, str(tmp_path), timeout=120)
     assert first == second and "no optimizer state that veScale wrote" in first
+
+
+def saved_by_the_first(folder):
+    """A release of transformers that calls `_save` on the first rank alone."""
+    import transformers
+    from safetensors.torch import load_file
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        if torch.distributed.get_rank() == 0:
+            self._save(output_dir or self.args.output_dir)
+
+    kept, transformers.Trainer.save_model = transformers.Trainer.save_model, save_model
+    try:
+        with torchrun():
+            parameters = script(folder, "dp2 zero 3", max_steps=1, save_strategy="steps", save_steps=1)[1]
+    finally:
+        transformers.Trainer.save_model = kept
+    saved = load_file(f"{folder}/checkpoint-1/model.safetensors")
+    return {name: torch.equal(saved[name], value) for name, value in parameters.items()}
+
+
+def test_saves_where_the_first_rank_alone_is_told_to(tmp_path):
+    for same in run_ranks(2, saved_by_the_first, str(tmp_path), timeout=120):
+        assert same and all(same.values())

@@ -290,9 +290,18 @@ class Reads(torch.nn.Linear):
         return out if out.sum().item() > 0 else out + 1
 
 
-def test_a_value_that_is_read_is_an_error_of_the_plan():
+class Counts(torch.nn.Linear):
+    """As many as the largest value says."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out * torch.bincount(out.detach().round().long().abs().flatten()).max()
+
+
+@pytest.mark.parametrize("kind", [Reads, Counts])
+def test_a_value_that_is_read_is_an_error_of_the_plan(kind):
     with pytest.raises(PlanError, match="reads a value, and a dry run has none"):
-        dry_run(Plan({"dp": 2}, {"*": {}}), Reads(4, 4), torch.zeros(4, 4), step=sums)
+        dry_run(Plan({"dp": 2}, {"*": {}}), kind(4, 4), torch.zeros(4, 4), step=sums)
 
 
 @pytest.mark.parametrize(("zero", "virtual"), [(0, 1), (3, 1), (3, 2)])

@@ -31,10 +31,10 @@ from torch.utils.checkpoint import checkpoint
 from .._errors import PipelineError
 from .._trace.captures import tell, untold
 from .._trace.containers import copied, map_tensors, tensors_in
-from .._trace.devices import COUNTS, more_counts
 from .._trace.event import Event, Record
 from .._trace.foreign import REENTRANT
 from .._trace.memory import Slot
+from .._trace.meta_calls import COUNTS, more_counts
 from .._trace.placeholder import (
     FACTORIES,
     Placeholder,

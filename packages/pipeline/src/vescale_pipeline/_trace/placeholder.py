@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from .._errors import PipelineError
 from .._torch_private import DisableTorchFunctionSubclass, _swap_tensor_impl
 from .containers import map_tensors, tensors_in
-from .devices import placed
+from .meta_calls import placed
 
 local_only = DisableTorchFunctionSubclass
 

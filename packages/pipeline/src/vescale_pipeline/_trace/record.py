@@ -19,10 +19,10 @@ from .._errors import PipelineError
 from .._runtime.random_order import device_of
 from .captures import captures, is_capture, tell
 from .containers import copied, map_tensors, tensors_in
-from .devices import home_of, on_meta
 from .event import Event
 from .foreign import who_calls
 from .memory import Kept, Slot
+from .meta_calls import home_of, on_meta
 from .placeholder import (
     FACTORIES,
     Placeholder,

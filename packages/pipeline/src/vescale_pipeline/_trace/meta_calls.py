@@ -1,4 +1,8 @@
-"""The devices that a call names: in a dry run all of them are meta, and what comes is at home where the call says."""
+"""A call as a dry run makes it, on meta tensors.
+
+devices   those that it names are meta, and what comes is at home where the call says
+counts    as many as the call asks for at least: torch has no shape for them
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ COUNTS = frozenset((torch.bincount, Tensor.bincount))
 
 
 def on_meta(function: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
-    """The call with meta in place of the devices that it names."""
+    """The call on meta tensors."""
     moved = _moved_to(function)
     if moved is not None:
         return Tensor.to, (args[0], "meta"), {}
