@@ -29,7 +29,8 @@ from .hardware import Hardware
 from .profiles import hardware_of
 
 Pace = Callable[[int], float]
-"""How many times as long all ranks take while so many of them compute; those that share cores slow each other down."""
+"""How many times as long a stage takes, for its collectives too, while so many of them are at work; ranks that share
+cores slow each other down."""
 Simulator = Callable[[Pipeline, int, Sequence[float], Sequence[float], float, Pace], float]
 """(pipeline, ranks, forward seconds per stage, backward seconds per stage, seconds of a transfer, pace) -> seconds from
 the first action to the last. `vescale` brings the one of vescale_pipeline."""
@@ -111,7 +112,7 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
             forward[stage_of(module)] += seconds
         else:
             after[phase] = after.get(phase, 0.0) + seconds
-    whole, computed = sum(forward), sum(forward) + after["backward"]
+    whole = sum(forward)
     work = [sum(forward[rank::ranks]) / whole for rank in range(ranks)]
     backward = [after["backward"] * one / whole for one in forward]
     per_step = 0.0
@@ -121,22 +122,20 @@ def _in_stages(plan, model, batch, hardware, optimizer_fn, loss_fn, step, simula
         at = stage_of(event.cause.module)
         if event.cause.function in BESIDE:
             per_step += seconds * (1 - hardware.hidden) / ranks
-        elif event.cause.direction == "forward":
-            forward[at] += seconds
-        else:
-            backward[at] += seconds
+        else:  # which was measured with all ranks at work
+            passing = forward if event.cause.direction == "forward" else backward
+            passing[at] += seconds / crowded
     summed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / stage_of.count
     summed /= prod(size for name, size in others.items() if name not in plan.data_axes)
     adding = hardware.operator_seconds("aten.add_", 2 * summed)
-    backward, computed = [seconds + adding for seconds in backward], computed + adding * len(backward)
+    backward = [seconds + adding for seconds in backward]
     transfer = hardware.collective_seconds("send", 2, max(crossing, default=0), prod(others.values()))
     transfer += hardware.wait_seconds((sum(forward) + sum(backward)) / ranks / 2)
     busy = sum(forward) + sum(backward)
     cores = hardware.at_once / prod(others.values()) if hardware.at_once else inf
 
     def pace(working: int) -> float:
-        """Of what they compute; collectives were measured with all ranks at work."""
-        return 1.0 + computed / busy * (max(1.0, working / cores) - 1.0)
+        return max(1.0, working / cores)
 
     passes = simulator(pipeline, ranks, forward, backward, transfer, pace)
     optimizer = after["optimizer"] / ranks * crowded
