@@ -103,7 +103,7 @@ def find_experts(plan: PlanFields, model: nn.Module) -> Experts:
             "weights [experts, ...] and a forward of tokens, indices and weights, and no ModuleList of equal modules "
             "next to a router of the same size",
             (),
-            [("expert_axis=None", "for a dense model")],
+            _without_an_axis(model),
         )
     if listed and plan.capacity_factor is not None:
         raise PlanError(
@@ -114,6 +114,21 @@ def find_experts(plan: PlanFields, model: nn.Module) -> Experts:
             [("capacity_factor=None", "nothing is dropped"), ("experts as stacked weights [experts, ...]", "")],
         )
     return Experts(stacked, listed, plan.expert_axis)
+
+
+def _without_an_axis(model: nn.Module) -> list[tuple[str, str]]:
+    """What trains a model whose experts, if it has any, are of no form that an expert axis knows."""
+    stacks = {name.rpartition(".")[0] for name, one in model.named_parameters() if one.ndim == 3}
+    folders = sorted({f"*.{name.rpartition('.')[2]}.*" for name in stacks if name})
+    spread = ", ".join(f"{pattern!r}: {{'tp': Shard(0)}}" for pattern in folders)
+    return [
+        ("expert_axis=None", "all experts on every rank; with zero=3 each holds its share of every weight"),
+        *(
+            [(f"parameters={{{spread}, ...}}", "whole experts on each rank of a mesh axis of their own")]
+            if spread
+            else []
+        ),
+    ]
 
 
 def _is_huggingfaces(module: nn.Module) -> bool:
