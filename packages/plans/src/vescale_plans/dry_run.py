@@ -26,6 +26,7 @@ from vescale_rng import is_deferred
 
 from ._apply.apply import OptimizerFn, Stages, parallelize
 from ._apply.containers import map_tensors
+from ._apply.generators import generators_kept
 from ._apply.join import forget_meshes
 from ._dry.meta_attention import fused_attention
 from ._dry.meter import HOST
@@ -103,6 +104,7 @@ class DryRun:
         return [f"peaks of the pipeline's ranks: {peaks}"] if peaks else []
 
 
+@generators_kept()
 def dry_run(
     plan: Plan,
     model: nn.Module,
@@ -269,11 +271,15 @@ def _world(size: int, rank: int) -> Iterator[None]:
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """A copy of the model whose tensors are meta; nothing of the size of the model is allocated on the way."""
+    """A copy of the model whose tensors are meta; of the model's values buffers of integers alone are copied, which a
+    forward may write to (steps that are counted)."""
     known: dict[int, Any] = {}
     for tensor in _state(model):
         blank = _blank(tensor)
-        known[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+        if isinstance(tensor, nn.Parameter):
+            known[id(tensor)] = nn.Parameter(blank, tensor.requires_grad)
+        elif blank is not tensor:
+            known[id(tensor)] = blank
     return copy.deepcopy(model, known)
 
 

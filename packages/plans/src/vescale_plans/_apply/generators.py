@@ -1,13 +1,15 @@
-"""Generators: the states of torch's own, of the host and of this rank's device, that a forward may draw from; and seeds
-for all that a sample of a data set may draw from."""
+"""Generators: the states of torch's own, of the host and of this rank's device, that a forward may draw from; seeds for
+all that a sample of a data set may draw from; and all of them kept while a model is run that nobody asked to run."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ def _device_module() -> ModuleType | None:
     if not torch.accelerator.is_available():
         return None
     module = torch.get_device_module(torch.accelerator.current_accelerator())
-    return module if module.is_initialized() else None
+    begins = getattr(module, "is_initialized", None)  # Apple's has no beginning
+    return module if begins is None or begins() else None
 
 
 def same_states(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -45,17 +48,59 @@ def seeded_for(seed: int, place: int) -> Iterator[None]:
     """Within the block torch's CPU generator, Python's `random` and numpy's, where it is loaded, are those of one place
     of a stream; after it they are as they were."""
     seed = seed * 1_000_003 + place
-    numpy = sys.modules.get("numpy")  # whoever draws from it has imported it
-    kept, kept_random = torch.get_rng_state(), random.getstate()
-    kept_numpy = numpy.random.get_state() if numpy else None
-    try:
+    with _kept_on_host():
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
-        if numpy:
+        if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed % 2**32)
+        yield
+
+
+@contextmanager
+def _kept_on_host() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")  # whoever draws from it has imported it
+    kept, kept_random = torch.get_rng_state(), random.getstate()
+    kept_numpy = numpy.random.get_state(legacy=False) if numpy else None
+    try:
         yield
     finally:
         torch.set_rng_state(kept)
         random.setstate(kept_random)
         if numpy:
             numpy.random.set_state(kept_numpy)
+
+
+_HANDED: ContextVar[dict[int, tuple[torch.Generator, Tensor]] | None] = ContextVar("handed", default=None)
+"""Of the `generators_kept` that is entered: generators of the program's own that operators were handed, and where each
+was before."""
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """What the block draws nobody misses: afterwards, also where it raises, torch's generators of the host and of this
+    rank's device, Python's and numpy's are as they were before. So are others of torch's, if the block's modes tell
+    what they hand on (`note_generator`). As a decorator it is for functions that run a user's model for their own
+    purposes: what a program draws must not depend on whether it asked for a plan.
+    """
+    device, handed = random_states()[1:], {}
+    outer = _HANDED.set(handed)
+    with _kept_on_host():
+        try:
+            yield
+        finally:
+            _HANDED.reset(outer)
+            for generator, state in handed.values():  # torch's own come last, which may be among them
+                generator.set_state(state)
+            module = _device_module()
+            if module is not None and device:
+                module.set_rng_state(device[0])
+            elif module is not None:  # it has begun in the block: what was seeded before is a seed alone
+                module.manual_seed_all(module.initial_seed())
+
+
+def note_generator(kwargs: Mapping[str, Any]) -> None:
+    """Of an operator that is about to run: where the generator is that it is handed."""
+    if "generator" in kwargs and (handed := _HANDED.get()) is not None:
+        generator = kwargs["generator"]
+        if isinstance(generator, torch.Generator):
+            handed.setdefault(id(generator), (generator, generator.get_state()))

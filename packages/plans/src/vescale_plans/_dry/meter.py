@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from vescale_dtensor.engine import under_mode, watched
 
+from .._apply.generators import note_generator
 from .._torch_private import DisableTorchFunctionSubclass, TorchDispatchMode, tree_iter, tree_map_only
 from .higher_order import check_plain
 from .meta_kernels import CHOICES, FLOPS, STAND_INS
@@ -66,6 +67,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         check_plain("dry_run", function)
         kwargs = kwargs or {}
+        note_generator(kwargs)
         value = under_mode(self, function, types, args, kwargs)
         if value is not NotImplemented:
             return value

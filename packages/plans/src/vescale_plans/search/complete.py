@@ -11,6 +11,7 @@ from torch import nn
 from vescale_dtensor import InterleavedShard, Placement, Replicate, Shard
 from vescale_dtensor.engine import cut_ranges, unstopped
 
+from .._apply.generators import generators_kept
 from .._plan.fields import PlanFields
 from .._plan.match import first_match
 from .._plan.parts import Boundary
@@ -23,6 +24,7 @@ _Plan = TypeVar("_Plan", bound=PlanFields)
 Cut = Shard | InterleavedShard
 
 
+@generators_kept()
 def completed(plan: _Plan, model: nn.Module, sample: Any) -> _Plan:
     """See `Plan.complete`."""
     with unstopped("Plan.complete runs the model on tensors without values"):

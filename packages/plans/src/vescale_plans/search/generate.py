@@ -18,6 +18,7 @@ from vescale_dtensor import Replicate
 from vescale_dtensor.engine import unstopped
 
 from .._apply.containers import map_tensors
+from .._apply.generators import generators_kept
 from .._plan.match import first_match
 from .._torch_private import tree_iter
 from ..plan import Pipeline, Placements, Plan, PlanError, Precision
@@ -82,6 +83,7 @@ Runner = Callable[..., Any]
 """`dry_run`, of plans with a pipeline too: that of `vescale`."""
 
 
+@generators_kept()
 def generate_plan(
     model: nn.Module, constraints: Mapping[str, Any] | None = None, *, runner: Runner | None = None, **asked: Any
 ) -> Plan:
@@ -115,7 +117,8 @@ def generate_plan(
         runner: runs `verify` for pipelines; `vescale.generate_plan` supplies it. Without it, pipelines are judged by
             formula.
 
-    Deterministic; it needs no process group, GPU or weights. `explain()` of the plan gives the reasons.
+    Deterministic; it needs no process group, GPU or weights. Torch's, Python's and numpy's random generators are
+    afterwards as before. `explain()` of the plan gives the reasons.
 
     Raises InfeasibleError if nothing fits; PlanError for an invalid request, or overrides that do not fit.
     """

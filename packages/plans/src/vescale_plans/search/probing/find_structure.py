@@ -11,6 +11,7 @@ from torch import nn
 
 from ..._apply.balance import MIXERS
 from ..._apply.containers import tensors_in
+from ..._apply.generators import generators_kept
 from ..._experts.structure import stacked_experts
 from ..._plan.parts import PlanError
 from ..progress import Bar
@@ -45,6 +46,7 @@ def _probed(model: nn.Module, sample: Sample, bar: Bar) -> tuple[Sample, Finding
     ) from failed
 
 
+@generators_kept()
 def structure_of(
     model: nn.Module, sample: Sample, bar: Bar | None = None, *, computed: torch.dtype | None = None
 ) -> Structure:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._apply.generators import note_generator
 from ..._dry.higher_order import check_plain
 from ..._torch_private import TorchDispatchMode
 from .calls import Call, Key, Reached, Test
@@ -113,6 +114,7 @@ class Probe(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         check_plain("generate_plan", function)
         kwargs = dict(kwargs or {})
+        note_generator(kwargs)
         tensors = _tensors(args, kwargs)
         metas = [one for one in tensors if one.is_meta]
         if not metas:
