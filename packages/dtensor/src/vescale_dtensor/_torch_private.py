@@ -51,6 +51,9 @@ _make_wrapper_subclass = Tensor._make_wrapper_subclass
 # Which backward runs on this thread, -1 outside of one. Instead: a public question of `torch.autograd.graph`.
 _current_graph_task_id = torch._C._current_graph_task_id
 
+# The node that a backward is at. Instead: the node, given to its hooks.
+_current_autograd_node = torch._C._current_autograd_node
+
 # The number of the next node of the graph: what was computed before, and what since. Instead: a public question of
 # `torch.autograd.graph`, which nodes answer with `_sequence_nr`.
 _get_sequence_nr = torch._C._autograd._get_sequence_nr

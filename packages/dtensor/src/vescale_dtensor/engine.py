@@ -108,12 +108,13 @@ from ._static.unwrap import convert_unwrapped as convert_unwrapped
 from ._static.unwrap import route_between as route_between
 from ._static.unwrap import unwrap as unwrap
 from ._static.unwrap import wrap as wrap
-from ._tensor.gradient import after_backward as after_backward
-from ._tensor.gradient import backwards as backwards
+from ._tensor.backward import after_backward as after_backward
+from ._tensor.backward import backwards as backwards
+from ._tensor.backward import before_backward as before_backward
+from ._tensor.backward import in_backward as in_backward
+from ._tensor.backward import keeps_graph as keeps_graph
 from ._tensor.gradient import held_gradient as held_gradient
 from ._tensor.gradient import held_gradients as held_gradients
-from ._tensor.gradient import in_backward as in_backward
-from ._tensor.gradient import keeps_graph as keeps_graph
 from ._tensor.gradient import reduced_grad_layout as reduced_grad_layout
 from ._tensor.loans import Held as Held
 from ._tensor.loans import Lender as Lender

@@ -17,7 +17,7 @@ PER_RANK = {
         *("told_of", "watch"),
     ),
     "_communication.flight_recorder": ("note", "ring", "transfers"),
-    "_tensor.gradient": ("_after_backward", "_backwards", "_depth", "_keeps"),
+    "_tensor.backward": ("_after_backward", "_backwards", "_before_backward", "_depth", "_keeps"),
     "_context.mixing": ("_running",),
     "_context.work": ("_listening",),
     "_conversions.memo": ("_scopes",),

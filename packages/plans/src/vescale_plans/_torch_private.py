@@ -45,8 +45,20 @@ _swap_tensor_impl = torch._C._swap_tensor_impl
 # Whether somebody packs what backward needs. Instead: a public question of `torch.autograd.graph`.
 _top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
+
+def is_checkpoint_selective() -> bool:
+    """Whether a checkpoint notes, or takes up, the results of single functions, which it tells apart by their number.
+    Instead: a public question of `torch.utils.checkpoint`."""
+    modes = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+    return any(isinstance(mode, modes) for mode in _python_dispatch._get_current_dispatch_mode_stack())
+
+
 # Which backward runs on this thread, -1 outside of one. Instead: a public question of `torch.autograd.graph`.
 _current_graph_task_id = torch._C._current_graph_task_id
+
+# The number that the next node of this thread's graphs gets, as `node._sequence_nr()` of one says it. Instead: a public
+# one.
+_get_sequence_nr = torch._C._autograd._get_sequence_nr
 
 # Whether a compiler traces. Instead: `torch.compiler.is_compiling`, which is true in what it has compiled, too.
 TracingContext = torch._guards.TracingContext

@@ -101,7 +101,10 @@ def check_writable(function: object, tensor: Tensor) -> None:
 _COPIED = {
     "copy": (
         "in-place write to a view that had to be redistributed, so that it is a copy and not a view",
-        [("write to the base tensor itself, or build the value with torch.where / torch.cat", "")],
+        [
+            ("write to the base: tensor[1] = tensor[1].clone() + 1", "in place of tensor[1] += 1"),
+            ("build the value: torch.where / torch.cat", ""),
+        ],
     ),
     "base": (
         "in-place write to a tensor of which a view had to be redistributed, so that it is a copy and not a view",

@@ -2,6 +2,7 @@
 
 elementwise      all operands take the first flat one's layout (a replica is sliced: free), the result has it
 metadata         local
+in order         other dims over the same elements: a view of the part, where no other axis cuts
 lists            item by item, each under its own rule
 anything else    the flat operand is gathered over its axis, and the function decided anew
 in place         as above on the flat shard; what is not elementwise runs whole, and the result is cut again
@@ -17,9 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._conversions.convert import convert_operand
+from .._layouts.layout import layout_of
+from .._layouts.state import flat
 from .._rules.registry import Call, Decision, Entry, Operand, decomposed
 from .._rules.traits import Trait
 from .._tensor.tensor import DTensor
@@ -38,6 +42,8 @@ def decide_flat(entry: Entry, call: Call) -> Decision:
             decision = on_flat(call, decision)
         if decision is not None and (decision.decomposition is not None or _stays(traits, call)):
             return decision
+    if Trait.ORDERED in traits and (decision := _reshaped(call)) is not None:
+        return decision
     if call.inplace and call.operands[0].layout.flat_axis is not None:
         return decomposed(gathered(call.function, lacks="form on flat shards"))
     return decomposed(_opened(call.function, Trait.VIEW in traits and not call.inplace))
@@ -51,10 +57,42 @@ def _stays(traits: Trait, call: Call) -> bool:
     return Trait.METADATA in traits or Trait.ELEMENTWISE in traits and (Trait.LISTS in traits or not named)
 
 
+def _reshaped(call: Call) -> Decision | None:
+    """Other dims over the same elements in the same order: the part of them that a rank has is the same memory. None
+    where another axis cuts dims, or the elements are read as those of another dtype."""
+    layout = call.operands[0].layout
+    axis, arguments = layout.flat_axis, (*call.args, *call.kwargs.values())
+    if axis is None or call.inplace or any(isinstance(one, torch.dtype) for one in arguments):
+        return None
+
+    def sized(one: Any) -> Any:
+        return torch.empty(one.shape, device="meta") if isinstance(one, Operand) else one
+
+    try:
+        made = call.function(*map(sized, call.args), **{name: sized(one) for name, one in call.kwargs.items()})
+    except RuntimeError:
+        return None  # which the function says of whole tensors
+    after = tuple(made.shape)
+    if after == layout.shape:
+        return Decision(out=layout, run=_alias)
+    if any(
+        size > 1 and one.is_sharded
+        for at, (one, size) in enumerate(zip(layout.states, layout.mesh.sizes))
+        if at != axis
+    ):
+        return None
+    states = [flat(len(after), one.units) if at == axis else one for at, one in enumerate(layout.states)]
+    return Decision(out=layout_of(layout.mesh, states, after), run=_alias)
+
+
+def _alias(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return tensor.view_as(tensor)
+
+
 def on_flat(call: Call, signature: Signature) -> Decision | None:
     """On flat shards; None when the function looks at dims, or a partial operand would have to be reduced in place."""
-    flat = [operand for operand in call.operands if operand.layout.flat_axis is not None]
-    lead = flat[0].layout
+    cut = [operand for operand in call.operands if operand.layout.flat_axis is not None]
+    lead = cut[0].layout
     outputs = set(signature.outputs)
     full = [operand for operand, labels in zip(call.operands, signature.inputs) if labels in outputs]
     scalars = [operand for operand in call.operands if not operand.ndim]
@@ -62,7 +100,7 @@ def on_flat(call: Call, signature: Signature) -> Decision | None:
         len(outputs) != 1 or None in next(iter(outputs)) or signature.summed or signature.whole or signature.local
         or any(operand not in full and operand not in scalars for operand in call.operands)
         or any(operand.shape != lead.shape for operand in full)
-        or (call.inplace and call.operands[0] is not flat[0])
+        or (call.inplace and call.operands[0] is not cut[0])
     ):  # fmt: skip
         return None
     linear = any(

@@ -34,6 +34,9 @@ class Trait(enum.Flag):
     """On one device the result shares the storage of its first tensor, at least for some arguments: where an operand
     must be redistributed, writes to the result would be lost, and are refused."""
 
+    ORDERED = enum.auto()
+    """The elements of its result are those of its first tensor, in the same order: it changes dims alone."""
+
     DRAWS = enum.auto()
     """It takes numbers from a random generator, at least for some arguments. With ELEMENTWISE: it is so for the
     numbers that were drawn."""
@@ -52,3 +55,4 @@ NONE = Trait(0)
 ELEMENTWISE = Trait.ELEMENTWISE
 VIEWS = Trait.MOVES | Trait.VIEW | Trait.LINEAR
 """A view under another shape."""
+RESHAPES = VIEWS | Trait.ORDERED

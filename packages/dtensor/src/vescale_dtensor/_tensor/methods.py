@@ -18,8 +18,9 @@ from .._communication.objects import gather_objects
 from .._conversions.convert import convert, to_plain
 from .._dispatch.dispatch import dispatch
 from .._torch_private import _is_torch_function_enabled, _len_torch_function_stack
+from .backward import start_backward, told_of_plain
 from .construct import from_local, redistribute
-from .gradient import grad_of, set_grad, start_backward
+from .gradient import grad_of, set_grad
 from .loans import outliving
 from .tensor import DTensor
 
@@ -77,12 +78,13 @@ def to_local(tensor: DTensor) -> Tensor:
     The gradient that arrives must be the shard of this tensor's gradient:
     whole for a Partial tensor, this rank's contribution for a replicated one.
     """
-    return outliving(to_plain(tensor), tensor)
+    return outliving(told_of_plain(to_plain(tensor)), tensor)
 
 
 def full_tensor(tensor: DTensor) -> Tensor:
     """The whole tensor, plain, the same on every rank. Differentiable. Cost: an all-gather or all-reduce."""
-    return outliving(to_plain(convert(tensor, tensor._layout.base.invariant, "full_tensor", own=True)), tensor)
+    whole = convert(tensor, tensor._layout.base.invariant, "full_tensor", own=True)
+    return outliving(told_of_plain(to_plain(whole)), tensor)
 
 
 def shards(tensor: DTensor) -> dict[tuple[int, ...], Tensor]:

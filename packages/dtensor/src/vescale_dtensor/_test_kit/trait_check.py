@@ -222,11 +222,20 @@ def _reads(call: Tried) -> bool | None:
     return not any(isinstance(x, Tensor) for x in call())
 
 
+def _keeps_order(call: Tried) -> bool | None:
+    """What it returns is its first tensor, in other dims."""
+    if not call.tensors or any(isinstance(leaf, torch.dtype) for leaf in call.leaves):
+        return None  # bits under another dtype
+    (out,) = call()
+    return isinstance(out, Tensor) and torch.equal(out.reshape(-1), call.tensors[0].reshape(-1))
+
+
 _PROMISES: dict[Trait, Callable[[Tried], bool | None]] = {
     Trait.ELEMENTWISE: _slices,
     Trait.LINEAR: _additive,
     Trait.MOVES: _moves,
     Trait.VIEW: _aliases,
+    Trait.ORDERED: _keeps_order,
     Trait.METADATA: _by_shape_alone,
     Trait.READS: _reads,
 }

@@ -263,11 +263,17 @@ def _move_buffers(model: nn.Module, mesh: Mesh) -> None:
                 module._buffers[name] = moved[id(buffer)]
 
 
+_ENGINES = ("torch", "vescale_dtensor", "vescale_pipeline", "functorch")
+_IN_PYTHON = ("torch.distributions",)
+"""Parts of torch that are written as user code is, over public functions."""
+
+
 def _register_foreign_functions() -> None:
     """Every autograd Function of user code gets an `apply` that is right on DTensors (design section 3, contract 3)."""
     waiting = [torch.autograd.Function]
     while waiting:
         for function in waiting.pop().__subclasses__():
             waiting.append(function)
-            if function.__module__.split(".")[0] not in ("torch", "vescale_dtensor", "vescale_pipeline", "functorch"):
+            module = function.__module__
+            if module.split(".")[0] not in _ENGINES or module.startswith(_IN_PYTHON):
                 register_function(function)

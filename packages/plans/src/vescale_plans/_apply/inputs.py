@@ -40,7 +40,12 @@ from vescale_dtensor.engine import (
 from .._calls.chain import add_step
 from .._plan.fields import PlanFields
 from .._plan.parts import PlanError
-from .._torch_private import DisableTorchFunction, is_traceable_wrapper_subclass
+from .._torch_private import (
+    DisableTorchFunction,
+    _current_graph_task_id,
+    is_checkpoint_selective,
+    is_traceable_wrapper_subclass,
+)
 from ..installed._replicas import check_replicas
 from .balance import Balance
 from .containers import map_tensors, tensors_in
@@ -100,6 +105,8 @@ class RootBoundary:
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         checks = self._calls < FIRST_CHECKS or self._calls % CHECK_EVERY == 0
         self._calls += 1
+        if checks and (_current_graph_task_id() != -1 or is_checkpoint_selective()):
+            checks = False  # a checkpoint's first pass and its second must call the same functions
         check_entering("model", lambda: tensors_in((args, kwargs)))
         balance = self._cuts.balance
         if balance is None and not checks and not kwargs and all(type(each) is DTensor for each in args):

@@ -29,12 +29,13 @@ _FEW = 1 / 16
 class Pass:
     """One call of a block in a forward pass: open in backward from the first gradient of its outputs on, until those
     of all its inputs are there. (A block that is called twice has two.) `left`: of `inputs`, in the backward that
-    runs: there may be several."""
+    runs: there may be several. `began`: the number of the first node that it may make."""
 
-    __slots__ = ("inputs", "left")
+    __slots__ = ("inputs", "left", "began")
 
-    def __init__(self) -> None:
+    def __init__(self, began: int | None = None) -> None:
         self.inputs = self.left = 0
+        self.began = began
 
 
 class FSDPUnit:

@@ -4,7 +4,8 @@ Of units (`units.py`) of buckets (`bucket.py`):
 
     forward    before a block runs its parameters are gathered (ZeRO-3; a cast under a precision), and the block
                that came next in the last pass is started; after it they are resharded
-    backward   the first gradient that reaches a block's output gathers them again and opens its gradient bucket;
+    backward   the first gradient that reaches a block's output (or what else it left: `strays.py`) gathers them again
+               and opens its gradient bucket;
                when all of the block's gradients are there, or those of its inputs, their sum over ranks starts
     its end    what has not started does; all sums are waited for and handed out as `param.grad`
 
@@ -38,10 +39,11 @@ from vescale_dtensor.engine import (
 
 from .._apply.containers import map_tensors, tensors_in
 from .._calls.chain import add_step
-from .._torch_private import DisableTorchFunction, _current_graph_task_id, queue_callback
+from .._torch_private import DisableTorchFunction, _current_graph_task_id, _get_sequence_nr, queue_callback
 from .bucket import Bucket
 from .reductions import GradientReductions
 from .sharded_parameter import ShardedParameter, Sharing
+from .strays import Call, Strays
 from .units import FSDPUnit, Pass, units_of
 
 
@@ -64,6 +66,7 @@ class DataParallel:
                 self._params.update((param.parameter, param) for param in bucket.params)
                 self._listen(unit, bucket, range(len(bucket.params)))
         self._reductions = GradientReductions(sharing)
+        self._strays = Strays(self._reached)
         self._look_at_buckets()
         self._touched = False
         self._asked = 0  # the backward whose end is waited for
@@ -187,6 +190,7 @@ class DataParallel:
         """The full-precision shards have changed: parameters follow. Cost: below ZeRO-3 an all-gather of each
         bucket, which the next forward waits for where it first reads one of it, as does whoever reads one before."""
         forget_all()
+        self._strays.forget()
         for unit in (self.units[-1], *self.units[:-1]):  # as a forward reads them
             for bucket in unit.buckets:
                 bucket.updated()
@@ -244,11 +248,13 @@ class DataParallel:
             unit.to_recompute -= unit.to_recompute > 0 and torch.is_grad_enabled()
         elif self._trains and not torch.is_grad_enabled():
             unit.to_recompute += _is_checkpointed(inputs)
-        if inputs is not None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        entry = Pass(_get_sequence_nr())
+        unit.entered.append(entry)
+        if inputs is not None:
             # The gradients of its inputs are the last that a block computes. (In a recompute, only a reentrant
             # checkpoint's: the others are those of the first pass.)
-            entry = Pass()
-            unit.entered.append(entry)
             passed = partial(self._passed, unit, entry)
 
             def watch(tensor: Tensor) -> Tensor:
@@ -302,25 +308,29 @@ class DataParallel:
         gathered = [each for each in (self.units[-2:] if root else [unit]) if each.unsharded]
         if not (listens or gathered):
             return
-        in_graph = False
+        outputs: list[int] = []  # the nodes that made them
         entry = unit.entered.pop() if unit.entered else Pass()
 
         def watch(tensor: Tensor) -> Tensor:
-            nonlocal in_graph
             with local_only():
                 if tensor.requires_grad and not tensor.is_leaf:
-                    in_graph = True
+                    value = value_of(tensor)
+                    outputs.append(value.grad_fn._sequence_nr())
                     if listens:
-                        value_of(tensor).register_hook(lambda _: self._reached(unit, entry))
+                        value.register_hook(lambda _: self._reached(unit, entry))
             return tensor
 
         if torch.is_grad_enabled():
             map_tensors(output, watch)
-        if _current_graph_task_id() != -1 or self._keeps_open or (in_graph and not root and unit is self.units[-2]):
+        if _current_graph_task_id() != -1 or self._keeps_open:
+            return
+        if unit.unsharded and entry.began is not None:
+            self._strays.note(Call(unit, entry, _get_sequence_nr(), outputs))
+        if outputs and not root and unit is self.units[-2]:
             return
         with DisableTorchFunction():
             for each in gathered:
-                each.hide() if root and in_graph else each.reshard()
+                each.hide() if root and outputs else each.reshard()
 
     # --- backward -------------------------------------------------------------------------
 

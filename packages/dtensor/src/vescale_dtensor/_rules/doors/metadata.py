@@ -8,7 +8,8 @@ from torch import Tensor
 from ..._communication.events import function_name
 from ..._conversions.convert import describe
 from ..._errors import OperatorError
-from ..._tensor.gradient import accumulate_hook, backward, grad, register_hook
+from ..._tensor.backward import backward, grad
+from ..._tensor.gradient import accumulate_hook, register_hook
 from ..._tensor.nodes import node_of
 from ..._tensor.tensor import DTensor, local_only
 from ..._torch_private import _has_compatible_shallow_copy_type

@@ -19,7 +19,7 @@ from ..._dispatch.signature import Signature, solve
 from ..._errors import ShapeError, ViewError
 from ..body import lifted
 from ..registry import Call, Operand, both, decomposed, rule
-from ..traits import VIEWS, Trait
+from ..traits import RESHAPES, VIEWS, Trait
 
 
 def dim_of(call: Call, dim: int, ndim: int | None = None) -> int:
@@ -127,7 +127,7 @@ def movedim(call: Call):
 # --- dims of size 1 -------------------------------------------------------------------
 
 
-@rule(both("unsqueeze"), traits=VIEWS)
+@rule(both("unsqueeze"), traits=RESHAPES)
 def unsqueeze(call: Call):
     shape = call.operands[0].shape
     dim = dim_of(call, call.get(1, "dim"), len(shape) + 1)
@@ -135,7 +135,7 @@ def unsqueeze(call: Call):
     return renamed(call, [*labels[:dim], None, *labels[dim:]], [*shape[:dim], 1, *shape[dim:]])
 
 
-@rule(both("squeeze"), traits=VIEWS)
+@rule(both("squeeze"), traits=RESHAPES)
 def squeeze(call: Call):
     """All dims of GLOBAL size 1, or those named; a shard's dim may be of size 1 by its cut."""
     shape = call.operands[0].shape

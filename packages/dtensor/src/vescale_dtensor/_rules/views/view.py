@@ -27,7 +27,7 @@ from ..._tensor.tensor import local_only
 from ..registry import Call, Decision, decomposed, rule
 from ..solvers.carry import carry, sizes_before
 from ..solvers.regroup import Group, carry_cut, groups_of
-from ..traits import VIEWS, Trait
+from ..traits import RESHAPES, VIEWS, Trait
 from .shape import dim_of, ints, spread
 
 
@@ -142,7 +142,7 @@ def _explain(layout: Layout, axis: int, after: tuple[int, ...], group: Group) ->
 # --- the functions --------------------------------------------------------------------
 
 
-@rule(Tensor.view, traits=VIEWS)
+@rule(Tensor.view, traits=RESHAPES)
 def view(call: Call):
     """view(*sizes); view(dtype) has the same bits, so that a partial sum is reduced first."""
     sizes = call.rest(1, "size")
@@ -173,13 +173,13 @@ def view_dtype(call: Call):
     return Signature([labels], [(*labels[:-1], "last")], shapes=[(*operand.shape[:-1], call.args[3])])
 
 
-@rule(Tensor.reshape, torch.reshape, traits=VIEWS)
+@rule(Tensor.reshape, torch.reshape, traits=RESHAPES)
 def reshape(call: Call):
     sizes = ints(call.rest(1, "shape"))
     return None if sizes is None else reshape_to(call, resolved(call, sizes, prod(call.operands[0].shape)))
 
 
-@rule(Tensor.flatten, torch.flatten, traits=VIEWS)
+@rule(Tensor.flatten, torch.flatten, traits=RESHAPES)
 def flatten(call: Call):
     """Dims start_dim to end_dim become one; a 0-dim tensor becomes [1]."""
     shape = call.operands[0].shape
@@ -194,12 +194,12 @@ def flatten(call: Call):
     return reshape_to(call, (*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]))
 
 
-@rule(Tensor.ravel, torch.ravel, traits=VIEWS)
+@rule(Tensor.ravel, torch.ravel, traits=RESHAPES)
 def ravel(call: Call):
     return reshape_to(call, (prod(call.operands[0].shape),))
 
 
-@rule(Tensor.unflatten, torch.unflatten, traits=VIEWS)
+@rule(Tensor.unflatten, torch.unflatten, traits=RESHAPES)
 def unflatten(call: Call):
     """Dim `dim` becomes dims of `sizes`."""
     shape = call.operands[0].shape
@@ -213,7 +213,7 @@ def unflatten(call: Call):
     return reshape_to(call, (*shape[:dim], *resolved(call, sizes, shape[dim]), *shape[dim + 1 :]))
 
 
-@rule(Tensor.view_as, Tensor.reshape_as, traits=VIEWS)
+@rule(Tensor.view_as, Tensor.reshape_as, traits=RESHAPES)
 def as_other(call: Call):
     """Only the other's shape counts: it is not moved."""
     if call.name == "view_as":
