@@ -1,5 +1,7 @@
 """How many forwards a probe takes, of models whose rows are hard to tell."""
 
+import signal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -227,3 +229,61 @@ def test_what_no_nan_shows_is_shown_by_shifts():
     found = probe(model, sample_of(model, torch.randn(2, 8)), Bar())
     reach = found.influences["begin.weight", 0]["end.weight", 0].reach
     assert reach.any(1).tolist() == [True, True, False]  # the features 0, 5 and 15
+
+
+def cast(layer, dtype):
+    return layer.to(dtype)
+
+
+def data(layer, dtype):
+    layer.weight.data = layer.weight.data.to(dtype)
+    layer.bias.data = layer.bias.data.to(dtype)
+    return layer
+
+
+def others(layer, dtype):
+    layer.weight, layer.bias = (nn.Parameter(one.detach().to(dtype)) for one in (layer.weight, layer.bias))
+    return layer
+
+
+def nothing(layer, dtype):
+    return layer
+
+
+class Casting(nn.Module):
+    """Computes with one layer in other numbers, to which its forward brings it, as NLLB's routers do."""
+
+    def __init__(self, change, dtype):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+        self.change, self.dtype = change, dtype
+
+    def forward(self, x):
+        x = self.up(x)
+        self.gate = self.change(self.gate, self.dtype)
+        return self.down(x * self.gate(x.to(self.gate.weight.dtype)).to(x.dtype))
+
+
+@pytest.mark.parametrize("change", [cast, data, others])
+@pytest.mark.parametrize("own, other", [("bfloat16", "float32"), ("float64", "float32"), ("float32", "bfloat16")])
+def test_a_layer_that_a_forward_casts_is_the_layer_that_it_was(own, other, change):
+    """Alarmed, for a walk from copy to copy once did not end."""
+
+    def late(*_):
+        raise TimeoutError("probing does not end")
+
+    own, other = getattr(torch, own), getattr(torch, other)
+    before, found, steps = signal.signal(signal.SIGALRM, late), [], []
+    signal.alarm(60)
+    try:
+        for each in (change, nothing):
+            model, bar = Casting(each, other).to(own), Counted()
+            found.append(structure_of(model, sample_of(model, torch.randn(2, 8, dtype=own)), bar))
+            steps.append(bar.steps)
+            assert {parameter.dtype for parameter in model.parameters()} == {own}
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert found[0].groups == found[1].groups and found[0].groups
+    assert found[0].matrices == found[1].matrices and set(found[0].holding) == set(found[1].holding)
+    assert steps[0] == steps[1]

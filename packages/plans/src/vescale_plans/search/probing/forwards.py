@@ -14,7 +14,7 @@ from vescale_dtensor.engine import flex_formulas
 from ..progress import Bar
 from .blocks import Chain, hand_on
 from .calls import Key
-from .model import OnOneDevice, buffers_kept, on_meta, paths, plain_kernels
+from .model import OnOneDevice, on_meta, paths, plain_kernels, values_kept
 from .operands import Operands
 from .run import Enough, Probe
 from .sample import Sample
@@ -67,7 +67,7 @@ class Forwards:
             if follow or probe.seed:  # else no call is new: none asks for the modules that are running
                 stack.enter_context(paths(self._watched, probe.path, self._note if follow else None))
             stack.enter_context(plain_kernels())
-            stack.enter_context(buffers_kept(self.model))
+            stack.enter_context(values_kept(self.model))
             stack.enter_context(torch.no_grad())
             stack.enter_context(flex_formulas())
             stack.enter_context(probe)

@@ -68,8 +68,10 @@ def _values(buffer: Tensor) -> Tensor:
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """What a forward writes into buffers is put back."""
+def values_kept(model: nn.Module) -> Iterator[None]:
+    """What a forward writes into buffers is put back, and so is what it puts in a parameter's place, as one does that
+    casts a layer of its own (`self.gate = self.gate.to(torch.float32)`): each forward meets the same model."""
+    parameters = [(parameter, parameter.detach()) for parameter in model.parameters()]
     kept = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -79,6 +81,9 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for parameter, was in parameters:
+            if parameter.untyped_storage()._cdata != was.untyped_storage()._cdata:
+                parameter.data = was
         for module, name, buffer, value in kept:
             buffer.copy_(value) if buffer.shape == value.shape else buffer.set_(value)
             module._buffers[name] = buffer

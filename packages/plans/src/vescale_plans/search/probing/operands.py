@@ -2,7 +2,8 @@
 
 While a model is probed its parameters lie on the meta device. Every view of one shares its storage, so a storage
 leads to the parameter, and a stride to the dim and the index. A cast or a copy has a storage of its own, which is
-remembered together with what it was copied from. What a probe must really compute with (a norm's weight, a gate)
+remembered together with what it was copied from; both are held by tensors of our own, for a forward may give one of the
+model's another storage (a layer that is cast in place). What a probe must really compute with (a norm's weight, a gate)
 gets values, drawn once per storage.
 """
 
@@ -89,7 +90,7 @@ class Operands:
         self.tainted: Mapping[str, Tensor] = {}
         for name, parameter in named:
             self.shapes[name] = tuple(parameter.shape)
-            self._parameters.setdefault(_storage(parameter), (name, parameter))
+            self._parameters.setdefault(_storage(parameter), (name, parameter.detach()))
 
     def name(self, tensor: Tensor) -> str | None:
         """The parameter that `tensor` is a view or copy of."""
@@ -123,13 +124,13 @@ class Operands:
         """`made` was computed from parameters alone; it stands for the first source of its shape, if any."""
         if _storage(made) in self._parameters or _storage(made) in self._copies:
             return
-        self._kept.append(made)
+        self._kept.append(made.detach())
         source = next((one for one in sources if one.shape == made.shape and made.ndim), None)
-        self._copies[_storage(made)] = None if source is None else _Copy(Geometry.of(made), source)
+        self._copies[_storage(made)] = None if source is None else _Copy(Geometry.of(made), source.detach())
 
     def derive_rows(self, made: Tensor, source: Tensor) -> None:
         """`made` [n, ...] holds chosen entries of `source` [m, ...]; each stands for the first one."""
-        self._kept.append(made)
+        self._kept.append(made.detach())
         self._copies[_storage(made)] = _Copy(Geometry.of(made), source[:1].expand_as(made))
 
     def value(self, tensor: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ class Operands:
         key = _storage(tensor)
         if key not in self._values:
             count = tensor.untyped_storage().nbytes() // tensor.element_size()
-            self._kept.append(tensor)
+            self._kept.append(tensor.detach())
             generator = torch.Generator().manual_seed(count)
             if tensor.is_floating_point():
                 flat = torch.rand(count, generator=generator).add_(0.5).to(tensor.dtype)

@@ -22,7 +22,7 @@ from ..._dry.meta_attention import fused, repeated
 from ..._dry.meter import Meter
 from ..._torch_private import tree_iter
 from .blocks import LISTS
-from .model import first_tensor
+from .model import first_tensor, values_kept
 
 LABELS = "labels"
 LOOKUPS = (torch.ops.aten.embedding,)
@@ -192,6 +192,7 @@ class Step:
                 if any(name.startswith(f"{block}.") for block in names):
                     for hook in self._around(ran.get_submodule(name)):
                         stack.callback(hook.remove)
+            stack.enter_context(values_kept(ran))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_Fused(log))
             for parameter in ran.parameters():
