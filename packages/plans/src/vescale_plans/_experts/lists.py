@@ -14,11 +14,15 @@ Gradients flow through the first pass to the tokens, and through the second to t
 That is right for a block that treats every token by itself, and calls experts with what does not depend on other
 experts. The first calls are checked for it: the same forward over the tokens of all ranks, with a cheap function in
 the place of the experts, must give what it gives over this rank's, and another function must not change what experts
-are given (`check.py`). Writes of a block to its own input are not seen outside of it.
+are given (`listed/check.py`). Writes of a block to its own input are not seen outside of it.
+
+A block that writes state of its own (`self.bias += ...`) would do so twice, and from one rank's rows. The first calls
+watch for that, too (`state.py`): such a block computes on the whole batch from then on (`listed/whole.py`).
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -26,10 +30,13 @@ from torch import nn
 from vescale_dtensor.engine import Mesh, check_order
 
 from .._calls.chain import add_step
-from .call import Call
-from .check import check_token_wise
+from .._plan.parts import PlanError
 from .experts import total_load
-from .members import Members
+from .listed.call import Call
+from .listed.check import check_experts, check_token_wise, on_any_rank, written_by
+from .listed.members import Members
+from .listed.whole import WholeCall
+from .state import Kept
 
 # The first calls of a block, in training and in evaluation each, are held against its forward over all tokens.
 CHECKED_CALLS = 2
@@ -41,23 +48,64 @@ class ListBoundary(Members):
     def __init__(self, block: nn.Module, name: str, count: int, mesh: Mesh, axis: str) -> None:
         super().__init__(block, name, count, mesh, axis)
         self._checks = {True: CHECKED_CALLS, False: CHECKED_CALLS}
-        self._running: list[Call] = []
+        self._writes: tuple[str, ...] = ()
+        self._running: list[Call | WholeCall] = []
         add_step(block, "list", self._enter, self._leave)
 
-    def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         check_order("experts", f"{self.name}, whose experts are spread over an axis, computes")
-        call = Call(self, block, args, kwargs)
-        if self._checks[block.training] > 0:
-            self._checks[block.training] -= 1
-            check_token_wise(call)
-        entered = call.begin()
-        self._running.append(call)
+        entered = None if self._writes else self._in_two_passes(block, args, kwargs)
+        if entered is None:
+            self._running.append(WholeCall(self, block))
         return entered
 
+    def _in_two_passes(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """What the second pass is called with; None for a block that turns out to write state of its own."""
+        call, checked = Call(self, block, args, kwargs), self._checks[block.training] > 0
+        if checked:
+            self._checks[block.training] -= 1
+            self._writes = written_by(call)
+            if not self._writes:
+                check_token_wise(call)
+        if not self._writes:
+            kept = Kept(self.around(), deep=checked)
+            call.note()
+            written = kept.written()
+            if checked:  # what it writes only while gradients are recorded
+                self._writes = on_any_rank(call, written)
+            elif written:
+                raise self._began_to_write(written)
+            if not self._writes:
+                self._running.append(call)
+                return call.begin()
+            kept.restore()
+            call.forget()
+        check_experts(call)
+        self._say()
+        return None
+
+    def _say(self) -> None:
+        if not any(self.mesh.coordinate):
+            warnings.warn(
+                f"vescale_plans: the block of experts in a list {type(self.block).__name__} writes {self._writes[0]!r} "
+                "of itself in its forward, so it computes on the whole batch, its experts one by one. Two all-to-alls "
+                "of all rows are enough where that is written outside of the forward, or the experts are stacked.",
+                stacklevel=2,
+            )
+
+    def _began_to_write(self, written: tuple[str, ...]) -> PlanError:
+        return PlanError(
+            self.name,
+            f"the block of this list writes {written[0]!r} of itself in its forward, from this rank's rows, and did "
+            f"not in its first {CHECKED_CALLS} calls: otherwise it would have computed on the whole batch",
+            [f"written  {', '.join(written)}"],
+            [self.kept_whole(), ("write it from the first call on", "the block computes on the whole batch")],
+        )
+
     def _leave(self, block: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        call = self._running.pop()
-        call.close()
-        return output if output is None else call.finish(output)
+        running = self._running.pop()
+        running.close()
+        return output if output is None or isinstance(running, WholeCall) else running.finish(output)
 
     def total_load(self) -> list[int]:
         """Rows that every expert received in the last forward. Cost: one small all-gather."""

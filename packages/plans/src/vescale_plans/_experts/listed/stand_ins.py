@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._plan.parts import PlanError
+from ..._plan.parts import PlanError
 from .members import Members
 
 Answer = Callable[[int, Tensor], Tensor]

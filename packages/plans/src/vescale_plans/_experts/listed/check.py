@@ -1,8 +1,15 @@
-"""check_token_wise: may the experts of a list be spread? What `lists.py` does is right for no other block."""
+"""The first calls of a block with a list of experts: may they be spread, and may the block see this rank's rows alone?
+
+written_by          what a run of its forward writes of the block itself: it needs the whole batch (`whole.py`)
+check_token_wise    whether it treats every token by itself: what `lists.py` does is right for no other block
+check_experts       whether rows can travel to each expert, or its ranks alone can compute it
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from math import prod
 
 import torch
@@ -10,9 +17,10 @@ from torch import Tensor
 
 from vescale_dtensor.engine import INVARIANT, State, fold_objects
 
-from .._apply.containers import map_tensors, tensors_in
-from .._apply.generators import random_states, same_states, set_random_states
-from .._plan.parts import PlanError
+from ..._apply.containers import map_tensors, tensors_in
+from ..._apply.generators import random_states, same_states, set_random_states
+from ..._plan.parts import PlanError
+from ..state import Kept
 from .call import Call
 
 FEW = 0.01
@@ -22,7 +30,7 @@ FEW = 0.01
 def check_token_wise(call: Call) -> None:
     """Raises PlanError, on all ranks alike, unless the block treats every token by itself.
 
-    Cost: an all-gather of the block's input, and five forwards without experts.
+    Cost: an all-gather of the block's input, and five forwards without experts. What they write is taken back.
     """
     members, kept = call.members, random_states()
     full = members.rows(tuple(_unsharded(state) for state in call.rows.states), call.was.shape)
@@ -35,6 +43,44 @@ def check_token_wise(call: Call) -> None:
         except Exception as error:
             problem = error.rule if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
     set_random_states(kept)
+    _refuse(call, problem)
+
+
+def check_experts(call: Call) -> None:
+    """Raises PlanError, on all ranks alike, for experts that one rank cannot compute for all."""
+    with torch.no_grad():
+        here = call.local(call.rows)
+        try:
+            problem = _unfit(call, call.tokens(here))
+        except Exception as error:
+            problem = error.rule if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
+    _refuse(call, problem)
+
+
+def written_by(call: Call) -> tuple[str, ...]:
+    """What a forward of the block writes of itself and of what it calls besides its experts, the same on all ranks.
+    It is as it was then.
+
+    Cost: one forward without experts, a copy of what these modules hold, and a small all-gather.
+    """
+    members, states = call.members, random_states()
+    with torch.no_grad():
+        here, kept = call.local(call.rows), Kept(members.around(), deep=True)
+        with suppress(Exception):  # what it wrote until then counts; if it writes nothing, the checks raise the same
+            call.forward(call.rows, here, partial(_stand_in, [], 1.0, members.spread.experts))
+        found = kept.written()
+        kept.restore()
+    set_random_states(states)
+    return on_any_rank(call, found)
+
+
+def on_any_rank(call: Call, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names that any rank says, on all of them."""
+    return fold_objects(names, lambda said: tuple(dict.fromkeys(chain.from_iterable(said))), call.members.mesh)
+
+
+def _refuse(call: Call, problem: str | None) -> None:
+    members = call.members
     problem = fold_objects(problem, lambda said: next((one for one in said if one is not None), None), members.mesh)
     if problem is not None:
         raise PlanError(
@@ -43,7 +89,7 @@ def check_token_wise(call: Call) -> None:
             [f"input  {call.was}"],
             [
                 ("experts as stacked weights [experts, ...]", "one module that takes tokens, indices and weights"),
-                (f'"{members.spread.name}.*": {{"{members.mesh.names[members.spread.axis]}": Replicate()}}', "whole"),
+                members.kept_whole(),
             ],
         )
 
@@ -108,12 +154,19 @@ def _difference(call: Call, full: list[Tensor], local: list[Tensor]) -> str | No
 
 def _unfit(call: Call, tokens: Tensor) -> str | None:
     """Why one expert of this rank's, tried on a row of zeros, is none whose rows can travel."""
-    before = random_states()
-    row = tokens.new_zeros(1, call.rows.shape[-1])
-    given = call.compute(call.members.spread.first, row)
+    members = call.members
+    before, row = random_states(), tokens.new_zeros(1, call.rows.shape[-1])
+    kept = Kept(members.modules[members.spread.first].named_modules(), deep=True)
+    try:
+        given = call.compute(members.spread.first, row)
+    finally:
+        written = kept.written()
+        kept.restore()
     if not same_states(before, random_states()):
         return "its experts draw random numbers"
-    call.members.gives = given.dtype
+    if written:
+        return f"its experts write {written[0]!r} of themselves, which one rank alone would hold"
+    members.gives = given.dtype
     return None if given.shape == row.shape else f"its experts make {list(given.shape)} of {list(row.shape)}"
 
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import REPLICATE, Mesh, State, convert, from_plain, layout_of
 
-from .._plan.parts import PlanError
+from ..._plan.parts import PlanError
 
 DRAWS = frozenset(
     "uniform_ normal_ bernoulli_ exponential_ random_ cauchy_ geometric_ log_normal_ rand_like randn_like randint_like "

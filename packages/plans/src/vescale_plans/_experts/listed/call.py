@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import INVARIANT, PARTIAL, REPLICATE, State, convert, from_plain, layout_of
 
-from .._apply.containers import map_tensors, tensors_in
-from .._apply.generators import random_states, same_states, set_random_states
-from .._plan.parts import PlanError
-from .._plan.validate import CONTAINERS
-from .experts import row_states, swap_in
+from ..._apply.containers import map_tensors, tensors_in
+from ..._apply.generators import random_states, same_states, set_random_states
+from ..._plan.parts import PlanError
+from ..._plan.validate import CONTAINERS
+from ..experts import row_states, swap_in
+from ..route import Back, Out, Route
 from .members import Members
-from .route import Back, Out, Route
 from .rows import Draws, Rows
 from .stand_ins import Answer, Child, Stubs
 
@@ -48,17 +48,24 @@ class Call:
 
     # --- the passes -------------------------------------------------------------------------
 
-    def begin(self) -> tuple[tuple, dict]:
-        """The first pass, the experts, and the arguments of the second, which `close` and `finish` end."""
-        given, kept = self.local(self.rows), random_states()
+    def note(self) -> None:
+        """The first pass."""
+        self._local, self._kept = self.local(self.rows), random_states()
         self._keep = True
-        self.forward(self.rows, given, self._note)
+        self.forward(self.rows, self._local, self._note)
         self._keep = False
-        set_random_states(kept)
-        self._results = self._through_experts(self.tokens(given))
+
+    def forget(self) -> None:
+        """The first pass has not been: its block computes in another way."""
+        set_random_states(self._kept)
+
+    def begin(self) -> tuple[tuple, dict]:
+        """The experts, and the arguments of the second pass, which `close` and `finish` end."""
+        set_random_states(self._kept)
+        self._results = self._through_experts(self.tokens(self._local))
         self._replay, self._at, self._children_at = True, 0, 0
         self._open.enter_context(self._inside(self.rows, self._give))
-        return self._copied(given)
+        return self._copied(self._local)
 
     def forward(self, rows: Rows, given: tuple[tuple, dict], answer: Answer) -> Any:
         """What the block returns for `rows`, its experts answering by `answer`."""
@@ -199,17 +206,7 @@ class Call:
 
     def compute(self, index: int, rows: Tensor) -> Tensor:
         """One expert, on plain tensors."""
-        split = self.members.split
-        states = tuple(REPLICATE if axis in split else state for axis, state in enumerate(self.rows.states))
-        member = self.members.modules[index]
-        kept = []
-        try:
-            for module in member.modules():
-                kept.append((module, swap_in(module, states, f"{self.members.spread.name}.{index}")))
-            return member(rows)
-        finally:
-            for module, parameters in kept:
-                module._parameters.update(parameters)
+        return self.members.compute(index, rows, self.rows.states)
 
     # --- all else that the block calls -----------------------------------------------------------
 
