@@ -22,7 +22,7 @@ from vescale_dtensor import DTensor
 from vescale_dtensor.debug import Cause
 from vescale_dtensor.engine import ReductionInFlight, attach, convert, local_only, set_cause, set_reduced_grad
 
-from .parameters import FlatParameters
+from .parameters import FlatParameters, another_dtype
 from .sharded_parameter import ShardedParameter, Sharing
 from .streams import Streams
 
@@ -105,6 +105,8 @@ class Bucket(FlatParameters):
     def _put(self, i: int, param: ShardedParameter, gradient: Tensor) -> None:
         """A gradient that is not in the bucket's memory: what the bucket has of the parameter counts no longer. With
         dispatch off."""
+        if param.is_away and param.parameter.dtype is not self.dtype and self.compute is self.dtype:
+            raise another_dtype([f"{param.name}  {param.parameter.dtype}, in a bucket of {self.dtype}"])
         gradient = gradient.detach() if gradient.requires_grad else gradient
         if gradient.layout is torch.strided and gradient.shape == param.shape:
             torch.add(gradient, 0, out=param.gradient)  # a copy in which no zero is negative

@@ -225,12 +225,7 @@ class FlatParameters:
         needs_copy = dtype.is_floating_point and self.sharing.compute not in (None, dtype) and not self.separate
         elsewhere = not self.hosted and any(one != self.device for one in devices.values())
         if len({*dtypes.values()}) > 1 or needs_copy or elsewhere:
-            raise PlanError(
-                "parallelize",
-                "parameters were given another dtype or device than the flat bucket, which they share, can have",
-                [f"{name}  {dtype}  {devices.get(name, self.device)}" for name, dtype in dtypes.items()],
-                [("model.to(dtype) before parallelize", ""), ("Precision(compute=...)", "computes in another dtype")],
-            )
+            raise another_dtype([f"{name}  {dtype}  {devices.get(name, self.device)}" for name, dtype in dtypes.items()])
         exchanged = [i for i, param in enumerate(self.params) if param.parameter.__dict__.get("_owner") is not param]
         kept = [(param.shard, True) if self.separate else (param.full, False) for param in self.params]
         values = [s.take_back(self.separate) if away else one for s, away, one in zip(self.params, lost, kept)]
@@ -382,6 +377,19 @@ def _shows(of: ref[FlatParameters], place: int) -> bool:
         return False
     parameters.wait()
     return parameters.ready
+
+
+def another_dtype(parameters: Sequence[str]) -> PlanError:
+    """For parameters that cannot lie in a bucket any longer."""
+    return PlanError(
+        "parallelize",
+        "parameters were given another dtype or device than the flat bucket, which they share, can have",
+        parameters,
+        [
+            ("module.to(dtype) before parallelize", "of what a forward casts, too: each dtype has buckets of its own"),
+            ("Precision(compute=...)", "computes in another dtype"),
+        ],
+    )
 
 
 def on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
