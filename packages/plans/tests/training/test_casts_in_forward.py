@@ -1,4 +1,4 @@
-"""A module that casts a layer of its own while it runs (NLLB's router): refused by name, or trained as on one device."""
+"""A layer that its module casts in a forward (NLLB's router): refused by name, or trained as on one device."""
 
 from functools import partial
 
