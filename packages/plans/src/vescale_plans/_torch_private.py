@@ -100,6 +100,12 @@ def decomposition_table() -> dict[Any, Any]:
     return torch._decomp.decomposition_table
 
 
+def distributions_check_values() -> bool:
+    """Whether distributions look at values unless they are told. Instead: a public question beside the public
+    `Distribution.set_default_validate_args`."""
+    return torch.distributions.Distribution._validate_args
+
+
 def global_forward_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     """Hooks before, and after, the forward of every module, by id. Instead: none in public.
 

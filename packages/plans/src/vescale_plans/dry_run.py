@@ -28,6 +28,7 @@ from ._apply.apply import OptimizerFn, Stages, parallelize
 from ._apply.containers import map_tensors
 from ._apply.generators import generators_kept
 from ._apply.join import forget_meshes
+from ._dry.distributions import values_unchecked
 from ._dry.meta_attention import fused_attention
 from ._dry.meter import HOST
 from ._dry.meter import Meter as Meter
@@ -105,6 +106,7 @@ class DryRun:
 
 
 @generators_kept()
+@values_unchecked()
 def dry_run(
     plan: Plan,
     model: nn.Module,
@@ -140,7 +142,8 @@ def dry_run(
 
     Integers are real. If the model's control flow depends on choices among floating point values (experts that are
     called one by one, each with its rows), it runs a second time, in which all choices are equally frequent. A model
-    that reads a floating point value itself (`item()`, `if x.any()`) cannot run.
+    that reads a floating point value itself (`item()`, `if x.any()`) cannot run. Distributions of torch leave out the
+    checks of values that they make by default.
 
     Raises PlanError if a value is read, or if the process has joined a world; also what `parallelize` and the model
     raise.

@@ -12,12 +12,14 @@ from torch import nn
 from ..._apply.balance import MIXERS
 from ..._apply.containers import tensors_in
 from ..._apply.generators import generators_kept
+from ..._dry.distributions import values_unchecked
 from ..._experts.structure import stacked_experts
 from ..._plan.parts import PlanError
 from ..progress import Bar
 from ..structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
 from ..tensor_plan import split_parameters
 from .calls import Call, Findings, Influence, Key, Site, paired
+from .forwards import raised
 from .holding import holding_of
 from .probe import probe
 from .sample import Sample
@@ -38,7 +40,7 @@ def _probed(model: nn.Module, sample: Sample, bar: Bar) -> tuple[Sample, Finding
         "generate_plan",
         f"{type(model).__name__} does not run on several rows like the sample's. Its inputs differ in size along "
         "dim 0, and it runs neither if they are shared by all rows nor if each row has the same number of entries",
-        [f"a row  {sizes} at first", f"which raised  {type(failed).__name__}: {str(failed).partition(chr(10))[0]}"],
+        [f"a row  {sizes} at first", f"which raised  {raised(failed.__cause__ or failed)}"],
         [
             ("sample=...", "with rows along dim 0 of every input, or as many entries for each row"),
             ("self.register_buffer(...)", "for what all rows share, in place of an input"),
@@ -47,6 +49,7 @@ def _probed(model: nn.Module, sample: Sample, bar: Bar) -> tuple[Sample, Finding
 
 
 @generators_kept()
+@values_unchecked()
 def structure_of(
     model: nn.Module, sample: Sample, bar: Bar | None = None, *, computed: torch.dtype | None = None
 ) -> Structure:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from traceback import format_exception_only, walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor.engine import flex_formulas
+from vescale_dtensor import InternalError, VescaleError
+from vescale_dtensor.engine import flex_formulas, user_line
 
+from ..._plan.parts import PlanError
 from ..progress import Bar
 from .blocks import Chain, hand_on
 from .calls import Key
@@ -73,9 +77,45 @@ class Forwards:
             stack.enter_context(probe)
             stack.enter_context(OnOneDevice(self.operands, self._recurrent))
             with suppress(Enough):
-                self.model(*args, **kwargs)
+                try:
+                    self.model(*args, **kwargs)
+                except (Enough, VescaleError, InternalError):
+                    raise
+                except Exception as error:  # the model's own code met what no call of the user's gives it
+                    raise _failed(type(self.model).__name__, batch, error) from error
         self._bar.tick("probing the model")
         return probe
+
+
+def raised(error: BaseException) -> str:
+    """Type and text of an exception, in one line."""
+    return format_exception_only(error)[0].strip().partition("\n")[0]
+
+
+def _failed(name: str, rows: int, error: Exception) -> PlanError:
+    """What is said of an exception of a forward, whatever it is."""
+    place = next(filter(None, map(_users, reversed(list(walk_tb(error.__traceback__))))), None)
+    return PlanError(
+        "generate_plan",
+        f"{name}.forward raised on a batch that the planner made: the sample's first row {rows} times, with NaN "
+        "in some places, and numbers of the planner's for what products with parameters give",
+        [f"raised  {raised(error)}", *([f"at      {place}"] if place else [])],
+        [
+            (
+                "sample=...",
+                "of one row, in which integers that name places (rows, nodes) name places of that row alone",
+            ),
+            ('vescale.Plan(mesh={"dp": 2}, parameters={"*": {}})', "a plan by hand: no forward is run for it"),
+            ("model(...)", "of the same sample, on one device: what it raises there too is not the planner's"),
+        ],
+    )
+
+
+def _users(step: tuple[FrameType, int]) -> str | None:
+    """The line of one step of a traceback, if it is neither torch's nor ours."""
+    frame, line = step
+    file = frame.f_code.co_filename
+    return f"{file}:{line}" if user_line(frame).rpartition(":")[0] == file else None
 
 
 def _biases(model: nn.Module) -> dict[str, str]:
