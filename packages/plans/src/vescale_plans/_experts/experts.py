@@ -25,9 +25,8 @@ Forward sees the tokens as they are, and weights gathered over the expert axis, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from vescale_dtensor.engine import (
     PARTIAL,
     REPLICATE,
     Mesh,
-    State,
     check_order,
     convert,
     fold_objects,
@@ -47,18 +45,20 @@ from vescale_dtensor.engine import (
     gather_objects,
     is_reproducible,
     layout_of,
-    sharded,
-    to_plain,
 )
 
+from .._apply.generators import random_states, set_random_states
 from .._calls.chain import add_step
 from .._plan.parts import PlanError
 from .added_last import added_last
 from .beside import Beside
 from .capacity import capacities, counted, positions
 from .computed import Computed
-from .route import Back, Out, Route, Spread
+from .counters import Forward, counts_of, numbers_like
+from .plain import row_states, swap_in, tokens_indices_weights
+from .route import Back, Out, Route, Spread, total_load
 from .split import refuse_split, refuse_unsplit, split_axes, split_problem
+from .state import Kept
 
 
 class ExpertsBoundary:
@@ -82,15 +82,14 @@ class ExpertsBoundary:
         spread = any(p.mesh_layout.states[at].is_sharded for p in module.parameters(recurse=False))
         self.name, self.mesh, self.axis, self.spread = name, mesh, at, spread
         self.experts = Spread(name, mesh, at, experts, spread)
-        # A forward may count its experts by an attribute; inside it there are as many as this rank holds.
-        self.counters = [
-            key for key, value in vars(module).items() if type(value) is int and value == experts and "expert" in key
-        ]
+        self._numbers = numbers_like(module, experts)
+        self.counters = self._numbers[0]
         self.capacity, self._needed, self._is_off = capacity, needed, False
         self.load: list[int] | Tensor = [0] * self.experts.local
         self.dropped = torch.zeros(experts, dtype=torch.int64)
         self.replicas: tuple[int, ...] = ()
         self.split, self.whole = split_axes(module.named_parameters(recurse=False), at)
+        self._counts_known = self.experts.local == experts or bool(self.counters) and not self._numbers[1]
         self._tried = not (self.whole or self.split)
         self.beside = Beside(block, module) if spread and block is not None else None
         self._running: list[tuple[_Call | _UnsplitCall, Computed] | None] = []  # None: as any module's forward is
@@ -103,6 +102,8 @@ class ExpertsBoundary:
             self._running.append(None)
             return args, kwargs
         try:
+            if not (self._counts_known or is_reproducible()):
+                self._find_counters(module, args, kwargs)
             if not self._tried:
                 self._try_slices(module, args, kwargs)
             call = (_UnsplitCall if is_reproducible() else _Call)(self, module, args, kwargs)
@@ -115,7 +116,7 @@ class ExpertsBoundary:
     def _fits(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
         """Whether a call is one of experts whose rows can stay; on all ranks alike. Slices are tried once."""
         try:
-            _tokens_indices_weights(self.name, args, kwargs)
+            tokens_indices_weights(self.name, args, kwargs)
         except PlanError:
             return False
         try:
@@ -125,20 +126,17 @@ class ExpertsBoundary:
             self._is_off = True
         return not self._is_off
 
-    def _try_slices(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Raises PlanError, on all ranks alike, where slices of experts do not give parts of one sum, and for what is
-        whole where the rest is split, and is no bias added last.
+    def _alone(self, module: nn.Module, args: tuple, kwargs: dict) -> Forward:
+        """The module's forward as a function of rows, their experts, and all that it computes with."""
+        given, held = tokens_indices_weights(self.name, args, kwargs), dict(module._parameters)
 
-        Cost: once, some forwards on a few rows per expert, and small all-gathers.
-        """
-        given = _tokens_indices_weights(self.name, args, kwargs)
-        held = dict(module._parameters)
-
-        def forward(parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor, count: int) -> Tensor:
+        def forward(
+            parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor, numbers: Mapping[str, int]
+        ) -> Tensor:
             replaced = dict(zip(map(id, given), (rows, experts[:, None], rows.new_ones(len(rows), 1))))
             module._parameters.update(parameters)
-            for name in self.counters:
-                setattr(module, name, count)
+            for name, number in numbers.items():
+                setattr(module, name, number)
             try:
                 return module.forward(
                     *(replaced.get(id(one), one) for one in args),
@@ -146,13 +144,50 @@ class ExpertsBoundary:
                 )
             finally:
                 module._parameters.update(held)
-                for name in self.counters:
+                for name in numbers:
                     setattr(module, name, self.experts.experts)
+
+        return forward
+
+    def _find_counters(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Which attributes count experts, by trial where a name does not say it; see `counters.py`. The module is as it
+        was."""
+        like = tokens_indices_weights(self.name, args, kwargs)[0]
+        kept, states = Kept([("", module)], deep=True), random_states()
+        held = {key: one for key, one in module._parameters.items() if one is not None}
+
+        def slices(which: slice) -> dict[str, Tensor]:
+            cut = {key: one.mesh_layout.states[self.axis].is_sharded for key, one in held.items()}
+            local = {key: one.to_local().detach() for key, one in held.items()}
+            return {key: one[which] if cut[key] else one for key, one in local.items()}
+
+        local, forward = self.experts.local, self._alone(module, args, kwargs)
+        rows = torch.randn(local, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like.to_local())
+        try:
+            with torch.no_grad():
+                numbers = self._numbers, local, self.experts.experts
+                self.counters = counts_of(self.name, forward, slices, *numbers, rows)
+        finally:
+            kept.restore()
+            set_random_states(states)
+        self._counts_known = True
+
+    def _try_slices(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Raises PlanError, on all ranks alike, where slices of experts do not give parts of one sum, and for what is
+        whole where the rest is split, and is no bias added last.
+
+        Cost: once, some forwards on a few rows per expert, and small all-gathers.
+        """
+        given, forward = tokens_indices_weights(self.name, args, kwargs), self._alone(module, args, kwargs)
+        held = dict(module._parameters)
+
+        def counted(parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor, count: int) -> Tensor:
+            return forward(parameters, rows, experts, dict.fromkeys(self.counters, count))
 
         like, width = given[0].to_local().detach(), given[0].shape[-1]
         if self.whole:
             shapes = {key: one.mesh_layout.local_shape for key, one in held.items() if one is not None}
-            slices = partial(forward, count=self.experts.local)
+            slices = partial(counted, count=self.experts.local)
             wrong = {key: self.whole[key] for key in self.whole if not added_last(slices, shapes, key, width, like)}
             told = fold_objects(wrong, lambda said: next(filter(None, said), {}), self.mesh)
             refuse_unsplit(self.name, self.mesh, module.named_parameters(recurse=False), told)
@@ -160,7 +195,7 @@ class ExpertsBoundary:
             layouts = {key: one.mesh_layout for key, one in held.items() if one is not None}
             with torch.no_grad():
                 problem = split_problem(
-                    partial(forward, count=1), layouts, self.experts.experts, self.split, self.whole, width, like
+                    partial(counted, count=1), layouts, self.experts.experts, self.split, self.whole, width, like
                 )
             if problem is not None:
                 refuse_split(self.name, self.mesh, self.split, held, problem)
@@ -186,58 +221,12 @@ class ExpertsBoundary:
         return [sum(drops) for drops in zip(*counted)]
 
 
-def total_load(experts: Spread, load: list[int] | Tensor, replicas: tuple[int, ...]) -> list[int]:
-    """The sum of what ranks counted for the experts they hold; along `replicas` they counted the same rows."""
-    totals, here = [0] * experts.experts, load.tolist() if isinstance(load, Tensor) else load
-    for coordinate, counts in gather_objects((experts.mesh.coordinate, here), experts.mesh):
-        if not any(coordinate[axis] for axis in replicas):
-            first = sum(experts.held[: coordinate[experts.axis]]) if len(counts) < experts.experts else 0
-            for i, count in enumerate(counts):
-                totals[first + i] += count
-    return totals
-
-
-def row_states(now: Sequence[State], experts: Spread, spread: bool, split: frozenset[int]) -> tuple[State, ...]:
-    """Of tokens, indices and weights alike: sharded over the expert axis, elsewhere as they are, or whole."""
-    states = []
-    for axis, state in enumerate(now):
-        if state.is_sharded and state.dim == 0:
-            states.append(state)
-        elif axis == experts.axis and spread:
-            states.append(sharded(0))
-        else:  # where the weights are split, ranks do different work with the same tokens
-            states.append(REPLICATE if axis in split or state is REPLICATE else INVARIANT)
-    return tuple(states)
-
-
-def swap_in(
-    module: nn.Module, rows: tuple[State, ...], cause: str, whole: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-) -> dict[str, nn.Parameter | None]:
-    """The module holds this rank's weights as plain tensors; returns the parameters that it held itself.
-
-    `whole`: what counts once over some axes: all their ranks but the first hold zeros.
-    """
-    held = dict(module._parameters)
-    for name, parameter in held.items():
-        if parameter is None:
-            continue
-        layout = parameter.mesh_layout.base
-        states = [
-            state if state.is_sharded else INVARIANT if row is INVARIANT else REPLICATE
-            for state, row in zip(layout.states, rows)
-        ]
-        local = to_plain(convert(parameter, layout.with_states(states), cause))
-        counts = not any(layout.mesh.coordinate[axis] for axis in whole.get(name, ()))
-        module._parameters[name] = local if counts else local * 0
-    return held
-
-
 class _Call:
     """One forward of an experts module: what was changed for it, and what puts the rows back."""
 
     def __init__(self, boundary: ExpertsBoundary, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self._boundary, self._module = boundary, module
-        given = _tokens_indices_weights(boundary.name, args, kwargs)
+        given = tokens_indices_weights(boundary.name, args, kwargs)
         self._was = given[0].mesh_layout.base
         rows = row_states(self._was.states, boundary.experts, boundary.spread, boundary.split)
         cause = f"{boundary.name} (experts)"
@@ -331,7 +320,7 @@ class _UnsplitCall:
 
     def __init__(self, boundary: ExpertsBoundary, module: nn.Module, args: tuple, kwargs: dict) -> None:
         self.args, self.kwargs, self._module = args, kwargs, module
-        tokens, indices, _ = _tokens_indices_weights(boundary.name, args, kwargs)
+        tokens, indices, _ = tokens_indices_weights(boundary.name, args, kwargs)
         if boundary.capacity is not None:
             check_order("experts", f"{boundary.name}, whose experts have a capacity, drops rows")
         states = tokens.mesh_layout.states
@@ -351,22 +340,3 @@ class _UnsplitCall:
 
     def combine(self, output: Tensor) -> Tensor:
         return output
-
-
-def _tokens_indices_weights(name: str, args: tuple, kwargs: dict) -> tuple[DTensor, DTensor, DTensor]:
-    """By kind: the integers are the indices; of the floating point ones the tokens come first, then the weights."""
-    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-    floating = [one for one in tensors if one.is_floating_point()]
-    integers = [one for one in tensors if not one.is_floating_point()]
-    if len(floating) == 2 and len(integers) == 1:
-        tokens, weights, indices = *floating, integers[0]
-        fits = tokens.ndim == 2 and indices.shape == weights.shape and tokens.shape[0] == indices.shape[0]
-        if fits and all(type(one) is DTensor for one in (tokens, indices, weights)):
-            return tokens, indices, weights
-    raise PlanError(
-        name,
-        "its experts are spread over ranks, so it must be called with tokens [T, hidden], indices [T, k] and "
-        "weights [T, k]",
-        [f"{type(one).__name__} {one.dtype} {list(one.shape)}" for one in tensors],
-        [("expert_axis=None", "shards inside the experts only")],
-    )

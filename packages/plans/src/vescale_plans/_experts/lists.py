@@ -31,11 +31,11 @@ from vescale_dtensor.engine import Mesh, check_order
 
 from .._calls.chain import add_step
 from .._plan.parts import PlanError
-from .experts import total_load
 from .listed.call import Call
 from .listed.check import check_experts, check_token_wise, on_any_rank, written_by
 from .listed.members import Members
 from .listed.whole import WholeCall
+from .route import total_load
 from .state import Kept
 
 # The first calls of a block, in training and in evaluation each, are held against its forward over all tokens.

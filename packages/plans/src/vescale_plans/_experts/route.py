@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor.debug import Cause
-from vescale_dtensor.engine import Mesh, RowsInFlight, set_cause
+from vescale_dtensor.engine import Mesh, RowsInFlight, gather_objects, set_cause
 
 from .capacity import counted, positions
 
@@ -28,6 +28,17 @@ class Spread:
         self.held = [max(min((rank + 1) * chunk, experts) - rank * chunk, 0) for rank in range(self.ranks)]
         self.mine = mesh.coordinate[axis] if spread else 0
         self.local, self.first = self.held[self.mine], sum(self.held[: self.mine])
+
+
+def total_load(experts: Spread, load: list[int] | Tensor, replicas: tuple[int, ...]) -> list[int]:
+    """The sum of what ranks counted for the experts they hold; along `replicas` they counted the same rows."""
+    totals, here = [0] * experts.experts, load.tolist() if isinstance(load, Tensor) else load
+    for coordinate, counts in gather_objects((experts.mesh.coordinate, here), experts.mesh):
+        if not any(coordinate[axis] for axis in replicas):
+            first = sum(experts.held[: coordinate[experts.axis]]) if len(counts) < experts.experts else 0
+            for i, count in enumerate(counts):
+                totals[first + i] += count
+    return totals
 
 
 class Route:

@@ -68,6 +68,9 @@ class Recording:
         self._taping.tapes.append(frame.tape)
         try:
             frame.out = out = site.forward(*args, **kwargs)
+        except BaseException:  # whoever called it may go on
+            frame.reason = Difference("raises an error", site.line)
+            raise
         finally:
             self._taping.tapes.pop()
             self._stack.pop()

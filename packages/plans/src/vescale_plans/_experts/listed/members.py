@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor.engine import REPLICATE, Mesh, State
 
-from ..experts import swap_in
+from ..plain import swap_in
 from ..route import Spread
 from ..split import refuse_unsplit, split_axes
 from .rows import Rows
