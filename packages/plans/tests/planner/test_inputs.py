@@ -65,6 +65,36 @@ class Patches(nn.Module):
         return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
+class Codes(nn.Module):
+    """Two codes for each place, [batch x 2, places] one after the other, and what to say of them for each row of the
+    batch, as in Musicgen; `books`: of their tables."""
+
+    def __init__(self, books=2):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(WORDS, WIDTH) for _ in range(books))
+        self.blocks, self.heads = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, books * WORDS)
+
+    def forward(self, codes, labels=None):
+        books = len(self.tables)
+        codes = codes.unflatten(0, (-1, books))
+        x = sum(table(codes[:, at]) for at, table in enumerate(self.tables))
+        for block in self.blocks:
+            x = block(x, torch.ones(x.shape[1]))
+        said = self.heads(x).unflatten(-1, (books, WORDS))
+        labels = codes.movedim(1, -1) if labels is None else labels
+        return F.cross_entropy(said.flatten(0, -2), labels.flatten())
+
+
+class Grids(Patches):
+    """The grid is read, and does not run with its numbers in another order."""
+
+    def forward(self, ids, patches, grids):
+        for times, high, wide in grids.tolist():
+            if high % 2 or wide % 2:
+                raise ValueError(f"no grid of {times} x {high} x {wide}")
+        return super().forward(ids, patches, grids[:, 1:])
+
+
 class Apart(nn.Module):
     """Rows of two kinds that have nothing to do with each other."""
 
@@ -88,12 +118,26 @@ def patches(rows):
     return ids, torch.randn(rows * 4, 12, generator=generator), torch.tensor([[2, 2]] * rows)
 
 
+def codes(rows):
+    generator = torch.Generator().manual_seed(rows)
+    return tuple(torch.randint(WORDS, size, generator=generator) for size in ((2 * rows, TOKENS), (rows, TOKENS, 2)))
+
+
+def grids(rows):
+    return *patches(rows)[:2], torch.tensor([[1, 2, 2]] * rows)
+
+
 CASES = {
     "places that rows share, of one row": (Latents, latents, 1, "blocks"),
     "places that rows share": (Latents, latents, 4, "blocks"),
     "as many places as twice the rows": (Latents, latents, 3, "blocks"),
     "patches in a row": (Patches, patches, 2, "seeing"),
     "patches of one image": (Patches, patches, 1, "seeing"),
+    "codes in a row": (Codes, codes, 4, "blocks"),
+    "codes alone": (Codes, lambda rows: codes(rows)[:1], 4, "blocks"),
+    "codes of one row": (Codes, codes, 1, "blocks"),
+    "grids that do not turn": (Grids, grids, 4, "seeing"),
+    "grid of one image": (Grids, grids, 1, "seeing"),
 }
 
 
@@ -138,3 +182,10 @@ def test_inputs_that_fit_together_in_no_reading_are_refused_with_their_sizes():
     with pytest.raises(PlanError, match="it runs neither if they are shared") as raised:
         generate_plan(Apart(), world_size=2, batch=4, hardware="h100", sample=sample)
     assert "a row  [1, 16], [7, 16] at first" in str(raised.value) and "register_buffer" in str(raised.value)
+
+
+def test_a_sample_of_more_rows_than_the_batch_is_read_row_by_row_first():
+    model, sample = Latents(), latents(8)
+    assert generate_plan(model, world_size=2, batch=4, hardware="h100", sample=sample) == generate_plan(
+        model, world_size=2, batch=4, hardware="h100", sample=latents(1)
+    )

@@ -108,7 +108,8 @@ def generate_plan(
         sample: the arguments of a call of the model: a tensor, a tuple of arguments or a dict of keywords, with one row
             or more. Not needed for a model that takes `input_ids`. If the first dim of a tensor is not the batch, it is
             tried both as shared by all rows, and as holding the same number of entries for each row, one row after the
-            other.
+            other. How many rows a sample has is told by its most frequent first dim; where first dims are multiples of
+            `batch`, or of the least of them, so many are tried too.
         verify: a global batch from which the model (with `loss_fn`, if given) computes a loss; only shapes count. The
             chosen plan is dry-run on it, with AdamW or `optimizer_fn`, and if its peak exceeds the memory, the next
             best is taken, so the returned plan fits. Every stage of a pipeline is run, with the largest number of
@@ -124,7 +125,7 @@ def generate_plan(
     """
     request = {**(constraints or {}), **asked}
     _check_request(request)
-    sample = sample_of(model, request.get("sample"))
+    sample = sample_of(model, request.get("sample"), rows=request["batch"])
     with Bar() as bar, unstopped("generate_plan ran the model on samples"):
         return _generated(model, sample, request, bar, runner)
 

@@ -35,6 +35,8 @@ def _probed(model: nn.Module, sample: Sample, bar: Bar) -> tuple[Sample, Finding
             if not sample.others:
                 raise
             failed = failed or error
+    if not sample.entries:  # no two differ in size, and other readings were a second guess
+        raise failed
     sizes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in((sample.args, dict(sample.kwargs))))
     raise PlanError(
         "generate_plan",
@@ -65,7 +67,7 @@ def structure_of(
     )
     groups = _everywhere(groups, found.like)
     structure = Structure(
-        shapes=dict(_shapes(model)),
+        shapes={name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)},
         modules=tuple(name for name, _ in model.named_modules() if name),
         groups=groups,
         matrices=_matrices(found),
@@ -83,10 +85,6 @@ def structure_of(
     split = split_parameters(structure, min(structure.degrees)) if structure.degrees else ()
     inside = {group.module for group in structure.groups if any(one.module == group.module for one in group.sources)}
     return replace(structure, holding=holding_of(model, sample, found.chains, split, inside - {None}, computed))
-
-
-def _shapes(model: nn.Module):
-    return ((name, tuple(one.shape)) for name, one in model.named_parameters(remove_duplicate=False))
 
 
 # ------------------------------------------------------------------------ groups

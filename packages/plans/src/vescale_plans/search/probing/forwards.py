@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from traceback import format_exception_only, walk_tb
 from types import FrameType
@@ -54,18 +54,39 @@ class Forwards:
         hand_on(self.model, chains)
 
     def followed(self, rows: int) -> Probe:
-        """The first forward. A sample of equal integers is made to differ in one tensor after the other, until some
-        contraction shows which rows are row 1's."""
-        first = self.run(rows, follow=True)
-        for moved in range(self.sample.alike):
-            if any(call.outer is not None or call.coupled for call in first.calls.values()):
-                break
-            first = self.run(rows, follow=True, moved=moved)
+        """The first forward. Row 1's integers differ as far as the model runs so (`Sample.turnings`). A sample of equal
+        integers is made to differ in one tensor after the other, until some contraction shows which rows are row
+        1's."""
+        first: Probe | None = None
+        failed: Exception | None = None
+        done: set[int] = set()
+        for turned in self.sample.turnings:
+            if first is not None and (_is_seen(first) or not set(turned) > done):
+                continue
+            try:
+                first, done = self.run(rows, follow=True, turned=turned), set(turned)
+            except Exception as error:
+                failed = failed or error
+                continue
+            for moved in range(self.sample.alike):
+                if _is_seen(first):
+                    break
+                first = self.run(rows, follow=True, turned=turned, moved=moved)
+        if first is None:
+            raise failed
         return first
 
-    def run(self, batch: int, *, follow: bool = False, moved: int | None = None, **settings: Any) -> Probe:
+    def run(
+        self,
+        batch: int,
+        *,
+        follow: bool = False,
+        turned: Collection[int] = (),
+        moved: int | None = None,
+        **settings: Any,
+    ) -> Probe:
         """One forward of so many rows; `settings` are the probe's."""
-        args, kwargs = self.sample.repeat(batch, follow=follow, moved=moved)
+        args, kwargs = self.sample.repeat(batch, follow=follow, turned=turned, moved=moved)
         probe = Probe(self.operands, batch, silent=self.silent, values=self._values, **settings)
         with ExitStack() as stack:
             if follow or probe.seed:  # else no call is new: none asks for the modules that are running
@@ -85,6 +106,11 @@ class Forwards:
                     raise _failed(type(self.model).__name__, batch, error) from error
         self._bar.tick("probing the model")
         return probe
+
+
+def _is_seen(first: Probe) -> bool:
+    """Whether some contraction shows which rows are row 1's."""
+    return any(call.outer is not None or call.coupled for call in first.calls.values())
 
 
 def raised(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, product
 from typing import Any
@@ -41,16 +41,19 @@ class Sample:
     entries: tuple[int, ...] = ()
     others: tuple[Sample, ...] = ()
 
-    def repeat(self, batch: int, *, follow: bool = False, moved: int | None = None) -> tuple[tuple, dict[str, Any]]:
+    def repeat(
+        self, batch: int, *, follow: bool = False, turned: Collection[int] = (), moved: int | None = None
+    ) -> tuple[tuple, dict[str, Any]]:
         """The row `batch` times: arguments and keyword arguments.
 
-        With `follow`, row 1 differs: its numbers are NaN, its integers are turned by one position; and of the tensors
-        of integers that this leaves alike, those at number `moved` are one less, or 1 for 0.
+        With `follow`, row 1 differs: its numbers are NaN, and the integers of the tensors at the places `turned` are
+        turned by one position; of the tensors of integers that turning leaves alike, those at number `moved` are one
+        less, or 1 for 0.
         """
         alike, places = count(), count()
 
         def grow(tensor: Tensor) -> Tensor:
-            entries = self._entries(next(places))
+            entries = self._entries(place := next(places))
             if not tensor.ndim or not entries:
                 return tensor
             grown = tensor.repeat(batch, *[1] * (tensor.ndim - 1))
@@ -60,7 +63,7 @@ class Sample:
             elif follow and entries == 1 and _stays(tensor):
                 if next(alike) == moved:
                     row.copy_(torch.where(row == 0, 1, row - 1))
-            elif follow and entries == 1 and tensor.ndim > 1:
+            elif follow and place in turned and tensor.ndim > 1:
                 row.copy_(row.roll(1, -1))
             return grown
 
@@ -83,6 +86,16 @@ class Sample:
         return replace(self, args=args, kwargs=kwargs)
 
     @property
+    def turnings(self) -> list[tuple[int, ...]]:
+        """Tensors of integers to turn, in the order in which to try it: all, all but one, for it may hold sizes (those
+        of an image) which turned are others, or none; of those with one entry a row, and of all."""
+        tensors = tensors_in((self.args, dict(self.kwargs)))
+        some = [place for place, one in enumerate(tensors) if one.ndim > 1 and not one.is_floating_point()]
+        single, several = (tuple(at for at in some if fits(self._entries(at))) for fits in (_is_one, bool))
+        but_one = (tuple(at for at in single if at != left) for left in single)
+        return [*dict.fromkeys((single, *but_one, (), several))]
+
+    @property
     def alike(self) -> int:
         """Tensors of integers that are the same when they are turned by one position."""
         tensors = tensors_in((self.args, dict(self.kwargs)))
@@ -91,10 +104,16 @@ class Sample:
     @property
     def positions(self) -> int | None:
         """Of the first integer tensor [batch, positions], or the first numbers [batch, positions, features]."""
-        for place, tensor in enumerate(tensors_in((self.args, dict(self.kwargs)))):
-            if self._entries(place) == 1 and tensor.ndim == (3 if tensor.is_floating_point() else 2):
-                return tensor.shape[1]
+        tensors = [*enumerate(tensors_in((self.args, dict(self.kwargs))))]
+        for fits in (_is_one, bool):  # what has several entries a row tells where nothing else does
+            for place, tensor in tensors:
+                if fits(self._entries(place)) and tensor.ndim == (3 if tensor.is_floating_point() else 2):
+                    return tensor.shape[1]
         return None
+
+
+def _is_one(entries: int) -> bool:
+    return entries == 1
 
 
 def _stays(tensor: Tensor) -> bool:
@@ -104,12 +123,13 @@ def _stays(tensor: Tensor) -> bool:
     return torch.equal(tensor, tensor.roll(1, -1))
 
 
-def sample_of(model: nn.Module, batch: Any = None, positions: int = POSITIONS) -> Sample:
+def sample_of(model: nn.Module, batch: Any = None, positions: int = POSITIONS, *, rows: int | None = None) -> Sample:
     """The first row of `batch`: what the model is called with, a tensor, a tuple of arguments or a dict of keywords.
 
     Without `batch`, a model whose forward takes `input_ids`, or a HuggingFace model that says what its inputs are,
-    gets small inputs made up for it. Raises PlanError where that is not known. As long as most of the tensors are, or
-    the first of them, so many rows the batch has.
+    gets small inputs made up for it. Raises PlanError where that is not known. As long as most of the tensors are, so
+    many rows `batch` has; of several lengths that are as frequent it is `rows`, or the first. If the model does not run
+    so, it has `rows`, if one length is that or all are multiples of it, or the least, if all are multiples of that.
     """
     if batch is None:
         batch = _made_up(model, positions)
@@ -121,10 +141,25 @@ def sample_of(model: nn.Module, batch: Any = None, positions: int = POSITIONS) -
     else:
         args = (batch,)
     tensors = tensors_in((args, kwargs))
-    rows = Counter(len(tensor) for tensor in tensors if tensor.ndim).most_common(1)
-    ways = product(*(_ways(tensor, rows[0][0]) if tensor.ndim else (1,) for tensor in tensors))
-    first, *others = (_read(args, kwargs, entries) for entries in islice(ways, MOST_READINGS))
+    read = {way: None for count in _counts(tensors, rows) for way in islice(_products(tensors, count), MOST_READINGS)}
+    first, *others = (_read(args, kwargs, entries) for entries in read)
     return replace(first, others=tuple(others))
+
+
+def _counts(tensors: Sequence[Tensor], rows: int | None) -> list[int]:
+    """How many rows the tensors may have, in the order in which to try it."""
+    lengths = Counter(len(tensor) for tensor in tensors if tensor.ndim)
+    most = max(lengths, key=lambda length: (lengths[length], length == rows), default=0)
+    least = min(lengths, default=0)
+    others = [count for count in (rows, least) if count and all(length % count == 0 for length in lengths)]
+    return [*dict.fromkeys([most, *([rows] if rows in lengths else []), *others])]
+
+
+def _products(tensors: Sequence[Tensor], rows: int) -> Iterator[tuple[int, ...]]:
+    """Ways to read all of them by which some have rows."""
+    ways = product(*(_ways(tensor, rows) if tensor.ndim else (1,) for tensor in tensors))
+    sized = [place for place, tensor in enumerate(tensors) if tensor.ndim]
+    return (way for way in ways if not sized or any(way[place] for place in sized))
 
 
 def _ways(tensor: Tensor, rows: int) -> tuple[int, ...]:
