@@ -25,6 +25,7 @@ Forward sees the tokens as they are, and weights gathered over the expert axis, 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -47,18 +48,18 @@ from vescale_dtensor.engine import (
     layout_of,
 )
 
-from .._apply.generators import random_states, set_random_states
 from .._calls.chain import add_step
 from .._plan.parts import PlanError
 from .added_last import added_last
 from .beside import Beside
 from .capacity import capacities, counted, positions
 from .computed import Computed
-from .counters import Forward, counts_of, numbers_like
+from .counters import numbers_like
 from .plain import row_states, swap_in, tokens_indices_weights
 from .route import Back, Out, Route, Spread, total_load
 from .split import refuse_split, refuse_unsplit, split_axes, split_problem
 from .state import Kept
+from .trial import Trial
 
 
 class ExpertsBoundary:
@@ -91,8 +92,10 @@ class ExpertsBoundary:
         self.split, self.whole = split_axes(module.named_parameters(recurse=False), at)
         self._counts_known = self.experts.local == experts or bool(self.counters) and not self._numbers[1]
         self._tried = not (self.whole or self.split)
+        self.writes: tuple[str, ...] = ()
+        self._looks = {True: True, False: True}
         self.beside = Beside(block, module) if spread and block is not None else None
-        self._running: list[tuple[_Call | _UnsplitCall, Computed] | None] = []  # None: as any module's forward is
+        self._running: list[tuple[_Call | _UnsplitCall, Computed, Kept] | None] = []  # None: as any module's forward is
         add_step(module, "experts", self._enter, self._leave)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -102,15 +105,15 @@ class ExpertsBoundary:
             self._running.append(None)
             return args, kwargs
         try:
-            if not (self._counts_known or is_reproducible()):
-                self._find_counters(module, args, kwargs)
-            if not self._tried:
+            self._look(module, args, kwargs)
+            kept = Kept(() if self.writes else module.named_modules(), deep=False)
+            if not (self._tried or self.writes):
                 self._try_slices(module, args, kwargs)
-            call = (_UnsplitCall if is_reproducible() else _Call)(self, module, args, kwargs)
+            call = (_UnsplitCall if is_reproducible() or self.writes else _Call)(self, module, args, kwargs)
         except BaseException:
             computed.end()
             raise
-        self._running.append((call, computed))
+        self._running.append((call, computed, kept))
         return call.args, call.kwargs
 
     def _fits(self, module: nn.Module, args: tuple, kwargs: dict) -> bool:
@@ -126,51 +129,32 @@ class ExpertsBoundary:
             self._is_off = True
         return not self._is_off
 
-    def _alone(self, module: nn.Module, args: tuple, kwargs: dict) -> Forward:
-        """The module's forward as a function of rows, their experts, and all that it computes with."""
-        given, held = tokens_indices_weights(self.name, args, kwargs), dict(module._parameters)
+    def _look(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """What its forward counts experts by, and in the first call of each mode, what it writes of itself."""
+        trial = Trial(self.experts, module, args, kwargs)
+        if self._looks[module.training] and not self.writes:
+            self._looks[module.training] = False
+            self.writes = trial.written(self.counters)
+            if self.writes:
+                self._say(module)
+        if not (self.writes or self._counts_known or is_reproducible()):
+            self.counters, self._counts_known = trial.counters(self._numbers), True
 
-        def forward(
-            parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor, numbers: Mapping[str, int]
-        ) -> Tensor:
-            replaced = dict(zip(map(id, given), (rows, experts[:, None], rows.new_ones(len(rows), 1))))
-            module._parameters.update(parameters)
-            for name, number in numbers.items():
-                setattr(module, name, number)
-            try:
-                return module.forward(
-                    *(replaced.get(id(one), one) for one in args),
-                    **{key: replaced.get(id(one), one) for key, one in kwargs.items()},
-                )
-            finally:
-                module._parameters.update(held)
-                for name in numbers:
-                    setattr(module, name, self.experts.experts)
-
-        return forward
-
-    def _find_counters(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Which attributes count experts, by trial where a name does not say it; see `counters.py`. The module is as it
-        was."""
-        like = tokens_indices_weights(self.name, args, kwargs)[0]
-        kept, states = Kept([("", module)], deep=True), random_states()
-        held = {key: one for key, one in module._parameters.items() if one is not None}
-
-        def slices(which: slice) -> dict[str, Tensor]:
-            cut = {key: one.mesh_layout.states[self.axis].is_sharded for key, one in held.items()}
-            local = {key: one.to_local().detach() for key, one in held.items()}
-            return {key: one[which] if cut[key] else one for key, one in local.items()}
-
-        local, forward = self.experts.local, self._alone(module, args, kwargs)
-        rows = torch.randn(local, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like.to_local())
-        try:
-            with torch.no_grad():
-                numbers = self._numbers, local, self.experts.experts
-                self.counters = counts_of(self.name, forward, slices, *numbers, rows)
-        finally:
-            kept.restore()
-            set_random_states(states)
-        self._counts_known = True
+    def _say(self, module: nn.Module) -> None:
+        what = f"{type(module).__name__} writes {self.writes[0]!r} of itself in its forward"
+        if self.capacity is not None:
+            raise PlanError(
+                self.name,
+                f"{what}, which must see all rows, and capacity_factor={self.capacity} drops rows before it",
+                (),
+                [("capacity_factor=None", "nothing is dropped"), ("write it outside of the forward", "")],
+            )
+        if not any(self.mesh.coordinate):
+            warnings.warn(
+                f"vescale_plans: {what}, so it computes on the whole batch, with all weights gathered. "
+                "Two all-to-alls of rows are enough where that is written outside of the forward.",
+                stacklevel=2,
+            )
 
     def _try_slices(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Raises PlanError, on all ranks alike, where slices of experts do not give parts of one sum, and for what is
@@ -178,13 +162,12 @@ class ExpertsBoundary:
 
         Cost: once, some forwards on a few rows per expert, and small all-gathers.
         """
-        given, forward = tokens_indices_weights(self.name, args, kwargs), self._alone(module, args, kwargs)
-        held = dict(module._parameters)
+        trial, held = Trial(self.experts, module, args, kwargs), dict(module._parameters)
 
         def counted(parameters: Mapping[str, Tensor], rows: Tensor, experts: Tensor, count: int) -> Tensor:
-            return forward(parameters, rows, experts, dict.fromkeys(self.counters, count))
+            return trial.forward(parameters, rows, experts, dict.fromkeys(self.counters, count))
 
-        like, width = given[0].to_local().detach(), given[0].shape[-1]
+        like, width = trial.like, trial.width
         if self.whole:
             shapes = {key: one.mesh_layout.local_shape for key, one in held.items() if one is not None}
             slices = partial(counted, count=self.experts.local)
@@ -205,9 +188,20 @@ class ExpertsBoundary:
         running = self._running.pop()
         if running is None:
             return output
-        call, computed = running
+        call, computed, kept = running
         call.restore()
         computed.end()
+        if written := kept.written():
+            raise PlanError(
+                self.name,
+                f"{type(module).__name__} writes {written[0]!r} of itself in its forward, from rows that travelled "
+                "here, and did not when it was first looked at: otherwise it would have computed on the whole batch",
+                [f"written  {', '.join(written)}"],
+                [
+                    ("write it from the first call on", "it computes on the whole batch"),
+                    ("write it outside of the forward", "rows travel to their experts"),
+                ],
+            )
         return call.combine(output) if isinstance(output, Tensor) else output
 
     def total_load(self) -> list[int]:
