@@ -101,3 +101,24 @@ def test_generators_buffers_and_attributes_are_as_before(asked, draw, fails):
     now = state(model)
     assert now[1:] == was[1:]
     torch.testing.assert_close(now[0], was[0], rtol=0, atol=0)
+
+
+class Choosing(nn.Module):
+    """Goes one way or the other by a number that it draws."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.up, self.down, self.draw = nn.ModuleList(nn.Linear(8, 32) for _ in range(2)), nn.Linear(32, 8), draw
+
+    def forward(self, x):
+        return self.down(self.up[int(self.draw() < 0.5)](x).relu())
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random, lambda: numpy.random.rand()])
+def test_what_is_found_does_not_depend_on_what_was_drawn_before(draw):
+    found = []
+    for seed in range(6):
+        torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+        model = Choosing(draw)
+        found.append(structure_of(model, sample_of(model, torch.ones(4, 8))).groups)
+    assert found == found[:1] * 6 and found[0]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vescale_dtensor import InternalError, VescaleError
 from vescale_dtensor.engine import flex_formulas, user_line
 
+from ..._apply.generators import seeded_for
 from ..._plan.parts import PlanError
 from ..progress import Bar
 from .blocks import Chain, hand_on
@@ -91,6 +92,7 @@ class Forwards:
         with ExitStack() as stack:
             if follow or probe.seed:  # else no call is new: none asks for the modules that are running
                 stack.enter_context(paths(self._watched, probe.path, self._note if follow else None))
+            stack.enter_context(seeded_for(0, 0))  # a plan, and each rank's, is one whatever was drawn before
             stack.enter_context(plain_kernels())
             stack.enter_context(values_kept(self.model))
             stack.enter_context(torch.no_grad())
