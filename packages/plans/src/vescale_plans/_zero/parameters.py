@@ -225,7 +225,7 @@ class FlatParameters:
         needs_copy = dtype.is_floating_point and self.sharing.compute not in (None, dtype) and not self.separate
         elsewhere = not self.hosted and any(one != self.device for one in devices.values())
         if len({*dtypes.values()}) > 1 or needs_copy or elsewhere:
-            raise another_dtype([f"{name}  {dtype}  {devices.get(name, self.device)}" for name, dtype in dtypes.items()])
+            raise another_dtype([f"{name}  {one}  {devices.get(name, self.device)}" for name, one in dtypes.items()])
         exchanged = [i for i, param in enumerate(self.params) if param.parameter.__dict__.get("_owner") is not param]
         kept = [(param.shard, True) if self.separate else (param.full, False) for param in self.params]
         values = [s.take_back(self.separate) if away else one for s, away, one in zip(self.params, lost, kept)]
