@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from vescale_checkpoint import Retention, load, save
+from vescale_checkpoint import ConflictError, Retention, load, save
 from vescale_checkpoint.io._commit import Root, leased
 from vescale_checkpoint.io._storage import LocalStorage
 
@@ -55,6 +55,19 @@ def test_two_savers_of_one_step(tmp_path, start_world, attempt):
     winner = 1 + next(i for i, answer in enumerate(answers) if answer[0] == "returned")
     assert step_loaded(path) == (1, winner)
     assert os.listdir(path) == ["step-00000001"]
+
+
+def test_a_step_that_is_committed_between_two_looks_is_told_as_such(tmp_path, monkeypatch):
+    save(tmp_path, state_of(1))
+    looks, committed = [], Root.committed
+
+    def late(root):
+        looks.append(committed(root))
+        return looks[-1] if len(looks) > 1 else {}
+
+    monkeypatch.setattr(Root, "committed", late)
+    with pytest.raises(ConflictError, match="step 1 is committed already"):
+        save(tmp_path, state_of(1))
 
 
 def save_many(rank, path, steps):

@@ -139,6 +139,8 @@ class Root:
             raise self.conflict(step)
         path = f"{self.path}/{folder_of(step)}"
         if isinstance(self.storage, LocalStorage) and self.storage.exists(path) and self.storage.names_in(path) != []:
+            if step in self.committed():  # by another saver, since the first look
+                raise self.conflict(step)
             raise self.conflict(step, f"step {step} is not committed, and something else has its name")
 
     def conflict(self, step: int, what: str | None = None) -> ConflictError:
