@@ -55,7 +55,7 @@ from .beside import Beside
 from .capacity import capacities, counted, positions
 from .computed import Computed
 from .counters import numbers_like
-from .plain import row_states, swap_in, tokens_indices_weights
+from .local_rows import row_states, swap_in, tokens_indices_weights
 from .route import Back, Out, Route, Spread, total_load
 from .split import refuse_split, refuse_unsplit, split_axes, split_problem
 from .state import Kept

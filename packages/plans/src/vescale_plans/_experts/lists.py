@@ -99,7 +99,7 @@ class ListBoundary(Members):
             f"the block of this list writes {written[0]!r} of itself in its forward, from this rank's rows, and did "
             f"not in its first {CHECKED_CALLS} calls: otherwise it would have computed on the whole batch",
             [f"written  {', '.join(written)}"],
-            [self.kept_whole(), ("write it from the first call on", "the block computes on the whole batch")],
+            [self.on_every_rank(), ("write it from the first call on", "the block computes on the whole batch")],
         )
 
     def _leave(self, block: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:

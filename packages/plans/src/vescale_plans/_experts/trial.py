@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._apply.generators import random_states, set_random_states
 from .counters import counts_of
-from .plain import tokens_indices_weights
+from .local_rows import tokens_indices_weights
 from .route import Spread
 from .state import Kept
 

@@ -16,7 +16,7 @@ from ..._apply.containers import map_tensors, tensors_in
 from ..._apply.generators import random_states, same_states, set_random_states
 from ..._plan.parts import PlanError
 from ..._plan.validate import CONTAINERS
-from ..plain import row_states, swap_in
+from ..local_rows import row_states, swap_in
 from ..route import Back, Out, Route
 from .members import Members
 from .rows import Draws, Rows

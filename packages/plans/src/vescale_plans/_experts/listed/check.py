@@ -89,7 +89,7 @@ def _refuse(call: Call, problem: str | None) -> None:
             [f"input  {call.was}"],
             [
                 ("experts as stacked weights [experts, ...]", "one module that takes tokens, indices and weights"),
-                members.kept_whole(),
+                members.on_every_rank(),
             ],
         )
 

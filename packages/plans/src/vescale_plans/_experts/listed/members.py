@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor.engine import REPLICATE, Mesh, State
 
-from ..plain import swap_in
+from ..local_rows import swap_in
 from ..route import Spread
 from ..split import refuse_unsplit, split_axes
 from .rows import Rows
@@ -56,6 +56,6 @@ class Members:
             if name != self.key and not name.startswith(f"{self.key}."):
                 yield name, module
 
-    def kept_whole(self) -> tuple[str, str]:
+    def on_every_rank(self) -> tuple[str, str]:
         """The remedy of a plan that computes the block as it computes any module."""
         return f'"{self.spread.name}.*": {{"{self.mesh.names[self.spread.axis]}": Replicate()}}', "whole"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_dtensor.engine import INVARIANT, PARTIAL, REPLICATE, State, convert, from_plain, layout_of
 
-from ..plain import row_states
+from ..local_rows import row_states
 from .members import Members
 from .stand_ins import Stubs
 
