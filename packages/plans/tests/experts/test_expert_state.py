@@ -63,6 +63,19 @@ class Number(Stack):
         return torch.tensor(self.seen)
 
 
+class SomeSlices(Stack):
+    """Whether it writes, ranks see otherwise by the slices that they hold: the last expert's weights are large."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            self.w1[-1].add_(4.0)
+
+    def write(self, rows, chosen):
+        if self.w1.max() > 4:
+            self.count += rows.detach().abs().mean()
+
+
 class Late(Stack):
     """Writes once the training loop says so."""
 
@@ -83,7 +96,7 @@ class Mixture(nn.Module):
         return (rows + self.stack(rows, chosen, weights)).square().mean()
 
 
-KINDS = [Stack, Training, Recording, Number]
+KINDS = [Stack, Training, Recording, Number, SomeSlices]
 PLANS = {
     "ep2, batch over ep": Plan({"ep": 2}, {"*": {}}, data_axis="ep", expert_axis="ep"),
     "ep2, no data axis": Plan({"ep": 2}, {"*": {}}, data_axis=None, expert_axis="ep"),

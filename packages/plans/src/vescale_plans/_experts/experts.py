@@ -56,7 +56,7 @@ from .capacity import capacities, counted, positions
 from .computed import Computed
 from .counters import numbers_like
 from .local_rows import row_states, swap_in, tokens_indices_weights
-from .route import Back, Out, Route, Spread, total_load
+from .route import Back, Out, Route, Spread, of_any_rank, total_load
 from .split import refuse_split, refuse_unsplit, split_axes, split_problem
 from .state import Kept
 from .trial import Trial
@@ -130,15 +130,26 @@ class ExpertsBoundary:
         return not self._is_off
 
     def _look(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """What its forward counts experts by, and in the first call of each mode, what it writes of itself."""
+        """What its forward counts experts by, and in the first call of each mode, what it writes of itself; on all
+        ranks alike. Cost: once, some forwards on a few rows per expert, and small all-gathers."""
+        looks, counts = self._looks[module.training], not (self._counts_known or is_reproducible())
+        if self.writes or not (looks or counts):
+            return
         trial = Trial(self.experts, module, args, kwargs)
-        if self._looks[module.training] and not self.writes:
+        if looks:
             self._looks[module.training] = False
-            self.writes = trial.written(self.counters)
+            self.writes = of_any_rank(trial.written(self.counters), self.mesh)
             if self.writes:
                 self._say(module)
-        if not (self.writes or self._counts_known or is_reproducible()):
-            self.counters, self._counts_known = trial.counters(self._numbers), True
+        if counts and not self.writes:
+            try:
+                found, problem = trial.counters(self._numbers), None
+            except PlanError as error:
+                found, problem = self.counters, error
+            problem = fold_objects(problem, lambda said: next(filter(None, said), None), self.mesh)
+            if problem is not None:
+                raise problem
+            self.counters, self._counts_known = list(of_any_rank(tuple(found), self.mesh)), True
 
     def _say(self, module: nn.Module) -> None:
         what = f"{type(module).__name__} writes {self.writes[0]!r} of itself in its forward"

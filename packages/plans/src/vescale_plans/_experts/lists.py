@@ -32,10 +32,10 @@ from vescale_dtensor.engine import Mesh, check_order
 from .._calls.chain import add_step
 from .._plan.parts import PlanError
 from .listed.call import Call
-from .listed.check import check_experts, check_token_wise, on_any_rank, written_by
+from .listed.check import check_experts, check_token_wise, written_by
 from .listed.members import Members
 from .listed.whole import WholeCall
-from .route import total_load
+from .route import of_any_rank, total_load
 from .state import Kept
 
 # The first calls of a block, in training and in evaluation each, are held against its forward over all tokens.
@@ -72,7 +72,7 @@ class ListBoundary(Members):
             call.note()
             written = kept.written()
             if checked:  # what it writes only while gradients are recorded
-                self._writes = on_any_rank(call, written)
+                self._writes = of_any_rank(written, call.members.mesh)
             elif written:
                 raise self._began_to_write(written)
             if not self._writes:

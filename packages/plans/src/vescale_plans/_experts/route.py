@@ -9,11 +9,13 @@ One small all-to-all of counts goes ahead, the only time the host waits for the 
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
 from vescale_dtensor.debug import Cause
-from vescale_dtensor.engine import Mesh, RowsInFlight, gather_objects, set_cause
+from vescale_dtensor.engine import Mesh, RowsInFlight, fold_objects, gather_objects, set_cause
 
 from .capacity import counted, positions
 
@@ -28,6 +30,11 @@ class Spread:
         self.held = [max(min((rank + 1) * chunk, experts) - rank * chunk, 0) for rank in range(self.ranks)]
         self.mine = mesh.coordinate[axis] if spread else 0
         self.local, self.first = self.held[self.mine], sum(self.held[: self.mine])
+
+
+def of_any_rank(names: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """The names that any rank says, on all of them. Cost: a small all-gather."""
+    return fold_objects(names, lambda said: tuple(dict.fromkeys(chain.from_iterable(said))), mesh)
 
 
 def total_load(experts: Spread, load: list[int] | Tensor, replicas: tuple[int, ...]) -> list[int]:

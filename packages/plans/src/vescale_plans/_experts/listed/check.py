@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from math import prod
 
 import torch
@@ -20,6 +19,7 @@ from vescale_dtensor.engine import INVARIANT, State, fold_objects
 from ..._apply.containers import map_tensors, tensors_in
 from ..._apply.generators import random_states, same_states, set_random_states
 from ..._plan.parts import PlanError
+from ..route import of_any_rank
 from ..state import Kept
 from .call import Call
 
@@ -71,12 +71,7 @@ def written_by(call: Call) -> tuple[str, ...]:
         found = kept.written()
         kept.restore()
     set_random_states(states)
-    return on_any_rank(call, found)
-
-
-def on_any_rank(call: Call, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names that any rank says, on all of them."""
-    return fold_objects(names, lambda said: tuple(dict.fromkeys(chain.from_iterable(said))), call.members.mesh)
+    return of_any_rank(found, members.mesh)
 
 
 def _refuse(call: Call, problem: str | None) -> None:
