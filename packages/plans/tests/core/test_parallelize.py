@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale_dtensor import DTensor, MeshError, PlainTensorError, Replicate, ShapeError, Shard, comm_trace
 from vescale_dtensor.testing import in_turns, raises_on_all, run_ranks, warm_up
 from vescale_plans import Boundary, Plan, PlanError, no_sync, parallelize
+from vescale_rng import deferred_init
 
 warm_up("torch._dynamo", "vescale_plans")
 
@@ -296,6 +297,25 @@ def test_models_that_differ_between_ranks():
 
     message = raises_on_all(4, PlainTensorError, run)
     assert "'embed.weight' has different values on rank 1 than on rank 0" in message and "manual_seed" in message
+
+
+@pytest.mark.parametrize("is_deferred", [False, True], ids=["built", "deferred"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_that_differ_between_ranks(persistent, is_deferred):
+    class Noisy(Net):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__()
+            torch.manual_seed(torch.distributed.get_rank() // 2)  # as a scale that is measured on a rank's own samples
+            self.norm.register_buffer("scale", torch.rand(12), persistent=persistent)
+
+    def run():
+        with deferred_init() if is_deferred else contextlib.nullcontext():
+            model = Noisy()
+        parallelize(PLAN, model)
+
+    message = raises_on_all(4, PlainTensorError, run)
+    assert "the buffer 'norm.scale' has different values on rank 2 than on rank 0" in message
 
 
 def test_names_and_structure_stay():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from vescale_dtensor import PlainTensorError
+from vescale_dtensor import DTensor, PlainTensorError
 from vescale_rng import is_deferred, recorded
 
 from ..plan import Plan, PlanError
@@ -38,11 +38,12 @@ def check_same_plan(plan: Plan, device: str) -> None:
 
 
 def check_same_values(sums: dict[str, int]) -> None:
-    """Raises PlainTensorError, on all ranks alike, when a parameter has other values on a rank than on rank 0.
+    """Raises PlainTensorError, on all ranks alike, when a parameter or a buffer has other values on a rank than on
+    rank 0.
 
     Cost: one small all-gather over the world.
     """
-    everyone = gather(tuple(sums.items()), "comparing the parameters of all ranks")
+    everyone = gather(tuple(sums.items()), "comparing the parameters and buffers of all ranks")
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
@@ -50,21 +51,24 @@ def check_same_values(sums: dict[str, int]) -> None:
         if names != [name for name, _ in theirs]:
             raise PlainTensorError(
                 "parallelize",
-                f"the model has different parameters on rank {rank} than on rank 0",
-                [f"{len(names)} parameters on rank 0, {len(theirs)} on rank {rank}"],
+                f"the model has different parameters or buffers on rank {rank} than on rank 0",
+                [f"{len(names)} on rank 0, {len(theirs)} on rank {rank}"],
                 [("build the same model on every rank", "")],
             )
         name = next(name for (name, mine), (_, other) in zip(everyone[0], theirs) if mine != other)
         raise PlainTensorError(
             "parallelize",
-            f"the parameter {name!r} has different values on rank {rank} than on rank 0",
+            f"the {name} has different values on rank {rank} than on rank 0",
             (),
-            [("torch.manual_seed(seed) before the model is built", "the same on every rank")],
+            [
+                ("torch.manual_seed(seed) before the model is built", "the same on every rank"),
+                ("torch.zeros(...) in place of torch.empty(...)", "memory that nothing has written differs"),
+            ],
         )
 
 
 def checksums(model: nn.Module) -> dict[str, int]:
-    return {
-        name: recorded(parameter) if is_deferred(parameter) else checksum(parameter)
-        for name, parameter in model.named_parameters()
-    }
+    """Of the values of every parameter and of every plain buffer, by what an error calls it."""
+    held = {f"parameter {name!r}": parameter for name, parameter in model.named_parameters()}
+    plain = {f"buffer {name!r}": one for name, one in model.named_buffers() if type(one) is not DTensor}
+    return {name: recorded(one) if is_deferred(one) else checksum(one) for name, one in (held | plain).items()}

@@ -105,7 +105,7 @@ def parallelize(
 
     Returns: the same model, and the optimizer (None without `optimizer_fn`).
 
-    Communicates: a few small all-gathers, of the plan, of parameter checksums, and of the outcome on every rank, so
+    Communicates: a few small all-gathers, of the plan, of checksums of the values, and of the outcome on every rank, so
     that a failure on one rank fails on all, with one message. Raises MeshError; PlanError for the plan, for an unknown
     mode, or if "compile" finds no compiler; PlainTensorError if ranks hold different values.
     """
