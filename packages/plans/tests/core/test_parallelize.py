@@ -280,6 +280,28 @@ def test_a_loss_outside_of_the_model():
     run_ranks(4, run)
 
 
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, nn.MSELoss()], ids=["function", "module"])
+@pytest.mark.parametrize("given", ["by name", "by position"])
+def test_a_loss_fn_is_told_what_it_is_called_with(given, loss_fn):
+    def run():
+        x, target = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
+        many, _ = parallelize(Plan({"dp": 2}, {"*": {}}), nn.Linear(6, 6), loss_fn=loss_fn)
+        many(x, target=target) if given == "by position" else many(input=x, target=target)
+
+    message = raises_on_all(2, PlanError, run)
+    call = "f(output, input, target=target)" if given == "by position" else "f(output, input=input, target=target)"
+    assert call in message and "multiple values for argument" in message
+    assert "loss_fn=lambda output, input, target: f(...)" in message
+
+
+def test_a_type_error_from_inside_a_loss_stays_what_it_is():
+    def run():
+        many, _ = parallelize(Plan({"dp": 2}, {"*": {}}), nn.Linear(6, 6), loss_fn=lambda output, x: output + None)
+        many(torch.ones(4, 6))
+
+    assert "NoneType" in raises_on_all(2, TypeError, run)
+
+
 def test_inputs_that_differ_between_ranks():
     def run():
         _, many, _ = pair()

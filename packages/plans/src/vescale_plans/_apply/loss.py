@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from .._calls.chain import add_step
+from ..plan import PlanError
 
 LossFn = Callable[..., Any]
 
@@ -21,7 +22,8 @@ class LossBoundary:
 
     def __init__(self, root: nn.Module, loss_fn: LossFn) -> None:
         self._loss_fn = loss_fn
-        parameters = inspect.signature(root.forward).parameters.values()
+        parameters = list(inspect.signature(root.forward).parameters.values())
+        self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._taken = None if takes_all else {p.name for p in parameters}
         self._for_the_loss: dict[str, Any] = {}
@@ -35,4 +37,30 @@ class LossBoundary:
 
     def _leave(self, root: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         rest, self._for_the_loss = self._for_the_loss, {}
-        return self._loss_fn(output, *args, **kwargs, **rest)
+        given = (output, *args), {**kwargs, **rest}
+        try:
+            return self._loss_fn(*given[0], **given[1])
+        except TypeError as error:
+            why = _refusal(self._loss_fn, *given)
+            if why is None:
+                raise
+            names = [*self._positional[: len(args)], *given[1]]
+            shown = ", ".join(["output", *names[: len(args)], *(f"{name}={name}" for name in given[1])])
+            raise PlanError(
+                "loss_fn",
+                f"it is called with the output and all arguments of the model's call, f({shown}), which it does not "
+                f"take: {why}",
+                (),
+                [(f"loss_fn=lambda {', '.join(['output', *names])}: f(...)", "hands on what f takes")],
+            ) from error
+
+
+def _refusal(function: LossFn, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Why a function does not take these arguments; None if it takes them, or does not say what it takes."""
+    try:
+        inspect.signature(function.forward if isinstance(function, nn.Module) else function).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        return None
+    return None
