@@ -62,7 +62,7 @@ def no_loss(output: Any) -> PipelineError:
         f"the forward returns {', '.join(shapes) or 'no tensor'}, and no loss: a number, or what it names `loss`",
         (),
         [
-            ("parallelize(plan, model, optimizer_fn, loss_fn=f)", "loss = model(x, target=y) is f(output, x, target=y)"),
+            ("parallelize(plan, model, optimizer_fn, loss_fn=f)", "model(x, target=y) is f(output, x, target=y)"),
             ("model(input_ids=x, labels=y)", "a model that computes its loss when it is given labels"),
             ("with torch.no_grad(): model(x)", "evaluation returns whole outputs"),
         ],

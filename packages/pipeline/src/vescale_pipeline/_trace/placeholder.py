@@ -191,7 +191,7 @@ def used_outside(function: Callable, args: tuple) -> PipelineError:
         "backward has run when the model returns, so only the loss leaves it",
         (),
         [
-            ("parallelize(plan, model, optimizer_fn, loss_fn=f)", "loss = model(x, target=y) is f(output, x, target=y)"),
+            ("parallelize(plan, model, optimizer_fn, loss_fn=f)", "model(x, target=y) is f(output, x, target=y)"),
             ("with torch.no_grad(): model(x)", "evaluation returns whole outputs"),
         ],
     )
