@@ -289,7 +289,10 @@ CHECKS: tuple[Check, ...] = (
     Check(26, 1, "peers: the short form runs", tests("vescale", "comparing/test_peers"), 20 * MINUTES),
     Check(26, 2, "auto: who looks, forwards over forwards", tests("plans", "static/test_auto"), 20 * MINUTES),
     Check(26, 2, "auto: loops and models of users", under_auto("plans", "training"), 90 * MINUTES),
-    Check(26, 2, "auto: parallelize, ZeRO, optimizers, experts", under_auto("plans", "core"), 60 * MINUTES),
+    *(
+        Check(26, 2, f"auto: vescale_plans' {part}", under_auto("plans", part), 60 * MINUTES)
+        for part in ("core", "experts", "optimizers")
+    ),
     *(
         Check(26, 2, f"auto: vescale's {part}", under_auto("vescale", part), 180 * MINUTES)
         for part in (
