@@ -16,7 +16,7 @@ import torch.distributed as dist
 from vescale_dtensor import MeshError
 from vescale_dtensor.engine import simulated
 
-from ._machine._torch_private import _set_thread_isolation_mode, c10d_world, is_registered
+from ._machine._torch_private import _set_thread_isolation_mode, c10d_world, is_registered, leave_unrecorded
 from ._simulation.group import NAME, Board, Group
 from ._simulation.processor import one_processor
 from ._simulation.state import RankState
@@ -137,6 +137,7 @@ class World:
 
         if not is_registered(NAME):
             dist.Backend.register_backend(NAME, lambda *given: _create[-1](*given), devices=["cpu"])
+            leave_unrecorded(NAME)
         _create.append(create)
         _set_thread_isolation_mode(True)
         try:

@@ -30,6 +30,9 @@ queue_callback = Variable._execution_engine.queue_callback
 # Ends a group without waiting for what is in flight in it. Instead: a public `dist.abort_process_group`.
 _abort_process_group = distributed_c10d._abort_process_group
 
+# Backends that torch's flight recorder leaves to themselves, since torch 2.15. Instead: a recorder that asks a group.
+_recorded_by_themselves: set[str] | None = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+
 
 def c10d_world() -> Any:
     """What torch.distributed knows of groups: each simulated rank has its own. Instead: none in public.
@@ -42,3 +45,9 @@ def c10d_world() -> Any:
 def is_registered(backend: str) -> bool:
     """Whether a backend was registered. Instead: `dist.Backend.backend_list`, which tells less."""
     return backend.upper() in dist.Backend._plugins
+
+
+def leave_unrecorded(backend: str) -> None:
+    """The flight recorder asks C++ for the name of a group, and a group that is written in Python has none there."""
+    if _recorded_by_themselves is not None:
+        _recorded_by_themselves.add(backend)
