@@ -34,6 +34,14 @@ class Net(nn.Module):
         return F.mse_loss(self.last(x), y)
 
 
+def accumulated(numbers):
+    numbers = list(numbers)
+    total = torch.zeros((), dtype=numbers[0].dtype)
+    for number in numbers:
+        total += number
+    return total
+
+
 def gradients(model):
     return [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -51,6 +59,11 @@ IDIOMS = {
     "flat": lambda all_: torch.stack([g.detach().float().flatten().norm(1) for g in all_]).sum(),
     "absolute": lambda all_: sum(torch.sum(torch.abs(g)) for g in all_),
     "cubes": lambda all_: sum((g.abs() ** 3).sum() for g in all_),
+    "norms": lambda all_: sum(g.norm() for g in all_),
+    "norms, weighted": lambda all_: sum(0.5 * g.norm(1) for g in all_) / 2,
+    "norms, squared": lambda all_: sum(g.norm() ** 2 for g in all_).sqrt(),
+    "norms, stacked": lambda all_: torch.stack([torch.linalg.vector_norm(g) for g in all_]).sum(),
+    "in place": lambda all_: accumulated(g.square().sum() for g in all_),
     "largest": lambda all_: max(g.abs().max().item() for g in all_),
     "finite": lambda all_: float(all(torch.isfinite(g).all() for g in all_)),
     "no number": lambda all_: float(any(g.isnan().any() for g in all_)),
@@ -112,6 +125,81 @@ def test_norms_that_a_loop_takes_are_global(chosen):
         assert torch.allclose(seen, wanted, rtol=2e-6, atol=0)
         for name, value in whole.items():
             assert (value - expected[name]).norm() <= 2e-6 * expected[name].norm()
+
+
+def clipped(chosen, dtype):
+    """Steps whose loop adds a penalty to the loss, and clips by a norm of its own. Gives the losses, the norms of the
+    idioms that stay tensors, and the parameters."""
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    if chosen is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    else:
+        model, optimizer = vescale.parallelize(chosen, model, lambda ps: torch.optim.SGD(ps, lr=0.5))
+    seen = []
+    for x, y in torch.randn(6, 2, COUNT * ROWS, 8, generator=torch.Generator().manual_seed(1)).to(dtype).unbind():
+        loss = model(x, y) + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
+        loss = loss + 0.01 * sum(p.norm() for p in model.parameters() if p.requires_grad)
+        loss.backward()
+        norm = sum(g.square().sum() for g in gradients(model)).sqrt()
+        found = [IDIOMS[name](gradients(model)) for name in IDIOMS if name not in PYTHONS]
+        seen += [one.item() for one in (loss.detach(), norm, *found)]
+        for gradient in gradients(model):
+            gradient.mul_(0.05 / norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
+    return torch.tensor(seen, dtype=torch.double), norm.dtype, whole
+
+
+PYTHONS = ("data", "flat", "largest", "finite", "no number")
+"""Idioms that leave tensors, or the model's dtype: ranks may differ in the last bit."""
+EXACT = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 0.1}
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize("chosen", PLANS, ids=["pp2", "pp3", "pp2 dp2 zero3"])
+def test_what_a_loop_adds_up_has_the_same_bits_on_all_ranks(chosen, dtype):
+    """In the model's dtype; so a tied weight stays one, and one device's."""
+    wanted, _, expected = clipped(None, dtype)
+    ranks = run_ranks(chosen.world_size, clipped, chosen, dtype, timeout=90)
+    for seen, kind, whole in ranks:
+        assert kind is dtype and torch.equal(seen, ranks[0][0])
+        assert torch.allclose(seen, wanted, rtol=EXACT[dtype], atol=0)
+        for name, value in whole.items():
+            assert value.dtype is dtype
+            assert (value - expected[name]).norm() <= EXACT[dtype] * expected[name].norm()
+    tied = [whole[name] for _, _, whole in ranks for name in ("first.weight", "last.weight") if name in whole]
+    assert len(tied) >= chosen.mesh["pp"] - 1 and all(torch.equal(one, tied[0]) for one in tied)
+
+
+def asked(chosen):
+    """`torch.autograd.grad` of all parameters, or of one, and what is refused of the others' gradients."""
+    torch.manual_seed(0)
+    model = Net().double()
+    if chosen is not None:
+        model, _ = vescale.parallelize(chosen, model)
+    x, y = torch.randn(2, COUNT * ROWS, 8, generator=torch.Generator().manual_seed(1)).double()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(model(x, y), trained)
+    assert len(found) == len(trained) and all(p.grad is None or p.grad.numel() == 0 for p in trained)
+    names = {id(p): n for n, p in model.named_parameters()}
+    given = {names[id(p)]: g for p, g in zip(trained, found) if id(p) in names}
+    if chosen is not None:
+        with pytest.raises(PipelineError, match="stands for all that other stages hold"):
+            sum(g.norm() for g in found)
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in given.items()}
+
+
+@pytest.mark.parametrize("chosen", PLANS[:2], ids=["pp2", "pp3"])
+def test_autograd_grad_of_all_parameters_gives_those_that_a_rank_holds(chosen):
+    wanted = asked(None)
+    ranks = run_ranks(chosen.world_size, asked, chosen, timeout=90)
+    assert set().union(*ranks) | {"last.weight"} >= set(wanted)
+    for found in ranks:
+        for name, gradient in found.items():
+            name = "first.weight" if name == "last.weight" else name
+            assert torch.allclose(gradient, wanted[name], rtol=1e-9, atol=1e-12)
 
 
 def refusals(chosen):

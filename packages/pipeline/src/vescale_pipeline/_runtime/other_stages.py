@@ -17,9 +17,8 @@ host never waits for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +26,7 @@ from torch import Tensor, nn
 from .._errors import PipelineError
 from .._torch_private import DisableTorchFunctionSubclass, _foreach_norm, make_subclass
 from .._trace.containers import map_tensors, tensors_in
-from .._transport.p2p import Part
-from .member import Member
-
-
-class Placed(NamedTuple):
-    """The norms of a model's gradients, by the parameters' places in it.
-
-    Arguments:
-        elsewhere: of those elsewhere, numbers on this rank's device.
-        dtype: of those elsewhere together; None where there are none.
-        here: of those that this rank holds, the same numbers as on all ranks.
-    """
-
-    elsewhere: dict[int, Tensor]
-    dtype: torch.dtype | None
-    here: dict[int, Tensor]
-
+from .told import Placed, Told, combined
 
 NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm))
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -72,15 +55,20 @@ _METADATA = frozenset(
 
 
 class OtherStages(nn.Parameter):
-    """See the module. `norm_of(order, values)` gives the norms, of values or of gradients; it communicates."""
+    """See the module. `norm_of(order, values)` gives the norms, of values or of gradients; it communicates.
+
+    Of a model with frozen parameters there are two, so that code that chooses by `requires_grad` gets what it chose.
+    """
 
     before_dtensor = True
     exists: bool  # the gradients
     leaf: nn.Parameter  # in its place among tensors of other classes
 
-    def __new__(cls, norm_of: Callable[[float, bool], Placed], device: torch.device) -> OtherStages:
-        made = make_subclass(cls, torch.empty(0, device=device), True)
-        made.exists, made.leaf = False, nn.Parameter(torch.empty(0, device=device))
+    def __new__(
+        cls, norm_of: Callable[[float, bool], Placed], device: torch.device, trained: bool = True
+    ) -> OtherStages:
+        made = make_subclass(cls, torch.empty(0, device=device), trained)
+        made.exists, made.leaf = False, nn.Parameter(torch.empty(0, device=device), requires_grad=trained)
         made.gradients = Remote(lambda order: norm_of(order, False), device)
         made.values = Remote(lambda order: norm_of(order, True), device)
         return made
@@ -99,11 +87,21 @@ class OtherStages(nn.Parameter):
         if function in _FOLLOWED:
             args, kwargs = map_tensors((args, kwargs), lambda t: t.values if type(t) is cls else t)
             return function(*args, **kwargs)
+        if function is torch.autograd.grad:
+            return cls._gradients(*args, **kwargs)
         if not {kind for kind in types if issubclass(kind, Tensor)} <= {cls, Tensor, nn.Parameter}:
             leaves = map_tensors((args, kwargs), lambda t: t.leaf if type(t) is cls else t)
             return _checked(function, function(*leaves[0], **leaves[1]), args)
         with DisableTorchFunctionSubclass():
             return _checked(function, _tried(function, args, kwargs), args)
+
+    @classmethod
+    def _gradients(cls, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad`: what this rank holds has gradients; of those elsewhere nothing is known."""
+        asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        here = [one for one in asked if type(one) is not cls]
+        found = iter(torch.autograd.grad(outputs, here, *args, **kwargs) if here else ())
+        return tuple(Remote(None, one.device) if type(one) is cls else next(found) for one in asked)
 
 
 class Remote(Tensor):
@@ -165,9 +163,9 @@ class Remote(Tensor):
             order = 2.0 if order in (None, "fro") else float(order)
             if self.norm_of is None or self.power != 1 or self.asked is not None:
                 raise refused(function)
-            return Norms(self.norm_of(order), order, self.device)
+            return Told(self.norm_of(order), order, self.device)
         if function in _ANSWERS and self.asked is _ANSWERS[function] and len(args) == 1 and not kwargs:
-            return self.asked(self._norm(float("inf")))
+            return self.asked(self._largest())
         if self.norm_of is None or self.asked is not None:
             return None
         if function in _SAME:
@@ -184,18 +182,19 @@ class Remote(Tensor):
             return Remote(self.norm_of, self.device, power * 2, True)
         if len(args) == 1 and not kwargs.keys() - {"dtype"} and absolute:
             if function in _SUMS:
-                return self._norm(float(power)) ** power
+                return Told(self.norm_of(float(power)).each(lambda norm: norm**power), None, self.device)
             if function in _LARGEST:
-                return self._norm(float("inf")) ** power
+                return self._largest() ** power
         return None
 
     def _is_like(self, other: Any) -> bool:
         mine = self.norm_of, self.power, self.is_absolute, None
         return type(other) is Remote and (other.norm_of, other.power, other.is_absolute, other.asked) == mine
 
-    def _norm(self, order: float) -> Tensor:
-        placed = self.norm_of(order)
-        return combined(list(placed.elsewhere.values()), order, self.device).to(torch.get_default_dtype())
+    def _largest(self) -> Tensor:
+        placed = self.norm_of(float("inf"))
+        largest = combined(placed.elsewhere, float("inf"), self.device)
+        return largest.to(placed.dtype or torch.get_default_dtype())
 
 
 def _tried(function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -228,89 +227,3 @@ def refused(function: Callable) -> PipelineError:
             ("vescale.whole_state_dict(model)", "on every rank: the values of all stages"),
         ],
     )
-
-
-class Norms(Tensor):
-    """The norm of all gradients elsewhere, a number; in a stack with the norms of those here, each by itself."""
-
-    before_dtensor = True
-    placed: Placed
-
-    def __new__(cls, placed: Placed, order: float, device: torch.device) -> Norms:
-        total = combined(list(placed.elsewhere.values()), order, device)
-        made = make_subclass(cls, total.to(torch.get_default_dtype()))
-        made.placed = placed
-        return made
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if function is Tensor.to:
-            return args[0]
-        if function is torch.stack:
-            (own,) = [tensor for tensor in args[0] if type(tensor) is cls]
-            placed = own.placed
-            others = [tensor for tensor in args[0] if type(tensor) is not cls]
-            if len(others) == len(placed.here) and (others or placed.elsewhere):
-                dtypes = [*(tensor.dtype for tensor in others), *((placed.dtype,) if placed.dtype is not None else ())]
-                norms = placed.elsewhere | placed.here
-                return torch.stack([norms[place] for place in sorted(norms)]).to(reduce(torch.promote_types, dtypes))
-        with DisableTorchFunctionSubclass():
-            args = (
-                [[x.as_subclass(Tensor) if type(x) is cls else x for x in args[0]], *args[1:]]
-                if function is torch.stack
-                else args
-            )
-            return function(*args, **kwargs)
-
-
-def combined(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """The norm of several vectors' concatenation, from their norms; without any, 0."""
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    joined = torch.stack(norms)
-    return joined.sum() if order == 0 else torch.linalg.vector_norm(joined, order)
-
-
-def norms_of_gradients(gradients: Sequence[Tensor], order: float, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """As torch computes them, one by one; of distributed gradients, those of the whole. Cost: what the norms cost."""
-    return [whole(norm) for norm in _foreach_norm(gradients, order)] if gradients else []
-
-
-def norms_on_other_stages(member: Member, order: float, values: bool = False) -> Placed:
-    """The norms of the gradients, or of the values, that this rank does not hold. Call it on all ranks of the pipeline.
-
-    Cost: to and from each rank one message of 8 bytes per gradient, told by the first that holds it, and a word of
-    which there are.
-    """
-    placement, tag, peers = member.schedule.placement, member.tags("norm"), member.others
-    places = {name: place for place, name in enumerate(member.owned.stages)}
-    first = {name: placement[stages[0]] for name, stages in member.owned.stages.items()}
-    parameters = {name: member.parameters[name] for name in places if name in member.parameters}
-    held = {name: one.detach() if values else one.grad for name, one in parameters.items()}
-    here = {name: gradient for name, gradient in held.items() if gradient is not None}
-    mine = [name for name in here if first[name] == member.rank]
-    with torch.no_grad():
-        norms = norms_of_gradients([here[name] for name in mine], order, member.codec.whole)
-    word = [(places[name], norm.dtype) for name, norm in zip(mine, norms)]
-    told = torch.stack(norms).double() if norms else torch.empty(0, dtype=torch.float64, device=member.link.device)
-    for peer in peers:
-        member.link.send_object(peer, tag, word)
-    known, at_hand = {places[name] for name in held}, {places[name] for name in here}
-    words = [member.link.receive_object(peer, tag) for peer in peers]
-    arrivals = [
-        member.link.swap(peer, tag + 2, [told], (Part((len(theirs),), (1,), torch.float64, False),))
-        for peer, theirs in zip(peers, words)
-    ]
-    norms_here = dict(zip([place for place, _ in word], told.unbind()))
-    elsewhere, dtypes = {}, []
-    for theirs, arrival in zip(words, arrivals):
-        for (place, dtype), norm in zip(theirs, arrival.wait()[0].unbind()):
-            if place not in known:
-                elsewhere[place] = norm
-                dtypes.append(dtype)
-            elif place in at_hand:
-                norms_here[place] = norm
-    member.link.flush()
-    dtype = reduce(torch.promote_types, dtypes) if dtypes else None
-    return Placed(elsewhere, dtype, norms_here)

@@ -22,11 +22,13 @@ from .._trace.placeholder import Placeholder, change_places, weight_placeholder
 
 @dataclass(frozen=True)
 class Ownership:
-    """Stages of every parameter and of every buffer, by its first name; and the cuts, by the modules' first names."""
+    """Stages of every parameter and of every buffer, by its first name; and the cuts, by the modules' first names.
+    `has_frozen`: whether any parameter of the model was not to be trained."""
 
     cuts: tuple[str, ...]
     stages: dict[str, tuple[int, ...]]
     buffers: dict[str, tuple[int, ...]]
+    has_frozen: bool = False
 
     def names_of(self, stage: int) -> list[str]:
         """The parameters that a stage owns."""
@@ -61,6 +63,7 @@ def ownership(model: nn.Module, cuts: Sequence[str], owners: Mapping[str, int] |
     return Ownership(
         tuple(first_name[id(modules[cut])] for cut in cuts),
         *({name: tuple(sorted(stages)) for name, stages in found.values()} for found in (parameters, buffers)),
+        has_frozen=not all(parameter.requires_grad for parameter in model.parameters()),
     )
 
 

@@ -40,10 +40,11 @@ from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
 from .microbatches import check_awaits_no_gradient, loss_weights, split
-from .other_stages import OtherStages, norms_on_other_stages
+from .other_stages import OtherStages
 from .ownership import Ownership, disown_buffers, is_elsewhere, release
 from .skeleton import Run, Station
 from .stage import Codec, Stage, check_uses
+from .told import norms_of_model
 
 TIMEOUT = timedelta(minutes=10)
 READING = "what the stages will meet"
@@ -122,7 +123,10 @@ class Runtime:
         self._state: Interpreter | None = None
         self._broken: str | None = None
         self._in_call = False
-        self._other_stages = OtherStages(partial(norms_on_other_stages, self._member), link.device)
+        self._other_stages = [
+            OtherStages(partial(norms_of_model, self._member, trained=trained), link.device, trained is not False)
+            for trained in ((True, False) if owned.has_frozen else (None,))
+        ]
         self._reveals = False
         model.__dict__["_call_impl"] = self
         model.__dict__["parameters"] = self._all_parameters
@@ -253,7 +257,7 @@ class Runtime:
         sums = sum_tied(self._member, self._tied, self._in_order())
         loss = share_loss(self._member, call, state, weights)
         self.link.flush()
-        self._other_stages.exists = True
+        self._other_stages[0].exists = True
         gradients = [sums.get(name) for name in trained]
         loss, self._gradients = released(gradients, scale, loss, list(trained.values()), self._check)
         return with_loss(call.record.result, loss)
@@ -270,7 +274,7 @@ class Runtime:
             yield from {id(one): one for one in weights}.values()
             return
         yield from nn.Module.parameters(self._model, recurse)
-        yield self._other_stages
+        yield from self._other_stages
 
     def _close(self) -> None:
         """Lets go of all that holds a connection, and of the connections."""
