@@ -48,6 +48,7 @@ def is_registered(backend: str) -> bool:
 
 
 def leave_unrecorded(backend: str) -> None:
-    """The flight recorder asks C++ for the name of a group, and a group that is written in Python has none there."""
+    """The flight recorder asks C++ for the name of a group, and a group that is written in Python has none there.
+    Instead: a recorder that asks the group."""
     if _recorded_by_themselves is not None:
         _recorded_by_themselves.add(backend)
