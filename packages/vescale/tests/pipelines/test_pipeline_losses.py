@@ -1,6 +1,7 @@
 """Losses under a pipeline against one device's full batch: what weighs a microbatch, and what is refused."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +32,18 @@ class Net(nn.Module):
         return x if self.loss is None else self.loss(x, *rest)
 
 
+class Penalized(nn.Module):
+    """A loss that adds a penalty of weights of its own, which no row of the batch enters."""
+
+    def __init__(self, loss_of):
+        super().__init__()
+        self.loss_of, self.weight = loss_of, nn.Parameter(torch.randn(CLASSES, CLASSES))
+
+    def forward(self, x, y):
+        apart = self.weight @ self.weight.T - torch.eye(CLASSES)
+        return self.loss_of(x @ self.weight, y) + 0.1 * apart.square().mean() + 0.01 * self.weight.norm()
+
+
 def batch():
     """Inputs, wanted outputs, a mask that keeps another number of rows in each microbatch, labels of the kept rows;
     and labels of which the second and the last microbatch, or the first, keep none."""
@@ -42,11 +55,11 @@ def batch():
     return x, y, mask, labels, *gaps
 
 
-def step(loss_of, *, outside=False, declared=None, pick=(0, 1), module=False, extra=(), microbatches=4):
+def step(loss_of, *, outside=False, declared=None, pick=(0, 1), module=None, extra=(), microbatches=4):
     """The largest differences of the loss and of a gradient from one device's, relative."""
     given = tuple(batch()[i] for i in pick) + tuple(extra)
     torch.manual_seed(0)
-    one = Net(nn.CrossEntropyLoss() if module else None if outside else loss_of)
+    one = Net(module() if module else None if outside else loss_of)
     plan = vescale.Plan(
         mesh={"pp": 2, "dp": 1},
         parameters={"*": {}},
@@ -255,13 +268,17 @@ RIGHT = {
     "in two steps": (in_two_steps, {}),
     "an auxiliary mean": (with_an_auxiliary, {}),
     "a mean over labels": (labelled, {"pick": (0, 3)}),
-    "a mean over labels by a module": (None, {"pick": (0, 3), "module": True}),
+    "a mean over labels by a module": (None, {"pick": (0, 3), "module": nn.CrossEntropyLoss}),
     "a masked sum over a number": (over_a_number, {"pick": (0, 1, 2), "extra": (5,)}),
     "a masked sum over a 0-dim tensor": (over_a_number, {"pick": (0, 1, 2), "extra": (torch.tensor(5.0),)}),
     "a microbatch without labels": (labelled, {"pick": (0, 4)}),
-    "the first without labels, by a module": (None, {"pick": (0, 5), "module": True}),
+    "the first without labels, by a module": (None, {"pick": (0, 5), "module": nn.CrossEntropyLoss}),
     "a microbatch without labels, smoothed": (smoothed, {"pick": (0, 4)}),
     "a microbatch without labels, weighed by class": (by_class, {"pick": (0, 5)}),
+    "a mean over labels, and a number": (lambda x, labels: F.cross_entropy(x, labels) + 1.5, {"pick": (0, 3)}),
+    "a mean, and a penalty": (None, {"module": partial(Penalized, F.mse_loss)}),
+    "a mean over labels, and a penalty": (None, {"pick": (0, 3), "module": partial(Penalized, F.cross_entropy)}),
+    "the same, a microbatch without labels": (None, {"pick": (0, 4), "module": partial(Penalized, by_class)}),
     "rows sorted, and put back": (sorted_and_put_back, {}),
     "rows sorted, and sorted back": (sorted_and_sorted_back, {}),
     "rows sorted, and written back": (sorted_and_written_back, {}),
@@ -289,6 +306,7 @@ REFUSED = {
     "a table of the batch's filled with the number of rows": (filled_alike_with_the_count, {}, "new_full, at "),
     "a sum over repeated rows": (sum_of_repeated, {"microbatches": ROWS}, "mul"),
     "other functions for one row": (other_for_one_row, {"microbatches": ROWS}, "calls other functions"),
+    "a sum, and a penalty": (None, {"module": partial(Penalized, plain_sum)}, "once in all"),
     "means over labels and over rows": (two_numbers_of_labels, {"pick": (0, 3)}, "different"),
 }
 

@@ -13,7 +13,7 @@ from .._errors import PipelineError
 from .._trace.containers import fill, tensors_in
 from .._trace.event import Record
 from .._trace.placeholder import Placeholder
-from .._trace.reduction import LABELLED, Lost, Tag, refused
+from .._trace.reduction import LABELLED, MEAN, ONCE, Lost, Tag, refused
 from .loss import Weights
 from .skeleton import Run
 
@@ -107,12 +107,13 @@ def loss_weights(
     A mean over labels weighs a part by the labels that it does not ignore. They are counted from the targets, which no
     stage computes: the forward is run once more per part, on placeholders alone. `whole` makes a distributed count one
     device's. On a device the shares of a single mean stay there. Means that are to be compared, and labels that a
-    weight might cancel, are read by the host, all at once. Raises PipelineError for a loss that is no such mean or sum,
-    and for one that adds up what weighs the parts differently.
+    weight might cancel, are read by the host, all at once. What no row enters, the same in every part, is right with
+    any shares of 1. Raises PipelineError for a loss that is no such mean or sum, and for one that adds up what weighs
+    the parts differently.
     """
     if isinstance(reduction, Lost):
         raise refused(reduction)
-    kinds = reduction if isinstance(reduction, frozenset) else frozenset(("mean",))
+    kinds = (reduction if isinstance(reduction, frozenset) else MEAN) - ONCE
     labelled = sorted(kind for kind in kinds if isinstance(kind, int))
     counters = [Counter(record).count(forward, part) for part in parts] if labelled else []
     counts = [[whole(counter.counts[kind]).double() for counter in counters] for kind in labelled]
@@ -128,15 +129,19 @@ def loss_weights(
     if "sum" in kinds:
         found["sum"] = [1.0] * len(parts)
     first, *others = found.values()
-    if any(math.isnan(a) is not math.isnan(b) or abs(a - b) > 1e-12 for other in others for a, b in zip(first, other)):
+    is_once = isinstance(reduction, frozenset) and reduction >= ONCE
+    differ = any(math.isnan(a) is not math.isnan(b) or abs(a - b) > 1e-12 for o in others for a, b in zip(first, o))
+    if differ or is_once and abs(sum(first) - 1) > 1e-9:
+        lines = [f"{_name(kind)}  {', '.join(f'{share:.4g}' for share in shares)}" for kind, shares in found.items()]
         raise PipelineError(
             "pipeline",
             "the loss adds up parts that weigh the microbatches differently",
-            [f"{_name(kind)}  {', '.join(f'{share:.4g}' for share in shares)}" for kind, shares in found.items()],
+            [*lines, *(["what no row enters (a penalty)  once in all"] if is_once else [])],
             [
                 ("loss_fn=", "one mean over all labels, or sums alone"),
                 ("reduction='sum' over a number that you pass in", ""),
                 ('Pipeline(loss="mean")', "if the batch's loss is the mean of the microbatches' losses"),
+                *([("loss = model(batch) + penalty", "of model.parameters(), in the loop")] if is_once else []),
             ],
         )
     return first

@@ -46,6 +46,7 @@ from .._trace.placeholder import (
     name_of,
     no_handle,
     placeholder,
+    stand_in_of,
 )
 
 
@@ -339,6 +340,8 @@ class Run:
         given = [tensor for tensor in tensors_in((args, kwargs)) if type(tensor) is Placeholder]
         if not all(tensor.is_weight for tensor in given):
             raise _another_path(event, f"{name_of(function)} was called on a value of {given[0].origin!r}")
+        # What stands for a weight is on meta: so is what is computed of it and of others, which has its shape alone.
+        args, kwargs = map_tensors((args, kwargs), stand_in_of)
         with local_only():
             out = function(*args, **kwargs)
         origin, home = given[0].origin, given[0].home

@@ -8,7 +8,8 @@ the batch's. Each value then gets one of five tags, function by function:
     ROWS       has the batch's rows, each from its own
     an Order   has them in the order of a key of theirs, see `orders.py`
     a frozenset of weightings   linear in per-row terms: "mean", "sum", or the number
-               of a call that takes a mean over labels, counted when the batch is known
+               of a call that takes a mean over labels, counted when the batch is known;
+               and "once" if something CONSTANT is added, such as a penalty of weights
     Lost       anything else, with the function that it began at
 
 No list of functions can be whole; one that is not known here and takes the rows away is Lost, which the user is told.
@@ -40,7 +41,7 @@ class Lost:
 
 
 CONSTANT, ROWS = "constant", "rows"
-MEAN, SUM = frozenset(("mean",)), frozenset(("sum",))
+MEAN, SUM, ONCE = frozenset(("mean",)), frozenset(("sum",)), frozenset(("once",))
 Tag = str | frozenset | Order | Lost
 
 
@@ -230,7 +231,7 @@ class _Tags:
             return kinds if ratio == 1 and CONSTANT not in given else lost
         if name in _ADD:
             offset = CONSTANT in given or any(number for number in _numbers(small.args))
-            return lost if ratio != 1 or small.kwargs else kinds | MEAN if offset else kinds
+            return lost if ratio != 1 or small.kwargs else kinds | ONCE if offset else kinds
         if len(reduced) > 1 or small.kwargs:
             return lost
         if name in _TIMES or name in _OVER and isinstance(given[0], frozenset) and isinstance(small.args[0], Ref):

@@ -30,9 +30,6 @@ queue_callback = Variable._execution_engine.queue_callback
 # Ends a group without waiting for what is in flight in it. Instead: a public `dist.abort_process_group`.
 _abort_process_group = distributed_c10d._abort_process_group
 
-# Backends that torch's flight recorder leaves to themselves, since torch 2.15. Instead: a recorder that asks a group.
-_recorded_by_themselves: set[str] | None = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
-
 
 def c10d_world() -> Any:
     """What torch.distributed knows of groups: each simulated rank has its own. Instead: none in public.
@@ -48,7 +45,8 @@ def is_registered(backend: str) -> bool:
 
 
 def leave_unrecorded(backend: str) -> None:
-    """The flight recorder asks C++ for the name of a group, and a group that is written in Python has none there.
-    Instead: a recorder that asks the group."""
-    if _recorded_by_themselves is not None:
-        _recorded_by_themselves.add(backend)
+    """Takes a backend out of torch 2.15's flight recorder, which asks C++ for the name of a group: one that is written
+    in Python has none there. Instead: a recorder that asks the group."""
+    by_themselves: set[str] | None = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if by_themselves is not None:
+        by_themselves.add(backend)

@@ -32,7 +32,6 @@ object that all of them import."""
 
 SHARED = {
     **{f"{package}.{module}": names for package, told in _TOLD.items() for module, names in told.SHARED.items()},
-    "vescale._machine._torch_private": ("_recorded_by_themselves",),  # names of backends, which hold for a process
     "vescale._scaler": ("lines",),  # by object, and objects are a rank's own
     "vescale.simulate": ("_create",),  # the simulation itself
 }
