@@ -36,9 +36,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
     return sdpa_flop_count(*_each_head(query, key, value))
 
 
-def _attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> int:
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
     return sdpa_backward_flop_count(gradient.shape, *_each_head(query, key, value))
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._errors import PipelineError
-from .._trace.containers import fill, tensors_in
 from .._transport.messages import PARTS
 from .._transport.p2p import Part, part_of
 from .call import Call
@@ -161,34 +159,3 @@ def share_loss(member: Member, call: Call, state: Interpreter, weights: Weights)
             [("draw with torch's functions, in modules or in their forward", "these are known on all stages")],
         )
     return total.clone()
-
-
-def share_outputs(member: Member, call: Call, state: Interpreter, weights: Weights) -> Any:
-    """Whole outputs, on every rank: rows of the microbatches one after another, a loss as their weighted sum.
-
-    Cost: the outputs, to each rank.
-    """
-    last, tag = member.last, member.tags("loss")
-    result = call.record.result
-    own = loss_in(result)
-    tensors = tensors_in(result)
-    if member.rank == last:
-        columns = list(zip(*(tensors_in(state.outputs[i]) for i in range(member.schedule.microbatches))))
-        whole = [_joined(member, template is own, column, weights) for template, column in zip(tensors, columns)]
-        header = tuple(map(part_of, whole))
-        for peer in member.others:
-            member.link.send_object(peer, tag, header)
-            member.link.send(peer, tag + 2, whole)
-    else:
-        header = member.link.receive_object(last, tag)
-        whole = member.link.post(last, tag + 2, header).wait()
-    member.link.flush()
-    return fill(result, whole)
-
-
-def _joined(member: Member, is_loss: bool, column: tuple[Tensor, ...], weights: Weights) -> Tensor:
-    """One output of all microbatches."""
-    values = [member.codec.whole(value) for value in column]
-    if is_loss:
-        return weighted(values, weights)
-    return torch.cat(values) if values[0].ndim else values[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from time import perf_counter
@@ -56,6 +57,7 @@ class Interpreter:
         self._seeds: dict[Weight, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
+        self.returned: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by microbatch, of stages before the last
         self._memories = Memories(call.record.slots, member.stages, member.codec.whole)
         self._random = RandomOrder(member.link.device) if call.record.draws_anything else None
         self._table = {
@@ -105,6 +107,8 @@ class Interpreter:
             self._random.before(microbatch)
         forward = self._stages[stage].forward
         slot = forward(microbatch, arrived, header, lambda: self._forward(part), self._memories)
+        if slot.returned:
+            self.returned[microbatch] |= slot.returned
         if self._random is not None:
             self._random.after(microbatch)
         if stage == self._last:

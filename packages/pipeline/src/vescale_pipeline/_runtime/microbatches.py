@@ -13,7 +13,8 @@ from .._errors import PipelineError
 from .._trace.containers import fill, tensors_in
 from .._trace.event import Record
 from .._trace.placeholder import Placeholder
-from .._trace.reduction import LABELLED, MEAN, ONCE, Lost, Tag, refused
+from .._trace.reduction import refused
+from .._trace.tags import LABELLED, MEAN, ONCE, Lost, Tag
 from .loss import Weights
 from .skeleton import Run
 

@@ -13,7 +13,7 @@ the forward actions run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,11 +22,14 @@ import torch
 from torch import nn
 
 from .._errors import PipelineError
+from .._trace.containers import tensors_in
 from .._trace.dry_run import dry_run
+from .._trace.event import Record
 from .._trace.memory import kept_as_it_was
 from .._trace.notes import Notes
 from .._trace.placeholder import current
-from .._trace.reduction import MEAN, reduction
+from .._trace.reduction import outputs, reduction
+from .._trace.tags import MEAN
 from .._transport.faults import Faults, failure
 from .._transport.messages import Recorder, Tags
 from .._transport.p2p import Link
@@ -35,12 +38,13 @@ from .._transport.words import LinkError
 from ..action import Action, Schedule
 from .backward import hooks_aside
 from .call import Call, signature_of
-from .call_exchange import all_failed, greet, share_buffers, share_loss, share_outputs, sum_tied
+from .call_exchange import all_failed, greet, share_buffers, share_loss, sum_tied
 from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
 from .microbatches import check_awaits_no_gradient, loss_weights, split
 from .other_stages import OtherStages
+from .outputs import share_outputs
 from .ownership import Ownership, disown_buffers, is_elsewhere, release
 from .skeleton import Run, Station
 from .stage import Codec, Stage, check_uses
@@ -195,29 +199,48 @@ class Runtime:
 
     def _call_of(self, parts: list[Any], whole: Any) -> Call:
         """What is known of calls with inputs of these shapes; a dry run for new ones, and one of the whole batch to
-        find how a loss comes from its rows."""
+        find how a loss comes from its rows, or in an evaluation all that is returned."""
         key = signature_of(parts[0], self._modules)
-        call, owned = self._calls.get(key), self._member.owned
+        call, evaluates = self._calls.get(key), not torch.is_grad_enabled()
+        if call is not None and (call.outputs is not None or not evaluates):
+            return call
+        stations = {module: Station(module, name) for name, module in self._model.named_modules() if name}
+        notes, others, returned = Notes(), Notes(), []
+
+        def kept(part: Any) -> Any:
+            returned.append(self.forward(part))
+            return returned[-1]
+
+        record = self._read(lambda: kept(parts[0]), stations, notes)
+        small = tensors_in(returned[0])
         if call is None:
-            stations = {module: Station(module, name) for name, module in self._model.named_modules() if name}
-            notes = Notes()
-            record = self._read(lambda: self.forward(parts[0]), stations, notes)
-            check_uses(record, owned.stages, owned.cuts)
-            units = {event.module for event in record.events if event.module is not None}
-            within = {module for unit in units for module in unit.modules()} - units
-            for module, station in stations.items():
-                if module not in within:  # one that was not called may be in another microbatch, which is refused there
-                    module.__dict__["_call_impl"] = station
-            call = Call(record, key)
-            loss = loss_in(record.result)
-            if loss is not None:
+            call = self._calls_of(record, stations, key)
+            if loss_in(record.result) is not None:
                 call.reduction = self._loss or (MEAN if len(parts) == 1 else None)
-            if loss is not None and call.reduction is None:
-                others = Notes()
-                again = self._read(lambda: self.forward(whole), stations, others)
-                call.reduction = reduction(notes, others, len(parts), (loss, loss_in(again.result)))
-            self._calls[key] = call
+        loss, again = loss_in(record.result), None
+        if loss is not None and call.reduction is None:
+            returned.clear()
+            again = self._read(lambda: kept(whole), stations, others)
+            call.reduction = reduction(notes, others, len(parts), (loss, loss_in(again.result)))
+        if evaluates:
+            if again is None and len(parts) > 1:
+                returned.clear()
+                with suppress(Exception):  # an object of the caller's that holds what a part left, as a cache does
+                    self._read(lambda: kept(whole), stations, others)
+            call.outputs = outputs(notes, others, len(parts), (small, tensors_in(returned[:1])))
+        self._calls[key] = call
         return call
+
+    def _calls_of(self, record: Record, stations: dict[nn.Module, Station], key: Any) -> Call:
+        """Calls that go as the record says; stations stand before the modules that they meet."""
+        owned = self._member.owned
+        check_uses(record, owned.stages, owned.cuts)
+        units = {event.module for event in record.events if event.module is not None}
+        within = {module for unit in units for module in unit.modules()} - units
+        for module, station in stations.items():
+            if module not in within:  # one that was not called may be in another microbatch, which is refused there
+                module.__dict__["_call_impl"] = station
+        return Call(record, key)
 
     def forward(self, part: Any) -> Any:
         args, kwargs = part
@@ -253,7 +276,7 @@ class Runtime:
         doing.action = "the end of the call"
         share_buffers(self._member, call)
         if not trains:
-            return share_outputs(self._member, call, state, weights)
+            return share_outputs(self._member, call, state, weights, parts, self.forward)
         sums = sum_tied(self._member, self._tied, self._in_order())
         loss = share_loss(self._member, call, state, weights)
         self.link.flush()

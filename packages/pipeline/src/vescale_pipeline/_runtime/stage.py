@@ -64,7 +64,7 @@ class Slot:
     `counts` is whether the loss has any weight: that of a microbatch whose labels are all ignored is 0 / 0, and its
     gradients are zero whatever comes out. A weight on a device, which the host does not know, counts: cross entropy
     gives ignored labels no gradient. `kept` is what user code needs that computes again in backward, `halves` what the
-    halves of one share of that.
+    halves of one share of that. `returned`: values that the model returns, by their keys.
     """
 
     leaves: list[Tensor | None]
@@ -77,6 +77,7 @@ class Slot:
     counts: bool = True
     kept: dict[int, Tensor] | None = None
     halves: Halves | None = None
+    returned: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Stage:
@@ -150,6 +151,8 @@ class Stage:
             header = self._header = header_of(outputs, forms, self._header)
         slot = self._slots[microbatch] = Slot(leaves, outputs, header, [t for t in arrived if t is not None])
         slot.kept, slot.halves = run.kept, halves
+        if not grad and record.returned:
+            slot.returned = {key: values[key] for key, at in record.returned.items() if at == self.index}
         if self._is_last:
             slot.output = run.reveal(result)
         return slot

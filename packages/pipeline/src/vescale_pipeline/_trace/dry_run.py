@@ -28,6 +28,7 @@ from .event import Event, Record, keys_of
 from .foreign import check_caller
 from .left import Left, forget_values, placeholders_in
 from .memory import Kept, kept_as_it_was, no_draws_of_python
+from .placeholder import Placeholder
 from .record import Recorder
 
 
@@ -57,7 +58,8 @@ def dry_run(
         recorder = Recorder(model, cuts, kept, compute=compute)
         with no_draws_of_python(), recorder, notes or nullcontext():
             try:
-                result = recorder.adopt(call(), "the model")
+                given = call()
+                computed, result = placeholders_in(given), recorder.adopt(given, "the model")
             except (IndexError, KeyError, AttributeError, TypeError) as error:
                 if recorder.unheard:
                     raise _without_hooks(error, recorder.unheard) from error
@@ -71,7 +73,7 @@ def dry_run(
             with again:
                 call()
             left.compare(again, between)
-        return _record(recorder, result, left)
+        return _record(recorder, result, computed, left)
 
 
 def _without_hooks(error: Exception, unheard: list[str]) -> PipelineError:
@@ -105,7 +107,7 @@ def stations_in_place(stations: dict[nn.Module, Any]) -> Iterator[None]:
                 module.__dict__["_call_impl"] = before
 
 
-def _record(recorder: Recorder, result: Any, left: Left) -> Record:
+def _record(recorder: Recorder, result: Any, computed: list[Placeholder], left: Left) -> Record:
     """What was found, once the forward has returned."""
     cuts, draws = recorder.cuts, recorder.seen.draws
     if recorder.stage < len(cuts):
@@ -125,12 +127,14 @@ def _record(recorder: Recorder, result: Any, left: Left) -> Record:
     )
     stages = len(cuts) + 1
     made = {key: event.stage for event in reversed(events) for key in keys_of(event)}
-    _check_ways(recorder, events, made, result)
+    _check_ways(recorder, events, made, computed)
     crossing = []
     for cut in range(1, stages):
         keys = [key for key, uses in recorder.used.items() if key in made and made[key] < cut and max(uses) >= cut]
         crossing.append(tuple(sorted(keys)))
     _check_views(recorder, crossing)
+    out = {tensor.key for tensor in computed} & made.keys()
+    returned = {key: max((made[key], *recorder.used.get(key, ()))) for key in sorted(out)}
     uses = {name: tuple(sorted(stages)) for name, stages in recorder.weight_uses.items()}
     return Record(
         events,
@@ -144,15 +148,18 @@ def _record(recorder: Recorder, result: Any, left: Left) -> Record:
         frozenset(recorder.written),
         bool(recorder.checkpoints),
         frozenset(recorder.open),
+        {key: stage for key, stage in returned.items() if stage < stages - 1},
     )
 
 
-def _check_ways(recorder: Recorder, events: Sequence[Event], made: Mapping[int, int], result: Any) -> None:
+def _check_ways(
+    recorder: Recorder, events: Sequence[Event], made: Mapping[int, int], computed: list[Placeholder]
+) -> None:
     """A value comes out of a unit as a result or through the model's state. By any other way (a global list, a closure)
     it is on the unit's own stage alone, where other units may take it and nothing between units can.
     """
     taken = [(event.name, event.stage if event.module is not None else None, event.takes) for event in events]
-    returned = tuple(tensor.key for tensor in placeholders_in(result))
+    returned = tuple(tensor.key for tensor in computed)
     for name, stage, keys in (*taken, ("the forward's result", None, returned)):
         for key in keys:
             if key not in made and recorder.born[key] != stage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -70,6 +70,7 @@ class Record:
         written: keys of values that are written in place.
         checkpoints: whether user code computes again in backward.
         open: modules that were called and are no units: their own code runs.
+        returned: key of a value that is returned, and not in the last stage -> the last stage that has it.
     """
 
     events: tuple[Event, ...]
@@ -83,6 +84,7 @@ class Record:
     written: frozenset[int] = frozenset()
     checkpoints: bool = False
     open: frozenset[nn.Module] = frozenset()
+    returned: Mapping[int, int] = field(default_factory=dict)
 
 
 def keys_of(event: Event) -> Iterator[int]:

@@ -119,9 +119,7 @@ class Kept:
                 self._before[id(owner), leaf] = _contents(value)
                 if type(value) in _CONTAINERS:
                     self._containers.append((value, _contents(value)))
-        self._objects = {
-            (id(owner), leaf): value for _, owner in self._owners for leaf, value in _attributes(owner)
-        }
+        self._objects = {(id(owner), leaf): value for _, owner in self._owners for leaf, value in _attributes(owner)}
 
     def _with_objects(self, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
         """The modules and what they hold, each object under its first name."""

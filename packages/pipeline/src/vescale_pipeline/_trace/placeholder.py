@@ -64,6 +64,7 @@ class Placeholder(Tensor):
     origin: str
     home: torch.device
     is_weight: bool
+    lost: Any = None  # of an evaluation's output: why nobody can tell it from the microbatches'
     before_dtensor = True
     """Functions on a placeholder and a vescale_dtensor.DTensor come here."""
 
@@ -174,6 +175,18 @@ def used_outside(function: Callable, args: tuple) -> PipelineError:
             ],
         )
     origin = next((a.origin for a in tensors_in(args) if type(a) is Placeholder), "the model")
+    lost = next((a.lost for a in tensors_in(args) if type(a) is Placeholder and a.lost is not None), None)
+    if lost is not None:
+        return PipelineError(
+            "pipeline",
+            f"{name_of(function)} was called on an output of an evaluation that comes from the batch by {lost.cause}"
+            f"{f', at {lost.line}' if lost.line else ''}: it cannot be derived from the microbatches'",
+            ["known  rows, means and sums over rows, and what no row enters"],
+            [
+                ("return the rows that it is computed from", "evaluation returns all rows, on every rank"),
+                ("generate_plan(model, pin={'pp': 1}, ...)", "rows that meet do so without a pipeline"),
+            ],
+        )
     if current.halves is not None:
         return PipelineError(
             "pipeline",

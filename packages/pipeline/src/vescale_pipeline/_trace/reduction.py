@@ -1,67 +1,64 @@
-"""How a forward's loss comes from the rows of its batch: what decides what a microbatch's loss weighs.
-
-Two dry runs, of one microbatch and of the whole batch, note every function that is
-called, on placeholders and on real tensors alike. A dim that differs between them is
-the batch's. Each value then gets one of five tags, function by function:
-
-    CONSTANT   does not depend on the batch's rows: a weight, a rotary table, a number
-    ROWS       has the batch's rows, each from its own
-    an Order   has them in the order of a key of theirs, see `orders.py`
-    a frozenset of weightings   linear in per-row terms: "mean", "sum", or the number
-               of a call that takes a mean over labels, counted when the batch is known;
-               and "once" if something CONSTANT is added, such as a penalty of weights
-    Lost       anything else, with the function that it began at
-
-No list of functions can be whole; one that is not known here and takes the rows away is Lost, which the user is told.
-"""
+"""How a forward's loss, and all that it returns, comes from the rows of its batch: what a microbatch's loss weighs, and
+how an evaluation's outputs come together. See `tags.py`."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from .._errors import PipelineError
-from .notes import Note, Notes, Ref
-from .orders import SORTS, Order, reordered, sorted_by
-from .placeholder import FACTORIES
-
-LABELLED = frozenset((F.cross_entropy, F.nll_loss))
-"""Functions whose mean is over the labels that are not ignored."""
-
-
-@dataclass(frozen=True)
-class Lost:
-    cause: str
-    line: str = ""
-
-
-CONSTANT, ROWS = "constant", "rows"
-MEAN, SUM, ONCE = frozenset(("mean",)), frozenset(("sum",)), frozenset(("once",))
-Tag = str | frozenset | Order | Lost
-
-
-# --- tags ---------------------------------------------------------------------------
+from .notes import Note, Notes
+from .placeholder import Placeholder
+from .tags import CONSTANT, Lost, Tag, Tags, axis_of, refs_in
 
 
 def reduction(part: Notes, whole: Notes, times: int, losses: tuple[Tensor, Tensor]) -> Tag:
     """The tag of the loss of a forward that ran on a part, and on the whole batch of `times` parts."""
-    pairs = _aligned(part.notes, whole.notes, times)
+    return _tags(part, whole, times, [losses])[0]
+
+
+def outputs(part: Notes, whole: Notes, times: int, results: tuple[list[Tensor], list[Tensor]]) -> list[int | Tag]:
+    """Of everything that a forward returned: the dim that has the batch's rows, or else its tag."""
+    if times == 1:
+        return [CONSTANT] * len(results[0])
+    pairs = list(zip(*results))
+    if len(results[0]) != len(results[1]):
+        return [Lost("a forward that returns another number of tensors for another number of rows")] * len(results[0])
+    found = []
+    for (small, large), tag in zip(pairs, _tags(part, whole, times, pairs)):
+        dim = axis_of(tuple(small.shape), tuple(large.shape), times)
+        if isinstance(tag, Lost) or type(dim) is int:
+            found.append(tag if isinstance(tag, Lost) else dim)
+        else:
+            known = dim is None and (tag == CONSTANT or isinstance(tag, frozenset))
+            found.append(tag if known else Lost("a function that moves rows"))
+    return found
+
+
+def _tags(part: Notes, whole: Notes, times: int, results: list[tuple[Tensor, Tensor]]) -> list[Tag]:
+    pairs, other_ways = (
+        _aligned(part.notes, whole.notes, times),
+        Lost("a forward that calls other functions for another number of rows"),
+    )
     if pairs is None:
-        return Lost("a forward that calls other functions for another number of rows")
-    tags = _Tags(times)
+        return [other_ways] * len(results)
+    tags = Tags(times)
     for small, large in pairs:
         tags.go_on(small, large)
     if tags.read is not None:
-        return replace(tags.read, cause=f"{tags.read.cause} of what depends on the batch")
-    number, other = part.number_of(losses[0]), whole.number_of(losses[1])
-    if _place([small for small, _ in pairs], number) != _place([large for _, large in pairs], other):
-        return Lost("a forward that calls other functions for another number of rows")
-    return tags.of.get(number, Lost("a function that is not torch's own"))
+        return [replace(tags.read, cause=f"{tags.read.cause} of what depends on the batch")] * len(results)
+    found: list[Tag] = []
+    for small, large in results:
+        number, other = part.number_of(small), whole.number_of(large)
+        if _place([note for note, _ in pairs], number) != _place([note for _, note in pairs], other):
+            found.append(other_ways)
+        elif number in tags.of:
+            found.append(tags.of[number])
+        else:
+            is_value = type(small) is Placeholder and not small.is_weight
+            found.append(Lost("a function that is not torch's own") if is_value else CONSTANT)
+    return found
 
 
 def _aligned(part: list[Note], whole: list[Note], times: int) -> list[tuple[Note, Note]] | None:
@@ -80,7 +77,7 @@ def _aligned(part: list[Note], whole: list[Note], times: int) -> list[tuple[Note
 
 
 def _repeats_a_row(note: Note, times: int) -> bool:
-    refs = list(_refs((note.args, note.kwargs)))
+    refs = list(refs_in((note.args, note.kwargs)))
     shapes = [one.shape for one in (*refs, *note.outs)]
     return note.name == "expand" and len(shapes) == 2 and shapes[1] == (times, *shapes[0][1:]) and shapes[0][:1] == (1,)
 
@@ -89,203 +86,6 @@ def _place(notes: list[Note], number: int) -> tuple[int, int] | None:
     """Which function made it, and where among what it made; None of what none did."""
     made = ((at, place) for at, note in enumerate(notes) for place, out in enumerate(note.outs) if out.number == number)
     return next(made, None)
-
-
-class _Tags:
-    """`of`: number of a value -> its tag. `read`: who made a number of the batch's values."""
-
-    def __init__(self, times: int) -> None:
-        self.of: dict[int, Tag] = {}
-        self.read: Lost | None = None
-        self._times = times
-        self._labelled = 0
-        self._counted: set[int] = set()  # values that count the batch's rows
-        self._aside: set[int] = set()  # values of which the batch's rows were not the first dim at some time
-
-    def go_on(self, small: Note, large: Note) -> None:
-        refs, others = list(_refs((small.args, small.kwargs))), list(_refs((large.args, large.kwargs)))
-        given = [self._given(a, b) for a, b in zip(refs, others)]
-        if small.function in LABELLED and any(ref.placeholder for ref in refs):
-            self._labelled += 1
-        if not small.outs:
-            if any(tag != CONSTANT for tag in given):
-                self.read = Lost(small.name, small.line)
-            return
-        lost = next((tag for tag in given if isinstance(tag, Lost)), None)
-        pairs = [*zip(refs, others), *zip(small.outs, large.outs)]
-        if any(ref.number in self._aside for ref in refs) or any(self._axis(*pair) not in (None, 0) for pair in pairs):
-            self._aside.update(out.number for out in small.outs)
-        for place, (out, other) in enumerate(zip(small.outs, large.outs)):
-            axis = self._axis(out, other)
-            if lost is None and small.function not in FACTORIES:
-                ordered = self._ordered(small, large, refs, given, place)
-                if ordered is not None:
-                    self.of[out.number] = _at(small, ordered)
-                    continue
-            if isinstance(axis, Lost) or lost is not None and small.function not in FACTORIES:
-                self.of[out.number] = lost or Lost(small.name, small.line)
-            else:
-                self.of[out.number] = _at(small, self._made(small, large, refs, given, axis is not None))
-
-    def _ordered(self, small: Note, large: Note, refs: list[Ref], given: list[Tag], place: int) -> Tag | None:
-        """The tag of what a sort makes of the batch's rows, and others of rows in that order; None of anything else."""
-        out, grows = small.outs[place], self._axis(small.outs[place], large.outs[place]) == 0
-        if small.name == "arange" and grows and len(small.args) == 1 and not refs:
-            self._counted.add(out.number)
-        if small.name in SORTS and given == [ROWS] and refs[0].number not in self._aside:
-            return sorted_by(small, refs, place, grows)
-        if not any(isinstance(tag, Order) for tag in given):
-            return None
-        alike = _ratio(small, large) == 1 or small.name in _SHAPES
-        known = alike and not self._mixes_rows(small, large) and not any(ref.number in self._aside for ref in refs)
-        made = reordered(small, refs, given, out, self._counted) if known else None
-        has_rows = made == ROWS or isinstance(made, Order) and made.kind not in ("counts", "ends")
-        return Lost(small.name) if made is None or has_rows and not grows else made
-
-    def _mixes_rows(self, small: Note, large: Note) -> bool:
-        """Whether it runs along the rows; not of what sorts places, or adds up counts."""
-        return small.name not in (*SORTS, "cumsum") and self._mixes(small, large)
-
-    def _given(self, small: Ref, large: Ref) -> Tag:
-        """The tag of an argument; of one that no function made, by its shape."""
-        known = self.of.get(small.number)
-        if known is None:
-            axis = self._axis(small, large)
-            if small.strange:
-                known = Lost("a function that is not torch's own") if axis is None else ROWS
-            else:
-                known = CONSTANT if axis is None else ROWS
-            self.of[small.number] = known
-        return ROWS if known == CONSTANT and self._axis(small, large) == 0 else known  # a row that is repeated there
-
-    def _axis(self, small: Ref, large: Ref) -> int | Lost | None:
-        """The dim that has the batch's rows; None where none has."""
-        if len(small.shape) != len(large.shape):
-            return Lost("")
-        differ = [i for i, (a, b) in enumerate(zip(small.shape, large.shape)) if a != b]
-        if not differ:
-            return None
-        grows = small.shape[differ[0]] * self._times == large.shape[differ[0]]
-        return differ[0] if len(differ) == 1 and grows else Lost("")
-
-    def _made(self, small: Note, large: Note, refs: list[Ref], given: list[Tag], has_rows: bool) -> Tag:
-        """The tag of what a function makes of values with these tags, none of them Lost."""
-        name = small.name
-        ratio = _ratio(small, large)
-        if name in _FILLED and _fill(small) != _fill(large):
-            return Lost(name)
-        if small.function in FACTORIES or name in _FILLED and not given:
-            return ROWS if has_rows else CONSTANT if ratio == 1 else Lost(name)
-        reduced = [tag for tag in given if isinstance(tag, frozenset)]
-        if reduced:
-            return Lost(name) if has_rows or ROWS in given else self._combined(small, given, reduced, ratio)
-        if has_rows:
-            alike = ratio == 1 or name in _SHAPES
-            return ROWS if alike and not self._mixes(small, large) else Lost(name)
-        if ROWS not in given:
-            return CONSTANT if ratio == 1 else Lost(name)
-        if ratio != 1:
-            return Lost(name)
-        return self._reduced(small, refs, large)
-
-    def _mixes(self, small: Note, large: Note) -> bool:
-        """Whether a function along one dim runs along the batch's."""
-        if small.name not in _ALONG:
-            return False
-        named = small.kwargs.get("dim", small.args[1] if len(small.args) > 1 else _ALONG[small.name])
-        first, other = next(_refs(small.args), None), next(_refs(large.args), None)
-        if first is None or type(named) is not int:
-            return True
-        axis = self._axis(first, other)
-        return axis is not None and axis == named % max(1, len(first.shape))
-
-    def _reduced(self, small: Note, refs: list[Ref], large: Note) -> Tag:
-        """What takes the rows away."""
-        if small.name in ("sum", "mean"):
-            return SUM if small.name == "sum" else MEAN
-        if small.function not in LABELLED and small.function not in _LOSSES:
-            return Lost(small.name)
-        try:
-            given = inspect.signature(small.function).bind(*small.args, **small.kwargs).arguments
-        except TypeError:
-            return Lost(small.name)
-        kind = given.get("reduction", "mean")
-        if given.get("reduce") is not None or given.get("size_average") is not None or kind not in ("mean", "sum"):
-            return Lost(small.name)
-        if kind == "sum":
-            return SUM
-        if small.function in LABELLED:
-            target, weight = given["target"], given.get("weight")
-            if not target.integer:
-                return MEAN
-            if target.placeholder or isinstance(weight, Ref) and weight.placeholder:
-                return Lost(f"{small.name} with labels or weights that the model computes")
-            return frozenset((self._labelled - 1,))
-        return MEAN
-
-    def _combined(self, small: Note, given: list[Tag], reduced: list[frozenset], ratio: float | None) -> Tag:
-        """A linear function of what is linear already."""
-        name, kinds = small.name, frozenset().union(*reduced)
-        lost = Lost(name)
-        if name in _LINEAR:
-            return kinds if ratio == 1 and CONSTANT not in given else lost
-        if name in _ADD:
-            offset = CONSTANT in given or any(number for number in _numbers(small.args))
-            return lost if ratio != 1 or small.kwargs else kinds | ONCE if offset else kinds
-        if len(reduced) > 1 or small.kwargs:
-            return lost
-        if name in _TIMES or name in _OVER and isinstance(given[0], frozenset) and isinstance(small.args[0], Ref):
-            return _scaled(kinds, ratio if name in _TIMES else ratio and 1 / ratio, self._times) or lost
-        return lost
-
-
-def _at(note: Note, tag: Tag) -> Tag:
-    """`tag`, which says where it was lost if that is here."""
-    return replace(tag, line=note.line) if isinstance(tag, Lost) and not tag.line else tag
-
-
-def _fill(note: Note) -> Any:
-    """What one of _FILLED fills with."""
-    return note.kwargs.get("fill_value", next(iter(note.args[_FILLED[note.name] :]), None))
-
-
-def _scaled(kinds: frozenset, ratio: float | None, times: int) -> frozenset | None:
-    """`kinds` times a number that is `ratio` times as large for the whole batch."""
-    if ratio is None:
-        return None
-    if ratio == 1:
-        return kinds
-    if kinds == SUM and abs(ratio * times - 1) < 1e-9:
-        return MEAN
-    return SUM if kinds == MEAN and abs(ratio / times - 1) < 1e-9 else None
-
-
-def _ratio(small: Note, large: Note) -> float | None:
-    """What the numbers among the arguments are multiplied by for the whole batch; None where they do not agree."""
-    a, b = list(_numbers((small.args, small.kwargs))), list(_numbers((large.args, large.kwargs)))
-    if a == b:
-        return 1
-    return b[0] / a[0] if len(a) == len(b) == 1 and a[0] else None
-
-
-def _refs(value: Any) -> Iterator[Ref]:
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, Ref))
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    return (leaf for leaf in _leaves(value) if type(leaf) in (int, float))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, slice):
-        value = (value.start, value.stop, value.step)
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def refused(lost: Lost) -> PipelineError:
@@ -304,45 +104,3 @@ def refused(lost: Lost) -> PipelineError:
             ("generate_plan(model, pin={'pp': 1}, ...)", "rows that meet in the loss do so without a pipeline"),
         ],
     )
-
-
-# --- functions, by name without underscores -------------------------------------------
-
-_TIMES = frozenset(("mul", "rmul", "imul", "multiply"))
-_OVER = frozenset(("div", "truediv", "itruediv", "divide", "true_divide"))
-_ADD = frozenset(("add", "radd", "iadd", "sub", "isub", "rsub", "subtract"))
-_LINEAR = frozenset(
-    (
-        *("sum", "mean", "neg", "negative", "detach", "clone", "contiguous", "to", "type_as", "float", "double"),
-        *("half", "bfloat16", "view", "reshape", "flatten", "squeeze", "unsqueeze", "stack", "cat", "getitem"),
-        *("permute", "transpose", "cpu", "cuda", "unbind", "select"),
-    )
-)
-_SHAPES = frozenset(
-    (
-        *("view", "reshape", "expand", "repeat", "zeros", "ones", "empty", "arange", "unflatten", "getitem", "narrow"),
-        *("split", "chunk", "as_strided", "tile", "broadcast_to", "rand", "randn", "repeat_interleave"),
-    )
-)
-"""Functions whose numbers are sizes: for the whole batch they are larger."""
-
-_FILLED = {"full": 1, "full_like": 1, "new_full": 2}
-"""Functions that fill what they make with a number, and its place; their other numbers are sizes."""
-
-_ALONG = {
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "gumbel_softmax"), -1),
-    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "roll"), None),
-    **dict.fromkeys(("sort", "argsort"), -1),
-    "normalize": None,
-}
-"""Functions that mix the entries along one dim -> the dim, where none is given."""
-
-_LOSSES = frozenset(
-    (
-        *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.gaussian_nll_loss, F.poisson_nll_loss),
-        *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.hinge_embedding_loss),
-        *(F.cosine_embedding_loss, F.margin_ranking_loss, F.triplet_margin_loss, F.multi_margin_loss),
-        *(F.multilabel_margin_loss, F.multilabel_soft_margin_loss),
-    )
-)
-"""Functions whose mean is over all elements, or rows."""

@@ -1,0 +1,77 @@
+"""What an evaluation returns, on every rank: what one device would have returned for the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._trace.containers import fill, tensors_in
+from .._trace.tags import CONSTANT, Lost, Tag
+from .._transport.p2p import part_of
+from .call import Call
+from .interpreter import Interpreter
+from .loss import Weights, loss_in, weighted
+from .member import Member
+from .microbatches import loss_weights
+
+
+def share_outputs(
+    member: Member, call: Call, state: Interpreter, weights: Weights, parts: list[Any], forward: Callable[[Any], Any]
+) -> Any:
+    """Whole outputs: rows of the microbatches one after another, means and sums over rows as weighted sums, what no row
+    enters once, and the loss as its `weights` say. In place of what comes from the batch in another way stands a
+    placeholder, whose use raises.
+
+    Cost: the outputs, to each rank, from the last that has each.
+    """
+    tag, record, count = member.tags("loss"), call.record, member.schedule.microbatches
+    templates, own = tensors_in(record.result), loss_in(record.result)
+    whole: list[Any] = list(templates)
+    homes: dict[int, list[int]] = {}
+    for at, (template, kind) in enumerate(zip(templates, call.outputs)):
+        if isinstance(kind, Lost) and template is not own:
+            template.lost = kind
+            continue
+        home = member.schedule.placement[record.returned.get(getattr(template, "key", None), -1)]
+        homes.setdefault(home, []).append(at)
+    for rank, places in sorted(homes.items()):
+        if member.rank != rank:
+            header = member.link.receive_object(rank, tag)
+            found = member.link.post(rank, tag + 2, header).wait()
+        else:
+            made, found = [tensors_in(state.outputs.get(i)) for i in range(count)], []
+            for at in places:
+                key = getattr(templates[at], "key", None)
+                column = [state.returned[i][key] if key in record.returned else made[i][at] for i in range(count)]
+                column, kind = [member.codec.whole(value) for value in column], call.outputs[at]
+                if templates[at] is own:
+                    found.append(weighted(column, weights))
+                else:
+                    shares = loss_weights(kind, record, forward, parts, member.codec.whole) if _is_linear(kind) else []
+                    found.append(_joined(kind, column, shares))
+            header = tuple(map(part_of, found))
+            for peer in member.others:
+                member.link.send_object(peer, tag, header)
+                member.link.send(peer, tag + 2, found)
+        for at, tensor in zip(places, found):
+            whole[at] = tensor
+    member.link.flush()
+    return fill(record.result, whole)
+
+
+def _is_linear(kind: int | Tag) -> bool:
+    return isinstance(kind, frozenset)
+
+
+def _joined(kind: int | Tag, column: list[Tensor], shares: Weights) -> Tensor:
+    """One output, of all microbatches'."""
+    if type(kind) is int:
+        return torch.cat(column, kind)
+    if kind == CONSTANT:
+        return column[-1]
+    if column[0].is_floating_point():
+        return weighted(column, shares)
+    return torch.stack(column).sum(0).to(column[0].dtype)  # counts: of integers there is no mean
