@@ -23,11 +23,12 @@ _TRIES = 8
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to read: where its files are, and its manifest."""
+    """A checkpoint to read: where its files are, and its manifest. `is_torchs`: a directory of torch's DCP."""
 
     storage: Storage
     folder: str
     manifest: Manifest
+    is_torchs: bool = False
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def _foreign(storage: Storage, folder: str, state: Mapping[str, Any]) -> Source 
     """A checkpoint of another kind; None where the directory is none."""
     with guarded("load", folder, "cannot read the directory"):
         if dcp.is_folder(storage, folder):
-            return Source(storage, folder, dcp.read_folder(storage, folder))
+            return Source(storage, folder, dcp.read_folder(storage, folder), is_torchs=True)
         folder = _huggingface.snapshot_of(storage, folder)
         if _huggingface.is_folder(storage, folder):
             linked = LocalStorage(follows_links=True) if isinstance(storage, LocalStorage) else storage
