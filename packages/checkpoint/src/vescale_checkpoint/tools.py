@@ -27,7 +27,8 @@ from .format._step import step_number
 from .format._text import printable as printable
 from .format._text import shown as shown
 from .huggingface import FullTensor, write_folder
-from .io._commit import Root, check_folder, leased
+from .io._commit import Root, check_folder
+from .io._locks import leased
 from .io._read import Files, read_all
 from .io._source import Source, locate, read_manifest
 from .io._storage import guarded, storage_of

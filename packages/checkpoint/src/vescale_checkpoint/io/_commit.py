@@ -18,14 +18,15 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import manifest
 from .._errors import ConflictError, CorruptError, StorageError
 from ..format._step import folder_of, step_left, step_of, step_replaced
+from ._locks import lock_of, unused
 from ._retention import Retention, stored_metrics
-from ._storage import LocalStorage, Storage, guarded, storage_of
+from ._storage import LocalStorage, guarded, storage_of
 
 _LISTINGS = 100  # in each of which others must have changed something, for another to follow
 
@@ -124,10 +125,18 @@ class Root:
             path = f"{self.path}/{name}"
             with guarded(self.operation, path, "cannot make the directory"):
                 self.storage.make_dir(path)
-                lock = _lock(path, fcntl.LOCK_EX)
+                lock = lock_of(path, fcntl.LOCK_EX)
             if lock is not None:  # else a sweep took it for debris before it was locked
                 return Draft(self, step, identity, name, overwrite, lock)
             identity = secrets.token_hex(8)
+
+    def sees(self, name: str, identity: str) -> bool:
+        """Whether this rank sees the directory that another one began, which marked it."""
+        path = f"{self.path}/{name}"
+        with guarded(self.operation, path, "cannot read the directory"):
+            if isinstance(self.storage, LocalStorage):
+                return self.storage.is_dir(path)
+            return self.storage.exists(_mark(path, identity))
 
     def next_step(self) -> int:
         """One more than the last, whole or not."""
@@ -165,7 +174,7 @@ class Root:
                 continue
             step, kind = left
             path = f"{self.path}/{name}"
-            with contextlib.suppress(OSError), _held(path) as held:
+            with contextlib.suppress(OSError), unused(path) as held:
                 if not held:
                     continue
                 final = folder_of(step)
@@ -188,7 +197,7 @@ class Root:
         if not isinstance(self.storage, LocalStorage):
             self.storage.remove_tree(path)
             return True
-        with contextlib.suppress(OSError), _held(path) as held:
+        with contextlib.suppress(OSError), unused(path) as held:
             if held:
                 self.take_away(path, step)
                 return True
@@ -211,6 +220,11 @@ class Root:
 
     def _is_complete(self, name: str) -> bool:
         return self.storage.exists(f"{self.path}/{name}/{manifest.NAME}")
+
+
+def _mark(path: str, identity: str) -> str:
+    """The file by which other ranks see a directory of an object store, while it is written."""
+    return f"{path}/begun-{identity}"
 
 
 def check_folder(kept: manifest.Manifest, folder: str) -> None:
@@ -249,12 +263,27 @@ class Draft:
         """The directory's path once it is committed."""
         return f"{self.root.path}/{folder_of(self.step)}"
 
+    def mark(self) -> None:
+        """Makes the directory visible to other ranks: a store of objects shows none that is empty."""
+        storage, path = self.root.storage, _mark(self.path, self.identity)
+        if not isinstance(storage, LocalStorage):
+            with guarded(self.root.operation, path, "cannot write the mark"):
+                writer = storage.create(path)
+                writer.write([self.identity.encode()])
+                writer.close()
+
+    def _unmark(self) -> None:
+        with guarded(self.root.operation, self.path, "cannot remove the mark"):
+            self.root.storage.remove_tree(_mark(self.path, self.identity))
+
     def commit(self, text: bytes) -> None:
         """Writes the manifest, and makes the step visible by one rename. Raises ConflictError, StorageError."""
         storage = self.root.storage
         target = f"{self.path}/{manifest.NAME}"
         if self.lock is None and not self.overwrite and storage.exists(target):
             raise self.root.conflict(self.step)
+        if not isinstance(storage, LocalStorage):
+            self._unmark()
         with guarded(self.root.operation, target, f"cannot write {len(text)} bytes of manifest"):
             writer = storage.create(target)
             try:
@@ -280,7 +309,7 @@ class Draft:
             storage.sync_dir(self.root.path)
         self.release()
         if old is not None:
-            with contextlib.suppress(OSError), _held(old) as held:
+            with contextlib.suppress(OSError), unused(old) as held:
                 if held:
                     storage.remove_tree(old)
 
@@ -291,64 +320,12 @@ class Draft:
                 self.root.take_away(self.path, self.step)
             except OSError:  # it was committed, or nothing can be renamed here
                 self.root.storage.remove_tree(self.path)
+        elif not isinstance(self.root.storage, LocalStorage):
+            with contextlib.suppress(StorageError):  # what failed before is what is told
+                self._unmark()
         self.release()
 
     def release(self) -> None:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
-
-
-@contextlib.contextmanager
-def leased(storage: Storage, path: str) -> Iterator[bool]:
-    """Within the block nobody deletes the directory `path`. False where it is not there (any more)."""
-    if not isinstance(storage, LocalStorage):
-        yield storage.exists(path)
-        return
-    try:
-        lock = _lock(path, fcntl.LOCK_SH)
-    except OSError:  # a file system without locks: nothing is deleted there either
-        yield True
-        return
-    if lock is None:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(lock)
-
-
-@contextlib.contextmanager
-def _held(path: str) -> Iterator[bool]:
-    """Whether nobody else uses the directory, and then nobody will within the block."""
-    try:
-        lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock = None
-    if lock is None:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(lock)
-
-
-def _lock(path: str, how: int) -> int | None:
-    """A descriptor that holds a lock on the directory; None where it was renamed or removed meanwhile."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, how)
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            return descriptor
-    except FileNotFoundError:
-        pass
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None

@@ -10,12 +10,13 @@ from hashlib import blake2b
 from typing import Any
 
 from .. import dcp, manifest
-from .._errors import CorruptError, MismatchError, StorageError
+from .._errors import CorruptError, MismatchError, StorageError, unseen
 from ..format._step import step_number, step_of
 from ..manifest import Manifest
 from ..sync._sync import Session
 from . import _huggingface
-from ._commit import Root, check_folder, leased
+from ._commit import Root, check_folder
+from ._locks import leased
 from ._storage import LocalStorage, Storage, guarded, storage_of
 
 _TRIES = 8
@@ -50,15 +51,29 @@ def opened(
         folder = session.gather(f"folder {attempt}", folder.encode())[0].decode()
         with leased(storage, folder) as there:
             # A rank that came too late for a step that retention deleted makes all of them look again.
-            if not all(answer == b"yes" for answer in session.gather(f"there {attempt}", b"yes" if there else b"no")):
+            answers = session.gather(f"there {attempt}", b"yes" if there else b"no")
+            blind = [rank for rank, answer in enumerate(answers) if answer != b"yes"]
+            if blind:
                 continue
-            data = read_manifest(storage, folder)
+            data = _manifest_here(session, storage, folder)
             _check_same(session, data, folder)
             kept = manifest.parse(data, f"{folder}/{manifest.NAME}")
             check_folder(kept, folder)
             yield Source(storage, folder, kept)
             return
+    if 0 not in blind:
+        raise unseen("load", blind, folder)
     raise StorageError("load", f"the checkpoint vanished {_TRIES} times while it was opened", [f"path  {path}"])
+
+
+def _manifest_here(session: Session, storage: Storage, folder: str) -> bytes:
+    """The manifest that rank 0 has found."""
+    try:
+        return read_manifest(storage, folder)
+    except CorruptError as error:
+        if session.rank:
+            raise unseen("load", [session.rank], folder) from error
+        raise
 
 
 def _foreign(storage: Storage, folder: str, state: Mapping[str, Any]) -> Source | None:
