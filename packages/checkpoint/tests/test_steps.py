@@ -15,6 +15,7 @@ from vescale_checkpoint import (
     Retention,
     StorageError,
     UnsafeError,
+    export_huggingface,
     load,
     save,
     tools,
@@ -199,3 +200,44 @@ def test_integers_of_any_length_or_an_error(tmp_path):
         save(tmp_path, {"values": 1 << 8192, "step": 2})
     with pytest.raises(UnsafeError, match="the key 5 of the state is not text"):
         save(tmp_path, {5: 1})
+
+
+# --- paths ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nosuch://x", "fsspec opens no file system for nosuch://: Protocol not known: nosuch"),
+        ("memry://x", "fix: memory://..."),
+        ("", "the path is '', which names no directory"),
+        ("file://", "the path is 'file://'"),
+        ("memory://", "the path is 'memory://'"),
+        (None, "the path is a NoneType"),
+        (b"run", "the path is a bytes"),
+        (7, "the path is a int"),
+    ],
+)
+def test_paths_that_are_none(tmp_path, monkeypatch, path, told):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: save(path, {"x": 1}),
+        lambda: load(path, {"x": 0}),
+        lambda: tools.opened(path).__enter__(),
+        lambda: export_huggingface(path, torch.nn.Linear(1, 1)),
+    ):
+        with pytest.raises(StorageError) as caught:
+            call()
+        assert told in str(caught.value) and "Error:" not in str(caught.value)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_file_system_that_is_not_installed(tmp_path, monkeypatch):
+    import fsspec
+
+    def lacks(protocol):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "filesystem", lacks)
+    with pytest.raises(StorageError, match="no file system for s3://: Install s3fs"):
+        save("s3://bucket/run", {"x": 1})

@@ -46,7 +46,7 @@ _CHUNK_BYTES = 8 << 20
 @contextmanager
 def opened(path: str | os.PathLike[str], step: int | None = None) -> Iterator[Source]:
     """A committed step, kept from deletion within the block. Raises StorageError, CorruptError, FormatError."""
-    storage, _ = storage_of(path)
+    storage, _ = storage_of(path, "open")
     folder = locate(path, None if step is None else step_number("open", step))
     with leased(storage, folder) as there:
         if not there:

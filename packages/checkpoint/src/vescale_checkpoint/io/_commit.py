@@ -35,8 +35,8 @@ class Root:
     """The directory of a run: its steps."""
 
     def __init__(self, path: str | os.PathLike[str], operation: str) -> None:
-        self.given, self.operation = os.fspath(path), operation
-        self.storage, self.path = storage_of(path)
+        self.operation = operation
+        self.storage, self.path = storage_of(path, operation)
 
     def committed(self) -> dict[int, str]:
         """Step -> its directory's name, ascending.

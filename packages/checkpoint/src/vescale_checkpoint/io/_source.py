@@ -40,7 +40,7 @@ def opened(
 
     Raises StorageError, CorruptError, FormatError, or MismatchError where ranks see other files.
     """
-    storage, given = storage_of(path)
+    storage, given = storage_of(path, "load")
     if step is None and (found := _foreign(storage, given, state)) is not None:
         _check_same(session, found.manifest.to_text(), given)
         yield found
