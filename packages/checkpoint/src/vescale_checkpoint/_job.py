@@ -93,6 +93,8 @@ class SaveJob:
             own = catalogue_of(contents, session.size, mesh_ranks)
             if session.rank == 0:
                 number = self.root.next_step() if step is None else step
+                if retention is not None:
+                    self.root.check_policy(retention, metrics)
                 self._draft = self.root.begin(number, overwrite)
                 if session.size > 1:
                     self._draft.mark()

@@ -27,10 +27,10 @@ from .format._step import step_number
 from .format._text import printable as printable
 from .format._text import shown as shown
 from .huggingface import FullTensor, write_folder
-from .io._commit import Root, check_folder
+from .io._commit import Root
 from .io._locks import leased
 from .io._read import Files, read_all
-from .io._source import Source, locate, read_manifest
+from .io._source import Source, check_folder, locate, read_manifest
 from .io._storage import guarded, storage_of
 from .io._write import BlockChecks, write_file
 from .io._write import Source as Bytes

@@ -25,7 +25,7 @@ from .. import manifest
 from .._errors import ConflictError, CorruptError, StorageError
 from ..format._step import folder_of, step_left, step_of, step_replaced
 from ._locks import lock_of, unused
-from ._retention import Retention, stored_metrics
+from ._retention import Retention, stored_metrics, unknown_metric
 from ._storage import LocalStorage, guarded, storage_of
 
 _LISTINGS = 100  # in each of which others must have changed something, for another to follow
@@ -37,6 +37,7 @@ class Root:
     def __init__(self, path: str | os.PathLike[str], operation: str) -> None:
         self.operation = operation
         self.storage, self.path = storage_of(path, operation)
+        self.given = os.fspath(path).rstrip("/")
 
     def committed(self) -> dict[int, str]:
         """Step -> its directory's name, ascending.
@@ -79,7 +80,8 @@ class Root:
     def resolve(self, step: int | None) -> str:
         """The name of the directory of `step`, or of the latest.
 
-        Raises StorageError that lists those there are, CorruptError where a later step than these lost its manifest.
+        Raises StorageError that lists those there are, CorruptError where the step lost its manifest, or a later one
+        than the latest did.
         """
         steps = self.committed()
         if step is None and steps:
@@ -104,14 +106,16 @@ class Root:
             raise StorageError(self.operation, f"there is no checkpoint: {what}", [f"path  {self.path}"])
         there = ", ".join(map(str, [*steps][-8:])) or "none"
         wanted = "no step is committed" if step is None else f"step {step} is not committed"
+        operands = [f"path  {self.path}", f"committed steps  {there}"]
         if step in self.headless():
-            wanted += ": its directory has no manifest"
-        raise StorageError(self.operation, wanted, [f"path  {self.path}", f"committed steps  {there}"])
+            raise CorruptError(self.operation, f"{wanted}: its manifest is missing", operands)
+        raise StorageError(self.operation, wanted, operands)
 
     def begin(self, step: int, overwrite: bool) -> Draft:
         """A directory to write `step` into. Sweeps what killed saves left. Raises ConflictError, StorageError."""
+        self._check_name(step)
         with guarded(self.operation, self.path, "cannot make the directory"):
-            self.storage.make_dirs(self.path)
+            made = tuple(self.storage.make_dirs(self.path))
         if not overwrite:
             self._check_free(step)
         identity = secrets.token_hex(8)
@@ -127,7 +131,7 @@ class Root:
                 self.storage.make_dir(path)
                 lock = lock_of(path, fcntl.LOCK_EX)
             if lock is not None:  # else a sweep took it for debris before it was locked
-                return Draft(self, step, identity, name, overwrite, lock)
+                return Draft(self, step, identity, name, overwrite, lock, made)
             identity = secrets.token_hex(8)
 
     def sees(self, name: str, identity: str) -> bool:
@@ -141,6 +145,18 @@ class Root:
     def next_step(self) -> int:
         """One more than the last, whole or not."""
         return max([*self.committed(), *self.headless()], default=-1) + 1
+
+    def _check_name(self, step: int) -> None:
+        """Raises StorageError for a run's directory that has a step's name: it would be loaded, or swept, as one."""
+        name, parent = os.path.basename(self.path), os.path.dirname(self.given) or "."
+        if step_of(name) is None and step_replaced(name) is None and step_left(name) is None:
+            return
+        raise StorageError(
+            self.operation, f"{name!r} is a name that the steps of a run have, and not the run's own",
+            [f"path  {self.path}", f"step {step} would be  {self.path}/{folder_of(step)}"],
+            [(f"the path {parent}", f"this one would be {folder_of(step)} in it")]
+            if not parent.endswith(":") else [("a name of another form", "")],
+        )  # fmt: skip
 
     def _check_free(self, step: int) -> None:
         """Raises ConflictError where a step of this number, or something else of its name, is there."""
@@ -185,6 +201,17 @@ class Root:
                 removed.append(name)
         return removed
 
+    def check_policy(self, policy: Retention, metrics: Mapping[str, float]) -> None:
+        """Raises MismatchError where `policy` goes by a metric that neither the new step nor any other has, and they
+        have others: all but the last steps would go, the best too."""
+        if policy.best is None or policy.best in metrics:
+            return
+        given = set(metrics)
+        for name in self.committed().values():
+            given |= self._metrics(name).keys()
+        if given and policy.best not in given:
+            raise unknown_metric(policy, sorted(given))
+
     def retain(self, policy: Retention, keep: int) -> list[int]:
         """Deletes committed steps that `policy` does not name, and that nobody reads; `keep` stays. Returns them."""
         steps = self.committed()
@@ -227,22 +254,6 @@ def _mark(path: str, identity: str) -> str:
     return f"{path}/begun-{identity}"
 
 
-def check_folder(kept: manifest.Manifest, folder: str) -> None:
-    """Raises CorruptError where a step's directory has the name of another step than its manifest."""
-    name = os.path.basename(folder)
-    named = step_of(name)
-    named = step_replaced(name) if named is None else named
-    if named is not None and named != kept.step:
-        raise CorruptError(
-            "load", f"the directory of step {named} holds step {kept.step}: it was renamed, or copied over",
-            [f"path  {folder}"],
-            [
-                (f"rename it to {folder_of(kept.step)}", "what it is"),
-                ("give it a name that is not a step's, and load that path", "if it is to stand by itself"),
-            ],
-        )  # fmt: skip
-
-
 @dataclass
 class Draft:
     """A step being written. `path` is where its files go; one process commits or discards it."""
@@ -253,6 +264,7 @@ class Draft:
     name: str
     overwrite: bool
     lock: int | None
+    made: tuple[str, ...] = ()  # directories that were not there before, the innermost first
 
     @property
     def path(self) -> str:
@@ -314,12 +326,15 @@ class Draft:
                     storage.remove_tree(old)
 
     def discard(self) -> None:
-        """Removes what was written; a committed step is left alone."""
+        """Removes what was written, and the run's directory if it was made for it; a committed step is left alone."""
         if isinstance(self.root.storage, LocalStorage) and self.lock is not None:
             try:
                 self.root.take_away(self.path, self.step)
             except OSError:  # it was committed, or nothing can be renamed here
                 self.root.storage.remove_tree(self.path)
+            with contextlib.suppress(OSError):  # somebody else's step is in it by now
+                for path in self.made:
+                    os.rmdir(path)
         elif not isinstance(self.root.storage, LocalStorage):
             with contextlib.suppress(StorageError):  # what failed before is what is told
                 self._unmark()

@@ -11,11 +11,11 @@ from typing import Any
 
 from .. import dcp, manifest
 from .._errors import CorruptError, MismatchError, StorageError, unseen
-from ..format._step import step_number, step_of
+from ..format._step import folder_of, step_number, step_of, step_replaced
 from ..manifest import Manifest
 from ..sync._sync import Session
 from . import _huggingface
-from ._commit import Root, check_folder
+from ._commit import Root
 from ._locks import leased
 from ._storage import LocalStorage, Storage, guarded, storage_of
 
@@ -107,6 +107,22 @@ def locate(path: str | os.PathLike[str], step: int | None) -> str:
         if step_of(os.path.basename(root.path)) is not None and root.storage.is_dir(root.path):
             raise CorruptError("load", "the manifest is missing", [f"path  {root.path}/{manifest.NAME}"])
     return f"{root.path}/{root.resolve(step)}"
+
+
+def check_folder(kept: manifest.Manifest, folder: str) -> None:
+    """Raises CorruptError where a step's directory has the name of another step than its manifest."""
+    name = os.path.basename(folder)
+    named = step_of(name)
+    named = step_replaced(name) if named is None else named
+    if named is not None and named != kept.step:
+        raise CorruptError(
+            "load", f"the directory of step {named} holds step {kept.step}: it was renamed, or copied over",
+            [f"path  {folder}"],
+            [
+                (f"rename it to {folder_of(kept.step)}", "what it is"),
+                ("give it a name that is not a step's, and load that path", "if it is to stand by itself"),
+            ],
+        )  # fmt: skip
 
 
 def read_manifest(storage: Storage, folder: str) -> bytes:

@@ -56,8 +56,14 @@ class LocalStorage:
     def __init__(self, *, follows_links: bool = False) -> None:
         self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
 
-    def make_dirs(self, path: str) -> None:
+    def make_dirs(self, path: str) -> list[str]:
+        """Returns those that were not there, the innermost first."""
+        absent, above = [], path
+        while not os.path.lexists(above):
+            absent.append(above)
+            above = os.path.dirname(above)
         os.makedirs(path, exist_ok=True)
+        return absent
 
     def make_dir(self, path: str) -> None:
         """Raises FileExistsError."""
@@ -215,8 +221,9 @@ class RemoteStorage:
 
         self._files = fsspec.filesystem(protocol, **(options or {}))
 
-    def make_dirs(self, path: str) -> None:
+    def make_dirs(self, path: str) -> list[str]:
         self._files.makedirs(path, exist_ok=True)
+        return []
 
     make_dir = make_dirs
 

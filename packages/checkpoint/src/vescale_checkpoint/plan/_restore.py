@@ -23,7 +23,7 @@ from .._errors import FormatError, MismatchError
 from ..format._box import Piece, full_box, pieces_of, stored
 from ..format._dtypes import DTYPES, NAMES
 from ..format._text import shown
-from ..format._values import decode, encode, tensors_in
+from ..format._values import as_kind_of, decode, encode, tensors_in
 from ..manifest import Manifest, Stored
 from ._choice import Choice
 from ._load_plan import Target
@@ -159,7 +159,7 @@ class Restore:
             tensors = {name: self._fresh(name) for name in tensors_in(saved)}
             loaded = decode(saved, tensors.__getitem__)  # now, so that what is none fails before anything is touched
             self.matched.append(path)
-            self._after.append(lambda: container.__setitem__(key, loaded))
+            self._after.append(lambda: container.__setitem__(key, as_kind_of(value, loaded)))
 
     def _by_key(self, pairs: list) -> dict[Any, Any]:
         """The encoded values of a dict whose keys are not plain text."""
