@@ -18,9 +18,9 @@ def with_model_key(
 ) -> Manifest:
     """The manifest as that of a state, where its names are those that the one model of `state` has by itself.
 
-    A directory that torch's DCP wrote of `model.state_dict()` has names without a key. It is known by its names: some are the model's,
-    and none is with the model's key in front, on any rank (a pipeline's stage has a part of them). `gathered`: a
-    session's `gather`.
+    A directory that torch's DCP wrote of `model.state_dict()` has names without a key. It is known by its names: some
+    are the model's, and none is with the model's key in front, on any rank (a pipeline's stage has a part of them).
+    `gathered`: a session's `gather`.
     """
     models = [key for key, value in state.items() if isinstance(value, nn.Module)]
     if len(models) != 1:
