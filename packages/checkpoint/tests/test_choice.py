@@ -1,5 +1,7 @@
 """Fault groups 8 and 9, and what the user may choose: names, shapes, dtypes, subsets."""
 
+from collections import Counter, OrderedDict, defaultdict
+
 import pytest
 import torch
 from torch import nn
@@ -300,3 +302,30 @@ def test_nothing_is_saved_of_or_loaded_into_what_has_no_bytes(saved, tmp_path):
         model = Net()
     with pytest.raises(MismatchError, match=r"model.up.weight  is on the meta device, where nothing can be loaded"):
         load(saved[0], {"model": model})
+
+
+KINDS_OF_DICT = [
+    lambda: OrderedDict(b=1, a=2),
+    lambda: defaultdict(list, {"x": [1], "y": []}),
+    lambda: defaultdict(int, {1: 2, None: 3}),
+    lambda: OrderedDict({(1, 2): OrderedDict(c=[OrderedDict(d=1)]), "e": (defaultdict(int, f=1),)}),
+    lambda: {"plain": {"deep": OrderedDict(a={})}, "counter": Counter("aab")},
+]
+
+
+def kinds_in(value):
+    if isinstance(value, dict):
+        return type(value), getattr(value, "default_factory", None), [(k, kinds_in(item)) for k, item in value.items()]
+    return type(value), [kinds_in(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize("make", KINDS_OF_DICT)
+def test_a_dict_is_loaded_as_the_kind_of_dict_that_the_state_has(tmp_path, make):
+    """Ordered ones and those with defaults are stored as dicts, in their order."""
+    save(tmp_path, {"x": make(), "within": [make(), 0]})
+    state = {"x": make(), "within": [make(), 0]}
+    load(tmp_path, state)
+    assert kinds_in(state["x"]) == kinds_in(make()) and kinds_in(state["within"][0]) == kinds_in(make())
+    state = {"x": None}
+    load(tmp_path, state)
+    assert state["x"] == make() and list(state["x"]) == list(make()) and type(state["x"]) is dict

@@ -244,7 +244,8 @@ def test_a_step_without_manifest_is_none(tmp_path):
     for step in (1, 2):
         run_ranks(2, save_step, tmp_path, step)
     lose_manifest(tmp_path)
-    assert "step 2 is not committed" in raises_on_all(2, StorageError, load_untouched, tmp_path, 2)
+    text = raises_on_all(2, CorruptError, load_untouched, tmp_path, 2)
+    assert "step 2 is not committed: its manifest is missing" in text
     with pytest.raises(CorruptError, match="the manifest is missing"):
         load(tmp_path / "step-00000002", {"step": 0})
     with pytest.raises(CorruptError, match="step 2 is the latest, and its manifest is missing"):

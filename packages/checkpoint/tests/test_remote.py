@@ -105,3 +105,68 @@ def test_in_s3_on_several_ranks(bucket):
     run_ranks(1, with_endpoint, bucket, drop_manifest)  # as a save that was killed leaves it: not committed
     for step, weight, _ in run_ranks(2, with_endpoint, bucket, loaded, "s3://runs/gpt", 2):
         assert step == 1 and torch.equal(weight, whole(1))
+
+
+# --- what only one rank sees ---------------------------------------------------------
+
+
+def told(call):
+    try:
+        call()
+    except CheckpointError as error:
+        return type(error).__name__, str(error).partition("\n")[0], error.remedies[0][0]
+    return None
+
+
+def in_memory(path, large):
+    """Where both ranks write, and where all that there is is rank 0's to write."""
+    weight = distribute_tensor(whole(1), mesh_of(2), [Shard(0)]) if large else torch.ones(1)
+    return told(lambda: save(path, {"weight": weight, "step": 1}))
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_save_where_each_rank_has_a_store_of_its_own_is_refused(large):
+    said = ("StorageError", "save: rank 1 does not see the directory that rank 0 created")
+    assert (
+        run_ranks(2, in_memory, f"memory://apart/{large}", large)
+        == [(*said, "use a file system that all ranks share")] * 2
+    )
+
+
+def in_own_stores(path, step, remains):
+    """Rank 0 alone has a step; the other has nothing, or the directory of one."""
+    import fsspec
+    from torch import distributed as dist
+
+    files = fsspec.filesystem("memory")
+    if dist.get_rank() == 0:
+        files.pipe_file(f"{path[9:]}/step-00000001/manifest.json", (step / "manifest.json").read_bytes())
+    elif remains:
+        files.pipe_file(f"{path[9:]}/step-00000001/other", b"")
+    return told(lambda: load(path, {"x": torch.zeros(2)}))
+
+
+@pytest.mark.parametrize("remains", [True, False])
+def test_a_load_of_what_rank_0_alone_sees_is_refused(tmp_path, remains):
+    step = tmp_path / "run" / "step-00000001"
+    save(tmp_path / "run", {"x": torch.ones(2), "step": 1})
+    said = ("StorageError", "load: rank 1 does not see the checkpoint that rank 0 sees")
+    found = run_ranks(2, in_own_stores, f"memory://own/{remains}", step, remains)
+    assert found == [(*said, "use a file system that all ranks share")] * 2
+
+
+def test_no_mark_is_left():
+    """In a store that ranks share, here threads of one process."""
+    import fsspec
+
+    from vescale_checkpoint.io._commit import Root
+
+    for commits in (True, False):
+        root = Root(f"memory://marks/{commits}", "save")
+        draft = root.begin(4, False)
+        draft.mark()
+        other = Root(f"memory://marks/{commits}", "save")
+        assert other.sees(draft.name, draft.identity) and not other.sees(draft.name, "0" * 16)
+        draft.commit(b"{}") if commits else draft.discard()
+        left = [name.rpartition("/")[2] for name in fsspec.filesystem("memory").find(f"marks/{commits}")]
+        assert left == (["manifest.json"] if commits else [])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
-from vescale_checkpoint import load, save
+from vescale_checkpoint import load, reshard, save
 from vescale_checkpoint.io._write import Pack
 from vescale_dtensor import DTensor, InterleavedShard, RaggedShard, Replicate, Shard, distribute_tensor
 from vescale_dtensor.testing import mesh_of, run_ranks, slice_of
@@ -314,3 +314,35 @@ def test_before_the_first_step(tmp_path, make):
         if make is not torch.optim.Adagrad:  # which makes its state at once
             assert not state["optimizer"].state
         assert all(torch.equal(a, b) for a, b in zip(run(state), wanted))
+
+
+# --- tensors of one element, of any stride ---------------------------------------------------------------------------
+
+LONE = {
+    "column": lambda kind: torch.arange(6).to(kind).view(3, 2)[:1, 0],
+    "row of a column": lambda kind: torch.arange(6).to(kind).view(3, 2)[1:2, 1:],
+    "transposed": lambda kind: torch.ones(6, 1).to(kind).t()[:, 2:3],
+    "expanded": lambda kind: torch.ones(1).to(kind).expand(1, 1),
+    "scalar": lambda kind: torch.arange(4).to(kind)[3],
+    "none": lambda kind: torch.ones(4, 3).to(kind)[:0, ::2],
+    "strided": lambda kind: torch.empty(9, dtype=kind).fill_(1).as_strided((1, 1), (5, 7), 2),
+    "part of a complex one": lambda kind: torch.tensor([1 + 2j]).imag,
+    "negated": lambda kind: torch.tensor([1 + 2j]).conj().imag,
+    "conjugated": lambda kind: torch.tensor([[3 + 4j]]).conj().t(),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tensors_of_one_element_lie_as_they_like(tmp_path, kind, asynchronous):
+    state = {name: make(kind) for name, make in LONE.items()}
+    save(tmp_path, state, asynchronous=asynchronous).wait()
+    other = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load(tmp_path, other)
+    alike = {name: make(kind) for name, make in LONE.items()}
+    for tensor in alike.values():
+        tensor.zero_()
+    load(tmp_path, alike)  # into memory that lies so, too
+    for name, tensor in state.items():
+        assert torch.equal(other[name], tensor) and torch.equal(alike[name], tensor), name
+    reshard(state, other)

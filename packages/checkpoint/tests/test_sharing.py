@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from vescale_checkpoint import ConflictError, Retention, load, save
-from vescale_checkpoint.io._commit import Root, leased
+from vescale_checkpoint.io._commit import Root
+from vescale_checkpoint.io._locks import leased
 from vescale_checkpoint.io._storage import LocalStorage
 
 SIZE = 300_000

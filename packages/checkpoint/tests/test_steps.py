@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vescale_checkpoint import (
     Retention,
     StorageError,
     UnsafeError,
+    export_huggingface,
     load,
     save,
     tools,
@@ -199,3 +201,113 @@ def test_integers_of_any_length_or_an_error(tmp_path):
         save(tmp_path, {"values": 1 << 8192, "step": 2})
     with pytest.raises(UnsafeError, match="the key 5 of the state is not text"):
         save(tmp_path, {5: 1})
+
+
+# --- paths ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nosuch://x", "fsspec opens no file system for nosuch://: Protocol not known: nosuch"),
+        ("memry://x", "fix: memory://..."),
+        ("", "the path is '', which names no directory"),
+        ("file://", "the path is 'file://'"),
+        ("memory://", "the path is 'memory://'"),
+        (None, "the path is a NoneType"),
+        (b"run", "the path is a bytes"),
+        (7, "the path is a int"),
+    ],
+)
+def test_paths_that_are_none(tmp_path, monkeypatch, path, told):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: save(path, {"x": 1}),
+        lambda: load(path, {"x": 0}),
+        lambda: tools.opened(path).__enter__(),
+        lambda: export_huggingface(path, torch.nn.Linear(1, 1)),
+    ):
+        with pytest.raises(StorageError) as caught:
+            call()
+        assert told in str(caught.value) and "Error:" not in str(caught.value)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_file_system_that_is_not_installed(tmp_path, monkeypatch):
+    import fsspec
+
+    def lacks(protocol):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "filesystem", lacks)
+    with pytest.raises(StorageError, match="no file system for s3://: Install s3fs"):
+        save("s3://bucket/run", {"x": 1})
+
+
+@pytest.mark.parametrize(
+    "name", ["step-00000003", "step-00000003.tmp-0a", "step-00000003.old-0a", "step-1234567890123456"]
+)
+@pytest.mark.parametrize("at", [(), ("runs",)])
+def test_a_run_is_not_called_as_steps_are(tmp_path, monkeypatch, name, at):
+    """Neither with the number of the step that is saved, nor with another: a load takes such a path for a step."""
+    saved(tmp_path / "run", 5)
+    monkeypatch.chdir(tmp_path)
+    path = os.path.join(*at, name)
+    for call in (
+        lambda: save(path, {"x": 1}, step=7),
+        lambda: save(tmp_path / path, {"x": 1}, step=3),
+        lambda: save(f"memory://{path}/", {"x": 1}),
+        lambda: tools.reshard(tools.opened(tmp_path / "run").__enter__(), path, 2),
+    ):
+        with pytest.raises(StorageError, match=f"{name!r} is a name that the steps of a run have") as caught:
+            call()
+    assert os.listdir(tmp_path) == ["run"]
+    with pytest.raises(StorageError) as caught:
+        save(path, {"x": 1}, step=3)
+    ((remedy, _),) = caught.value.remedies
+    kept = save(remedy.removeprefix("the path "), {"x": 1}, step=3).path  # what it says works
+    assert load(kept, {"x": 0}).step == 3
+
+
+def test_a_best_metric_that_no_step_was_given(tmp_path):
+    """It is named with those that were given, and nothing is deleted; where none was given yet, nothing is wrong."""
+
+    def policy(best):
+        return Retention(last=1, best=best)
+
+    save(tmp_path, {"x": 1}, step=0, retention=policy("loss"))
+    for step, loss in ((1, 0.1), (2, 0.3)):
+        save(tmp_path, {"x": 1}, step=step, metrics={"loss": loss, "accuracy": 1}, retention=policy("loss"))
+    save(tmp_path, {"x": 1}, step=3, retention=policy("loss"))  # others have it
+    there = sorted(os.listdir(tmp_path))
+    assert there == ["step-00000001", "step-00000003"]
+    for metrics in (None, {"lose": 1.0}):
+        refused = partial(save, tmp_path, {"x": 1}, step=4, metrics=metrics, retention=policy("los"))
+        text = raises_on_all(2, MismatchError, refused)
+        assert "best='los' is a metric that no step was given" in text and "accuracy, " in text
+        assert sorted(os.listdir(tmp_path)) == there
+    save(tmp_path, {"x": 1}, step=4, metrics={"los": 1.0}, retention=policy("los"))
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004"]
+
+
+def test_a_save_or_reshard_that_fails_leaves_no_directory(tmp_path, monkeypatch):
+    """Of those that it made; one that was there stays."""
+    step = saved(tmp_path / "run", 5)
+    (file,) = [name for name in os.listdir(step) if name.endswith(".safetensors")]
+    with open(f"{step}/{file}", "r+b") as data:
+        data.seek(-1, os.SEEK_END)
+        data.write(b"!")
+    (tmp_path / "there").mkdir()
+
+    def fails(self, text):
+        raise OSError(28, "No space left on device")
+
+    with tools.opened(tmp_path / "run") as source:
+        for out in ("there", "a/b/c", "there/more"):
+            with pytest.raises(CorruptError):
+                tools.reshard(source, tmp_path / out, 2)
+    monkeypatch.setattr("vescale_checkpoint.io._commit.Draft.commit", fails)
+    for out in ("there", "a/b/c"):
+        with pytest.raises(Exception, match="No space left"):
+            save(tmp_path / out, {"x": torch.ones(2)})
+    assert sorted(os.listdir(tmp_path)) == ["run", "there"] and not os.listdir(tmp_path / "there")

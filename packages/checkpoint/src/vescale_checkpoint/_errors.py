@@ -7,7 +7,7 @@ that every rank raises the first cause and none waits for what will not come.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from vescale_dtensor import VescaleError
 
@@ -100,3 +100,12 @@ def of_system(error: OSError, operation: str, path: str, doing: str) -> StorageE
     """An operating system's error, with the path and what was being done."""
     reason = error.strerror or str(error) or type(error).__name__
     return StorageError(operation, f"{doing}: {reason}", [f"path  {path}"])
+
+
+def unseen(operation: str, ranks: Sequence[int], folder: str) -> StorageError:
+    """The error where some ranks do not see what rank 0 does: another machine's disk, or a store in its memory."""
+    who = f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))} do"
+    what = "the directory that rank 0 created" if operation == "save" else "the checkpoint that rank 0 sees"
+    return StorageError(
+        operation, f"{who} not see {what}", [f"path  {folder}"], [("use a file system that all ranks share", "")]
+    )

@@ -25,13 +25,12 @@ import torch
 from crc32c import crc32c
 from torch import Tensor
 
-from ._errors import CheckpointError, MismatchError, StorageError
+from ._errors import CheckpointError, MismatchError, unseen
 from ._version import __version__
 from .format._step import folder_of
 from .io._commit import Draft, Root
 from .io._pace import Pace
 from .io._retention import Retention, metrics_json
-from .io._storage import LocalStorage
 from .io._write import staged, write_file
 from .manifest import FileInfo, Manifest
 from .plan._catalogue import Catalogue, catalogue_of, unite
@@ -94,7 +93,11 @@ class SaveJob:
             own = catalogue_of(contents, session.size, mesh_ranks)
             if session.rank == 0:
                 number = self.root.next_step() if step is None else step
+                if retention is not None:
+                    self.root.check_policy(retention, metrics)
                 self._draft = self.root.begin(number, overwrite)
+                if session.size > 1:
+                    self._draft.mark()
             self._where, self.catalogue = self._agreed(own, step)
             self._check_folder()
             self._outline = outline_of(self._key, lambda: self.catalogue.entries, session.rank)
@@ -171,12 +174,8 @@ class SaveJob:
         return where, unite(session.gather("entries", own.to_json()))
 
     def _check_folder(self) -> None:
-        folder = f"{self.root.path}/{self._where['name']}"
-        if isinstance(self.root.storage, LocalStorage) and not self.root.storage.is_dir(folder):
-            raise StorageError(
-                "save", f"rank {self.session.rank} does not see the directory that rank 0 created", [f"path  {folder}"],
-                [("use a file system that all ranks share", "")],
-            )  # fmt: skip
+        if self.session.rank and not self.root.sees(self._where["name"], self._where["identity"]):
+            raise unseen("save", [self.session.rank], f"{self.root.path}/{self._where['name']}")
 
     def _write(self) -> dict[str, Any]:
         """Writes this rank's file; what rank 0 needs to know of it: of the sections only what it does not know."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ._job import wait_for_save
 from .format._box import Box, Piece, intersect, shape_of, volume, window
 from .format._dtypes import SIZES
-from .io._memory import view_of, without_collector
+from .io._memory import as_bytes, view_of, without_collector
 from .io._write import flat_of
 from .manifest import Manifest, Stored
 from .plan._catalogue import Catalogue, catalogue_of, local_of, unite
@@ -122,7 +122,7 @@ def _round(
     device = collective_device()
     for needs in wanted:
         parts = [  # an optimizer's step counts lie on the host, offloaded states too
-            view_of(flat, window(piece, inner)).contiguous().view(-1).view(torch.uint8).to(device)
+            as_bytes(view_of(flat, window(piece, inner)).contiguous()).to(device)
             for need in needs
             if need.name in names
             for box in need.boxes

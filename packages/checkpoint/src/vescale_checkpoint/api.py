@@ -10,12 +10,14 @@ import torch
 
 from ._errors import CheckpointError, MismatchError
 from ._job import PendingSave, SaveJob, in_background, wait_for_save
+from ._tied import compare_tied
 from .format._step import step_number
 from .format._text import printable
 from .io._memory import without_collector
 from .io._read import Files, read_all
 from .io._retention import Retention, check_metrics
 from .io._source import opened
+from .plan._bare_names import with_model_key
 from .plan._choice import Choice, Report
 from .plan._load_plan import plan_reads
 from .plan._restore import Restore
@@ -96,7 +98,8 @@ def load(
 
     Arguments:
         path: a run's directory (its latest committed step is loaded), or that of one step; or a HuggingFace folder of
-            safetensors, for the single model of the state.
+            safetensors, for the single model of the state; or a directory of torch's DCP, of a state or of a model's
+            state dict alone.
         state: as for `save`; keys that it lacks are not loaded.
         step: a committed step of the run.
         only: globs over names of the state, such as "model.*"; the rest is not changed. One that matches nothing is an
@@ -105,7 +108,7 @@ def load(
             "model.encoder.*"); one "*" on each side stands for the same text. Optimizer states follow their parameters.
             A name that matches nothing is an error.
         cast: permitted conversions of dtypes: "lossless", or by name, such as "float32->bfloat16". None by default.
-        missing: "error", or "keep" the values that the checkpoint lacks.
+        missing: "error", or "keep" the values that the checkpoint lacks; still an error if it lacks all of them.
         extra: "error", or "ignore" names that the state lacks.
         verify: whether to check each block that is read (CRC-32C). "first" checks all of them before any tensor is
             changed, which reads everything twice.
@@ -143,13 +146,16 @@ def _load(
     """A function of its own, so that what it made is gone before the collector is back."""
     with opened(session, path, step, state) as source:
         manifest = source.manifest
+        if source.is_torchs:
+            manifest = with_model_key(manifest, state, choice, session.gather)
         restore = Restore(manifest, state, choice)
-        restore.check(session.gather)
-        plan = plan_reads(restore.targets, manifest.block_bytes)
         files = Files(source.storage, source.folder, manifest.files, bool(verify))
         block = manifest.block_bytes
         places: set[int] = set()
         try:
+            compare_tied(files, manifest, restore, bool(verify))
+            restore.check(session.gather)
+            plan = plan_reads(restore.targets, block)
             files.check(sorted(plan))
             session.gather("planned")
             forget_finished(session)

@@ -146,7 +146,7 @@ def write_folder(
 
     `finish` is given the folder before that, where it is one of this machine.
     """
-    storage, folder = storage_of(path)
+    storage, folder = storage_of(path, "export")
     if not writes:
         for tensor in tensors:
             tensor.make()
@@ -237,7 +237,7 @@ def _shards(tensors: Sequence[FullTensor], most: int) -> list[list[FullTensor]]:
 
 
 def _check_absent(path: str | os.PathLike[str]) -> None:
-    storage, folder = storage_of(path)
+    storage, folder = storage_of(path, "export")
     if storage.exists(folder):
         raise ConflictError("export", "the folder exists", [f"path  {folder}"], [("export to a new folder", "")])
 

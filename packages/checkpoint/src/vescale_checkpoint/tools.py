@@ -9,11 +9,12 @@ from __future__ import annotations
 import heapq
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from crc32c import crc32c
@@ -27,9 +28,10 @@ from .format._step import step_number
 from .format._text import printable as printable
 from .format._text import shown as shown
 from .huggingface import FullTensor, write_folder
-from .io._commit import Root, check_folder, leased
+from .io._commit import Root
+from .io._locks import leased
 from .io._read import Files, read_all
-from .io._source import Source, locate, read_manifest
+from .io._source import Source, check_folder, locate, read_manifest
 from .io._storage import guarded, storage_of
 from .io._write import BlockChecks, write_file
 from .io._write import Source as Bytes
@@ -40,12 +42,13 @@ from .plan._save_plan import Header, Write, block_bytes
 
 Progress = Callable[[int], None]
 _CHUNK_BYTES = 8 << 20
+_NO_WEIGHTS = {"$optimizer", "$state"}
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str], step: int | None = None) -> Iterator[Source]:
     """A committed step, kept from deletion within the block. Raises StorageError, CorruptError, FormatError."""
-    storage, _ = storage_of(path)
+    storage, _ = storage_of(path, "open")
     folder = locate(path, None if step is None else step_number("open", step))
     with leased(storage, folder) as there:
         if not there:
@@ -174,18 +177,47 @@ def export(
 ) -> None:
     """Writes the tensors under `key` as a HuggingFace folder, tied ones once.
 
-    Raises MismatchError where there are none, ConflictError where the folder exists.
+    Raises MismatchError where there are none, or where they are an optimizer's; ConflictError where the folder exists.
     The model's configuration is not in a checkpoint: put its config.json there.
     """
     prefix = f"{key}."
+    _check_weights(source, key)
     tensors = [
         FullTensor(name[len(prefix) :], kept.dtype, kept.shape, partial(read_tensor, source, name))
         for name, kept in source.manifest.tensors.items()
         if name.startswith(prefix)
     ]
-    if not tensors:
-        raise MismatchError("export", f"the checkpoint has no tensors under {key!r}", [f"path  {source.folder}"])
     write_folder(out, tensors, progress=progress)
+
+
+def _check_weights(source: Source, key: str) -> None:
+    """Raises MismatchError unless tensors stand under `key` that are not the state of an optimizer or of an object."""
+    values = source.manifest.values if isinstance(source.manifest.values, dict) else {}
+    others = [*_without_weights(values)]
+    is_other = any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in others)
+    if not is_other and any(name.startswith(f"{key}.") for name in source.manifest.tensors):
+        return
+    what = (
+        f"under {key!r} is the state of an optimizer or another object" if is_other else f"no tensors are under {key!r}"
+    )
+    mixed = {one.partition(".")[0] for one in others}
+    held = source.manifest.tensors
+    keys = [top for top in values if top not in mixed and any(name.startswith(f"{top}.") for name in held)]
+    raise MismatchError(
+        "export", f"{what}, and the folder is for a model's weights",
+        [f"path  {source.folder}", f"keys with weights  {', '.join(keys[:8]) or 'none'}"],
+        [(f"key={one!r}", "") for one in keys[:4]],
+    )  # fmt: skip
+
+
+def _without_weights(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Where in the values of a state the state of an optimizer or of an object stands."""
+    for key, value in values.items():
+        full = f"{path}.{key}" if path else key
+        if isinstance(value, dict) and value.keys() & _NO_WEIGHTS:
+            yield full
+        elif isinstance(value, dict) and next(iter(value), "")[:1] != "$":
+            yield from _without_weights(value, full)
 
 
 def reshard(source: Source, out: str | os.PathLike[str], ranks: int, progress: Progress = lambda nbytes: None) -> str:

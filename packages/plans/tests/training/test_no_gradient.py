@@ -108,3 +108,31 @@ def test_states_of_frozen_parameters_are_loaded_again(zero):
     wanted = reloaded(None)
     for found in run_ranks(2, reloaded, zero):
         torch.testing.assert_close(found, wanted)
+
+
+def taken(zero):
+    """What is shown of a frozen parameter's state, and of it after the state of one device was loaded."""
+    torch.manual_seed(0)
+    model, make = Net(), lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.5)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim < 2)
+    given = make(model.parameters()).state_dict()
+    for i, entries in given["state"].items():
+        entries["sum"] = torch.arange(entries["sum"].numel()).view(entries["sum"].shape) + i / 64
+    model, optimizer = parallelize(Plan(mesh={"dp": 3}, parameters={"*": {}}, zero=zero), model, make)
+    shown = [whole(optimizer.state[p]["sum"]) for p in model.parameters()]
+    optimizer.load_state_dict(given)
+    loaded = [whole(optimizer.state[p]["sum"]) for p in model.parameters()]
+    for p, one in zip(model.parameters(), loaded):
+        optimizer.state[p]["sum"] = one + 1
+    put = [whole(optimizer.state[p]["sum"]) for p in model.parameters()]
+    same = [
+        tuple(p.shape) == tuple(one.shape) and bool((one == 0.5).all()) for p, one in zip(model.parameters(), shown)
+    ]
+    right = [torch.equal(one, given["state"][i]["sum"]) for i, one in enumerate(loaded)]
+    return all(same), all(right), all(torch.equal(one + 1, two) for one, two in zip(loaded, put))
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_a_frozen_parameters_state_is_shown_loaded_and_put_as_a_trained_ones(zero):
+    assert run_ranks(3, taken, zero) == [(True, True, True)] * 3

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
+import torch
 import typer
 
 from vescale_dtensor import VescaleError
@@ -16,6 +18,7 @@ from ._commands.doctor import doctor
 from ._commands.plan import plan
 from ._commands.schedule import schedule
 from ._commands.timeline import timeline
+from ._version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(schedule)
@@ -27,8 +30,18 @@ app.command()(plan)
 app.add_typer(checkpoint, name="checkpoint")
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vescale {__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def describe() -> None:
+def describe(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Says the version and exits.")
+    ] = False,
+) -> None:
     """veScale on the command line."""
 
 

@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 
 from vescale_dtensor.engine import OLDEST_TORCH, is_supported_torch, supported_torch, torch_release
 
-from ._machine import device_check
+from ._machine import device_check, interfaces
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 SHARED_MEMORY_GIB, OPEN_FILES = 1.0, 4096
@@ -173,14 +173,16 @@ def backends() -> Iterator[Finding]:
 
 def network() -> Iterator[Finding]:
     """The interface by which ranks reach each other: the one named, or the one of this host's name."""
-    names = [name for _, name in socket.if_nameindex()]
+    names = interfaces.names()
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         # NCCL: several, prefixes, "^" for all but, "=" for exactly
         wanted = [one.lstrip("^=") for one in os.environ.get(variable, "").split(",") if one]
         missing = [one for one in wanted if not any(name.startswith(one) for name in names)]
-        if missing:
-            yield Finding("network", BAD, f"{variable} names {', '.join(missing)}; there are {', '.join(names)}",
-                          f"export {variable}={_likely(names)}")  # fmt: skip
+        down = [one for one in wanted if one in names and not interfaces.is_up(one)]
+        if missing or down:
+            what = f"names {', '.join(missing)}" if missing else f"names {', '.join(down)}, which is down"
+            yield Finding("network", BAD, f"{variable} {what}; there are {interfaces.listed()}",
+                          f"export {variable}={interfaces.likely()}")  # fmt: skip
             return
     host = socket.gethostname()
     try:
@@ -189,16 +191,11 @@ def network() -> Iterator[Finding]:
             probe.bind((address, 0))
     except OSError as error:
         yield Finding("network", BAD, f"the host's name {host!r} leads to no address of this machine: {error}",
-                      f"export GLOO_SOCKET_IFNAME={_likely(names)}, or name {host} in /etc/hosts")  # fmt: skip
+                      f"export GLOO_SOCKET_IFNAME={interfaces.likely()}, or name {host} in /etc/hosts")  # fmt: skip
         return
     state = NOTE if address.startswith("127.") else GOOD
-    fix = f"for several machines: export GLOO_SOCKET_IFNAME={_likely(names)}" if state == NOTE else ""
-    yield Finding("network", state, f"{host} is {address}; interfaces {', '.join(names)}", fix)
-
-
-def _likely(names: list[str]) -> str:
-    """The interface that is probably meant: the first that is neither loopback nor a bridge of containers."""
-    return next((name for name in names if not name.startswith(("lo", "docker", "br-", "veth", "virbr"))), "lo")
+    fix = f"for several machines: export GLOO_SOCKET_IFNAME={interfaces.likely()}" if state == NOTE else ""
+    yield Finding("network", state, f"{host} is {address}; interfaces {interfaces.listed()}", fix)
 
 
 def port() -> Iterator[Finding]:

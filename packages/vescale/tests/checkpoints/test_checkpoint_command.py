@@ -1,6 +1,9 @@
 """`vescale checkpoint`, called as a user calls it."""
 
+import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -108,3 +111,108 @@ def test_names_reach_no_terminal(tmp_path, name):
     result = CliRunner().invoke(app, ["checkpoint", "export", str(step), str(tmp_path / "out"), "--key", name])
     assert result.exit_code == 1 and str(result.exception).isprintable() is False  # lines
     assert all(line.isprintable() for line in str(result.exception).split("\n"))
+
+
+# --- what it says, as one types it ---------------------------------------------------------------------------------
+
+
+def spoiled(run, kind):
+    """The run with one thing wrong."""
+    step = run / "step-00000002"
+    (file,) = step.glob("*.safetensors")
+    if kind == "altered":
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 4
+        file.write_bytes(data)
+    if kind == "cut":
+        os.truncate(file, 100)
+    if kind == "no file":
+        file.unlink()
+    if kind == "no manifest":
+        (step / "manifest.json").unlink()
+    if kind == "renamed":
+        step.rename(run / "step-00000007")
+    if kind == "no manifest of it":
+        (step / "manifest.json").write_text("{}")
+    return run
+
+
+SPOILED = ["whole", "altered", "cut", "no file", "no manifest", "renamed", "no manifest of it"]
+COMMANDS = {
+    "inspect": lambda run, out: ["inspect", run],
+    "verify": lambda run, out: ["verify", run, "--step", 2],
+    "diff": lambda run, out: ["diff", run / "step-00000001", run],
+    "export": lambda run, out: ["export", run, out],
+    "export of nothing": lambda run, out: ["export", run, out, "--key", "modle"],
+    "export of no weights": lambda run, out: ["export", run, out, "--key", "optimizer"],
+    "reshard": lambda run, out: ["reshard", run, out, "--ranks", 2],
+    "reshard into itself": lambda run, out: ["reshard", run, run, "--ranks", 2],
+    "reshard into a step": lambda run, out: ["reshard", run / "step-00000001", run / "step-00000001", "--ranks", 2],
+    "of another protocol": lambda run, out: ["inspect", f"nosuch://{run}"],
+}
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_remedies_are_commands_options_and_paths(run, tmp_path, command, kind):
+    """None is a call of Python; options are the command's own, and paths that are named can be given."""
+    args = [*map(str, COMMANDS[command](spoiled(run, kind), tmp_path / "out"))]
+    result = CliRunner().invoke(app, ["checkpoint", *args])
+    remedies = getattr(result.exception, "remedies", ())
+    known = CliRunner().invoke(app, ["checkpoint", args[0], "--help"], env={"COLUMNS": "200"}).output
+    for code, cost in remedies:
+        assert not re.search(r"\w\(", code) and "`" not in code + cost, code
+        assert all(option in known for option in re.findall(r"--[a-z]+", code)), code
+        if code.startswith("the path ") and "step-" in code and args[0] != "reshard":
+            call("inspect", code.removeprefix("the path "))
+        if code.startswith("--key ") and kind == "whole":
+            call(*args[: args.index("--key")], *code.split())
+    if args[0] == "reshard" and result.exit_code:
+        assert not os.path.exists(tmp_path / "out")
+
+
+def test_which_of_two_steps_is_altered(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    spoiled(other, "altered")
+    for paths in ((run, other), (other, run)):
+        result = CliRunner().invoke(app, ["checkpoint", "diff", *map(str, paths)])
+        assert f"file  {other}/step-00000002/" in str(result.exception)
+
+
+def test_a_plan_is_shown_in_lines(tmp_path):
+    plan = vescale.Plan(mesh={"dp": 2}, parameters={"*": {}}, zero=1)
+    vescale.save(tmp_path, {"plan": plan, "step": 1, "x": 1}, metrics={"loss": 0.5})
+    said = call("inspect", tmp_path)
+    assert "\\n" not in said
+    rest = said.partition("  plan  ")[2]
+    text = rest[: rest.index("\n  meshes") if "\n  meshes" in rest else rest.index("\n  world_size")]
+    assert vescale.Plan.from_json(text) == plan and json.loads(text)["zero"] == 1
+    assert all(line.startswith("    ") for line in text.splitlines()[1:])  # none can be taken for another field
+
+
+def test_one_is_not_several(run):
+    vescale.save(run, {"x": torch.ones(1)}, step=3)
+    assert "1 tensor," in call("inspect", run)
+    spoiled(run, "no file")
+    assert ": 1 fault" in call("verify", run, "--step", 2, status=1).replace("faults", "")
+    vescale.save(run, {"x": torch.zeros(1)}, step=4)
+    assert call("diff", run / "step-00000003", run, status=1).endswith("1 difference\n")
+
+
+@pytest.mark.parametrize("key", ["optimizer", "optimizer.state", "nested", "nested.one", "scheduler"])
+def test_only_weights_are_exported(tmp_path, key):
+    layer = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adagrad(layer.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    ema = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    state = {"net": layer, "optimizer": optimizer, "nested": {"one": optimizer}, "scheduler": scheduler, "ema": ema}
+    vescale.save(tmp_path / "run", state)
+    result = CliRunner().invoke(
+        app, ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "out"), "--key", key]
+    )
+    assert result.exit_code == 1 and "keys with weights  net, ema" in str(result.exception)
+    assert [code for code, _ in result.exception.remedies] == ["--key net", "--key ema"]
+    assert not os.path.exists(tmp_path / "out")
+    for weights in ("net", "ema"):
+        call("export", tmp_path / "run", tmp_path / weights, "--key", weights)
+        assert set(load_file(tmp_path / weights / "model.safetensors")) == {"weight", "bias"}

@@ -250,3 +250,94 @@ def test_a_state_that_only_a_step_makes_is_loaded_into_a_fresh_optimizer(kind, s
     wanted = run_ranks(1, stepped, kind, "one", 4, 0)[0]
     for one, other in zip(found, wanted):
         assert (one - other).norm() <= 1e-4 * other.norm()
+
+
+# --- optimizers that make their state when they are made, of frozen parameters too -----------------------------------
+
+
+class Early(torch.optim.Optimizer):
+    """Momentum of which the constructor makes every state: like the parameter, or plain and whole; and a count."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {
+                    "m": torch.full_like(p, 0.1),
+                    "whole": torch.full(p.shape, 0.2),
+                    "n": torch.tensor(0.0),
+                }
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["n"] += 1
+                    state["m"].mul_(0.9).add_(p.grad)
+                    state["whole"].mul_(0.5).add_(p.grad * p.grad)
+                    p.sub_(state["m"] / (state["whole"].sqrt() + 0.1) * group["lr"])
+
+
+def makes_state_at_once(kind):
+    try:
+        return bool(kind([nn.Parameter(torch.ones(3, 2))]).state)
+    except (TypeError, ValueError):  # the base class; one for matrices alone
+        return False
+
+
+OF_TORCH = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+EARLY = [Early, *filter(makes_state_at_once, OF_TORCH)]
+THAWED = [
+    ("one", "zero3 on 3"),
+    ("zero3 on 3", "one"),
+    ("tp2", "zero2"),
+    ("dp2 tp2 zero3", "tp2"),
+    ("zero2", "dp2 tp2 zero3"),
+]
+
+
+def thawing(kind, plan, path, begin):
+    """Two steps with a part frozen, which are saved, or, from `begin` on, two with all trained. Whole parameters and
+    states."""
+    torch.manual_seed(begin)
+    model = nn.Sequential()
+    for name, layer in (("up", nn.Linear(WIDTH, 5)), ("tanh", nn.Tanh()), ("down", nn.Linear(5, WIDTH))):
+        model.add_module(name, layer)
+    model.up.weight.requires_grad_(False)
+    model.down.bias.requires_grad_(False)
+    if plan is None:
+        optimizer = kind(model.parameters(), lr=0.1)
+    else:
+        mesh, parameters, zero = PLANS[plan]
+        vescale.register_elementwise(Early)
+        made = vescale.Plan(mesh=mesh, parameters=parameters, zero=zero)
+        model, optimizer = vescale.parallelize(made, model, lambda given: kind(given, lr=0.1))
+    state = {"model": model, "optimizer": optimizer, "step": begin}
+    if begin:
+        assert not vescale.load(path, state).missing
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+    for batch in torch.randn(4, 6, WIDTH, generator=torch.Generator().manual_seed(1))[begin : begin + 2]:
+        (model(batch) - batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if not begin:
+        vescale.save(path, state, step=2)
+    return values(state)
+
+
+def test_adagrad_is_what_makes_its_state_at_once():
+    assert torch.optim.Adagrad in EARLY
+
+
+@pytest.mark.parametrize("kind", EARLY, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("saved", "loaded"), THAWED)
+def test_states_of_frozen_parameters_move_between_plans(kind, saved, loaded, tmp_path):
+    """They are found under any plan, by the parameter's layout, and go on when the parameter is thawed."""
+    wanted = [thawing(kind, None, str(tmp_path / "alone"), begin) for begin in (0, 2)]
+    for begin, plan in ((0, saved), (2, loaded)):
+        for found in run_ranks(size_of(plan), thawing, kind, plan, str(tmp_path / "run"), begin):
+            torch.testing.assert_close(found, wanted[begin // 2], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(thawing(kind, None, str(tmp_path / "run"), 2), wanted[1], rtol=1e-4, atol=1e-5)

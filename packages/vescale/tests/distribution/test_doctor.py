@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from vescale import doctor
-from vescale._machine import device_check
+from vescale._machine import device_check, interfaces
 from vescale.cli import app
 from vescale.doctor import BAD, GOOD, NOTE, examine
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
@@ -63,6 +63,35 @@ def test_an_interface_that_is_not_there(monkeypatch):
     assert finding.state == BAD and "nope7" in finding.found and "export GLOO_SOCKET_IFNAME=" in finding.fix
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", socket.if_nameindex()[0][1])
     assert _of(doctor.network).state != BAD
+
+
+def test_an_interface_that_is_down(monkeypatch):
+    """It is never advised, is said to be down, and is a fault where it is named."""
+    monkeypatch.setattr(
+        socket, "if_nameindex", lambda: [(1, "lo"), (2, "ifb0"), (3, "eth7"), (4, "eth8"), (5, "veth9")]
+    )
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
+    monkeypatch.setattr(interfaces, "is_up", lambda name: name != "ifb0")
+    for with_address, advised in ((("eth7", "eth8"), "eth7"), (("lo", "eth8", "veth9"), "eth8"), (("lo",), "eth7")):
+        monkeypatch.setattr(interfaces, "has_address", lambda name, ones=with_address: name in ones)
+        finding = _of(doctor.network)
+        assert finding.fix.endswith(f"GLOO_SOCKET_IFNAME={advised}") and "ifb0 (down), eth7, eth8" in finding.found
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ifb0")
+    finding = _of(doctor.network)
+    assert finding.state == BAD and "names ifb0, which is down" in finding.found and finding.fix.endswith("=eth7")
+
+
+def test_interfaces_as_the_system_has_them():
+    assert interfaces.is_up("lo") and interfaces.has_address("lo") and not interfaces.has_address("nope7")
+    for name in interfaces.names():
+        with open(f"/sys/class/net/{name}/flags") as flags:
+            assert interfaces.is_up(name) is bool(int(flags.read(), 16) & 1), name
+
+
+def test_the_version_is_said():
+    said = CliRunner().invoke(app, ["--version"])
+    assert said.exit_code == 0
+    assert said.output == f"vescale {metadata.version('vescale')}, torch {torch.__version__}\n"
 
 
 def test_a_host_name_without_an_address(monkeypatch):

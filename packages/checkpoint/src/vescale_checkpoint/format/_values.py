@@ -122,6 +122,18 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], Any]], Any]] = {
 }
 
 
+def as_kind_of(there: Any, loaded: Any) -> Any:
+    """`loaded` with its dicts as OrderedDicts or defaultdicts where `there` has such: they are stored as dicts."""
+    if isinstance(loaded, dict) and isinstance(there, dict):
+        items = {key: as_kind_of(there.get(key), item) for key, item in loaded.items()}
+        if type(there) is OrderedDict:
+            return OrderedDict(items)
+        return defaultdict(there.default_factory, items) if type(there) is defaultdict else type(loaded)(items)
+    if isinstance(loaded, list | tuple) and isinstance(there, list | tuple):
+        return type(loaded)(as_kind_of(*pair) for pair in zip(there, loaded)) if len(there) == len(loaded) else loaded
+    return loaded
+
+
 def tensors_in(value: Any) -> list[str]:
     """The names of the tensors in an encoded value."""
     if isinstance(value, list):

@@ -18,14 +18,15 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import manifest
 from .._errors import ConflictError, CorruptError, StorageError
 from ..format._step import folder_of, step_left, step_of, step_replaced
-from ._retention import Retention, stored_metrics
-from ._storage import LocalStorage, Storage, guarded, storage_of
+from ._locks import lock_of, unused
+from ._retention import Retention, stored_metrics, unknown_metric
+from ._storage import LocalStorage, guarded, storage_of
 
 _LISTINGS = 100  # in each of which others must have changed something, for another to follow
 
@@ -34,8 +35,9 @@ class Root:
     """The directory of a run: its steps."""
 
     def __init__(self, path: str | os.PathLike[str], operation: str) -> None:
-        self.given, self.operation = os.fspath(path), operation
-        self.storage, self.path = storage_of(path)
+        self.operation = operation
+        self.storage, self.path = storage_of(path, operation)
+        self.given = os.fspath(path).rstrip("/")
 
     def committed(self) -> dict[int, str]:
         """Step -> its directory's name, ascending.
@@ -78,7 +80,8 @@ class Root:
     def resolve(self, step: int | None) -> str:
         """The name of the directory of `step`, or of the latest.
 
-        Raises StorageError that lists those there are, CorruptError where a later step than these lost its manifest.
+        Raises StorageError that lists those there are, CorruptError where the step lost its manifest, or a later one
+        than the latest did.
         """
         steps = self.committed()
         if step is None and steps:
@@ -103,14 +106,16 @@ class Root:
             raise StorageError(self.operation, f"there is no checkpoint: {what}", [f"path  {self.path}"])
         there = ", ".join(map(str, [*steps][-8:])) or "none"
         wanted = "no step is committed" if step is None else f"step {step} is not committed"
+        operands = [f"path  {self.path}", f"committed steps  {there}"]
         if step in self.headless():
-            wanted += ": its directory has no manifest"
-        raise StorageError(self.operation, wanted, [f"path  {self.path}", f"committed steps  {there}"])
+            raise CorruptError(self.operation, f"{wanted}: its manifest is missing", operands)
+        raise StorageError(self.operation, wanted, operands)
 
     def begin(self, step: int, overwrite: bool) -> Draft:
         """A directory to write `step` into. Sweeps what killed saves left. Raises ConflictError, StorageError."""
+        self._check_name(step)
         with guarded(self.operation, self.path, "cannot make the directory"):
-            self.storage.make_dirs(self.path)
+            made = tuple(self.storage.make_dirs(self.path))
         if not overwrite:
             self._check_free(step)
         identity = secrets.token_hex(8)
@@ -124,14 +129,34 @@ class Root:
             path = f"{self.path}/{name}"
             with guarded(self.operation, path, "cannot make the directory"):
                 self.storage.make_dir(path)
-                lock = _lock(path, fcntl.LOCK_EX)
+                lock = lock_of(path, fcntl.LOCK_EX)
             if lock is not None:  # else a sweep took it for debris before it was locked
-                return Draft(self, step, identity, name, overwrite, lock)
+                return Draft(self, step, identity, name, overwrite, lock, made)
             identity = secrets.token_hex(8)
+
+    def sees(self, name: str, identity: str) -> bool:
+        """Whether this rank sees the directory that another one began, which marked it."""
+        path = f"{self.path}/{name}"
+        with guarded(self.operation, path, "cannot read the directory"):
+            if isinstance(self.storage, LocalStorage):
+                return self.storage.is_dir(path)
+            return self.storage.exists(_mark(path, identity))
 
     def next_step(self) -> int:
         """One more than the last, whole or not."""
         return max([*self.committed(), *self.headless()], default=-1) + 1
+
+    def _check_name(self, step: int) -> None:
+        """Raises StorageError for a run's directory that has a step's name: it would be loaded, or swept, as one."""
+        name, parent = os.path.basename(self.path), os.path.dirname(self.given) or "."
+        if step_of(name) is None and step_replaced(name) is None and step_left(name) is None:
+            return
+        raise StorageError(
+            self.operation, f"{name!r} is a name that the steps of a run have, and not the run's own",
+            [f"path  {self.path}", f"step {step} would be  {self.path}/{folder_of(step)}"],
+            [(f"the path {parent}", f"this one would be {folder_of(step)} in it")]
+            if not parent.endswith(":") else [("a name of another form", "")],
+        )  # fmt: skip
 
     def _check_free(self, step: int) -> None:
         """Raises ConflictError where a step of this number, or something else of its name, is there."""
@@ -165,7 +190,7 @@ class Root:
                 continue
             step, kind = left
             path = f"{self.path}/{name}"
-            with contextlib.suppress(OSError), _held(path) as held:
+            with contextlib.suppress(OSError), unused(path) as held:
                 if not held:
                     continue
                 final = folder_of(step)
@@ -175,6 +200,17 @@ class Root:
                 self.storage.remove_tree(path)
                 removed.append(name)
         return removed
+
+    def check_policy(self, policy: Retention, metrics: Mapping[str, float]) -> None:
+        """Raises MismatchError where `policy` goes by a metric that neither the new step nor any other has, and they
+        have others: all but the last steps would go, the best too."""
+        if policy.best is None or policy.best in metrics:
+            return
+        given = set(metrics)
+        for name in self.committed().values():
+            given |= self._metrics(name).keys()
+        if given and policy.best not in given:
+            raise unknown_metric(policy, sorted(given))
 
     def retain(self, policy: Retention, keep: int) -> list[int]:
         """Deletes committed steps that `policy` does not name, and that nobody reads; `keep` stays. Returns them."""
@@ -188,7 +224,7 @@ class Root:
         if not isinstance(self.storage, LocalStorage):
             self.storage.remove_tree(path)
             return True
-        with contextlib.suppress(OSError), _held(path) as held:
+        with contextlib.suppress(OSError), unused(path) as held:
             if held:
                 self.take_away(path, step)
                 return True
@@ -213,20 +249,9 @@ class Root:
         return self.storage.exists(f"{self.path}/{name}/{manifest.NAME}")
 
 
-def check_folder(kept: manifest.Manifest, folder: str) -> None:
-    """Raises CorruptError where a step's directory has the name of another step than its manifest."""
-    name = os.path.basename(folder)
-    named = step_of(name)
-    named = step_replaced(name) if named is None else named
-    if named is not None and named != kept.step:
-        raise CorruptError(
-            "load", f"the directory of step {named} holds step {kept.step}: it was renamed, or copied over",
-            [f"path  {folder}"],
-            [
-                (f"rename it to {folder_of(kept.step)}", "what it is"),
-                ("give it a name that is not a step's, and load that path", "if it is to stand by itself"),
-            ],
-        )  # fmt: skip
+def _mark(path: str, identity: str) -> str:
+    """The file by which other ranks see a directory of an object store, while it is written."""
+    return f"{path}/begun-{identity}"
 
 
 @dataclass
@@ -239,6 +264,7 @@ class Draft:
     name: str
     overwrite: bool
     lock: int | None
+    made: tuple[str, ...] = ()  # directories that were not there before, the innermost first
 
     @property
     def path(self) -> str:
@@ -249,12 +275,27 @@ class Draft:
         """The directory's path once it is committed."""
         return f"{self.root.path}/{folder_of(self.step)}"
 
+    def mark(self) -> None:
+        """Makes the directory visible to other ranks: a store of objects shows none that is empty."""
+        storage, path = self.root.storage, _mark(self.path, self.identity)
+        if not isinstance(storage, LocalStorage):
+            with guarded(self.root.operation, path, "cannot write the mark"):
+                writer = storage.create(path)
+                writer.write([self.identity.encode()])
+                writer.close()
+
+    def _unmark(self) -> None:
+        with guarded(self.root.operation, self.path, "cannot remove the mark"):
+            self.root.storage.remove_tree(_mark(self.path, self.identity))
+
     def commit(self, text: bytes) -> None:
         """Writes the manifest, and makes the step visible by one rename. Raises ConflictError, StorageError."""
         storage = self.root.storage
         target = f"{self.path}/{manifest.NAME}"
         if self.lock is None and not self.overwrite and storage.exists(target):
             raise self.root.conflict(self.step)
+        if not isinstance(storage, LocalStorage):
+            self._unmark()
         with guarded(self.root.operation, target, f"cannot write {len(text)} bytes of manifest"):
             writer = storage.create(target)
             try:
@@ -280,75 +321,26 @@ class Draft:
             storage.sync_dir(self.root.path)
         self.release()
         if old is not None:
-            with contextlib.suppress(OSError), _held(old) as held:
+            with contextlib.suppress(OSError), unused(old) as held:
                 if held:
                     storage.remove_tree(old)
 
     def discard(self) -> None:
-        """Removes what was written; a committed step is left alone."""
+        """Removes what was written, and the run's directory if it was made for it; a committed step is left alone."""
         if isinstance(self.root.storage, LocalStorage) and self.lock is not None:
             try:
                 self.root.take_away(self.path, self.step)
             except OSError:  # it was committed, or nothing can be renamed here
                 self.root.storage.remove_tree(self.path)
+            with contextlib.suppress(OSError):  # somebody else's step is in it by now
+                for path in self.made:
+                    os.rmdir(path)
+        elif not isinstance(self.root.storage, LocalStorage):
+            with contextlib.suppress(StorageError):  # what failed before is what is told
+                self._unmark()
         self.release()
 
     def release(self) -> None:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
-
-
-@contextlib.contextmanager
-def leased(storage: Storage, path: str) -> Iterator[bool]:
-    """Within the block nobody deletes the directory `path`. False where it is not there (any more)."""
-    if not isinstance(storage, LocalStorage):
-        yield storage.exists(path)
-        return
-    try:
-        lock = _lock(path, fcntl.LOCK_SH)
-    except OSError:  # a file system without locks: nothing is deleted there either
-        yield True
-        return
-    if lock is None:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(lock)
-
-
-@contextlib.contextmanager
-def _held(path: str) -> Iterator[bool]:
-    """Whether nobody else uses the directory, and then nobody will within the block."""
-    try:
-        lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock = None
-    if lock is None:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(lock)
-
-
-def _lock(path: str, how: int) -> int | None:
-    """A descriptor that holds a lock on the directory; None where it was renamed or removed meanwhile."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, how)
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            return descriptor
-    except FileNotFoundError:
-        pass
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None

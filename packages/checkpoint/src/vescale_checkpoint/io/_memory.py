@@ -18,8 +18,15 @@ from ..format._box import Piece, shape_of
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
     """The bytes of a contiguous CPU tensor, as a writable view of its memory."""
+    return as_bytes(tensor).numpy()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor of any device as one of bytes, over the same memory."""
     flat = tensor if tensor.dim() == 1 else tensor.view(-1)
-    return (flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)).numpy()
+    if flat.stride(0) != 1:  # of one element at most: to torch it is contiguous, whatever its stride is
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 
 def checksum_of(tensor: Tensor) -> str:

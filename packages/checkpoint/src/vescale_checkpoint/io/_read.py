@@ -42,7 +42,7 @@ class Files:
     """The data files of one checkpoint, opened once each and checked before anything is read into a tensor."""
 
     def __init__(self, storage: Storage, folder: str, infos: Mapping[str, FileInfo], verify: bool) -> None:
-        self._storage, self._folder, self._infos, self._verify = storage, folder, infos, verify
+        self._storage, self.folder, self._infos, self._verify = storage, folder, infos, verify
         self._readers: dict[str, Reader] = {}
         self.bytes_read = 0
 
@@ -55,7 +55,7 @@ class Files:
                 raise CorruptError(
                     "load",
                     f"{name!r} has {reader.nbytes} bytes, and was written with {info.nbytes}",
-                    [f"path  {self._folder}/{name}"],
+                    [f"path  {self.folder}/{name}"],
                     [("load an earlier step", "nothing was loaded from this one")],
                 )
             if self._verify and info.header_check:
@@ -65,14 +65,14 @@ class Files:
                     raise CorruptError(
                         "load",
                         f"the header of {name!r} is not the one that was written: altered, or of another checkpoint",
-                        [f"path  {self._folder}/{name}"],
+                        [f"path  {self.folder}/{name}"],
                         [("load an earlier step", "nothing was loaded from this one")],
                     )
 
     def reader(self, name: str) -> Reader:
         found = self._readers.get(name)
         if found is None:
-            path = f"{self._folder}/{name}"
+            path = f"{self.folder}/{name}"
             try:
                 with guarded("load", path, "cannot open the file"):
                     found = self._readers[name] = self._storage.open(path)
@@ -83,7 +83,7 @@ class Files:
         return found
 
     def fill(self, name: str, buffer: Any, start: int) -> None:
-        with guarded("load", f"{self._folder}/{name}", f"cannot read {len(buffer)} bytes at {start}"):
+        with guarded("load", f"{self.folder}/{name}", f"cannot read {len(buffer)} bytes at {start}"):
             self.reader(name).read_into(buffer, start)
         self.bytes_read += len(buffer)
 
@@ -206,11 +206,12 @@ class _Run:
         wanted = section.checks[8 * (low // block) : 8 * -(-high // block)]
         found = block_checks(data, block)
         if found != wanted:
-            bad = next(i for i in range(0, len(wanted), 8) if found[i : i + 8] != wanted[i : i + 8]) // 8
+            first = next(i for i in range(0, len(wanted), 8) if found[i : i + 8] != wanted[i : i + 8])
+            bad = low // block + first // 8
             raise CorruptError(
                 "load",
-                f"block {low // block + bad} of {self.targets[part.target].name!r} is not as it was written",
-                [f"file  {section.file}, bytes from {section.start + (low // block + bad) * block}"],
+                f"block {bad} of {self.targets[part.target].name!r} is not as it was written",
+                [f"file  {self.files.folder}/{section.file}, bytes from {section.start + bad * block}"],
                 [
                     ("load an earlier step", "tensors of the state may be overwritten by now: `touched` of this error"),
                     ('load(..., verify="first")', "everything is verified before anything is changed: reads twice"),

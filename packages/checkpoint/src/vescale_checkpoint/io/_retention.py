@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,6 +63,20 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
                 "save", f"the metric {shown(key)} is {shown(value)}, which is not a number: {reason_of(error)}"
             ) from error
     return found
+
+
+def unknown_metric(policy: Retention, given: list[str]) -> MismatchError:
+    """The error for a policy's metric that no step has. `given`: those that steps have."""
+    near = difflib.get_close_matches(str(policy.best), given, 1) or given[:1]
+    return MismatchError(
+        "save", f"best={policy.best!r} is a metric that no step was given, so that no step is the best",
+        [f"metrics  {', '.join(given[:8])}"],
+        [
+            (f"Retention(best={near[0]!r})", "one that was given"),
+            (f"metrics={{{policy.best!r}: ...}}", "with this save"),
+            ("Retention(best=None)", "until it is given"),
+        ],
+    )  # fmt: skip
 
 
 def metrics_json(metrics: Mapping[str, float]) -> Any:

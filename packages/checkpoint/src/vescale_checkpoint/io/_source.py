@@ -10,12 +10,13 @@ from hashlib import blake2b
 from typing import Any
 
 from .. import dcp, manifest
-from .._errors import CorruptError, MismatchError, StorageError
-from ..format._step import step_number, step_of
+from .._errors import CorruptError, MismatchError, StorageError, unseen
+from ..format._step import folder_of, step_number, step_of, step_replaced
 from ..manifest import Manifest
 from ..sync._sync import Session
 from . import _huggingface
-from ._commit import Root, check_folder, leased
+from ._commit import Root
+from ._locks import leased
 from ._storage import LocalStorage, Storage, guarded, storage_of
 
 _TRIES = 8
@@ -23,11 +24,12 @@ _TRIES = 8
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to read: where its files are, and its manifest."""
+    """A checkpoint to read: where its files are, and its manifest. `is_torchs`: a directory of torch's DCP."""
 
     storage: Storage
     folder: str
     manifest: Manifest
+    is_torchs: bool = False
 
 
 @contextmanager
@@ -38,7 +40,7 @@ def opened(
 
     Raises StorageError, CorruptError, FormatError, or MismatchError where ranks see other files.
     """
-    storage, given = storage_of(path)
+    storage, given = storage_of(path, "load")
     if step is None and (found := _foreign(storage, given, state)) is not None:
         _check_same(session, found.manifest.to_text(), given)
         yield found
@@ -49,22 +51,36 @@ def opened(
         folder = session.gather(f"folder {attempt}", folder.encode())[0].decode()
         with leased(storage, folder) as there:
             # A rank that came too late for a step that retention deleted makes all of them look again.
-            if not all(answer == b"yes" for answer in session.gather(f"there {attempt}", b"yes" if there else b"no")):
+            answers = session.gather(f"there {attempt}", b"yes" if there else b"no")
+            blind = [rank for rank, answer in enumerate(answers) if answer != b"yes"]
+            if blind:
                 continue
-            data = read_manifest(storage, folder)
+            data = _manifest_here(session, storage, folder)
             _check_same(session, data, folder)
             kept = manifest.parse(data, f"{folder}/{manifest.NAME}")
             check_folder(kept, folder)
             yield Source(storage, folder, kept)
             return
+    if 0 not in blind:
+        raise unseen("load", blind, folder)
     raise StorageError("load", f"the checkpoint vanished {_TRIES} times while it was opened", [f"path  {path}"])
+
+
+def _manifest_here(session: Session, storage: Storage, folder: str) -> bytes:
+    """The manifest that rank 0 has found."""
+    try:
+        return read_manifest(storage, folder)
+    except CorruptError as error:
+        if session.rank:
+            raise unseen("load", [session.rank], folder) from error
+        raise
 
 
 def _foreign(storage: Storage, folder: str, state: Mapping[str, Any]) -> Source | None:
     """A checkpoint of another kind; None where the directory is none."""
     with guarded("load", folder, "cannot read the directory"):
         if dcp.is_folder(storage, folder):
-            return Source(storage, folder, dcp.read_folder(storage, folder))
+            return Source(storage, folder, dcp.read_folder(storage, folder), is_torchs=True)
         folder = _huggingface.snapshot_of(storage, folder)
         if _huggingface.is_folder(storage, folder):
             linked = LocalStorage(follows_links=True) if isinstance(storage, LocalStorage) else storage
@@ -91,6 +107,22 @@ def locate(path: str | os.PathLike[str], step: int | None) -> str:
         if step_of(os.path.basename(root.path)) is not None and root.storage.is_dir(root.path):
             raise CorruptError("load", "the manifest is missing", [f"path  {root.path}/{manifest.NAME}"])
     return f"{root.path}/{root.resolve(step)}"
+
+
+def check_folder(kept: manifest.Manifest, folder: str) -> None:
+    """Raises CorruptError where a step's directory has the name of another step than its manifest."""
+    name = os.path.basename(folder)
+    named = step_of(name)
+    named = step_replaced(name) if named is None else named
+    if named is not None and named != kept.step:
+        raise CorruptError(
+            "load", f"the directory of step {named} holds step {kept.step}: it was renamed, or copied over",
+            [f"path  {folder}"],
+            [
+                (f"rename it to {folder_of(kept.step)}", "what it is"),
+                ("give it a name that is not a step's, and load that path", "if it is to stand by itself"),
+            ],
+        )  # fmt: skip
 
 
 def read_manifest(storage: Storage, folder: str) -> bytes:

@@ -9,6 +9,7 @@ are, or by these classes with a path; `guarded` makes StorageErrors of them.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import shutil
@@ -55,8 +56,14 @@ class LocalStorage:
     def __init__(self, *, follows_links: bool = False) -> None:
         self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
 
-    def make_dirs(self, path: str) -> None:
+    def make_dirs(self, path: str) -> list[str]:
+        """Returns those that were not there, the innermost first."""
+        absent, above = [], path
+        while not os.path.lexists(above):
+            absent.append(above)
+            above = os.path.dirname(above)
         os.makedirs(path, exist_ok=True)
+        return absent
 
     def make_dir(self, path: str) -> None:
         """Raises FileExistsError."""
@@ -214,8 +221,9 @@ class RemoteStorage:
 
         self._files = fsspec.filesystem(protocol, **(options or {}))
 
-    def make_dirs(self, path: str) -> None:
+    def make_dirs(self, path: str) -> list[str]:
         self._files.makedirs(path, exist_ok=True)
+        return []
 
     make_dir = make_dirs
 
@@ -284,15 +292,35 @@ class _RemoteReader:
 Storage = LocalStorage | RemoteStorage
 
 
-def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """The storage of a path or URL, and the path in it."""
-    text = os.fspath(path)
-    protocol, separator, rest = text.partition("://")
+def storage_of(path: str | os.PathLike[str], operation: str) -> tuple[Storage, str]:
+    """The storage of a path or URL, and the path in it. Raises StorageError for what is none."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    protocol, separator, rest = text.partition("://") if isinstance(text, str) else ("", "", "")
+    if not (rest if separator else protocol):
+        found = repr(text) if isinstance(text, str) else f"a {type(path).__name__}"
+        raise StorageError(operation, f"the path is {found}, which names no directory", (), [("a path or a URL", "")])
     if not separator:
-        return LocalStorage(), os.path.abspath(text)
+        return LocalStorage(), os.path.abspath(protocol)
     if protocol in ("file", "local"):
         return LocalStorage(), os.path.abspath(rest)
-    return RemoteStorage(protocol), rest.rstrip("/")
+    try:
+        return RemoteStorage(protocol), rest.rstrip("/")
+    except (ValueError, ImportError) as error:
+        raise _no_storage(operation, str(text), protocol, error) from error
+
+
+def _no_storage(operation: str, path: str, protocol: str, error: Exception) -> StorageError:
+    """The error for a URL of which fsspec knows no file system, or lacks what it needs for it."""
+    from fsspec import available_protocols
+
+    near = difflib.get_close_matches(protocol, available_protocols(), 1)
+    remedies = [(f"{near[0]}://...", "fsspec knows it")] if near and near != [protocol] else []
+    if isinstance(error, ImportError):
+        remedies = [("install what it says", "fsspec's own list of what each protocol needs")]
+    return StorageError(
+        operation, f"fsspec opens no file system for {protocol}://: {error}", [f"path  {path}"],
+        remedies or [("a path, or the URL of a protocol that fsspec knows", "fsspec.available_protocols()")],
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

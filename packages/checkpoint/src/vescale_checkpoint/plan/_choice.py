@@ -88,12 +88,20 @@ class Choice:
 
     def renamed(self, name: str) -> str:
         """What the state calls what the checkpoint calls `name`."""
+        said, new = self._renaming(name)
+        self._idle.discard(said)
+        return new
+
+    def would_rename(self, name: str) -> str:
+        """The same, of a name that is only tried: no rule counts as used."""
+        return self._renaming(name)[1]
+
+    def _renaming(self, name: str) -> tuple[str, str]:
         for said, (pattern, new) in zip(self._said, self._rules):
             found = pattern.fullmatch(name)
             if found:
-                self._idle.discard(said)
-                return new.replace("*", found[1]) if found.groups() else new
-        return name
+                return said, new.replace("*", found[1]) if found.groups() else new
+        return "", name
 
     def permits(self, source: str, target: str) -> bool:
         if source == target or f"{source}->{target}" in self.casts:

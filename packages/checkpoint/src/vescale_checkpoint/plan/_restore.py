@@ -7,27 +7,27 @@ what is no tensor, and hands fresh optimizer states and objects their values.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor
+from vescale_dtensor import DTensor, Layout
 from vescale_dtensor.engine import forget_all, local_only, written
 
 from .._errors import FormatError, MismatchError
 from ..format._box import Piece, full_box, pieces_of, stored
 from ..format._dtypes import DTYPES, NAMES
 from ..format._text import shown
-from ..format._values import decode, encode, tensors_in
+from ..format._values import as_kind_of, decode, encode, tensors_in
 from ..manifest import Manifest, Stored
 from ._choice import Choice
 from ._load_plan import Target
+from ._misfit import misfit
 from ._state import (
     PLAN_KEY,
     another_kind,
@@ -40,7 +40,15 @@ from ._state import (
 
 _ABSENT = object()
 _detach = Tensor.detach  # DTensor's own asks whether it is to be dispatched
-_SHOWN = 8
+
+
+class Apart(NamedTuple):
+    """A tensor of the checkpoint that the state ties to another one there, `first`; and what this rank has of it."""
+
+    name: str
+    first: str
+    tensor: Tensor
+    pieces: Sequence[Piece]
 
 
 class Restore:
@@ -58,6 +66,7 @@ class Restore:
         self.missing: list[str] = []
         self.skipped: list[str] = []
         self.converted: dict[str, str] = {}
+        self.apart: list[Apart] = []
         self._faults: list[str] = []
         self._wanted: list[tuple[str, str, Tensor]] = []
         self._used: set[str] = set()
@@ -76,10 +85,14 @@ class Restore:
         Under pipeline stages a rank has a part of the names. Extra is what no rank has, and of the choice nothing
         matches what matches on no rank.
         """
-        mine = self.extra, self._choice.idle
+        untied = {apart.name: apart.first for apart in self.apart if apart.name not in self._used}
+        mine = self.extra, self._choice.idle, untied, len(self.matched)
         everywhere = [json.loads(text) for text in gathered("extra", json.dumps(mine).encode())]
-        extra, idle = (set.intersection(*map(set, lists)) for lists in zip(*everywhere))
-        self.extra = [name for name in self.extra if name in extra]
+        extras, idles, unties, counts = zip(*everywhere)
+        for others in unties:  # two tensors differ if any rank's parts do
+            untied |= others
+        extra, idle = set.intersection(*map(set, extras)) | untied.keys(), set.intersection(*map(set, idles))
+        self.extra = [name for name in self._manifest.tensors if name in extra]
         if idle:
             raise MismatchError(
                 "load", f"{', '.join(sorted(idle))} matches nothing", (),
@@ -88,7 +101,12 @@ class Restore:
                     ('rename={"encoder.*": "body.*"}', "the checkpoint's names in a model, without the model's key"),
                 ],
             )  # fmt: skip
-        self._check()
+        self._check(untied, any(counts))
+
+    def joined(self, name: str) -> None:
+        """A name of `apart` has the values of its first: nothing of the checkpoint is lost."""
+        self._used.add(name)
+        self.extra.remove(name)
 
     def apply(self) -> None:
         """Sets everything that is not memory of the state's own tensors."""
@@ -141,7 +159,7 @@ class Restore:
             tensors = {name: self._fresh(name) for name in tensors_in(saved)}
             loaded = decode(saved, tensors.__getitem__)  # now, so that what is none fails before anything is touched
             self.matched.append(path)
-            self._after.append(lambda: container.__setitem__(key, loaded))
+            self._after.append(lambda: container.__setitem__(key, as_kind_of(value, loaded)))
 
     def _by_key(self, pairs: list) -> dict[Any, Any]:
         """The encoded values of a dict whose keys are not plain text."""
@@ -159,7 +177,7 @@ class Restore:
                 if isinstance(saved, dict) and name in saved and self._choice.takes(full):
                     extra[name] = decode(saved[name], self._fresh)
             elif first.get(name, name) != name:
-                self._alias(index.get(name), index.get(first[name]))
+                self._alias(index.get(name), index.get(first[name]), value)
             else:
                 aliases = [alias for alias, one in first.items() if one == name] or [name]
                 found = next((index[alias] for alias in aliases if alias in index), full)
@@ -167,10 +185,16 @@ class Restore:
         if extra:
             self._after.append(lambda: module.load_state_dict(extra, strict=False) and None)
 
-    def _alias(self, mine: str | None, firsts: str | None) -> None:
+    def _alias(self, mine: str | None, firsts: str | None, tensor: Tensor) -> None:
         """A further name of a tied parameter: served by the first if the checkpoint ties them too."""
-        if mine is not None and (firsts is None or self._stored[mine][0] == self._stored[firsts][0]):
-            self._used.add(self._stored[mine][0])
+        if mine is None:
+            return
+        name = self._stored[mine][0]
+        if firsts is None or name == self._stored[firsts][0]:
+            self._used.add(name)
+        elif self._choice.only is None and not self._choice.ignores_extra:
+            layout = tensor.mesh_layout if type(tensor) is DTensor else None
+            self.apart.append(Apart(name, self._stored[firsts][0], tensor, _held(tensor, layout)))
 
     def _optimizer(self, path: str, optimizer: Any, saved: Any) -> None:
         if not any(self._choice.takes(f"{path}.{part}") for part in ("state.", "groups")):
@@ -354,7 +378,7 @@ class Restore:
                         continue
                     self.converted[full] = cast
                 self.matched.append(full)
-                pieces = _pieces(shape) if layout is None else pieces_of(layout, layout.mesh.coordinate)
+                pieces = _held(tensor, layout)
                 memory = tensor
                 if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
                     local = _detach(tensor)
@@ -376,24 +400,14 @@ class Restore:
         self.skipped.extend(key for key in values if key not in state)
         return extra
 
-    def _check(self) -> None:
-        missing = [] if self._choice.keeps_missing else self.missing
+    def _check(self, untied: Mapping[str, str], matches: bool) -> None:
+        keeps = self._choice.keeps_missing and (matches or not self.missing)  # else there is nothing that it would load
+        missing = [] if keeps else self.missing
         extra = [] if self._choice.ignores_extra else self.extra
-        if not (missing or extra or self._faults):
-            return
-        operands = [f"missing in the checkpoint  {_near(name, self.extra)}" for name in missing[:_SHOWN]]
-        operands += [f"not in the state  {_near(name, self.missing)}" for name in extra[:_SHOWN]]
-        operands += self._faults[:_SHOWN]
-        counts = f"{len(missing)} missing, {len(extra)} extra, {len(self._faults)} of another shape, dtype or kind"
-        remedies = []
-        if missing and extra:
-            renamed = f"rename={{{_short(extra[0])!r}: {_short(missing[0])!r}}}"
-            remedies.append((renamed, "name in the checkpoint: name in the state"))
-        if missing:
-            remedies.append(('missing="keep"', "they keep the values they have"))
-        if extra:
-            remedies.append(('extra="ignore"', ""))
-        raise MismatchError("load", f"the checkpoint does not fit the state: {counts}", operands, remedies)
+        if missing or extra or self._faults:
+            raise misfit(
+                missing, extra, self._faults, self.missing, self.extra, untied, self._stored.keys(), matches=matches
+            )
 
 
 def _zeroed(tensor: Tensor) -> Callable[[], None]:
@@ -404,6 +418,11 @@ def _zeroed(tensor: Tensor) -> Callable[[], None]:
             tensor.detach().zero_()
 
     return zero
+
+
+def _held(tensor: Tensor, layout: Layout | None) -> Sequence[Piece]:
+    """What this rank's memory holds of a tensor."""
+    return _pieces(tuple(tensor.shape)) if layout is None else pieces_of(layout, layout.mesh.coordinate)
 
 
 @lru_cache(maxsize=4096)
@@ -430,12 +449,3 @@ def _holds_objects(value: Any) -> bool:
 
 def _is_plain(saved: Any) -> bool:
     return isinstance(saved, dict) and next(iter(saved), "")[:1] != "$"
-
-
-def _near(name: str, others: list[str]) -> str:
-    close = difflib.get_close_matches(name, others[:4096], 1)
-    return f"{name} (nearest: {close[0]})" if close else name
-
-
-def _short(name: str) -> str:
-    return name.partition(".")[2] or name

@@ -85,7 +85,7 @@ class ShardedStates:
         given = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, parameter in zip(given, self._held()):
             param = self._parallel.param_of(parameter)
-            if param is not None and param.optimized is not None and not self._on_dtensors and parameter in states:
+            if param is not None and not self._on_dtensors and parameter in states:
                 own = states[parameter]
                 for name, value in state_dict["state"].get(key, {}).items():
                     if isinstance(value, Tensor) and name in own and name not in _COUNTS:
@@ -161,8 +161,6 @@ class ShardedStates:
         if param is None or self._on_dtensors or type(value) is not Tensor or key in _COUNTS:
             return value
         plain, layout = self._plain_of(param)
-        if plain is None:  # frozen since before `parallelize`: its state is as the optimizer made it
-            return value
         if value.numel() != prod(layout.local_shape) or value.ndim != plain.ndim:
             return value
         return attach(value.detach().view(layout.local_shape), layout)
@@ -170,9 +168,11 @@ class ShardedStates:
     def _taken_in(self, key: str, value: Tensor, param: ShardedParameter) -> Tensor:
         """What the optimizer keeps of a tensor that somebody puts into a state: of the parameter's shape, this rank's
         part, over the same memory where it lies so already; else all of it, plain."""
-        plain, layout = (None, None) if self._on_dtensors else self._plain_of(param)
-        if plain is None or tuple(value.shape) != layout.shape or key in _COUNTS:
-            return value.full_tensor().detach() if type(value) is DTensor and not self._on_dtensors else value
+        if self._on_dtensors:
+            return value
+        plain, layout = self._plain_of(param)
+        if tuple(value.shape) != layout.shape or key in _COUNTS:
+            return value.full_tensor().detach() if type(value) is DTensor else value
         if type(value) is DTensor:
             part = convert(value.detach(), layout, "optimizer.state")
         else:
@@ -218,11 +218,12 @@ class ShardedStates:
     def _held(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _plain_of(self, param: ShardedParameter) -> tuple[nn.Parameter, Layout]:
-        """The parameter whose shape a state has, and the layout of such a state."""
+    def _plain_of(self, param: ShardedParameter) -> tuple[Tensor, Layout]:
+        """The tensor whose shape a state has, and the layout of such a state; of a frozen parameter they are those with
+        which it would step if it were thawed."""
         if self._owners is not None:
             return self._owners.plain(param), self._owners.layout(param)
-        return param.optimized, param.gradient_layout
+        return param.shard if param.optimized is None else param.optimized, param.gradient_layout
 
 
 def _number(value: Any) -> float | None:
@@ -233,13 +234,11 @@ def _number(value: Any) -> float | None:
 
 
 def take_in_early(optimizer: torch.optim.Optimizer) -> None:
-    """State that the constructor made for DTensors (Adagrad's sums): their local parts, cut like the shards."""
+    """State that the constructor made (Adagrad's sums), of frozen parameters too: local parts, cut like the shards."""
     for parameter, values in optimizer._held_states.items():
         param = optimizer._parallel.param_of(parameter)
         for key, value in values.items():
-            if type(value) is DTensor and param is not None:
-                local = convert(value, param.gradient_layout, "step")
-                with local_only():
-                    like = param.shard if param.optimized is None else param.optimized
-                    own = torch.empty(like.shape, dtype=local.dtype, device=like.device)
-                    values[key] = own.copy_(local.reshape(own.shape))
+            # One plain number may be a count, whatever the parameter is.
+            if param is not None and (type(value) is DTensor or isinstance(value, Tensor) and value.ndim):
+                part = optimizer._taken_in(key, value, param)
+                values[key] = value if part is value else part.clone()  # else it keeps all of what it was cut from

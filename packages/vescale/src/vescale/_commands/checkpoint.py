@@ -15,21 +15,25 @@ from rich.text import Text
 
 from vescale_checkpoint import tools
 
+from .step_words import as_commands
+
 app = typer.Typer(no_args_is_help=True, help="Committed steps: look at, check, compare, export, rewrite.")
 Where = Annotated[str, typer.Argument(help="A run's directory (its latest step), or one step's.")]
 Step = Annotated[int | None, typer.Option(help="A committed step of the run.")]
 
 
 @app.command()
+@as_commands()
 def inspect(path: Where, step: Step = None, tensors: Annotated[bool, typer.Option(help="List each tensor.")] = True):
     """Shows what a step contains: when and how it was saved, its tensors and its files."""
     with tools.opened(path, step) as source:
         kept, console = source.manifest, Console()
-        head = f"{source.folder}: step {kept.step}, {len(kept.tensors)} tensors, {size_of(kept.nbytes)}"
+        head = f"{source.folder}: step {kept.step}, {counted(len(kept.tensors), 'tensor')}, {size_of(kept.nbytes)}"
         console.print(plain(head), highlight=False)
         for key, value in kept.about.items():
             if value not in (None, {}, []):
-                console.print(plain(f"  {key}  {value if isinstance(value, str) else tools.shown(value, 4000)}"))
+                said = value if isinstance(value, str) else tools.shown(value, 4000)
+                console.print(plain(f"  {key}  {said}".replace("\n", "\n    "), lines=True), highlight=False)
         if not tensors:
             return
         table = Table("tensor", "dtype", "shape", "sections", "size", "tied to")
@@ -41,6 +45,7 @@ def inspect(path: Where, step: Step = None, tensors: Annotated[bool, typer.Optio
 
 
 @app.command()
+@as_commands()
 def verify(path: Where, step: Step = None):
     """Reads every byte of a step and checks it. Exit status 1 if anything is wrong."""
     with tools.opened(path, step) as source:
@@ -49,13 +54,14 @@ def verify(path: Where, step: Step = None):
             faults = tools.verify(source, advance)
         for fault in faults:
             typer.echo(fault)
-        verdict = f"{len(faults)} faults" if faults else f"whole, {size_of(total)}"
+        verdict = counted(len(faults), "fault") if faults else f"whole, {size_of(total)}"
         typer.echo(tools.printable(f"{source.folder}: {verdict}"))
     if faults:
         raise typer.Exit(1)
 
 
 @app.command()
+@as_commands()
 def diff(first: Where, second: Where):
     """Lists every tensor and value that differs between two steps, bit for bit. Exit status 1 if any does."""
     with tools.opened(first) as a, tools.opened(second) as b:
@@ -63,12 +69,13 @@ def diff(first: Where, second: Where):
             found = tools.diff(a, b, advance)
         for difference in found:
             typer.echo(f"{difference.name}: {difference.what}")
-        typer.echo(f"{len(found)} differences" if found else "no difference")
+        typer.echo(counted(len(found), "difference") if found else "no difference")
     if found:
         raise typer.Exit(1)
 
 
 @app.command()
+@as_commands()
 def export(
     path: Where,
     out: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
@@ -82,6 +89,7 @@ def export(
 
 
 @app.command()
+@as_commands()
 def reshard(
     path: Where,
     out: Annotated[Path, typer.Argument(help="Another run's directory.")],
@@ -94,9 +102,13 @@ def reshard(
     typer.echo(made)
 
 
-def plain(text: str) -> Text:
-    """What others named, for rich: neither its markup nor a control character."""
-    return Text(tools.printable(text), overflow="fold")
+def plain(text: str, *, lines: bool = False) -> Text:
+    """What others named, for rich: neither its markup nor a control character, but for line feeds on request."""
+    return Text(tools.printable(text, lines=lines), overflow="fold")
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @contextmanager
