@@ -43,12 +43,12 @@ from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
 from .microbatches import check_awaits_no_gradient, loss_weights, split
-from .other_stages import OtherStages
+from .other_stages.stand_ins import OtherStages
+from .other_stages.told import norms_of_model
 from .outputs import share_outputs
 from .ownership import Ownership, disown_buffers, is_elsewhere, release
 from .skeleton import Run, Station
 from .stage import Codec, Stage, check_uses
-from .told import norms_of_model
 
 TIMEOUT = timedelta(minutes=10)
 READING = "what the stages will meet"

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch_private import DisableTorchFunctionSubclass, _foreach_norm, make_subclass
-from .._trace.containers import map_tensors
-from .._transport.p2p import Part
-from .member import Member
+from ..._torch_private import DisableTorchFunctionSubclass, _foreach_norm, make_subclass
+from ..._trace.containers import map_tensors
+from ..._transport.p2p import Part
+from ..member import Member
 
 
 class Placed(NamedTuple):
