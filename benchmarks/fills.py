@@ -11,9 +11,9 @@ import argparse
 import json
 import sys
 
-from benchmarks import _fill_cases
-from benchmarks._budgets import budget_of
-from benchmarks._fake_group import fake_mesh
+from benchmarks.cases import _fill_cases
+from benchmarks.cases._budgets import budget_of
+from benchmarks.cases._fake_group import fake_mesh
 
 
 def main() -> int:

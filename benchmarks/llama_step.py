@@ -20,8 +20,8 @@ from statistics import quantiles
 import torch
 
 import vescale
-from benchmarks._budgets import budget_of
-from benchmarks._llama_example_by_hand import split_by_hand, sum_norm_gradients
+from benchmarks.cases._budgets import budget_of
+from benchmarks.models._llama_example_by_hand import split_by_hand, sum_norm_gradients
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 

@@ -9,7 +9,7 @@ import json
 import sys
 from functools import partial
 
-from benchmarks._schedule_cases import KINDS, LARGE, MOST_SECONDS, crossed, seconds
+from benchmarks.cases._schedule_cases import KINDS, LARGE, MOST_SECONDS, crossed, seconds
 
 
 def measure() -> dict[str, dict[str, float]]:

@@ -13,13 +13,13 @@ import json
 import sys
 
 import vescale
-from benchmarks import _block_cases
-from benchmarks._block_cases import BY_HAND, SIZES, contenders
-from benchmarks._budgets import budget_of
-from benchmarks._fake_group import fake_mesh
-from benchmarks._llama_blocks import SHARD_DIM, activations, blocks, rotary_table
-from benchmarks._llama_by_hand import GatherTokens, ScatterTokens
-from benchmarks._pairwise import Race, race
+from benchmarks.cases import _block_cases
+from benchmarks.cases._block_cases import BY_HAND, SIZES, contenders
+from benchmarks.cases._budgets import budget_of
+from benchmarks.cases._fake_group import fake_mesh
+from benchmarks.cases._pairwise import Race, race
+from benchmarks.models._llama_blocks import SHARD_DIM, activations, blocks, rotary_table
+from benchmarks.models._llama_by_hand import GatherTokens, ScatterTokens
 from vescale import Boundary, Plan, Replicate, Shard
 
 STATIC, EAGER = "veScale, static", "veScale, a plan, eager"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks._script import said
+from benchmarks.cases._script import said
 
 
 class StaticBlocks:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks._pairwise import Race, race, timer
+from benchmarks.cases._pairwise import Race, race, timer
 
 SHAPE = (1024, 8192)
 FILLS = ("uniform_", "normal_", "bernoulli_", "exponential_")

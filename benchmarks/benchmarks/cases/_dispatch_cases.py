@@ -14,8 +14,8 @@ from timeit import Timer
 import torch
 import torch.nn.functional as F
 
-from benchmarks._budgets import budget_of
-from benchmarks._pairwise import timer
+from benchmarks.cases._budgets import budget_of
+from benchmarks.cases._pairwise import timer
 
 SIDE = 4
 PLAIN, PASS_THROUGH, VESCALE, TORCH = "plain", "pass-through", "veScale", "torch DTensor"

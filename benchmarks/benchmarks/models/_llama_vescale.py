@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from benchmarks._llama_blocks import shard_dim
+from benchmarks.models._llama_blocks import shard_dim
 
 
 def parallelize_by_vescale(model: nn.Module, mesh) -> nn.Module:

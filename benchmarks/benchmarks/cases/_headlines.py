@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from timeit import Timer
 
-from benchmarks import _block_cases, _dispatch_cases
-from benchmarks._pairwise import Race, race
+from benchmarks.cases import _block_cases, _dispatch_cases
+from benchmarks.cases._pairwise import Race, race
 
 VESCALE = "veScale"
 

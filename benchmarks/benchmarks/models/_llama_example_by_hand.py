@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup, ReduceOp, group
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from benchmarks._group_methods import direct
+from benchmarks.cases._group_methods import direct
 
 _all_gather = direct(ProcessGroup, "_allgather_base")
 _all_to_all = direct(ProcessGroup, "alltoall_base")

@@ -6,7 +6,7 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-HEADLINES = Path(__file__).absolute().parents[1] / "headlines.toml"
+HEADLINES = Path(__file__).absolute().parents[2] / "headlines.toml"
 
 
 @cache

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks._group_methods import direct
-from benchmarks._llama_blocks import RMSNorm, Sizes, rotate, shard_dim
+from benchmarks.cases._group_methods import direct
+from benchmarks.models._llama_blocks import RMSNorm, Sizes, rotate, shard_dim
 
 
 def all_gather_tokens(x, group, ranks):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
-from benchmarks._pairwise import quiet
+from benchmarks.cases._pairwise import quiet
 
 LARGE = (64, 512, 4)
 """Ranks, microbatches, stages per rank: close to a million actions."""

@@ -8,12 +8,12 @@ from timeit import Timer
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks._budgets import budget_of
-from benchmarks._llama_blocks import Sizes, activations, blocks, rotary_table
-from benchmarks._llama_by_hand import blocks_by_hand
-from benchmarks._llama_torch import parallelize_by_torch
-from benchmarks._llama_vescale import parallelize_by_vescale, tokens_by_vescale
-from benchmarks._pairwise import timer
+from benchmarks.cases._budgets import budget_of
+from benchmarks.cases._pairwise import timer
+from benchmarks.models._llama_blocks import Sizes, activations, blocks, rotary_table
+from benchmarks.models._llama_by_hand import blocks_by_hand
+from benchmarks.models._llama_torch import parallelize_by_torch
+from benchmarks.models._llama_vescale import parallelize_by_vescale, tokens_by_vescale
 
 BY_HAND, VESCALE, TORCH = "by hand", "veScale", "torch DTensor"
 BUDGET = budget_of("bench_dispatch.LlamaBlocks.track_over_by_hand", VESCALE)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SCRIPTS = Path(__file__).absolute().parents[1]
+SCRIPTS = Path(__file__).absolute().parents[2]
 
 
 def said(script: str, *options: str, timeout: float = 400) -> Any:

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks._pairwise import race, timer
+from benchmarks.cases._pairwise import race, timer
 
 SIZE = 64
 # Placements by their short names, as both libraries write them; the last two are ours alone.
