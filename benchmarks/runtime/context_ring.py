@@ -1,8 +1,8 @@
 """Context parallelism: time of a ring against one written by hand, transfers hidden under products, memory per rank.
 
-    python benchmarks/context_ring.py step [--rounds N]   # 2 gloo ranks: a ring of ours over one by hand
-    python benchmarks/context_ring.py hidden              # 2 gloo ranks: a step with slow products over its products
-    python benchmarks/context_ring.py memory              # a Llama on 1 and 4 ranks: bytes of a rank, and positions
+    python benchmarks/runtime/context_ring.py step [--rounds N] # 2 gloo ranks: a ring of ours over one by hand
+    python benchmarks/runtime/context_ring.py hidden   # 2 gloo ranks: a step with slow products over its products
+    python benchmarks/runtime/context_ring.py memory   # a Llama on 1 and 4 ranks: bytes of a rank, and positions
 
 Each closes with a line of JSON. Exit status 1 when a figure is over its budget.
 

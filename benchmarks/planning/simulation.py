@@ -20,7 +20,7 @@ import torch.distributed as dist
 import vescale
 from vescale_dtensor.engine import faking
 
-sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 BUDGET = 1.5
 STEPS, ROUNDS = 3, 3
 

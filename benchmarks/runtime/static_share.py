@@ -1,7 +1,7 @@
 """Prints, per model, the share of its module calls that run static; status 1 when the Llama family has less than 95%.
 
-    python benchmarks/static_share.py
-    python benchmarks/static_share.py --mode auto
+    python benchmarks/runtime/static_share.py
+    python benchmarks/runtime/static_share.py --mode auto
 
 One process stands for rank 0 of two; tiny random models of HuggingFace under the plans that they bring, then the
 example models as they are under the library's plans, tensor and sequence parallel. What reads values (masks), and the
@@ -29,7 +29,7 @@ import vescale
 from vescale_dtensor.testing import fake_world
 from vescale_plans import Plan, library
 
-sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 
 LEAST = 0.95
 Mode = Literal["static", "auto"]

@@ -1,6 +1,6 @@
 """Blind rows, and such as were blind once: runs of reports that no constant was chosen by when they were entered.
 
-    python benchmarks/published_blind.py [--json FILE]
+    python benchmarks/planning/published_blind.py [--json FILE]
 
 `published.py` states the protocol and holds the frozen hash; `published_blind.csv` holds every run of the reports that
 qualifies, entered after the hash was, and those that ran out of memory, which have no seconds. A configuration is
@@ -46,6 +46,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 
 from published import FROZEN, LLAMA, MIXED, QWEN, SEEN, frozen, profile, structure
 from vescale_plans.search import Candidate, Request

@@ -1,6 +1,6 @@
 """What spreading experts is worth, and what it costs, on 2 gloo ranks: ratios within one run.
 
-    python benchmarks/experts.py [--rounds N]
+    python benchmarks/runtime/experts.py [--rounds N]
 
 Prints, and closes with a line of JSON:
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from predicted_cases import MESHES, adamw, case_of, shape_of, structure_for
-from predicted_steps import Round, calm, settled, spread
+from planning.predicted_cases import MESHES, adamw, case_of, shape_of, structure_for
+from planning.predicted_steps import Round, calm, settled, spread
 
 
 def ranks_of(values: list[float]) -> list[float]:

@@ -1,10 +1,10 @@
 """ZeRO: memory per rank, padding, step time against FSDP2 and DDP, host time per block. Ratios within one run.
 
-    python benchmarks/zero.py packing          # parameter lists of three large models: padding, time to plan
-    python benchmarks/zero.py memory           # a GPT of 124M parameters on 2 gloo ranks: live bytes, and the formula
-    python benchmarks/zero.py step [--rounds N] # 2 gloo ranks: ZeRO-3 over fully_shard, ZeRO-0 over DDP
-    python benchmarks/zero.py copies           # bytes that a step of ours copies beside those of one device, by trace
-    python benchmarks/zero.py host [--rounds N] # a fake group: host time that ZeRO-3 and FSDP2 add per block and step
+    python benchmarks/runtime/zero.py packing  # parameter lists of three large models: padding, time to plan
+    python benchmarks/runtime/zero.py memory   # a GPT of 124M parameters on 2 gloo ranks: live bytes, and the formula
+    python benchmarks/runtime/zero.py step [--rounds N] # 2 gloo ranks: ZeRO-3 over fully_shard, ZeRO-0 over DDP
+    python benchmarks/runtime/zero.py copies   # bytes that a step of ours copies beside those of one device, by trace
+    python benchmarks/runtime/zero.py host [--rounds N] # a fake group: what ZeRO-3 and FSDP2 add per block and step
 
 Each closes with a line of JSON. Exit status 1 when a figure is over its budget.
 
@@ -28,7 +28,7 @@ from torch import nn
 
 from vescale_dtensor.testing import fake_world, run_ranks, warm_up
 
-sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 
 BUDGETS = {
     "padding": 0.03, "planning seconds": 1.0, "memory over formula": 1.10, "zero3 over fully_shard": 0.95,

@@ -1,6 +1,6 @@
 """What checkpoints cost against the raw work on the same bytes, pairwise in one run on two ranks: issue 6, point 3.
 
-    python benchmarks/checkpoint_ratios.py [--mib 1024] [--repeats 3] [--only save,load]
+    python benchmarks/runtime/checkpoint_ratios.py [--mib 1024] [--repeats 3] [--only save,load]
 
 Each figure is a ratio of medians of pairs that alternate in one process group; it ends with one line of JSON, and
 exits 1 where a budget is missed. A raw write is `write` and `fsync` of the same bytes, as many files as ranks; a

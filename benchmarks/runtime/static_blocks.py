@@ -1,6 +1,6 @@
 """Four Llama blocks, forward and backward, tensor and sequence parallel on 8 fake ranks: over the hand-written ones.
 
-    python benchmarks/static_blocks.py [--rounds N]
+    python benchmarks/runtime/static_blocks.py [--rounds N]
 
 Contenders take turns within a round (`_pairwise.py`). The sum of norm gradients over ranks is in nobody's time, and
 rotary tables come as they lie inside a model. Status 1 when static mode is over its budget; the last line is JSON.
@@ -11,6 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 
 import vescale
 from benchmarks.cases import _block_cases

@@ -17,7 +17,7 @@ from statistics import fmean, median
 
 import torch
 
-from predicted_cases import MESHES, adamw, case_of, loss_of, plans_for
+from planning.predicted_cases import MESHES, adamw, case_of, loss_of, plans_for
 from vescale_dtensor.testing import run_ranks
 
 WARM = 3

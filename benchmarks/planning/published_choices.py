@@ -1,6 +1,6 @@
 """The planner's choice for each published run, held against the published configuration by dry run.
 
-    python benchmarks/published_choices.py [--json FILE] [--only TEXT]
+    python benchmarks/planning/published_choices.py [--json FILE] [--only TEXT]
 
 `published.py` prices by formula, as the search does. Here the engine itself runs both plans, the published one and the
 choice, on tensors without values in the row's world, in bfloat16, and `vescale.predict` prices what it did on the row's
@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 
 from published import GAIN, ROWS, Row, candidate_of, gpt, ranks_of, request_of, stock
 

@@ -1,6 +1,6 @@
 """How far torch's own DTensor is from one device in a run with dropout, beside ours, for the table of the README.
 
-    python benchmarks/stock_dropout.py
+    python benchmarks/runtime/stock_dropout.py
 
 The demo's GPT, dropout 0.1 in embedding, attention and residual, from random weights, 20 steps of AdamW on four gloo
 ranks, DP2 x TP2. Torch's: its MLPs by `parallelize_module`, weights initialised as DTensors, gradients averaged over
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 
 POSITIONS, STEPS, BATCH, VOCABULARY, LOSS = 24, 20, 8, 64, 1e-5
 

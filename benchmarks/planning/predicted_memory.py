@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from predicted_cases import MODELS, WORDS, adamw, case_of, loss_of, shape_of, structure_for
+from planning.predicted_cases import MODELS, WORDS, adamw, case_of, loss_of, shape_of, structure_for
 from vescale_dtensor.testing import allocations, run_ranks, warm_up
 
 STEPS = 4

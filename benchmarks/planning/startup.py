@@ -1,6 +1,6 @@
 """What starting costs a rank, by how many ranks there are: counted on a fake world, from which nothing is sent.
 
-    python benchmarks/startup.py [--ranks N ...]
+    python benchmarks/planning/startup.py [--ranks N ...]
 
 Per world: process groups that this rank makes and asks for, requests that it makes of the store, CPU seconds and memory
 of the mesh, of `parallelize` and of the first step. Each world has a process of its own. Status 1 where a rank's own

@@ -1,6 +1,7 @@
-"""Verdicts on large pipeline schedules: `python benchmarks/schedules.py`; status 1 when one takes a second or more.
+"""Verdicts on large pipeline schedules: `python benchmarks/runtime/schedules.py`.
 
-The last line is one JSON object: CPU seconds, one thread, medians of five (of one for what is not promised).
+Status 1 when one takes a second or more. The last line is one JSON object: CPU seconds, one thread, medians of five (of
+one for what is not promised).
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 
 from benchmarks.cases._schedule_cases import KINDS, LARGE, MOST_SECONDS, crossed, seconds
 

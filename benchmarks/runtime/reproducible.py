@@ -1,6 +1,6 @@
 """What the reproducible mode costs: ratios of a training step in it over one outside, on one device.
 
-    python benchmarks/reproducible.py [--rounds N] [--report-only]
+    python benchmarks/runtime/reproducible.py [--rounds N] [--report-only]
 
 The models of the examples, as these train them (8 sequences of 32 bytes), AdamW and clipping, with the default splits
 and with half of them; one thread with and without, for the mode fixes it. Steps with and without are taken in turns in
@@ -22,7 +22,7 @@ import torch
 
 import vescale
 
-sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 BUDGET, BATCH, POSITIONS = 4.0, 8, 32
 SPLITS = {"8, 2, 8": (8, 2, 8), "4, 1, 4": (4, 1, 4)}
 

@@ -1,6 +1,6 @@
 """The example Llama's whole training step on 2 gloo ranks, tensor and sequence parallel: over the same split by hand.
 
-    python benchmarks/llama_step.py [--rounds N]
+    python benchmarks/runtime/llama_step.py [--rounds N]
 
 Forward, loss, backward, gradient sums, AdamW. The clock is the CPU time of both ranks' processes together, the pairs
 are taken in turn, a ratio is the median over them. All variants train on the same batches, and their losses must agree
@@ -19,13 +19,14 @@ from statistics import quantiles
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
+
 import vescale
 from benchmarks.cases._budgets import budget_of
 from benchmarks.models._llama_example_by_hand import split_by_hand, sum_norm_gradients
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
-
-sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 
 BY_HAND, STATIC, EAGER = "by hand", "veScale, static", "veScale, eager"
 BUDGET = budget_of("bench_static.LlamaStep.track_over_by_hand", STATIC)

@@ -1,6 +1,6 @@
 """A training step of a Llama and a GPT on one device under `mode="compile"`: its time over plain `torch.compile`'s.
 
-    python benchmarks/compile_ratio.py [--models llama gpt] [--hidden N] [--rounds N]
+    python benchmarks/runtime/compile_ratio.py [--models llama gpt] [--hidden N] [--rounds N]
 
 Inductor on both sides, the same weights, batches and AdamW; forward, loss, backward, step. The clock is the CPU time of
 the process, the contenders take turns within a round, a ratio is the median over rounds, and losses must agree to 1e-5.
@@ -29,7 +29,7 @@ import vescale
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 
-sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 
 PLAIN, COMPILED, STATIC = "torch.compile", "veScale, compile", "veScale, static"
 BUDGET = 1.05

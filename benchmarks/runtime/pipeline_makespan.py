@@ -1,6 +1,6 @@
 """How long schedules take on gloo, beside what `simulate` says, for stages of a known cost.
 
-    python benchmarks/pipeline_makespan.py [--steps N] [--unit MS] [--report-only]
+    python benchmarks/runtime/pipeline_makespan.py [--steps N] [--unit MS] [--report-only]
 
 Four ranks, 8 microbatches, every kind of schedule. A stage computes next to nothing and sleeps instead, for F, I and W
 each its time, longer on the later stages; asleep, four ranks do not contend for two cores. The makespan is from the

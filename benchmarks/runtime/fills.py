@@ -1,6 +1,6 @@
 """Prints what filling a shard with random numbers costs over stock torch, beside the budgets; JSON at the end.
 
-    python benchmarks/fills.py [--rounds N]
+    python benchmarks/runtime/fills.py [--rounds N]
 
 Exit status 1 when a ratio is over its budget.
 """
@@ -10,6 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 
 from benchmarks.cases import _fill_cases
 from benchmarks.cases._budgets import budget_of

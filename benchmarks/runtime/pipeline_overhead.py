@@ -1,6 +1,6 @@
 """What a pipeline's runtime costs per microbatch, beside torch.distributed.pipelining with the same stages.
 
-    python benchmarks/pipeline_overhead.py [--rounds N] [--report-only]
+    python benchmarks/runtime/pipeline_overhead.py [--rounds N] [--report-only]
 
 Two gloo ranks, 8 blocks of hidden size 16, 8 microbatches of 4 rows: next to no compute. In one run, by turns: the
 bare stages of a rank (forward and backward of each microbatch, nothing sent), torch's schedule, ours. The figure is the

@@ -1,7 +1,7 @@
 """One rank's share of a Llama of 70 billion parameters, built under deferred_init on a fake mesh of 64.
 
-    python benchmarks/deferred_llama.py              # both streams, and buffers, each in a process of its own
-    python benchmarks/deferred_llama.py philox       # one of them
+    python benchmarks/runtime/deferred_llama.py              # both streams, and buffers, each in a process of its own
+    python benchmarks/runtime/deferred_llama.py philox       # one of them
 
 Weights are cut 8-fold by tensor parallelism and 8-fold over the data axis, in bfloat16;
 under `buffers` 64-fold by ZeRO-3, into its flat buffers, from the philox stream.
