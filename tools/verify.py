@@ -116,10 +116,10 @@ CHECKS: tuple[Check, ...] = (
     Check(2, 5, "bad input of plans", tests("plans")),
     Check(2, 6, "offline install of each package", tests("vescale", "distribution/test_install")),
     Check(2, 6, "networked install of each package", ("make", "-s", "smoke-install"), 30 * MINUTES),
-    Check(2, 6, "the layers", (PYTHON, "tools/check_layers.py")),
+    Check(2, 6, "the layers", (PYTHON, "tools/checks/check_layers.py")),
     Check(2, 6, "bazel test //... on a clean clone", (PYTHON, "tools/clean_clone.py"), 40 * MINUTES),
-    Check(3, 1, "no operator is wrong on 2x2 meshes", (PYTHON, "tools/operator_sweep.py"), 60 * MINUTES),
-    Check(3, 1, "native rules, and what they move", (PYTHON, "tools/operator_coverage.py", "--check")),
+    Check(3, 1, "no operator is wrong on 2x2 meshes", (PYTHON, "tools/sweeps/operator_sweep.py"), 60 * MINUTES),
+    Check(3, 1, "native rules, and what they move", (PYTHON, "tools/sweeps/operator_coverage.py", "--check")),
     Check(3, 2, "random programs", tests("dtensor", "contracts/test_programs"), 30 * MINUTES),
     Check(3, 3, "torch's module tests", tests("dtensor", "core/test_modules"), 30 * MINUTES),
     Check(4, 1, "random numbers bitwise, CPU", tests("rng"), 30 * MINUTES),
@@ -277,8 +277,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(24, 3, "work balanced: windows, 20 packings", tests("plans", "core/test_context_balance"), 30 * MINUTES),
     Check(
-        24, 4, "a ring over one written by hand",
-        (PYTHON, "benchmarks/runtime/context_ring.py", "step"), 20 * MINUTES,
+        24, 4, "a ring over one written by hand", (PYTHON, "benchmarks/runtime/context_ring.py", "step"), 20 * MINUTES,
     ),
     Check(24, 4, "transfers hidden under slow products", (PYTHON, "benchmarks/runtime/context_ring.py", "hidden")),
     Check(24, 5, "300 random problems, traffic", tests("dtensor", "conversions/test_context"), 60 * MINUTES),
@@ -308,8 +307,7 @@ CHECKS: tuple[Check, ...] = (
         (PYTHON, "benchmarks/runtime/static_share.py", "--mode", "auto"),
     ),
     Check(
-        26, 1, "compile mode over plain torch.compile",
-        (PYTHON, "benchmarks/runtime/compile_ratio.py"), 60 * MINUTES,
+        26, 1, "compile mode over plain torch.compile", (PYTHON, "benchmarks/runtime/compile_ratio.py"), 60 * MINUTES,
     ),
     Check(26, 3, "what starting costs a rank of 64, 1,024 and 16,384", (PYTHON, "benchmarks/planning/startup.py")),
 )

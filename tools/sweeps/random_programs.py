@@ -1,10 +1,10 @@
 """Random programs of the tests' generators, in parts that go on where they stopped, and what became of them by kind.
 
-    python tools/random_programs.py run trainings 2000 2600 FILE     seeds 2000 to 2599, a line of JSON each
-    python tools/random_programs.py run pipelines 0 500 FILE
-    python tools/random_programs.py run graphs 0 200 FILE            200 seeds on each of four meshes
-    python tools/random_programs.py tell FILE...                     counts and refusals, as JSON
-    python tools/random_programs.py table RESULTS.json               docs/random-programs.md, of what `tell` said
+    python tools/sweeps/random_programs.py run trainings 2000 2600 FILE     seeds 2000 to 2599, a line of JSON each
+    python tools/sweeps/random_programs.py run pipelines 0 500 FILE
+    python tools/sweeps/random_programs.py run graphs 0 200 FILE            200 seeds on each of four meshes
+    python tools/sweeps/random_programs.py tell FILE...                     counts and refusals, as JSON
+    python tools/sweeps/random_programs.py table RESULTS.json               docs/random-programs.md, of what `tell` said
 
 A seed that a file has is not run again. What is wrong is told with its seed; a refusal is known by its first line, with
 names and numbers left out.
@@ -22,9 +22,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from recorded import tree
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 
-TESTS = Path(__file__).absolute().parents[1] / "packages/vescale/tests"
+from sweeps.recorded import tree
+
+TESTS = Path(__file__).absolute().parents[2] / "packages/vescale/tests"
 AT_ONCE = 20
 
 # Beginning of a kind -> why what one device does is refused.
@@ -100,9 +102,9 @@ def table(told: dict) -> str:
     lines = [
         "# What random programs are refused",
         "",
-        "Made by `python tools/random_programs.py table`. The tests' generators write programs that run on one device. "
-        "On a mesh, each program either gives the results of one device or is refused, with the same error text on all "
-        "ranks. `*` stands for names and `#` for numbers.",
+        "Made by `python tools/sweeps/random_programs.py table`. The tests' generators write programs that run on one "
+        "device. On a mesh, each program either gives the results of one device or is refused, with the same error "
+        "text on all ranks. `*` stands for names and `#` for numbers.",
     ]
     for generator, one in told.items():
         lines += ["", f"## {generator}: {one['ran']} of {one['programs']} ran, {len(one['differs'])} differed", ""]

@@ -1,7 +1,7 @@
 """What the packages import of each other, by name, and whether what an older release imports is still there.
 
-    python tools/sibling_names.py               which names of the releases noted are gone
-    python tools/sibling_names.py --note 0.1    notes today's names as those of a release, in released_names.json
+    python tools/checks/sibling_names.py               which names of the releases noted are gone
+    python tools/checks/sibling_names.py --note 0.1    notes today's names as those of a release, in released_names.json
 
 A package works beside siblings one minor version newer than itself, so a minor release keeps every name that siblings
 of the minor version before it import. Until a version is released, its names may be noted anew.
@@ -15,10 +15,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+
 from package_tree import Package, read_packages
 
-TOP = Path(__file__).absolute().parents[1]
-NOTED = TOP / "tools/released_names.json"
+TOP = Path(__file__).absolute().parents[2]
+NOTED = TOP / "tools/checks/released_names.json"
 
 
 def used(package: Package, packages: list[Package]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from training_cases import Case, Outcome, single, train
+from sweeps.training_cases import Case, Outcome, single, train
 from vescale_dtensor.testing import run_ranks
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-TOP = Path(__file__).absolute().parents[1]
+TOP = Path(__file__).absolute().parents[2]
 SINCE = "65878f56669215b0de549b27fd50a9fe9800fd14"
 NONE = "Changelog: none"
 

@@ -1,6 +1,6 @@
 """The import cycles inside the packages: modules that need each other, counted with lazy and type-only imports.
 
-    python tools/import_cycles.py       every cycle, with who imports whom in it
+    python tools/checks/import_cycles.py       every cycle, with who imports whom in it
 """
 
 import ast
@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+
 from package_tree import Package, read_packages
 
-TOP = Path(__file__).absolute().parents[1]
+TOP = Path(__file__).absolute().parents[2]
 
 
 @dataclass(frozen=True)

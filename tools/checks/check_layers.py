@@ -25,12 +25,13 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-import import_cycles
-import torch_private
-from build_graph import BuildGraph, read_build_graph
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+
+from checks import import_cycles, torch_private
+from checks.build_graph import BuildGraph, read_build_graph
 from package_tree import Package, read_packages
 
-TOP = Path(__file__).absolute().parents[1]
+TOP = Path(__file__).absolute().parents[2]
 META = "vescale"
 MOST_LINES, MANY_LINES = 700, 400
 MOST_FILES = 15

@@ -1,10 +1,10 @@
 """Long grids of tests in parts: a pytest plugin that notes what came of each test, and leaves out what has passed.
 
-    VESCALE_GRID=full python -m pytest -q -p recorded --recorded FILE packages/...
+    VESCALE_GRID=full python -m pytest -q -p sweeps.recorded --recorded FILE packages/...
 
 FILE has a line of JSON per test that ran: its name, "passed" or its error's last line, seconds, the commit and whether
 files differed from it. A run that was cut off goes on where it stopped; what failed runs again. The last of a test's
-lines counts. `python tools/recorded.py FILE` prints the counts, and what has not passed, as JSON.
+lines counts. `python tools/sweeps/recorded.py FILE` prints the counts, and what has not passed, as JSON.
 """
 
 from __future__ import annotations

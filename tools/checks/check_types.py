@@ -1,6 +1,6 @@
 """Checks the types of what is public: the modules without an underscore and the facades, and users' code.
 
-    python tools/check_types.py [FILE ...]      mypy over the public modules of packages/, or over these files, strictly
+    python tools/checks/check_types.py [FILE ...]   mypy over the public modules of packages/, or over these, strictly
 
 Private modules are followed for what they give to the public ones. In files that are wrong on purpose, a comment
 `# error: CODE` says what mypy is to find in its line; nothing else may be found.
@@ -13,9 +13,11 @@ from pathlib import Path
 
 from mypy import api
 
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+
 from package_tree import read_packages
 
-TOP = Path(__file__).absolute().parents[1]
+TOP = Path(__file__).absolute().parents[2]
 _FOUND = re.compile(r"^(?P<file>.+?):(?P<line>\d+): error: (?P<text>.+?)  \[(?P<code>[a-z-]+)\]$")
 _EXPECTED = re.compile(r"# error: (?P<code>[a-z-]+)$")
 

@@ -1,6 +1,6 @@
 """The private names of torch that the packages use, and which of them the installed torch lacks.
 
-    python tools/torch_private.py       those that it lacks, by package; status 1 where there is one
+    python tools/checks/torch_private.py       those that it lacks, by package; status 1 where there is one
 
 Each package names them in one module, `_torch_private.py`, bound to a name or inside a function, with what they are for
 and what would replace them. Nothing of a package is imported here: on a torch that lacks one of them a package may not
@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+
 from package_tree import Package, read_packages
 
-TOP = Path(__file__).absolute().parents[1]
+TOP = Path(__file__).absolute().parents[2]
 FILE = "_torch_private.py"
 REASON = "Instead:"
 

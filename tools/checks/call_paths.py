@@ -1,6 +1,6 @@
 """How far a call leads through the sources: files of veScale that it enters, and moves from one to another.
 
-    python tools/call_paths.py               a table: a warm dropout and loss, parallelize, save, load
+    python tools/checks/call_paths.py               a table: a warm dropout and loss, parallelize, save, load
 
 A file is entered where a function of it is called; a move is such a call out of another file of veScale, whatever of
 torch's lies between. Counted on rank 0 of two. Who reads the code along one call reads these files, in so many steps.

@@ -1,7 +1,7 @@
 """Writes docs/coverage.md: what becomes of each entry of torch's operator database on DTensors.
 
-    python tools/operator_coverage.py            regenerate the page
-    python tools/operator_coverage.py --check    say whether it is up to date; exit status 1 if not
+    python tools/sweeps/operator_coverage.py            regenerate the page
+    python tools/sweeps/operator_coverage.py --check    say whether it is up to date; exit status 1 if not
 
 Two ranks run the largest samples of every entry with all tensors Shard(0), and note who
 answered: rules, handlers, the gather fallback, or an error; and the forward's
@@ -21,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).absolute().parents[1] / "docs" / "coverage.md"
-COMMAND = "python tools/operator_coverage.py"
+PAGE = Path(__file__).absolute().parents[2] / "docs" / "coverage.md"
+COMMAND = "python tools/sweeps/operator_coverage.py"
 RANKS, SAMPLES, BATCH = 2, 6, 40
 
 # How an entry is answered, and what that means.

@@ -1,6 +1,6 @@
 """Runs torch's operator database on a 2x2 mesh with mixed placements, against one device: all of it, or some entries.
 
-    python tools/operator_sweep.py [--samples N] [ENTRY ...]
+    python tools/sweeps/operator_sweep.py [--samples N] [ENTRY ...]
 
 Prints each entry that is wrong or raises as it is found; the last line is JSON, the counts.
 """
