@@ -51,9 +51,9 @@ torchtitan: $(STAMP) ## run the same Llama on veScale and TorchTitan, where its 
 
 check: $(STAMP) ## ruff, the layering of the packages, their changelogs, and the types of what is public
 	@$(RUN) -m ruff check .
-	@$(RUN) tools/check_layers.py
-	@$(RUN) tools/check_changelogs.py
-	@$(RUN) tools/check_types.py
+	@$(RUN) tools/checks/check_layers.py
+	@$(RUN) tools/checks/check_changelogs.py
+	@$(RUN) tools/checks/check_types.py
 
 docs: $(STAMP) ## build the documentation with a reference of every public name, into build/docs
 	@$(RUN) tools/make_docs.py

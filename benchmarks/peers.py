@@ -45,9 +45,8 @@ from vescale_dtensor.testing import allocations, run_ranks, warm_up
 sys.path.insert(0, str(Path(__file__).absolute().parent))
 sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 
-import peers_checkpoint
-import peers_context
-import peers_training as training
+from peer_cases import peers_checkpoint, peers_context
+from peer_cases import peers_training as training
 
 # Of the mode that is the fastest by default ("auto"); wall time.
 BUDGETS = {

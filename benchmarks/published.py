@@ -60,7 +60,7 @@ from statistics import median
 
 import torch
 
-from published_kernels import with_attention, with_experts, with_gates, with_loss, with_norms
+from planning.published_kernels import with_attention, with_experts, with_gates, with_loss, with_norms
 
 BUDGETS = {"median error": 0.08, "worst error": 0.25, "recovered": 0.8}
 GAIN = 0.05

@@ -17,9 +17,9 @@ from importlib import metadata
 
 import torch
 
-from benchmarks import _headlines
-from benchmarks._fake_group import fake_mesh
-from benchmarks._headlines import VESCALE, Headline
+from benchmarks.cases import _headlines
+from benchmarks.cases._fake_group import fake_mesh
+from benchmarks.cases._headlines import VESCALE, Headline
 
 OTHERS = ("plain", "pass-through", "torch DTensor")
 COLUMNS = "{:<38}{:>13}{:>10}  {:<19}{:>7}  {:>8}{:>14}{:>15}"

@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 from xml.etree import ElementTree
 
-from build_graph import BuildGraph, Target, read_build_graph
+from checks.build_graph import BuildGraph, Target, read_build_graph
 
 TOP = Path(__file__).absolute().parents[1]
 DEADLINE_S = 80 * 60

@@ -1,1 +1,1 @@
-"""The ASV suite of all packages; its `_`-modules also serve pytest-benchmark and `ratios.py`."""
+"""The ASV suite of all packages; its `cases/` and `models/` also serve pytest-benchmark and `ratios.py`."""

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks._schedule_cases import seconds
+from benchmarks.cases._schedule_cases import seconds
 
 MIB, TENSORS = 64, 64
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks import _dispatch_cases, _headlines
-from benchmarks._fake_group import fake_mesh
+from benchmarks.cases import _dispatch_cases, _headlines
+from benchmarks.cases._fake_group import fake_mesh
 
 CONTENDERS = ("veScale", "torch DTensor")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks import _fill_cases
-from benchmarks._fake_group import fake_mesh
+from benchmarks.cases import _fill_cases
+from benchmarks.cases._fake_group import fake_mesh
 
 
 class Fills:

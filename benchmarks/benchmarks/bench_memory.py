@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks._script import said
+from benchmarks.cases._script import said
 
 
 class Memory:
@@ -12,7 +12,7 @@ class Memory:
     param_names = ("stage",)
 
     def setup_cache(self):
-        return said("zero.py", "memory", "--small")["memory"]
+        return said("runtime/zero.py", "memory", "--small")["memory"]
 
     setup_cache.timeout = 420
 

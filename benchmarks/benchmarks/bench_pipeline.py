@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks._script import said
+from benchmarks.cases._script import said
 
 
 class Runtime:
@@ -12,7 +12,7 @@ class Runtime:
     param_names = ("schedule",)
 
     def setup_cache(self):
-        return said("pipeline_overhead.py", "--rounds", "40", "--report-only")
+        return said("runtime/pipeline_overhead.py", "--rounds", "40", "--report-only")
 
     setup_cache.timeout = 420
 

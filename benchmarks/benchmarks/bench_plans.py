@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from statistics import median
 
-from benchmarks._fake_group import fake_mesh
-from benchmarks._schedule_cases import seconds
+from benchmarks.cases._fake_group import fake_mesh
+from benchmarks.cases._schedule_cases import seconds
 
 LAYERS, HIDDEN = 16, 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks._schedule_cases import KINDS, LARGE, seconds
+from benchmarks.cases._schedule_cases import KINDS, LARGE, seconds
 
 
 class LargeSchedules:

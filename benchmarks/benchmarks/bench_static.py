@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks._script import said
+from benchmarks.cases._script import said
 
 
 class StaticBlocks:
@@ -13,7 +13,7 @@ class StaticBlocks:
 
     # Its own, not inherited: ASV runs one that two classes share once, for both.
     def setup_cache(self):
-        return said("static_blocks.py", "--rounds", "100")
+        return said("runtime/static_blocks.py", "--rounds", "100")
 
     setup_cache.timeout = 420
 
@@ -31,7 +31,7 @@ class LlamaStep:
     param_names = ("contender",)
 
     def setup_cache(self):
-        return said("llama_step.py", "--rounds", "40")
+        return said("runtime/llama_step.py", "--rounds", "40")
 
     setup_cache.timeout = 420
 

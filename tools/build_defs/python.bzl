@@ -3,7 +3,7 @@
 Bazel's native py_* rules need rules_cc, which cannot be fetched without a network. What is needed here is less: which
 files a test sees, and which source roots are on its path. The interpreter is the python3 of PATH.
 
-This file and the BUILD files are also read by tools/build_graph.py, as Python.
+This file and the BUILD files are also read by tools/checks/build_graph.py, as Python.
 """
 
 PythonInfo = provider(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import vescale
-from training_cases import CASES, Case, batches, build, loss_of, optimizer_of, plan_of
+from sweeps.training_cases import CASES, Case, batches, build, loss_of, optimizer_of, plan_of
 
 from .part import Part, run
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import vescale
-from training_cases import CASES, batches, build, loss_of
+from sweeps.training_cases import CASES, batches, build, loss_of
 
 from .part import Part, run
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import get_context
 
-from training_cases import CASES, Case, Outcome, single, train
-from training_verdict import Bounds, bounds_of, wanted_of, wrong_numbers
+from sweeps.training_cases import CASES, Case, Outcome, single, train
+from sweeps.training_verdict import Bounds, bounds_of, wanted_of, wrong_numbers
 from vescale_dtensor.testing import run_ranks
 
 from .part import Part, run

@@ -18,8 +18,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 
-from training_cases import CASES
-from training_verdict import wanted_of
+from sweeps.training_cases import CASES
+from sweeps.training_verdict import wanted_of
 from vescale_dtensor.testing import warm_up
 
 from . import hunt

@@ -12,9 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import training_cases
-from training_cases import CASES, Case, Outcome, train
-from training_verdict import other_waits, waits_of, wanted_of, wrong_numbers
+from sweeps import training_cases
+from sweeps.training_cases import CASES, Case, Outcome, train
+from sweeps.training_verdict import other_waits, waits_of, wanted_of, wrong_numbers
 from vescale_dtensor._test_kit.worker_pool import pool
 from vescale_dtensor.testing import RankError, run_ranks
 

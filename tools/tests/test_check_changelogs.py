@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from check_changelogs import NoHistory, check
+from checks.check_changelogs import NoHistory, check
 
 CODE = "packages/dtensor/src/vescale_dtensor/it.py"
 LOG = "packages/dtensor/CHANGELOG.md"

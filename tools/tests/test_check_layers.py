@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from check_layers import CHECKS, MANY_LINES, MOST_LINES, Repository, long_modules
+from checks.check_layers import CHECKS, MANY_LINES, MOST_LINES, Repository, long_modules
 
 TOP = Path(__file__).absolute().parents[2]
 

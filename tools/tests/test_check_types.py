@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from check_types import TOP, findings, public_modules
+from checks.check_types import TOP, findings, public_modules
 
 TYPED = Path(__file__).absolute().parent / "typed"
 

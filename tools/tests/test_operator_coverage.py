@@ -2,7 +2,7 @@
 
 import re
 
-from operator_coverage import HOWS, PAGE, Row, collect, page
+from sweeps.operator_coverage import HOWS, PAGE, Row, collect, page
 
 
 def rows_under(text, heading):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import run_tests
-from build_graph import BuildGraph, Target
+from checks.build_graph import BuildGraph, Target
 from run_tests import Outcome, read_events, read_report
 
 TOP = Path(__file__).absolute().parents[2]

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
+from checks.sibling_names import NOTED, TOP, gone, is_there, used
 from package_tree import read_packages
-from sibling_names import NOTED, TOP, gone, is_there, used
 
 RELEASES = json.loads(NOTED.read_text())
 
 
 def test_nothing_that_older_siblings_import_is_gone():
-    """Until 0.1 is released: `python tools/sibling_names.py --note 0.1`, with a line in the CHANGELOG."""
+    """Until 0.1 is released: `python tools/checks/sibling_names.py --note 0.1`, with a line in the CHANGELOG."""
     assert list(gone(RELEASES)) == []
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import torch_private
+from checks import torch_private
 from package_tree import read_packages
 
 TOP = Path(__file__).absolute().parents[2]

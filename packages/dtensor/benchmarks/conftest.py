@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 @pytest.fixture(scope="session")
 def mesh():
-    from benchmarks._fake_group import fake_mesh
+    from benchmarks.cases._fake_group import fake_mesh
 
     with fake_mesh() as mesh:
         yield mesh
@@ -19,7 +19,7 @@ def mesh():
 @pytest.fixture
 def quiet():
     """What a race does for itself: one thread, no garbage collection."""
-    from benchmarks._pairwise import quiet
+    from benchmarks.cases._pairwise import quiet
 
     with quiet():
         yield

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks._llama_blocks import Sizes, activations, blocks, rotary_table, shard_dim
-from benchmarks._llama_by_hand import blocks_by_hand
+from benchmarks.models._llama_blocks import Sizes, activations, blocks, rotary_table, shard_dim
+from benchmarks.models._llama_by_hand import blocks_by_hand
 
 
 def weighted_sum(out, weight):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks import _block_cases, _headlines
+from benchmarks.cases import _block_cases, _headlines
 
 # CPU time, as in the races: wall time here is mostly the machine's other tenants.
 pytestmark = [pytest.mark.benchmark(timer=time.process_time), pytest.mark.usefixtures("quiet")]

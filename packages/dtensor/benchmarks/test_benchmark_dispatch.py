@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from benchmarks import _dispatch_cases
-from benchmarks._headlines import dispatch_of
+from benchmarks.cases import _dispatch_cases
+from benchmarks.cases._headlines import dispatch_of
 
 # CPU time, as in the races: wall time here is mostly the machine's other tenants.
 pytestmark = [pytest.mark.benchmark(timer=time.process_time), pytest.mark.usefixtures("quiet")]

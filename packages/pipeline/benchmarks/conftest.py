@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 @pytest.fixture
 def quiet():
     """What a race does for itself: one thread, no garbage collection."""
-    from benchmarks._pairwise import quiet
+    from benchmarks.cases._pairwise import quiet
 
     with quiet():
         yield

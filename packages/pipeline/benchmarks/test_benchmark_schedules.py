@@ -1,6 +1,6 @@
 """pytest-benchmark: what a job pays for its schedule when it starts, at 8 ranks and 64 microbatches.
 
-Run by a target of its own, never with the tests; nothing is asserted on time (`benchmarks/schedules.py` does).
+Run by a target of its own, never with the tests; nothing is asserted on time (`benchmarks/runtime/schedules.py` does).
 """
 
 import time

@@ -2,7 +2,7 @@
 
 Plans convert at module boundaries, reduce gradients and open memo scopes; random
 numbers and checkpoints read regions. What they import is kept for the next minor
-version (`tools/sibling_names.py`); to anybody else nothing here is a promise.
+version (`tools/checks/sibling_names.py`); to anybody else nothing here is a promise.
 """
 
 from ._communication.advice import ASKED as ASKED

@@ -1,7 +1,7 @@
 """What the facade builds on: the runtime and how a model is taken apart for it, not meant for users.
 
-What the facade imports is kept for the next minor version (`tools/sibling_names.py`); to anybody else nothing here is
-a promise.
+What the facade imports is kept for the next minor version (`tools/checks/sibling_names.py`); to anybody else nothing
+here is a promise.
 """
 
 from ._runtime.microbatches import split as split

@@ -1,7 +1,8 @@
 """torch's private names that this package uses, each with what it is for and with what would replace it.
 
-No other module of the package names a private part of torch: `make check` holds that, and `tools/torch_private.py`
-says which of them an installed torch lacks. What costs much to import is imported where it is asked for.
+No other module of the package names a private part of torch: `make check` holds that, and
+`tools/checks/torch_private.py` says which of them an installed torch lacks.
+What costs much to import is imported where it is asked for.
 """
 
 import inspect

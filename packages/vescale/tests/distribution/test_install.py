@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from check_layers import next_minor
+from checks.check_layers import next_minor
 from fresh_install import InstallError, fresh_install, siblings
 from package_tree import read_packages
 from vescale_dtensor.testing import in_turns

@@ -1,4 +1,4 @@
-"""What a rank holds of a long sequence, by the CPU's allocator: `benchmarks/context_ring.py memory`, a smaller one."""
+"""What a rank holds of a long sequence, by the allocator: `benchmarks/runtime/context_ring.py memory`, but smaller."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")
-BENCHMARKS = str(Path(__file__).absolute().parents[4] / "benchmarks")
+BENCHMARKS = str(Path(__file__).absolute().parents[4] / "benchmarks/runtime")
 POSITIONS = 2048
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import stateful_blocks
 import vescale
+from sweeps import stateful_blocks
 from vescale import Boundary, Plan, Replicate, Shard
 from vescale_dtensor import CommunicationError, InternalError
 from vescale_dtensor.testing import RankError, fitting, in_turns, run_ranks, slice_of, warm_up

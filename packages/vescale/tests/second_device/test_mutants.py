@@ -7,8 +7,8 @@ import pytest
 
 from mutants import hunt
 from mutants.grammar import HELPER, KINDS, changed, places_of
-from training_cases import CASES
-from training_verdict import wanted_of
+from sweeps.training_cases import CASES
+from sweeps.training_verdict import wanted_of
 from vescale_dtensor.testing import in_turns, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from training_cases import CASES, train
-from training_verdict import bounds_of, other_waits, own_waits, waits_of, wanted_of, wrong_numbers
+from sweeps.training_cases import CASES, train
+from sweeps.training_verdict import bounds_of, other_waits, own_waits, waits_of, wanted_of, wrong_numbers
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "transformers")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vescale
-from training_cases import CASES, batches, build, loss_of, optimizer_of, plan_of
+from sweeps.training_cases import CASES, batches, build, loss_of, optimizer_of, plan_of
 from vescale_dtensor import ReproducibleError, Shard, comm_trace, distribute_tensor
 from vescale_dtensor._test_kit.worker_pool import pool
 from vescale_dtensor.testing import raises_on_all, run_ranks, warm_up

@@ -9,7 +9,7 @@ from torch import nn
 
 import vescale
 from gpu.training import STAGED, rehearsed_through_host
-from training_cases import CASES as TRAININGS
+from sweeps.training_cases import CASES as TRAININGS
 from vescale_dtensor.testing import run_ranks, slice_of, warm_up
 
 warm_up("torch._dynamo", "vescale", "vescale_dtensor._second")

@@ -55,9 +55,9 @@ class reproducible(TorchFunctionMode):
     once. Experts on an expert axis compute on weights gathered over it. Raises ReproducibleError if a shard does not
     consist of whole blocks, with the nearest splits that work; for code that computes on shards out of sight
     (`local_map`, static and compiled modules); and if a mode is opened inside another. Computations on `to_local()` are
-    the user's own responsibility. Overhead when off: none; when on: benchmarks/reproducible.py. Communication: every
-    sum over a sharded dim all-gathers the ranks' partial results; in backward, a conversion sends the gradient of every
-    use separately (`uses.py`).
+    the user's own responsibility. Overhead when off: none; when on: benchmarks/runtime/reproducible.py. Communication:
+    every sum over a sharded dim all-gathers the ranks' partial results; in backward, a conversion sends the gradient of
+    every use separately (`uses.py`).
     """
 
     def __init__(self, splits: Mapping[str, int] | Splits | None = None, *, threads: int = 1) -> None:

@@ -8,7 +8,7 @@ error, ranks that disagree or do not answer.
 A difference in float32 may be the rounding of a sum in another order, so float64
 decides there, on the same values.
 
-    python tools/operator_sweep.py [ENTRY ...]    all of it, or some
+    python tools/sweeps/operator_sweep.py [ENTRY ...]    all of it, or some
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from .refusals import InfeasibleError, nothing_legal
 
 BAND = (0.09, 0.25)
 """Error of a step's time by data sheets: what half, and nine of ten, of 399 published runs on A100, H100, H200, B200
-and GB200 were within before they had been seen (`benchmarks/published_blind.py`: ten reports, each under constants
-of its day). Nothing is said of a run unlike them."""
+and GB200 were within before they had been seen (`benchmarks/planning/published_blind.py`: ten reports, each under
+constants of its day). Nothing is said of a run unlike them."""
 UNITS = ("", "K", "M", "B", "T")
 
 

@@ -1,0 +1,1 @@
+"""Behind the planner: what `predicted.py` and `published.py` consist of, blind rows, choices, simulation, startup."""

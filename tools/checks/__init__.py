@@ -1,0 +1,1 @@
+"""What holds of the tree, read from its sources: layers, changelogs, types, names that siblings use, build targets."""
