@@ -116,6 +116,11 @@ MEASURES = {
 }
 LOST = {
     "largest": (lambda model, hidden, out, labels: out.max(), "max"),
+    "a sum and a mean": (
+        lambda model, hidden, out, labels: out.sum() + out.mean(),
+        "weigh the microbatches differently",
+    ),
+    "a sum and a number": (lambda model, hidden, out, labels: out.sum() + 1, "weigh the microbatches differently"),
     "a root": (lambda model, hidden, out, labels: out.square().mean().sqrt(), "sqrt"),
     "pairs": (lambda model, hidden, out, labels: out @ out.T, "matmul"),
     "shares of a sum over rows": (lambda model, hidden, out, labels: out.softmax(0), "softmax"),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .._trace.containers import fill, tensors_in
-from .._trace.tags import CONSTANT, Lost, Tag
+from .._trace.placeholder import lost_output
+from .._trace.tags import CONSTANT, MEAN, ONCE, SUM, Lost, Tag
 from .._transport.p2p import part_of
 from .call import Call
 from .interpreter import Interpreter
@@ -32,8 +33,9 @@ def share_outputs(
     whole: list[Any] = list(templates)
     homes: dict[int, list[int]] = {}
     for at, (template, kind) in enumerate(zip(templates, call.outputs)):
-        if isinstance(kind, Lost) and template is not own:
-            template.lost = kind
+        lost = None if template is own or kind == call.reduction else _lost(kind, call)
+        if lost is not None:
+            whole[at] = lost_output(template, lost)
             continue
         home = member.schedule.placement[record.returned.get(getattr(template, "key", None), -1)]
         homes.setdefault(home, []).append(at)
@@ -49,9 +51,12 @@ def share_outputs(
                 column, kind = [member.codec.whole(value) for value in column], call.outputs[at]
                 if templates[at] is own:
                     found.append(weighted(column, weights))
-                else:
-                    shares = loss_weights(kind, record, forward, parts, member.codec.whole) if _is_linear(kind) else []
-                    found.append(_joined(kind, column, shares))
+                    continue
+                shares: Weights = []
+                if isinstance(kind, frozenset):
+                    is_known = kind == call.reduction
+                    shares = weights if is_known else loss_weights(kind, record, forward, parts, member.codec.whole)
+                found.append(_joined(kind, column, shares))
             header = tuple(map(part_of, found))
             for peer in member.others:
                 member.link.send_object(peer, tag, header)
@@ -62,8 +67,16 @@ def share_outputs(
     return fill(record.result, whole)
 
 
-def _is_linear(kind: int | Tag) -> bool:
-    return isinstance(kind, frozenset)
+def _lost(kind: int | Tag, call: Call) -> Lost | None:
+    """Why an output cannot be told from the microbatches'; None if it can."""
+    if not isinstance(kind, frozenset):
+        return kind if isinstance(kind, Lost) else None
+    weighings = kind - ONCE
+    if len(weighings) > 1 or kind == SUM | ONCE:
+        return Lost("adding up parts that weigh the microbatches differently")
+    if call.leaves_anything and not weighings <= MEAN | SUM:
+        return Lost("a mean over labels, in a forward that draws numbers or leaves something behind")
+    return None
 
 
 def _joined(kind: int | Tag, column: list[Tensor], shares: Weights) -> Tensor:

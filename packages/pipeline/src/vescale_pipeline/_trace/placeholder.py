@@ -102,6 +102,14 @@ def placeholder(meta: Tensor, key: int, origin: str, home: torch.device, is_weig
     return meta
 
 
+def lost_output(template: Placeholder, why: Any) -> Placeholder:
+    """Of an evaluation, what cannot be told from the microbatches: its use raises, and says `why` (a `Lost`)."""
+    with local_only():
+        made = placeholder(torch.empty_like(template), template.key, template.origin, template.home)
+    made.lost = why
+    return made
+
+
 def become(tensor: Tensor, made: Placeholder) -> None:
     """Makes a plain tensor that user code holds the placeholder `made`: from now on its value is elsewhere."""
     tensor.__class__ = Placeholder
