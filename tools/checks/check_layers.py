@@ -9,7 +9,7 @@
 - Only `_torch_private.py`, one per package, names private parts of torch, each with what would replace it.
 - No modules import each other, be it lazily or for types alone.
 - A module has one noun: at most 700 lines, and a warning from 400 on; none is called utils, common or helpers.
-- A folder of sources holds at most 15 loose modules.
+- A folder of sources, tools or benchmarks holds at most 15 loose modules.
 - Every test file is in exactly one Bazel target, and every package is in the table of the top README.md.
 """
 
@@ -278,12 +278,12 @@ def check_modules(repository: Repository) -> Iterator[str]:
 
 
 def check_folders(repository: Repository) -> Iterator[str]:
-    """How many modules lie loose in a folder of a package's sources."""
-    for package in repository.packages:
-        loose = Counter(path.parent for path in package.source.rglob("*.py") if path.name != "__init__.py")
-        for folder, count in sorted(loose.items()):
-            if count > MOST_FILES:
-                yield f"{repository.relative(folder)}: {count} modules, more than {MOST_FILES}; give some a folder"
+    """How many modules lie loose in a folder of sources: of packages, tools, benchmarks and examples."""
+    modules = [path for path in repository.python_files if path.name != "__init__.py"]
+    loose = Counter(path.parent for path in modules if "tests" not in repository.relative(path).parts)
+    for folder, count in sorted(loose.items()):
+        if count > MOST_FILES:
+            yield f"{repository.relative(folder)}: {count} modules, more than {MOST_FILES}; give some a folder"
 
 
 def check_test_targets(repository: Repository) -> Iterator[str]:
