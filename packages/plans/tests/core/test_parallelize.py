@@ -340,6 +340,18 @@ def test_buffers_that_differ_between_ranks(persistent, is_deferred):
     assert "the buffer 'norm.scale' has different values on rank 2 than on rank 0" in message
 
 
+def test_a_buffer_that_one_rank_has():
+    def run():
+        torch.manual_seed(0)
+        model = Net()
+        if torch.distributed.get_rank() == 1:
+            model.register_buffer("scale", torch.ones(3))
+        parallelize(PLAN, model)
+
+    message = raises_on_all(4, PlainTensorError, run)
+    assert "different buffers on rank 1" in message and "0 buffers on rank 0, 1 on rank 1" in message
+
+
 def test_names_and_structure_stay():
     def run():
         one, many, _ = pair()

@@ -47,14 +47,15 @@ def check_same_values(sums: dict[str, int]) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
-        names = [name for name, _ in everyone[0]]
-        if names != [name for name, _ in theirs]:
-            raise PlainTensorError(
-                "parallelize",
-                f"the model has different parameters or buffers on rank {rank} than on rank 0",
-                [f"{len(names)} on rank 0, {len(theirs)} on rank {rank}"],
-                [("build the same model on every rank", "")],
-            )
+        for kind in ("parameter", "buffer"):
+            mine, others = ([name for name, _ in held if name.startswith(kind)] for held in (everyone[0], theirs))
+            if mine != others:
+                raise PlainTensorError(
+                    "parallelize",
+                    f"the model has different {kind}s on rank {rank} than on rank 0",
+                    [f"{len(mine)} {kind}s on rank 0, {len(others)} on rank {rank}"],
+                    [("build the same model on every rank", "")],
+                )
         name = next(name for (name, mine), (_, other) in zip(everyone[0], theirs) if mine != other)
         raise PlainTensorError(
             "parallelize",
