@@ -214,7 +214,7 @@ class Runtime:
         record = self._read(lambda: kept(parts[0]), stations, notes)
         small = tensors_in(returned[0])
         if call is None:
-            call = self._calls_of(record, stations, key)
+            call = self._new_call(record, stations, key)
             if loss_in(record.result) is not None:
                 call.reduction = self._loss or (MEAN if len(parts) == 1 else None)
         loss, again = loss_in(record.result), None
@@ -231,7 +231,7 @@ class Runtime:
         self._calls[key] = call
         return call
 
-    def _calls_of(self, record: Record, stations: dict[nn.Module, Station], key: Any) -> Call:
+    def _new_call(self, record: Record, stations: dict[nn.Module, Station], key: Any) -> Call:
         """Calls that go as the record says; stations stand before the modules that they meet."""
         owned = self._member.owned
         check_uses(record, owned.stages, owned.cuts)

@@ -24,7 +24,7 @@ def outputs(part: Notes, whole: Notes, times: int, results: tuple[list[Tensor], 
         return [CONSTANT] * len(results[0])
     pairs = list(zip(*results))
     if len(results[0]) != len(results[1]):
-        return [Lost("a forward that returns another number of tensors for another number of rows")] * len(results[0])
+        return [Lost("a forward that fails, or returns other tensors, for another number of rows")] * len(results[0])
     found = []
     for (small, large), tag in zip(pairs, _tags(part, whole, times, pairs)):
         dim = axis_of(tuple(small.shape), tuple(large.shape), times)
