@@ -266,6 +266,41 @@ def reading():
     return theirs.detach().norm()
 
 
+class Until(torch.autograd.Function):
+    """A backward that waits for a word in the store."""
+
+    @staticmethod
+    def forward(ctx, x, word):
+        ctx.word = word
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.word is not None:
+            dist.distributed_c10d._get_default_store().wait([ctx.word], timedelta(seconds=30))
+        return gradient, None
+
+
+def ended_first(kind):
+    """The first stage ends its last backward when the last stage's rank has its loss, and has gone on."""
+    model, word, seen = made(), f"gone on with {kind}", []
+    piped(model, kind)
+    last, losses = dist.get_rank() == RANKS - 1, []
+
+    def after(module, args, out):
+        seen.append(out)
+        return Until.apply(out, word if len(seen) == 2 * MICROBATCHES else None)
+
+    model.blocks[0].register_forward_hook(after)
+    for call in range(2):  # with the first, forms of messages are told
+        losses.append(model(*batch()))
+        losses[-1].backward()
+        if last and call:
+            dist.distributed_c10d._get_default_store().set(word, "")
+    assert last or len(seen) == 2 * MICROBATCHES, len(seen)
+    return losses[0].detach(), losses[1].detach()
+
+
 def failing():
     """A stage's module raises at its third microbatch."""
     model, seen = made(), []
@@ -326,6 +361,7 @@ CASES = {
     **{f"thawed {kind}": lambda kind=kind: thawed(kind) for kind in SCHEDULES},
     **{f"sending {kind} {n}": lambda kind=kind, n=n: sending(kind, n) for kind in SCHEDULES for n in (8, 24)},
     **{f"handed on {k} {way}": lambda k=k, way=way: handed_on(k, way) for k in SCHEDULES for way in WAYS},
+    **{f"ended first {kind}": lambda kind=kind: ended_first(kind) for kind in ("gpipe", "1f1b", "interleaved")},
     "by name": by_name,
     "reading": reading,
     "evaluated": evaluated,
@@ -501,6 +537,13 @@ def test_what_one_rank_says_in_the_greeting_all_ranks_hear(ranks):
         with ThreadPoolExecutor(ranks) as threads:
             heard = list(threads.map(lambda one, who=speaker: greet(one, 1, call, True, one.rank == who), members))
         assert heard == [speaker is not None] * ranks
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved"])
+def test_the_rank_of_the_last_stage_goes_on_while_others_end_their_backwards(found, kind):
+    loss, _ = alone(made())
+    for rank in found:
+        assert [torch.equal(one, loss) for one in rank[f"ended first {kind}"]] == [True, True]
 
 
 def test_without_gradients_the_last_stage_gives_the_outputs(found):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._errors import PipelineError
 from .._transport.messages import PARTS
-from .._transport.p2p import Part, part_of
+from .._transport.p2p import Arrival, Part, part_of
 from .call import Call
 from .interpreter import Interpreter
 from .loss import Weights, loss_in, weighted
@@ -133,23 +133,35 @@ def share_buffers(member: Member, call: Call) -> None:
                     buffer.copy_(value)
 
 
+def await_loss(member: Member, call: Call) -> Arrival | None:
+    """Posts the receive of the batch's loss; None on the rank of the last stage, which makes it."""
+    if member.rank == member.last:
+        return None
+    loss = loss_in(call.record.result)
+    header = (Part((), (), loss.dtype, False), Part((), (), torch.int64, False))
+    return member.link.post(member.last, member.tags("loss"), header if _compares(member, call) else header[:1])
+
+
+def _compares(member: Member, call: Call) -> bool:
+    """Whether what ranks have drawn is compared. On a device the host would wait for the number: there the next call's
+    greeting compares."""
+    return call.record.draws_anything and member.link.has_tags
+
+
 def share_loss(member: Member, call: Call, state: Interpreter, weights: Weights) -> Tensor:
     """The batch's loss, from the rank of the last stage. Cost: a number to each rank.
 
     Raises PipelineError where ranks have drawn different random numbers.
     """
-    last, tag = member.last, member.tags("loss")
-    # On a device the host would wait for the number: there the next call's greeting compares.
-    compares = call.record.draws_anything and member.link.has_tags
+    last, compares = member.last, _compares(member, call)
     if member.rank == last:
         total = weighted([state.losses[microbatch] for microbatch in range(len(weights))], weights)
         drawn = [torch.tensor(_digest_of_generator(member, call))] if compares else []
         for peer in member.others:
-            member.link.send(peer, tag, [total, *drawn])
+            member.link.send(peer, member.tags("loss"), [total, *drawn])
         return total
-    loss = loss_in(call.record.result)
-    header = (Part((), (), loss.dtype, False), Part((), (), torch.int64, False))
-    total, *drawn = member.link.post(last, tag, header if compares else header[:1]).wait()
+    arrival, state.loss = state.loss or await_loss(member, call), None
+    total, *drawn = arrival.wait()
     if compares and drawn[0].item() != _digest_of_generator(member, call):
         raise PipelineError(
             "pipeline",

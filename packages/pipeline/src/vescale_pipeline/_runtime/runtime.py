@@ -38,7 +38,7 @@ from .._transport.words import LinkError
 from ..action import Action, Schedule
 from .backward import hooks_aside
 from .call import Call, signature_of
-from .call_exchange import all_failed, greet, share_buffers, share_loss, sum_tied
+from .call_exchange import all_failed, await_loss, greet, share_buffers, share_loss, sum_tied
 from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
@@ -270,6 +270,9 @@ class Runtime:
                 stage.begin(call.record, self.schedule.stages, self._tied if self._in_order() else ())
             scale = self._gradients.used if self._gradients is not None else 1.0
             state = self._state = Interpreter(self._member, self.forward, call, parts, weights, scale, trains)
+            if trains and self.link.has_tags:
+                # Before its turn: the last stage's rank goes on to the optimizer while others end their backwards.
+                state.loss = await_loss(self._member, call)
             with hooks_aside(trained.values()):
                 state.do(call.turns(self.schedule, self.rank, trains, self.link.has_tags), doing)
         state.end()

@@ -236,20 +236,23 @@ def _is_owned(gradients: Gradients, i: int) -> bool:
     """Whether nothing but this list holds the memory of one of its gradients, each element once.
 
     Autograd hands on what needs no work: `x + weight` gives x, the weight and the next stage's gradient one memory, in
-    one object or in several.
+    one object or in several. A Linear's is a view of the product that it made, which nothing but the view holds then.
     """
     with local_only():
-        if getrefcount(gradients[i]) > _REFERENCES or not gradients[i].is_contiguous():
-            return False
-        return _storage_Use_Count(gradients[i].untyped_storage()._cdata) <= 2  # the gradient, and the handle just made
+        alone = _ALONE if gradients[i]._base is None else _VIEW_ALONE
+        return gradients[i].is_contiguous() and _holders(gradients, i) <= alone
 
 
-def _references(values: list[object]) -> int:
-    return getrefcount(values[0])
+def _holders(tensors: Sequence[Tensor], i: int) -> int:
+    """References, in Python and in C++, to one of a list's tensors, to what it is a view of, and to their memory."""
+    held = [tensors[i].untyped_storage(), tensors[i]._base]
+    count = getrefcount(tensors[i]) + tensors[i]._use_count()
+    count += getrefcount(held[0]) + _storage_Use_Count(held[0]._cdata)
+    return count if held[1] is None else count + getrefcount(held[1]) + held[1]._use_count()
 
 
-_REFERENCES = _references([object()])
-"""To what a list alone holds, as `getrefcount` counts them."""
+_ALONE, _VIEW_ALONE = _holders([torch.empty(1)], 0), _holders([torch.empty(1).view(1)], 0)
+"""Of a tensor that a list alone holds; torch's versions differ in what they count of their own."""
 _NONES = repeat(None)
 
 
