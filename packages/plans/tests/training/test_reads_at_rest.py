@@ -1,5 +1,7 @@
 """Parameters read with gradient where they rest as parts, beside the model's own use: penalties, ties, vectors."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,3 +159,67 @@ def test_elementwise_functions_stay_on_the_parts():
     for count, numel in run_ranks(2, moved, PLANS["zero3"]):
         assert count == 0
         assert numel < 36
+
+
+class Within(nn.Module):
+    """Computes the penalty in its forward: at a place among the blocks, of which the last ends it, or a head does."""
+
+    def __init__(self, penalty, place, has_head, width=6):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, 3) if has_head else None
+        self.penalty, self.place = penalty, place
+
+    def forward(self, x):
+        found = 0.0
+        for place, block in enumerate(self.blocks):
+            found = found + self.penalty(self.blocks, x) if place == self.place else found
+            x = block(x).tanh()
+        found = found + self.penalty(self.blocks, x) if self.place == len(self.blocks) else found
+        x = x if self.head is None else self.head(x)
+        return x.square().mean() + 0.1 * found
+
+
+WITHIN = {
+    "biases": lambda blocks, x: sum(block.bias.square().sum() for block in blocks),
+    "weights": lambda blocks, x: sum(block.weight.square().sum() for block in blocks),
+    "the last, again": lambda blocks, x: F.linear(x, blocks[-1].weight, blocks[-1].bias).exp().mean(),
+    "the last, detached": lambda blocks, x: (x @ blocks[-1].weight.detach()).square().mean(),
+    "norms": lambda blocks, x: torch.stack([p.norm() for p in blocks.parameters()]).sum(),
+    "a view": lambda blocks, x: blocks[-1].weight[1:].square().sum() + blocks[-1].bias.view(-1, 1).exp().sum(),
+    "a vector": lambda blocks, x: nn.utils.parameters_to_vector(blocks.parameters()).square().mean(),
+}
+
+
+def train_within(plan, width=6):
+    found = {}
+    for name, penalty in WITHIN.items():
+        for place in range(4):
+            for has_head in (False, True):
+                torch.manual_seed(0)
+                model = Within(penalty, place, has_head, width)
+                model, optimizer = parallelize(plan, model, lambda given: torch.optim.SGD(given, lr=0.1))
+                seen = []
+                for _ in range(3):
+                    loss = model(torch.randn(4, width))
+                    loss.backward()
+                    seen += [loss.item(), *(p.grad.full_tensor() for p in model.parameters())]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found[name, place, has_head] = seen
+    return found
+
+
+# Of width 2 a rank has one number of a bias, which would broadcast.
+@pytest.mark.parametrize(
+    ("plan", "width"),
+    slice_of(list(product(("zero3", "zero3 checkpointed", "zero2 precision", "zero3 hybrid", "zero3 tp"), (6, 2))), 3),
+)
+def test_a_forward_reads_parameters_of_blocks_outside_of_them(plan, width):
+    wanted = run_ranks(1, train_within, Plan(mesh={}, parameters={"*": {}}), width)[0]
+    for found in run_ranks(torch.Size(PLANS[plan].mesh.values()).numel(), train_within, PLANS[plan], width):
+        for case, seen in wanted.items():
+            for ours, theirs in zip(found[case], seen, strict=True):
+                torch.testing.assert_close(
+                    ours, theirs, atol=1e-5, rtol=1e-5, msg=lambda text, case=case: f"{case} {text}"
+                )

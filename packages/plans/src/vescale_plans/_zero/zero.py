@@ -304,7 +304,6 @@ class DataParallel:
         if root:
             self._last[False] = None
         listens = not (unit.may_wait and not self.enabled) and bool(unit.unsharded or self._needs_end)
-        # Beside the root's parameters those of the block that backward begins with are needed again at once.
         gathered = [each for each in (self.units[-2:] if root else [unit]) if each.unsharded]
         if not (listens or gathered):
             return
@@ -326,11 +325,10 @@ class DataParallel:
             return
         if unit.unsharded and entry.began is not None:
             self._strays.note(Call(unit, entry, _get_sequence_nr(), outputs))
-        if outputs and not root and unit is self.units[-2]:
-            return
+        stays = bool(outputs) and unit in self.units[-2:]
         with DisableTorchFunction():
             for each in gathered:
-                each.hide() if root and outputs else each.reshard()
+                each.hide() if stays else each.reshard()
 
     # --- backward -------------------------------------------------------------------------
 
