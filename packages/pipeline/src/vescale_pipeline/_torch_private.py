@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.nn.utils import clip_grad
 from torch.utils import _python_dispatch, checkpoint
 
 # Runs functions of subclasses as on plain tensors. Instead: the public `torch.overrides` name of it.
@@ -36,6 +37,9 @@ _foreach_add_ = torch._foreach_add_
 _foreach_mul = torch._foreach_mul
 _foreach_norm = torch._foreach_norm
 
+# What torch's clipping calls for the norm of all gradients. Instead: a public hook on it.
+_get_total_norm = clip_grad._get_total_norm
+
 # Tensors without memory that keep their device, to count a model's work. Instead: a public name of it.
 FakeTensorMode = fake_tensor.FakeTensorMode
 
@@ -54,6 +58,11 @@ _abort_process_group = distributed_c10d._abort_process_group
 
 # The store of the process group, through which stages tell failures. Instead: a public `dist.get_default_store`.
 _get_default_store = distributed_c10d._get_default_store
+
+
+def set_total_norm(function: Any) -> None:
+    """What torch's clipping calls from now on. Instead: as for `_get_total_norm`."""
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = function
 
 
 def set_checkpoint_hook(hook: type) -> None:

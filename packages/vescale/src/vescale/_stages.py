@@ -57,7 +57,7 @@ def pipelined(
     schedule = schedule_of(plan, device_mesh.device_type)
     owned = ownership(model, plan.pipeline.cuts, plan.pipeline.owners)
     others = {name: size for name, size in plan.mesh.items() if name != axis}
-    stage_mesh = device_mesh[tuple(others)]
+    stage_mesh = _mesh_of_stage(device_mesh, tuple(others))
     _make_groups(mesh_of(stage_mesh))
     lines[mesh_of(stage_mesh)] = device_mesh.get_group(axis)
     ranks, group = _line(device_mesh, list(plan.mesh).index(axis))
@@ -84,6 +84,7 @@ def pipelined(
             ended=_ended,
             recorder=Transfers(axis),
             compute=plan.precision and plan.precision.compute,
+            before=model._vescale.sync.take_in_before_parts,
             **more,
         )
 
@@ -164,6 +165,15 @@ def _take_states_of_one_device(model: nn.Module) -> None:
             state.pop(prefix + name, None)
 
     model.register_load_state_dict_pre_hook(leave_out)
+
+
+def _mesh_of_stage(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """The part of the plan's mesh that this rank's stage is; the same object for the same mesh and axes, so that
+    tensors of several models meet. It is kept on the plan's mesh, with which it ends."""
+    known = device_mesh.__dict__.setdefault("_vescale_stages", {})
+    if axes not in known:
+        known[axes] = device_mesh[axes]
+    return known[axes]
 
 
 def _make_groups(mesh: Mesh) -> None:

@@ -1,6 +1,8 @@
 """Norms that a loop takes by itself, over all of model.parameters(): global, or refused; and optimizers of stages that
 train nothing."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,9 @@ IDIOMS = {
     "norms, squared": lambda all_: sum(g.norm() ** 2 for g in all_).sqrt(),
     "norms, stacked": lambda all_: torch.stack([torch.linalg.vector_norm(g) for g in all_]).sum(),
     "in place": lambda all_: accumulated(g.square().sum() for g in all_),
+    "copies": lambda all_: sum(g.clone().square().sum() for g in all_),
+    "products of copies": lambda all_: sum((g.clone() * g).sum() for g in all_),
+    "products with copies": lambda all_: sum((g * g.clone().detach()).sum() for g in all_),
     "largest": lambda all_: max(g.abs().max().item() for g in all_),
     "finite": lambda all_: float(all(torch.isfinite(g).all() for g in all_)),
     "no number": lambda all_: float(any(g.isnan().any() for g in all_)),
@@ -221,6 +226,121 @@ def test_what_norms_do_not_tell_is_refused(chosen):
     assert run_ranks(chosen.world_size, refusals, chosen, timeout=90) == [dict.fromkeys(REFUSED, True)] * (
         chosen.world_size
     )
+
+
+COPIES = {
+    "clone": lambda t: t.detach().clone(),
+    "dtype": lambda t: t.double(),
+    "squares": lambda t: t**2,
+    "absolute": lambda t: t.detach().abs(),
+    "view of a copy": lambda t: t.clone().flatten(),
+}
+READS = {
+    "norm": lambda copy, now: copy.norm(),
+    "sum": lambda copy, now: copy.square().sum(),
+    "product": lambda copy, now: (copy * now).sum(),
+    "product, other way": lambda copy, now: (now * copy).sum(),
+    "largest": lambda copy, now: copy.abs().max(),
+    "foreach": lambda copy, now: torch._foreach_norm([copy])[0],
+}
+CHANGES = {
+    "backward": lambda model, optimizer, batch: model(*batch).backward(),
+    "anew": lambda model, optimizer, batch: (optimizer.zero_grad(), model(*batch).backward()),
+    "clipped": lambda model, optimizer, batch: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "step": lambda model, optimizer, batch: optimizer.step(),
+    "by hand": lambda model, optimizer, batch: torch.no_grad()(lambda: [p.mul_(0.5) for p in model.parameters()])(),
+}
+
+
+def copied(chosen):
+    """For each copy, of the last parameter or its gradient, and each change after it, what the reads gave."""
+    torch.manual_seed(0)
+    model, optimizer = vescale.parallelize(chosen, Net(), lambda ps: torch.optim.SGD(ps, lr=0.1))
+    batch = torch.randn(2, COUNT * ROWS, 8).unbind()
+    given = {}
+    for change in CHANGES:
+        of_values = change in ("step", "by hand")
+        for name, copy in COPIES.items():
+            model(*batch).backward()
+            last = [p for p in model.parameters() if p.requires_grad][-1]
+            kept = copy(last.detach() if of_values else last.grad)
+            READS["norm"](copy(last.detach()), None) if name in ("clone", "dtype") else None
+            CHANGES[change](model, optimizer, batch)
+            for read, compute in READS.items():
+                try:
+                    compute(kept, last.detach() if of_values else last.grad)
+                except PipelineError as error:
+                    given[change, name, read] = "a copy of it was made before" in str(error)
+    return given
+
+
+@pytest.mark.parametrize("chosen", [PLANS[0], PLANS[2]], ids=["pp2", "pp2 dp2 zero3"])
+def test_a_copy_that_what_it_was_made_of_has_left_behind_is_refused(chosen):
+    for given in run_ranks(chosen.world_size, copied, chosen, timeout=90):
+        assert given == dict.fromkeys(itertools.product(CHANGES, COPIES, READS), True)
+
+
+def grads_of(parameters):
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+# Ways to parameters that no stand-in is in; of the model, the optimizer and what its factory was given.
+WAYS = {
+    "names": lambda model, optimizer, given: [p for _, p in model.named_parameters()],
+    "groups": lambda model, optimizer, given: [p for g in optimizer.param_groups for p in g["params"]],
+    "first group": lambda model, optimizer, given: optimizer.param_groups[0]["params"],
+    "given": lambda model, optimizer, given: given,
+    "modules": lambda model, optimizer, given: list(
+        dict.fromkeys(p for module in model.modules() for p in module.parameters(recurse=False) if module is not model)
+    ),
+    "trained": lambda model, optimizer, given: [p for n, p in model.named_parameters() if p.requires_grad],
+    "matrices": lambda model, optimizer, given: [p for p in model.parameters() if p.ndim > 1],
+    "vectors": lambda model, optimizer, given: [p for n, p in model.named_parameters() if "bias" in n],
+    "blocks": lambda model, optimizer, given: list(model.blocks.parameters()),
+    "a block": lambda model, optimizer, given: list(model.blocks[3].parameters()),
+    "a tied weight": lambda model, optimizer, given: list(model.last.parameters()),
+    "of one stage": lambda model, optimizer, given: [*model.blocks[0].parameters(), *model.first.parameters()],
+}
+
+
+def by_other_ways(chosen, way, values):
+    torch.manual_seed(0)
+    model, given = Net(), []
+
+    def factory(ps):
+        given.extend(ps)
+        return torch.optim.SGD(given, lr=0.5)
+
+    model, optimizer = (model, factory(model.parameters())) if chosen is None else (
+        vescale.parallelize(chosen, model, factory)
+    )  # fmt: skip
+    seen = []
+    for x, y in torch.randn(4, 2, COUNT * ROWS, 8, generator=torch.Generator().manual_seed(1)).unbind():
+        parts = 1 if chosen is not None else COUNT
+        for pair in zip(x.chunk(parts), y.chunk(parts)):
+            (model(*pair) / parts).backward()
+        found = WAYS[way](model, optimizer, given)
+        if values:
+            seen.append(float(nn.utils.get_total_norm(list(found)).detach()))
+        seen.append(float(nn.utils.get_total_norm(grads_of(found), norm_type=3)))
+        seen.append(float(nn.utils.clip_grad_norm_(found, 0.05)))
+        # Layer by layer, on the ranks that hold one.
+        for block in model.blocks if way == "names" else ():
+            nn.utils.clip_grad_norm_(block.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
+    return torch.tensor(seen), whole
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("chosen", [PLANS[0], PLANS[2]], ids=["pp2", "pp2 dp2 zero3"])
+def test_torchs_norm_of_what_each_rank_has_chosen_is_one_devices(chosen, way):
+    wanted, expected = by_other_ways(None, way, True)
+    for seen, whole in run_ranks(chosen.world_size, by_other_ways, chosen, way, True, timeout=90):
+        torch.testing.assert_close(seen, wanted, rtol=3e-6, atol=0)
+        for name, value in whole.items():
+            assert (value - expected[name]).norm() <= 3e-6 * expected[name].norm()
 
 
 def frozen(chosen, first, folder):

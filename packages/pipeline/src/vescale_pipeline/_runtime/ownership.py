@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +96,26 @@ def disown_buffers(model: nn.Module, owned: Ownership, stages: Collection[int]) 
 def is_elsewhere(value: object) -> bool:
     """Whether an attribute of a module is a parameter that another stage owns."""
     return type(value) is Placeholder
+
+
+def holds_elsewhere(module: nn.Module) -> bool:
+    """Whether another stage owns a parameter of the module, or of a module within it."""
+    return any(is_elsewhere(value) for one in module.modules() for value in one.__dict__.values())
+
+
+def named_everywhere(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """`module.named_parameters()` with what stands for those of other stages, each in the order of one device."""
+    seen: set[int] = set()
+    for name, one in module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate):
+        if one is not module and not recurse:
+            return
+        elsewhere = {leaf: value for leaf, value in one.__dict__.items() if is_elsewhere(value)}
+        for leaf, value in (*one._parameters.items(), *elsewhere.items()):
+            if value is not None and not (remove_duplicate and id(value) in seen):
+                seen.add(id(value))
+                yield f"{name}.{leaf}" if name else leaf, value
 
 
 def _check_name(what: str, name: str, names: list[str]) -> None:

@@ -39,14 +39,17 @@ from ..action import Action, Schedule
 from .backward import hooks_aside
 from .call import Call, signature_of
 from .call_exchange import all_failed, await_loss, greet, share_buffers, share_loss, sum_tied
+from .casts import Casts
 from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
 from .microbatches import check_awaits_no_gradient, loss_weights, split
+from .other_stages.moment import moment
 from .other_stages.stand_ins import OtherStages
 from .other_stages.told import norms_of_model
+from .other_stages.total_norm import Chosen
 from .outputs import share_outputs
-from .ownership import Ownership, disown_buffers, is_elsewhere, release
+from .ownership import Ownership, disown_buffers, holds_elsewhere, named_everywhere, release
 from .skeleton import Run, Station
 from .stage import Codec, Stage, check_uses
 
@@ -75,6 +78,8 @@ class Runtime:
         link: makes the messages to the other ranks.
         beginning: is told of every action before it is done, and of READING before a call looks at what it will meet.
         compute: the floating dtype that stages compute with parameters in, where that is not the parameters' own.
+        before: is called before a call looks at the model: parameters that were given other memory take it. Gives
+            whether there were any.
     """
 
     def __init__(
@@ -96,8 +101,9 @@ class Runtime:
         link: Callable[..., Link] = Link,
         beginning: Callable[[Action | str], None] | None = None,
         compute: torch.dtype | None = None,
+        before: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._during, self._in_order = during, in_order
+        self._during, self._in_order, self._before = during, in_order, before
         self._loss = frozenset((loss,)) if loss is not None else None
         name = f"vescale_pipeline/{'-'.join(map(str, ranks))}/{_number_of(ranks)}"
         self.ranks, self.faults = ranks, Faults(name, ended)
@@ -120,6 +126,7 @@ class Runtime:
         self._modules = list(model.modules())
         self._tied = sorted(name for name, stages in owned.stages.items() if len(stages) > 1)
         self._calls: dict[Any, Call] = {}
+        self._casts = Casts(model, [one for stage in stages.values() for one in stage.parameters.values()])
         self._trained: list[str] | None = None  # of this rank's parameters, at the last call
         self.calls = 0
         self._scale = 1.0
@@ -128,12 +135,18 @@ class Runtime:
         self._broken: str | None = None
         self._in_call = False
         self._other_stages = [
-            OtherStages(partial(norms_of_model, self._member, trained=trained), link.device, trained is not False)
+            OtherStages(
+                partial(norms_of_model, self._member, trained=trained), self._moment, link.device, trained is not False
+            )
             for trained in ((True, False) if owned.has_frozen else (None,))
         ]
+        self._chosen = Chosen(self._member)
         self._reveals = False
         model.__dict__["_call_impl"] = self
         model.__dict__["parameters"] = self._all_parameters
+        for module in model.modules():
+            if holds_elsewhere(module):
+                module.__dict__["named_parameters"] = partial(self._named_parameters, module)
         watch(self)
 
     @property
@@ -159,6 +172,9 @@ class Runtime:
             parts = split((args, kwargs), self.schedule.microbatches, self._member.codec.parts)
             if self._beginning is not None:
                 self._beginning(READING)
+            if self._before() and self._casts.follow():  # records are of the dtypes before
+                self._calls.clear()
+                self._trained = None
             return self._run(self._call_of(parts, (args, kwargs)), parts, doing)
         except BaseException as error:
             if isinstance(error, PipelineError) and doing.action is None and self._fails_everywhere():
@@ -284,23 +300,28 @@ class Runtime:
         loss = share_loss(self._member, call, state, weights)
         self.link.flush()
         self._other_stages[0].exists = True
+        self._chosen.called()
         gradients = [sums.get(name) for name in trained]
         loss, self._gradients = released(gradients, scale, loss, list(trained.values()), self._check)
         return with_loss(call.record.result, loss)
 
     # --- the norm of all gradients --------------------------------------------------------
 
+    def _moment(self, values: bool) -> tuple:
+        return moment(self._member.parameters.values(), self.calls, values)
+
     def _all_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """`model.parameters()`: this rank's, and what stands for the others'; of a forward's code, on every rank all of
-        them, so that what it does with them is traced alike."""
-        if self.is_above_units:
-            modules = self._model.modules() if recurse else (self._model,)
-            held = [(*module._parameters.values(), *module.__dict__.values()) for module in modules]
-            weights = [one for values in held for one in values if isinstance(one, nn.Parameter) or is_elsewhere(one)]
-            yield from {id(one): one for one in weights}.values()
-            return
+        """`model.parameters()`: this rank's, and what stands for the others'."""
         yield from nn.Module.parameters(self._model, recurse)
-        yield from self._other_stages
+        if not self.is_above_units:
+            yield from self._other_stages
+
+    def _named_parameters(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """`module.named_parameters()`: this rank's; in a forward's code all, so that every rank traces it alike."""
+        if not self.is_above_units:
+            yield from nn.Module.named_parameters(module, *args, **kwargs)
+            return
+        yield from named_everywhere(module, *args, **kwargs)
 
     def _close(self) -> None:
         """Lets go of all that holds a connection, and of the connections."""

@@ -276,5 +276,6 @@ def check_uses(record: Record, stages: dict[str, tuple[int, ...]], cuts: Sequenc
                     (f"Pipeline(owners={{{name.rpartition('.')[0]!r}: {strange[0]}}})", "that stage holds the module"),
                     ("register the module where it is called", "the order of __init__ is that of forward"),
                     ("tie it under a second name in the using stage", "module.weight = other.weight"),
+                    ("loss = model(batch) + penalty", "of model.parameters(), in the loop, where it is one"),
                 ],
             )

@@ -111,11 +111,13 @@ class DataParallel:
         if not torch.is_grad_enabled():
             self.rest()
 
-    def take_in(self) -> None:
+    def take_in(self) -> bool:
         """Parameters that somebody has given other memory lie in their buckets again, with the values that they have:
-        before anything reads a bucket. Cost: a look at each parameter."""
+        before anything reads a bucket. Gives whether there were any. Cost: a look at each parameter."""
+        found = False
         for unit in self.units:
             if not unit.is_intact:
+                found = True
                 unit.reshard()
                 for bucket in unit.buckets:
                     if not bucket.is_intact:
@@ -124,6 +126,14 @@ class DataParallel:
         frozen = [(unit, bucket) for unit, bucket in self._frozen if bucket.is_thawed]
         if frozen:
             self._thaw(frozen)
+        return found
+
+    def take_in_before_parts(self) -> bool:
+        """The same before a call `in_parts`; where there were any, all parameters are at rest, in their own dtypes."""
+        found = self.take_in()
+        if found:
+            self.rest()
+        return found
 
     def _thaw(self, thawed: list[tuple[FSDPUnit, Bucket]]) -> None:
         """Parameters that were frozen when their buckets were made are trained from here on. A gradient that one of

@@ -18,6 +18,7 @@ host never waits for one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,11 +31,13 @@ from .told import Placed, Told, combined
 
 NORMS = frozenset((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm))
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_SAME = frozenset(
-    (Tensor.detach, torch.detach, Tensor.clone, torch.clone, Tensor.contiguous, Tensor.to, Tensor.type, Tensor.cpu,
-     Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.view, Tensor.reshape, torch.reshape,
+_VIEWS = frozenset(
+    (Tensor.detach, torch.detach, Tensor.contiguous, Tensor.cpu, Tensor.view, Tensor.reshape, torch.reshape,
      Tensor.flatten, torch.flatten, Tensor.ravel, torch.ravel, _DATA)
 )  # fmt: skip
+_SAME = _VIEWS | frozenset(
+    (Tensor.clone, torch.clone, Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16)
+)
 _ABSOLUTE = frozenset((torch.abs, Tensor.abs, Tensor.__abs__, torch.absolute, Tensor.absolute))
 _POWERS = frozenset((torch.square, Tensor.square, torch.pow, Tensor.pow, Tensor.__pow__))
 _PRODUCTS = frozenset((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply))
@@ -43,6 +46,7 @@ _LARGEST = frozenset((torch.max, Tensor.max, torch.amax, Tensor.amax))
 _ASKED = {torch.isfinite: torch.isfinite, Tensor.isfinite: torch.isfinite, torch.isnan: torch.isnan,
           Tensor.isnan: torch.isnan}  # fmt: skip
 _ANSWERS = {torch.all: torch.isfinite, Tensor.all: torch.isfinite, torch.any: torch.isnan, Tensor.any: torch.isnan}
+_READS = _ABSOLUTE | _POWERS | _PRODUCTS | _SUMS | _LARGEST | NORMS | _ASKED.keys() | _ANSWERS.keys()
 _FOLLOWED = _SAME | _ABSOLUTE | _POWERS | _PRODUCTS | _SUMS | _LARGEST | NORMS | _ASKED.keys()
 _COPIES = frozenset(("__deepcopy__", "__reduce_ex__"))
 _METADATA = frozenset(
@@ -54,8 +58,31 @@ _METADATA = frozenset(
 """Functions that read no value of the elements."""
 
 
+@dataclass(frozen=True)
+class Copied:
+    """The norms of a copy: of what it was made of, while that has not changed.
+
+    Arguments:
+        norm_of: of what it was made of.
+        now: what tells whether that has changed.
+        then: what `now` gave when the copy was made.
+    """
+
+    norm_of: Callable[[float], Placed]
+    now: Callable[[], Any]
+    then: Any
+
+    def __call__(self, order: float) -> Placed:
+        return self.norm_of(order)
+
+    @property
+    def is_old(self) -> bool:
+        return self.now() != self.then
+
+
 class OtherStages(nn.Parameter):
     """See the module. `norm_of(order, values)` gives the norms, of values or of gradients; it communicates.
+    `now(values)` gives another thing whenever these may have changed.
 
     Of a model with frozen parameters there are two, so that code that chooses by `requires_grad` gets what it chose.
     """
@@ -65,12 +92,16 @@ class OtherStages(nn.Parameter):
     leaf: nn.Parameter  # in its place among tensors of other classes
 
     def __new__(
-        cls, norm_of: Callable[[float, bool], Placed], device: torch.device, trained: bool = True
+        cls,
+        norm_of: Callable[[float, bool], Placed],
+        now: Callable[[bool], Any],
+        device: torch.device,
+        trained: bool = True,
     ) -> OtherStages:
         made = make_subclass(cls, torch.empty(0, device=device), trained)
         made.exists, made.leaf = False, nn.Parameter(torch.empty(0, device=device), requires_grad=trained)
-        made.gradients = Remote(lambda order: norm_of(order, False), device)
-        made.values = Remote(lambda order: norm_of(order, True), device)
+        made.gradients = Remote(lambda order: norm_of(order, False), device, now=lambda: now(False))
+        made.values = Remote(lambda order: norm_of(order, True), device, now=lambda: now(True))
         return made
 
     @property
@@ -112,6 +143,7 @@ class Remote(Tensor):
         power: what every element was raised to since.
         is_absolute: whether no element can be negative.
         asked: what is asked of every element: `torch.isfinite` or `torch.isnan`.
+        now: tells whether what it is has changed.
     """
 
     before_dtensor = True
@@ -124,10 +156,23 @@ class Remote(Tensor):
         power: float = 1,
         is_absolute: bool = False,
         asked: Callable | None = None,
+        now: Callable[[], Any] | None = None,
     ) -> Remote:
         made = make_subclass(cls, torch.empty(0, device=device))
         made.norm_of, made.power, made.is_absolute, made.asked = norm_of, power, is_absolute, asked
+        made.now = now
         return made
+
+    def _copy(self, power: float, is_absolute: bool, asked: Callable | None = None) -> Remote:
+        """What is made of it now, and stays so when it changes."""
+        norm_of = self.norm_of
+        if norm_of is not None and self.now is not None and type(norm_of) is not Copied:
+            norm_of = Copied(norm_of, self.now, self.now())
+        return Remote(norm_of, self.device, power, is_absolute, asked, self.now)
+
+    @property
+    def _is_old(self) -> bool:
+        return type(self.norm_of) is Copied and self.norm_of.is_old
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -158,6 +203,10 @@ class Remote(Tensor):
     def _followed(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """What norms tell; None if they do not."""
         power, absolute = self.power, self.is_absolute
+        if function in _VIEWS:
+            return Remote(self.norm_of, self.device, power, absolute, self.asked, self.now)
+        if self._is_old and function in _READS:
+            raise refused(function, is_old=True)
         if function in NORMS:
             order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
             order = 2.0 if order in (None, "fro") else float(order)
@@ -169,17 +218,17 @@ class Remote(Tensor):
         if self.norm_of is None or self.asked is not None:
             return None
         if function in _SAME:
-            return Remote(self.norm_of, self.device, power, absolute)
+            return self._copy(power, absolute)
         if function in _ASKED:
-            return Remote(self.norm_of, self.device, power, absolute, _ASKED[function])
+            return self._copy(power, absolute, _ASKED[function])
         if function in _ABSOLUTE:
-            return Remote(self.norm_of, self.device, power, True)
+            return self._copy(power, True)
         if function in _POWERS:
             by = args[1] if len(args) > 1 else kwargs.get("exponent", 2)
             if isinstance(by, (int, float)) and by > 0 and (absolute or by == int(by)):
-                return Remote(self.norm_of, self.device, power * by, absolute or by % 2 == 0)
+                return self._copy(power * by, absolute or by % 2 == 0)
         if function in _PRODUCTS and len(args) == 2 and self._is_like(args[1]):
-            return Remote(self.norm_of, self.device, power * 2, True)
+            return self._copy(power * 2, True)
         if len(args) == 1 and not kwargs.keys() - {"dtype"} and absolute:
             if function in _SUMS:
                 return Told(self.norm_of(float(power)).each(lambda norm: norm**power), None, self.device)
@@ -188,13 +237,22 @@ class Remote(Tensor):
         return None
 
     def _is_like(self, other: Any) -> bool:
-        mine = self.norm_of, self.power, self.is_absolute, None
-        return type(other) is Remote and (other.norm_of, other.power, other.is_absolute, other.asked) == mine
+        other = other.values if type(other) is OtherStages else other
+        if type(other) is not Remote:
+            return False
+        if other._is_old:
+            raise refused(torch.mul, is_old=True)
+        mine = _uncopied(self.norm_of), self.power, self.is_absolute, None
+        return (_uncopied(other.norm_of), other.power, other.is_absolute, other.asked) == mine
 
     def _largest(self) -> Tensor:
         placed = self.norm_of(float("inf"))
         largest = combined(placed.elsewhere, float("inf"), self.device)
         return largest.to(placed.dtype or torch.get_default_dtype())
+
+
+def _uncopied(norm_of: Callable | None) -> Callable | None:
+    return norm_of.norm_of if type(norm_of) is Copied else norm_of
 
 
 def _tried(function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -215,11 +273,16 @@ def _checked(function: Callable, out: Any, args: tuple) -> Any:
     return out
 
 
-def refused(function: Callable) -> PipelineError:
+def refused(function: Callable, is_old: bool = False) -> PipelineError:
+    known = (
+        "a copy of it was made before a call, a backward or a step, and this rank knows it as it is now"
+        if is_old
+        else "this rank knows norms, sums of squares and of absolute values of it, and nothing else"
+    )
     return PipelineError(
         "pipeline",
         f"{getattr(function, '__name__', function)} takes the last of model.parameters(), which stands for all that "
-        "other stages hold: this rank knows norms, sums of squares and of absolute values of it, and nothing else",
+        f"other stages hold: {known}",
         (),
         [
             ("torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])", "the norm over all stages"),

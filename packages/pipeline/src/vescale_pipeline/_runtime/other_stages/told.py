@@ -169,10 +169,9 @@ def norms_of_model(member: Member, order: float, values: bool = False, trained: 
     """The norms of all gradients, or of all values; asked for are those of what is `trained`, or is not, or of all.
     Call it on all ranks of the pipeline.
 
-    Cost: to and from each rank one message of 8 bytes per gradient, told by the first that holds it, and a word of
-    which there are.
+    Each is told by the first rank that holds it. Cost: that of `exchange`.
     """
-    placement, tag, peers = member.schedule.placement, member.tags("norm"), member.others
+    placement = member.schedule.placement
     places = {name: place for place, name in enumerate(member.owned.stages)}
     first = {name: placement[stages[0]] for name, stages in member.owned.stages.items()}
     parameters = {name: member.parameters[name] for name in places if name in member.parameters}
@@ -180,23 +179,42 @@ def norms_of_model(member: Member, order: float, values: bool = False, trained: 
     mine = [name for name, one in found.items() if one is not None and first[name] == member.rank]
     with torch.no_grad():
         norms = norms_of_gradients([found[name] for name in mine], order, member.codec.whole)
-    word = [(places[name], norm.dtype, parameters[name].requires_grad) for name, norm in zip(mine, norms)]
-    told = torch.stack(norms).double() if norms else torch.empty(0, dtype=torch.float64, device=member.link.device)
-    for peer in peers:
-        member.link.send_object(peer, tag, word)
-    words = [member.link.receive_object(peer, tag) for peer in peers]
-    arrivals = [
-        member.link.swap(peer, tag + 2, [told], (Part((len(theirs),), (1,), torch.float64, False),))
-        for peer, theirs in zip(peers, words)
-    ]
     numbers, dtypes, asked = {}, [], set()
-    for given, column in ((word, told), *((theirs, arrival.wait()[0]) for theirs, arrival in zip(words, arrivals))):
-        for (place, dtype, is_trained), norm in zip(given, column.unbind()):
-            numbers[place] = norm
-            dtypes.append(dtype)
-            if trained is None or is_trained is trained:
-                asked.add(place)
-    member.link.flush()
+    told = exchange(member, [(places[name], parameters[name].requires_grad) for name in mine], norms)
+    for (place, is_trained), dtype, norm in told:
+        numbers[place] = norm
+        dtypes.append(dtype)
+        if trained is None or is_trained is trained:
+            asked.add(place)
     held = frozenset(places[name] for name in found)
     dtype = reduce(torch.promote_types, dtypes) if dtypes else None
     return Placed(numbers, held, frozenset(asked), dtype, member.codec.whole)
+
+
+def exchange(member: Member, words: Sequence[Any], numbers: Sequence[Tensor]) -> list[tuple[Any, torch.dtype, Tensor]]:
+    """What all ranks tell, in their order: for each number a word (picklable) of what it is of, its dtype, and it, in
+    double precision. Call it on all ranks of the pipeline.
+
+    Cost: to and from each rank one message of 8 bytes per number, and one of the words.
+    """
+    tag = member.tags("norm")
+    word = list(zip(words, [one.dtype for one in numbers]))
+    told = (
+        torch.stack(list(numbers)).double()
+        if numbers
+        else torch.empty(0, dtype=torch.float64, device=member.link.device)
+    )
+    for peer in member.others:
+        member.link.send_object(peer, tag, word)
+    heard = {peer: member.link.receive_object(peer, tag) for peer in member.others}
+    arrivals = {
+        peer: member.link.swap(peer, tag + 2, [told], (Part((len(theirs),), (1,), torch.float64, False),))
+        for peer, theirs in heard.items()
+    }
+    columns = {member.rank: (word, told), **{peer: (heard[peer], one.wait()[0]) for peer, one in arrivals.items()}}
+    member.link.flush()
+    return [
+        (*known, number)
+        for _, (known_of, column) in sorted(columns.items(), key=lambda one: one[0])
+        for known, number in zip(known_of, column.unbind())
+    ]

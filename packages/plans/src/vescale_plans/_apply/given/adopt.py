@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -56,12 +57,8 @@ def check_given(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 def take_over(optimizer: torch.optim.Optimizer, model: nn.Module, sync: DataParallel) -> Any:
     """The optimizer, its parameters shards by now, with states cut as they are, and without what other stages of a
     pipeline have taken along."""
-    states = {parameter: state for parameter, state in optimizer.state.items() if not is_gone(parameter)}
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if not is_gone(parameter)]
-    for name, value in vars(optimizer).items():
-        if name not in ("param_groups", "state"):
-            vars(optimizer)[name] = _left(value)  # LBFGS keeps its parameters apart
+    leave_out(optimizer, is_gone)
+    states = dict(optimizer.state)
     optimizer.state.clear()
     for parameter, state in states.items():
         optimizer.state[parameter] = {key: _cut(value, parameter, sync) for key, value in state.items()}
@@ -80,6 +77,8 @@ def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     it steps on this rank's shards, and `vescale.save` can store its states. For frameworks that create the optimizer
     themselves.
 
+    Under a pipeline, what `model.parameters()` has for other stages' is left out of the groups, as `parallelize` does.
+
     Returns the same object. Raises PlanError for a model that is not parallelized, an optimizer of other parameters, or
     one that has states of full matrices. Cost: existing states are sharded; nothing before the first step.
     """
@@ -90,8 +89,11 @@ def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     if isinstance(optimizer, Sharded) and optimizer._parallel is parallel.sync:
         return optimizer
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    elsewhere = {id(parameter) for parameter in model.parameters()} - names.keys()
+    own = [one for one in held if id(one) in elsewhere or parallel.sync.param_of(one) is not None]
     of_matrices = type(optimizer) in MATRIX and optimizer.state
-    if of_matrices or all(parallel.sync.param_of(parameter) is None for parameter in held):
+    if of_matrices or not own:
         what = "has states of full matrices" if of_matrices else "holds none of the model's parameters"
         raise PlanError(
             "adopt",
@@ -99,7 +101,21 @@ def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
             [f"optimizer  {len(held)} parameters, {len(optimizer.state)} with a state"],
             [("adopt(model, torch.optim.AdamW(model.parameters(), ...))", "before its first step")],
         )
-    return wrap(optimizer, parallel.sync, {id(p): name for name, p in model.named_parameters()})
+    if elsewhere:
+        leave_out(optimizer, lambda one: id(one) in elsewhere)
+    return wrap(optimizer, parallel.sync, names)
+
+
+def leave_out(optimizer: Any, gone: Callable[[Tensor], bool]) -> None:
+    """Takes parameters off an optimizer: off its groups, its states, and what it keeps beside them, as LBFGS does."""
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if not gone(parameter)]
+    states = getattr(optimizer, "state", {})
+    for parameter in [one for one in states if isinstance(one, Tensor) and gone(one)]:
+        del states[parameter]
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state"):
+            vars(optimizer)[name] = _left(value, gone)
 
 
 def is_gone(parameter: Tensor) -> bool:
@@ -118,22 +134,22 @@ def watch(sync: DataParallel) -> None:
 _hooks: list[Any] = []
 
 
-def _left(value: Any) -> Any:
+def _left(value: Any, gone: Callable[[Tensor], bool]) -> Any:
     """What an optimizer keeps beside its groups, without what is gone."""
+
+    def stays(one: Any) -> bool:
+        return not (isinstance(one, Tensor) and gone(one))
+
     if type(value) is dict:
-        pairs = {key: _left(one) for key, one in value.items() if not _is_gone_parameter(key)}
+        pairs = {key: _left(one, gone) for key, one in value.items() if stays(key)}
         value.clear()
         value.update(pairs)  # the same object, which others may hold
     elif type(value) in (list, tuple):
-        items = [_left(one) for one in value if not _is_gone_parameter(one)]
+        items = [_left(one, gone) for one in value if stays(one)]
         if type(value) is tuple:
             return tuple(items)
         value[:] = items
     return value
-
-
-def _is_gone_parameter(value: Any) -> bool:
-    return isinstance(value, Tensor) and is_gone(value)
 
 
 def _cut(value: Any, parameter: nn.Parameter, sync: DataParallel) -> Any:

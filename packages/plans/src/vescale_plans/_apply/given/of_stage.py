@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..._plan.parts import PlanError
+from .adopt import leave_out
 
 
 def made_over(model: nn.Module, factory: Callable[[Iterator[nn.Parameter]], Any]) -> Any:
@@ -20,8 +21,8 @@ def made_over(model: nn.Module, factory: Callable[[Iterator[nn.Parameter]], Any]
         return factory(iter(own))
     stand_in = nn.Parameter(torch.empty(0))
     optimizer = factory(iter([*own, stand_in]))
-    for group in getattr(optimizer, "param_groups", ()):
-        group["params"] = [parameter for parameter in group["params"] if parameter is not stand_in]
+    if hasattr(optimizer, "param_groups"):
+        leave_out(optimizer, lambda one: one is stand_in)
     return optimizer
 
 
