@@ -44,6 +44,10 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 
+# The same memory as another class, and no view; as it was before `constructors.py` replaced it. Instead: `as_subclass`
+# that makes no view of a tensor without gradient.
+_make_subclass = Tensor._make_subclass
+
 # A tensor without memory, which stands for a mask that is described. Instead: a public constructor of it.
 _make_wrapper_subclass = Tensor._make_wrapper_subclass
 
@@ -75,6 +79,16 @@ _make_dual = torch._VF._make_dual
 def dual_level() -> int:
     """How deep in forward-mode differentiation this is, -1 outside. Instead: a public question of it."""
     return forward_ad._current_level
+
+
+# What `torch.autograd.backward` and `grad` begin with, a gradient that is no root's being asked for nothing. Instead:
+# gradients that are asked for `__torch_function__`, as roots and inputs are.
+_make_grads = torch.autograd._make_grads
+
+
+def replace_make_grads(how: Callable[..., tuple[Tensor | None, ...]]) -> None:
+    """From now on torch calls `how` for it. Instead: as above."""
+    torch.autograd._make_grads = how
 
 
 # What of a checkpoint keeps tensors, which notes their layouts: the first in later versions of torch, else the second.

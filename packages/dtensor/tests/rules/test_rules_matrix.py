@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.torch_version import TorchVersion
 
-from vescale_dtensor import FallbackWarning, Partial, Replicate, Shard
+from vescale_dtensor import FallbackWarning, Partial, Replicate, ShapeError, Shard
 from vescale_dtensor._rules.products.matrix import CORES, TRANSFORMED, function_named
 from vescale_dtensor._rules.solvers.composed import COPIES
-from vescale_dtensor._test_kit.oracle import compare
+from vescale_dtensor._test_kit.oracle import compare, placements_for, spread
 from vescale_dtensor.testing import in_turns, mesh_of, run_ranks
 
 R, P, S = Replicate(), Partial(), Shard
@@ -192,6 +192,30 @@ def test_compositions():
                 lambda x, f, a: torch.cov(x, fweights=f, aweights=a), [rand(5, 7), counts, weights],
                 [places, (R, R), None], mesh, **close,
             )  # fmt: skip
+
+    strictly(check)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (1, 3), (), (0, 3), (2, 1, 4)], ids=str)
+def test_sum_to_any_size(shape):
+    """To each size that broadcasts to the shape; any other is an error, on every rank."""
+    kinds = [(), (1,), (2,), (3,), (4,), (0,), (-1,), (1, 3), (2, 3), (4, 1), (4, 3), (1, 4), (0, 3), (-1, 3)]
+    sizes = [*kinds, (1, 1), (2, 1, 4), (2, 4, 3), (1, 1, 1), (1, 4, 3)]
+
+    def check():
+        mesh = mesh_of(2, 2)
+        for size in sizes:
+            whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape).requires_grad_()
+            try:
+                whole.sum_to_size(size)
+            except RuntimeError:
+                for places in placements_for(shape, 2):
+                    with pytest.raises(ShapeError, match="global shape"):
+                        spread(whole, mesh, places).sum_to_size(size)
+                continue
+            for places in placements_for(shape, 2):
+                compare(lambda x: x.sum_to_size(size), [whole], [places], mesh, rtol=1e-4, atol=1e-5)
+                compare(lambda x: x.sum_to_size(size=size), [whole], [places], mesh, rtol=1e-4, atol=1e-5)
 
     strictly(check)
 

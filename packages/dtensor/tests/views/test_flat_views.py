@@ -109,3 +109,14 @@ def changed(name):
 @pytest.mark.parametrize("name", CHANGES)
 def test_torch_changes_a_flat_weight_as_a_plain_one(name):
     run_ranks(2, changed, name)
+
+
+def itself():
+    x = distribute_tensor(numbers(), mesh_of(2), [FLAT]).requires_grad_()
+    for same in (x.flatten(1, 1), torch.flatten(x, -1), x.contiguous(), x.to_dense()):
+        assert same is x
+    assert x.ravel() is not x and x.ravel().untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_flatten_of_one_dim_is_the_flat_shard_itself():
+    run_ranks(2, itself)

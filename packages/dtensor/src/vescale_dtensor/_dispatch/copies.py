@@ -117,40 +117,53 @@ _COPIED = {
 
 
 # What copies on one device when the tensor is permuted, and else hands back its memory.
-_COPY_IF_PERMUTED = {
-    Tensor.contiguous, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.ravel, torch.ravel,
-}  # fmt: skip
+_COPY_IF_PERMUTED = {Tensor.contiguous, Tensor.to, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
+# The order that these give where they are told none.
+_LAYS = {Tensor.contiguous: torch.contiguous_format, Tensor.to: torch.preserve_format}
+_CHANNELS_LAST = {torch.channels_last, torch.channels_last_3d}
 
 
 def as_on_one_device(function: object, run: Callable, layout: Layout) -> Callable:
     """`run`, made to copy where one device would though the shard need not.
 
     A dim that is cut down to one index, or to none, leaves a permuted shard contiguous, which the whole tensor is not.
-    Its strides still tell. `contiguous` then copies, and a reshape where one of the whole tensor would.
+    Its strides still tell. `contiguous` then copies, and a reshape where one of the whole tensor would. In the same way
+    one index leaves a row-major shard in the order of `channels_last`, and none leaves no order.
     """
     if function not in _COPY_IF_PERMUTED or not (cut_to_one(layout) or 0 in layout.local_shape):
         return run
-    copied: dict[tuple[int, ...], bool] = {}
+    copied: dict[tuple[int, ...], bool | None] = {}
 
-    def checked(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
-        out = run(tensor, *args, **kwargs)
-        if not shares_storage(out, tensor) or _is_in_order(tensor, layout.shape):
-            return out
-        if function is Tensor.contiguous:
-            return _copied_apart(out)
+    def copies(tensor: Tensor, args: tuple, kwargs: dict) -> bool | None:
         strides = tensor.stride()
         if strides not in copied:
             copied[strides] = _copies(function, tensor, layout, args, kwargs)
-        return _copied_apart(out, row_major=True) if copied[strides] else out
+        return copied[strides]
+
+    def checked(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+        out = run(tensor, *args, **kwargs)
+        order = kwargs.get("memory_format", _LAYS.get(function))
+        shares = shares_storage(out, tensor)
+        if order in _CHANNELS_LAST:
+            apart = copies(tensor, (), {"memory_format": order})
+            if shares:
+                return _copied_apart(out) if apart else out
+            return tensor if apart is False and not args and len(kwargs) == 1 else out
+        if order is torch.preserve_format or not shares or _is_in_order(tensor, layout.shape):
+            return out
+        if order is torch.contiguous_format:
+            return _copied_apart(out)
+        return _copied_apart(out, row_major=True) if copies(tensor, args, kwargs) else out
 
     return checked
 
 
-def _copies(function: Callable, tensor: Tensor, layout: Layout, args: tuple, kwargs: dict) -> bool:
-    """Whether `function` of one device's tensor, which has these sizes, would be no view of it."""
+def _copies(function: Callable, tensor: Tensor, layout: Layout, args: tuple, kwargs: dict) -> bool | None:
+    """Whether `function` of one device's tensor, which has these sizes, would be no view of it. None where its strides
+    are not known."""
     strides = global_stride(tensor.stride(), tensor.shape, layout)
     if strides is None:
-        return False
+        return None
     whole = torch.empty_strided(layout.shape, strides, dtype=tensor.dtype, device="meta")
     out = function(whole, *args, **kwargs)
     return not _is_alias_of(out, whole)

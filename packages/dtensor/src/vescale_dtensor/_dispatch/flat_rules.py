@@ -65,13 +65,17 @@ def _reshaped(call: Call) -> Decision | None:
     if axis is None or call.inplace or any(isinstance(one, torch.dtype) for one in arguments):
         return None
 
+    sizes = {one.index: torch.empty(one.shape, device="meta") for one in call.operands}
+
     def sized(one: Any) -> Any:
-        return torch.empty(one.shape, device="meta") if isinstance(one, Operand) else one
+        return sizes[one.index] if isinstance(one, Operand) else one
 
     try:
         made = call.function(*map(sized, call.args), **{name: sized(one) for name, one in call.kwargs.items()})
     except RuntimeError:
         return None  # which the function says of whole tensors
+    if made is sizes[call.operands[0].index]:  # `flatten` of one dim
+        return Decision(out=layout, run=_itself)
     after = tuple(made.shape)
     if after == layout.shape:
         return Decision(out=layout, run=_alias)
@@ -87,6 +91,10 @@ def _reshaped(call: Call) -> Decision | None:
 
 def _alias(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return tensor.view_as(tensor)
+
+
+def _itself(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return tensor
 
 
 def on_flat(call: Call, signature: Signature) -> Decision | None:

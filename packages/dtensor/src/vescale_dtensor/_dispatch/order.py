@@ -32,7 +32,7 @@ _PERMUTING = frozenset({
 _LAYING = ELEMENTWISE | {F.rms_norm, torch.rms_norm} | {
     getattr(owner, name)
     for owner in (torch, Tensor)
-    for name in "reshape view flatten unflatten ravel".split()
+    for name in "reshape view flatten unflatten".split()
     if hasattr(owner, name)
 }  # fmt: skip
 _MOST = 64  # strides that are remembered by a decision

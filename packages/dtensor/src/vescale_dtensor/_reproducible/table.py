@@ -27,7 +27,7 @@ from .._dispatch.signature import Signature
 from .._rules.elements.pointwise import FUNCTIONS
 from .._rules.registry import TABLE, Call, Decision, Entry, decomposed, is_inplace
 from .._rules.traits import Trait
-from .._rules.views.view import _strided
+from .._rules.views.strided import _strided
 from .call import ALONE
 from .forms import FORMS, elementwise, of_lists
 from .functions.draws import draws_by_place, in_rows

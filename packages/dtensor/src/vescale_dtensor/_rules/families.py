@@ -36,4 +36,5 @@ from .views import join as join
 from .views import pad as pad
 from .views import search as search
 from .views import shape as shape
+from .views import strided as strided
 from .views import view as view

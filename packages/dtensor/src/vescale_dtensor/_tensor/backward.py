@@ -18,7 +18,13 @@ from .._errors import GradientError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import INVARIANT, REPLICATE
-from .._torch_private import _current_autograd_node, _current_graph_task_id
+from .._torch_private import (
+    _current_autograd_node,
+    _current_graph_task_id,
+    _is_torch_function_enabled,
+    _make_grads,
+    replace_make_grads,
+)
 from .gradient import as_gradient_of, layout_of_gradient
 from .tensor import DTensor, attach, local_only, plain_class, source_of
 
@@ -97,10 +103,10 @@ def root_of(tensor: Tensor, operation: str) -> Tensor:
     return alias(convert(tensor, layout.with_states(states), operation))
 
 
-def seed_of(tensor: Tensor, gradient: Tensor | None, operation: str) -> Tensor | None:
-    """The plain local seed for `root_of(tensor)`."""
+def seed_of(tensor: Tensor | None, gradient: Tensor | None, operation: str) -> Tensor | None:
+    """The plain local seed for `root_of(tensor)`: of a plain root the whole gradient."""
     if type(tensor) is not DTensor:
-        return gradient
+        return gradient.full_tensor() if type(gradient) is DTensor else gradient
     layout = tensor._layout.base
     if gradient is None:
         with local_only():
@@ -112,6 +118,16 @@ def seed_of(tensor: Tensor, gradient: Tensor | None, operation: str) -> Tensor |
     if type(gradient) is DTensor:
         return alias(convert(gradient, target, operation))
     return alias(convert_plain(gradient, layout.mesh, target, operation))
+
+
+def _whole_grads(outputs: Sequence[Any], gradients: Sequence[Tensor | None], is_grads_batched: bool) -> tuple:
+    """torch's look at the seeds of a backward, of which nobody hears where all roots and inputs are plain."""
+    if _is_torch_function_enabled():
+        gradients = tuple(seed_of(None, one, "backward") for one in gradients)
+    return _make_grads(outputs, gradients, is_grads_batched)
+
+
+replace_make_grads(_whole_grads)
 
 
 def _started(tensors, seeds, operation: str) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._conversions.convert import alias, convert, convert_plain, describe
 from .._errors import GradientError
 from .._layouts.layout import Layout
-from .tensor import DTensor, attach, local_only, plain_grad, set_plain_grad, set_reduced_grad
+from .tensor import DTensor, attach, drop_gradients, local_only, plain_grad, set_plain_grad, set_reduced_grad
 
 
 def grad_of(tensor: DTensor) -> DTensor | None:
@@ -74,6 +74,14 @@ def set_grad(tensor: DTensor, value: Tensor | None) -> None:
     set_reduced_grad(tensor, reduced)
     with local_only():
         set_plain_grad(tensor, value)
+
+
+def move_grad(tensor: DTensor, held: DTensor) -> None:
+    """Keeps `held` as the gradient of a tensor that was given another layout: as a reduced one, for what autograd
+    accumulates from now on is laid out otherwise, and may be of another dtype."""
+    moved = convert(held, reduced_grad_layout(tensor), "grad")
+    drop_gradients([tensor])
+    set_reduced_grad(tensor, moved)
 
 
 def as_gradient_of(tensor: DTensor, value: Tensor, operation: str) -> DTensor:

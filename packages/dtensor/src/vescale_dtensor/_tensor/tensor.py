@@ -24,6 +24,7 @@ from .._torch_private import (
     _disabled_torch_function_impl,
     _DisableTorchDispatch,
     _is_torch_function_enabled,
+    _make_subclass,
 )
 from .._torch_private import _current_graph_task_id as _graph_task
 from .._torch_private import _dispatch_tls_is_dispatch_key_excluded as _is_excluded
@@ -236,9 +237,12 @@ def attach(local: Tensor, layout: Layout) -> DTensor:
     Never call it on a tensor that somebody else holds: it changes the object.
     """
     if layout.is_number:
-        source, local = local, local.as_subclass(DTensor)
-        if source.grad_fn is not None:
-            local._source = (source, source._version)  # where a backward may start, past the node between them
+        if local.requires_grad or local._is_view():
+            source, local = local, local.as_subclass(DTensor)
+            if source.grad_fn is not None:
+                local._source = (source, source._version)  # where a backward may start, past the node between them
+        else:  # no view, for it may become a leaf: autograd cannot bring up to date a view of a leaf that is one
+            local = _make_subclass(DTensor, local)
     else:
         local.__class__ = DTensor
     local._layout = layout

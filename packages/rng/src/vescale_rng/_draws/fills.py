@@ -75,6 +75,15 @@ def empty_as(own: DTensor, **options: Any) -> DTensor:
         return attach(torch.empty_like(own.detach(), **options), layout)
 
 
+def drawn_by(drawn: DTensor, *parameters: Any) -> DTensor:
+    """`drawn`, with the history that torch gives it: what it was drawn by has a gradient, of zeros."""
+    trained = [one for one in parameters if isinstance(one, Tensor) and requires_grad(one)]
+    if not trained or not torch.is_grad_enabled():
+        return drawn
+    kept = [one.redistribute(placements=drawn.placements) if type(one) is DTensor else one for one in trained]
+    return sum(kept, drawn).to(drawn.dtype).copy_(drawn)  # all that is left of the sum is where its gradient ends
+
+
 @handler(_FILLS)
 def fill_in_place(function: Callable, args: tuple, kwargs: dict) -> Any:
     own, *rest = args
@@ -97,7 +106,8 @@ def _bernoulli_in_place(own: DTensor, p: Tensor, *, generator: torch.Generator |
                 raise RuntimeError("bernoulli_: expected every probability to be at least 0 and at most 1")
         uniform = empty_as(own, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
         drawn = draw_into(uniform, Draw(Tensor.uniform_, (), {"generator": generator}), fresh=True, like=own) < p
-    return own.copy_(drawn)
+        drawn = drawn.to(own.dtype)
+    return own.copy_(drawn_by(drawn, p))
 
 
 @handler(nn.init.normal_)
@@ -161,7 +171,8 @@ def bernoulli(function: Callable, args: tuple, kwargs: dict) -> Any:
         return gathered(function)(*args, **kwargs)
     p = rest[0] if rest else kwargs.pop("p", own)
     with torch.no_grad():
-        return empty_as(own, memory_format=torch.contiguous_format).bernoulli_(p, **kwargs)
+        drawn = empty_as(own, memory_format=torch.contiguous_format).bernoulli_(p, **kwargs)
+    return drawn_by(drawn, own, *(() if p is own else (p,)))
 
 
 @handler(torch.normal)
@@ -176,5 +187,7 @@ def normal(function: Callable, args: tuple, kwargs: dict) -> Any:
     with torch.no_grad():
         drawn = empty_as(leading, memory_format=torch.contiguous_format)
         if isinstance(std, Tensor):
-            return drawn.normal_(generator=generator).mul_(std).add_(mean)
-        return drawn.normal_(0, std, generator=generator).add_(mean)
+            drawn.normal_(generator=generator).mul_(std).add_(mean)
+        else:
+            drawn.normal_(0, std, generator=generator).add_(mean)
+    return drawn_by(drawn, mean, std)

@@ -15,6 +15,7 @@ from ..._conversions.convert import alias, convert_plain
 from ..._conversions.memo import forget
 from ..._conversions.reading import convert_to_read
 from ..._errors import OperatorError
+from ..._tensor.gradient import grad_of, move_grad
 from ..._tensor.loans import borrow
 from ..._tensor.tensor import DTensor, attach, local_only
 from ..._torch_private import _is_torch_function_enabled, _TensorBase_int
@@ -111,7 +112,8 @@ def reduce_ex(function, args, kwargs):
 
 @handler(Tensor.data.__set__)
 def set_data(function, args, kwargs):
-    """`x.data = y`: y's values and layout; a plain y is a whole tensor, alike on all ranks.
+    """`x.data = y`: y's values and layout, to which a gradient that x holds is converted; a plain y is a whole tensor,
+    alike on all ranks.
 
     Where somebody else owns x's memory (a flat buffer: `x._owner`), it says what becomes of it."""
     tensor, value = args
@@ -124,9 +126,12 @@ def set_data(function, args, kwargs):
             layout = layout.with_shape(tuple(value.shape)).invariant
         value = convert_plain(value, layout.mesh, layout, "Tensor.data")
     forget(tensor)
+    held = grad_of(tensor) if tensor._layout.base.gradient is not value._layout.base.gradient else None
     with local_only():
         Tensor.data.__set__(tensor, value.detach())
     tensor._layout = value._layout.base
+    if held is not None and held.shape == tensor.shape:
+        move_grad(tensor, held)
 
 
 @handler(Tensor.data.__get__, traits=Trait.ELEMENTWISE | VIEWS)

@@ -179,7 +179,10 @@ def rounding_cast(call: Call):
     return elementwise(call)
 
 
-@rule(Tensor.to, Tensor.type_as, Tensor.cpu, Tensor.cuda, Tensor.contiguous, Tensor.type, traits=ELEMENTWISE)
+_SAME = "to type_as cpu cuda contiguous type to_dense".split()
+
+
+@rule([getattr(Tensor, name) for name in _SAME], traits=ELEMENTWISE)
 def to(call: Call):
     dtypes = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.dtype)]
     floating = all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
@@ -218,7 +221,8 @@ def fill(call: Call):
 
 @rule(Tensor.copy_, traits=ELEMENTWISE)
 def copy_(call: Call):
-    return elementwise(call, linear=[(0, 1)])
+    """Linear in the tensor that is copied; a number is a fill, which is not: each rank would put it into its part."""
+    return elementwise(call, linear=[(0, 1)] if len(call.operands) == 2 else ())
 
 
 FUNCTIONS = frozenset(function for function, entry in TABLE.items() if Trait.ELEMENTWISE in entry.traits)

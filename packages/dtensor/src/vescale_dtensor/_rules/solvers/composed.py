@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._conversions.convert import describe
+from ..._errors import ShapeError
 from ..._torch_private import _VF_meshgrid
 from ..registry import Call, Decision, decomposed, rule
 from ..traits import Trait
@@ -72,7 +74,7 @@ def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
 def cartesian_prod(*tensors: Tensor) -> Tensor:
     """[n], [m], ... -> [n * m * ..., count]; one tensor as it is."""
     if len(tensors) == 1:
-        return tensors[0].view_as(tensors[0])
+        return tensors[0]
     return torch.stack([grid.reshape(-1) for grid in meshgrid(*tensors)], dim=-1)
 
 
@@ -80,10 +82,19 @@ def diagflat(input: Tensor, offset: int = 0) -> Tensor:
     return input.reshape(-1).diag_embed(offset)
 
 
-def sum_to_size(self: Tensor, *size: Any) -> Tensor:
+def sum_to_size(self: Any, *sizes: Any, size: Any = ()) -> Tensor:
     """Summed over the leading dims that `size` lacks, and over those where it has 1."""
-    wanted = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    wanted = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes or tuple(size)
+    if not wanted:
+        return self.sum()
     lead = self.ndim - len(wanted)
+    if lead < 0 or any(want not in (1, have) for have, want in zip(self.shape[lead:], wanted)):
+        raise ShapeError(
+            "sum_to_size",
+            f"sizes {list(wanted)} do not broadcast to the global shape {list(self.shape)}",
+            [describe("self", self, self._layout)],
+            [("sizes of one device: 1 for each dim that is to be summed", "")],
+        )
     out = self.sum(list(range(lead))) if lead else self
     ones = [d for d, (have, want) in enumerate(zip(out.shape, wanted)) if want == 1 and have != 1]
     return out.sum(ones, keepdim=True) if ones else out

@@ -225,7 +225,8 @@ def broadcast_tensors(call: Call):
     def run(*tensors):
         tensors = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
         shape = torch.broadcast_shapes(*[tuple(tensor.shape) for tensor in tensors])
-        return tuple(lifted(tensor, call.mesh).expand(shape) for tensor in tensors)
+        given = [lifted(tensor, call.mesh) for tensor in tensors]
+        return tuple(one if one.shape == shape else one.expand(shape) for one in given)  # as torch: itself, no view
 
     return decomposed(run)
 

@@ -17,13 +17,11 @@ from math import isqrt, prod
 import torch
 from torch import Tensor
 
-from ..._conversions.convert import describe
 from ..._dispatch.copies import mark_copy
 from ..._dispatch.signature import Signature
-from ..._errors import OperatorError, ShapeError
+from ..._errors import ShapeError
 from ..._layouts.layout import Layout, layout_of
 from ..._layouts.state import INVARIANT, State, sharded
-from ..._tensor.tensor import local_only
 from ..registry import Call, Decision, decomposed, rule
 from ..solvers.carry import carry, sizes_before
 from ..solvers.regroup import Group, carry_cut, groups_of
@@ -191,12 +189,15 @@ def flatten(call: Call):
     start, end = dim_of(call, start), dim_of(call, end)
     if start > end:
         return None
+    if start == end:  # the tensor itself, as in torch
+        return Decision(out=call.operands[0].layout, run=lambda input, *args, **kwargs: input)
     return reshape_to(call, (*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]))
 
 
 @rule(Tensor.ravel, torch.ravel, traits=RESHAPES)
 def ravel(call: Call):
-    return reshape_to(call, (prod(call.operands[0].shape),))
+    """As torch writes it: of what does not lie in order it is a copy, where a reshape may be a view."""
+    return decomposed(lambda input: input.contiguous().view(-1))
 
 
 @rule(Tensor.unflatten, torch.unflatten, traits=RESHAPES)
@@ -234,35 +235,3 @@ def view_as_complex(call: Call):
     operand = call.operands[0]
     labels = tuple(range(operand.ndim - 1))
     return Signature([(*labels, None)], [labels], linear=[(0,)], shapes=[operand.shape[:-1]])
-
-
-@rule(Tensor.as_strided, torch.as_strided, traits=Trait.VIEW | Trait.LINEAR)
-def as_strided(call: Call):
-    """Strides of the whole tensor, which must be row-major: the shards' memory tells no other. It is made whole."""
-    return decomposed(_as_strided)
-
-
-def _as_strided(input: Tensor, size, stride, storage_offset: int | None = None) -> Tensor:
-    from ..._dispatch.dispatch import call
-
-    with local_only():
-        strides = [step for size, step in zip(input.shape, input.stride()) if size > 1]
-    if 0 in strides or sorted(strides, reverse=True) != strides:  # not `is_contiguous`: shards may differ in it
-        raise OperatorError(
-            "as_strided",
-            "strides describe memory, and this tensor's dims are not in row-major order there",
-            [describe("input", input, input._layout)],
-            [("input.contiguous().as_strided(...)", "strides of a tensor in row-major order")],
-        )
-    return call(_strided, input, tuple(size), tuple(stride), storage_offset)
-
-
-def _strided(tensor: Tensor, size: tuple, stride: tuple, storage_offset: int | None) -> Tensor:
-    return tensor.as_strided(size, stride, storage_offset)
-
-
-@rule(_strided, traits=Trait.VIEW | Trait.LINEAR)
-def strided(call: Call):
-    size = call.args[1]
-    labels = tuple(("strided", d) for d in range(len(size)))
-    return Signature([(None,) * call.operands[0].ndim], [labels], linear=[(0,)], shapes=[size])
