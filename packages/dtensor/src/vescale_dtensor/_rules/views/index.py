@@ -242,8 +242,8 @@ def _writer(layout: Layout, items: list[Item], parted: list[Item], seen: list[It
     def run(x: Tensor, _, value: object) -> None:
         if drop_value:
             value = 0
-        if not writes and isinstance(value, Tensor):
-            x[:0] = value.sum()  # writes nothing, and gives the value its zero gradient on this rank too
+        if not writes:  # nothing is written here: autograd hears of the write, as on the ranks that hold what is
+            x[:0] = value.sum() if isinstance(value, Tensor) else value
         for where, narrowed in writes:
             part = value
             if isinstance(value, Tensor):
