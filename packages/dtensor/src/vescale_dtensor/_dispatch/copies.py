@@ -95,12 +95,12 @@ def check_writable(function: object, tensor: Tensor) -> None:
         return
     forget(tensor)
     side = copied_side(tensor)
-    if side and not _is_let_go(tensor):
+    if side and not _ends_soon(tensor):
         rule, remedies = _COPIED[side]
         raise ViewError(function_name(function), rule, [describe("tensor", tensor, tensor._layout)], remedies)
 
 
-def _is_let_go(tensor: Tensor) -> bool:
+def _ends_soon(tensor: Tensor) -> bool:
     """Whether nothing but a transfer held the other of the two, as ranks must agree: a backend's thread lets go of what
     it sent a moment after it was waited for."""
     until = monotonic() + PATIENCE_S
