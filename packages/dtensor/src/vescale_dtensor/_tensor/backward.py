@@ -120,14 +120,14 @@ def seed_of(tensor: Tensor | None, gradient: Tensor | None, operation: str) -> T
     return alias(convert_plain(gradient, layout.mesh, target, operation))
 
 
-def _whole_grads(outputs: Sequence[Any], gradients: Sequence[Tensor | None], is_grads_batched: bool) -> tuple:
+def _gathered_grads(outputs: Sequence[Any], gradients: Sequence[Tensor | None], is_grads_batched: bool) -> tuple:
     """torch's look at the seeds of a backward, of which nobody hears where all roots and inputs are plain."""
     if _is_torch_function_enabled():
         gradients = tuple(seed_of(None, one, "backward") for one in gradients)
     return _make_grads(outputs, gradients, is_grads_batched)
 
 
-replace_make_grads(_whole_grads)
+replace_make_grads(_gathered_grads)
 
 
 def _started(tensors, seeds, operation: str) -> tuple[list[Tensor], list[Tensor | None]]:
