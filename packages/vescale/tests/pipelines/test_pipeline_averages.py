@@ -92,6 +92,7 @@ FOLLOWS = {
     },
     **{of_all.__name__: of_all for of_all in (all_at_once, all_in_two)},
 }
+ALL = ("all_at_once", "all_in_two")
 
 
 AVERAGES = {
@@ -182,8 +183,8 @@ def _followed(name, is_frozen, *case):
     compared(copy.deepcopy, FOLLOWS[name], is_frozen, *case)
 
 
-def _averaged(name, *case):
-    compared(AVERAGES[name], lambda average, model: average.update_parameters(model), False, *case)
+def _averaged(name, is_frozen, *case):
+    compared(AVERAGES[name], lambda average, model: average.update_parameters(model), is_frozen, *case)
 
 
 @pytest.mark.parametrize("case", slice_of(MESHES, 2), ids=str)
@@ -193,12 +194,13 @@ def test_a_copy_from_before_follows(name, case):
 
 
 @pytest.mark.parametrize("case", slice_of(MESHES, 3), ids=str)
-@pytest.mark.parametrize("name", ["parameter_by_parameter, lerped", "by_name, multiplied"])
+@pytest.mark.parametrize("name", ["parameter_by_parameter, lerped", "by_name, multiplied", *ALL])
 def test_a_frozen_copy_follows(name, case):
     run_ranks(ranks_of(case[0]), _followed, name, True, *case)
 
 
 @pytest.mark.parametrize("case", slice_of(MESHES, 2), ids=str)
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("name", AVERAGES)
-def test_averages_of_torch_follow(name, case):
-    run_ranks(ranks_of(case[0]), _averaged, name, *case)
+def test_averages_of_torch_follow(name, is_frozen, case):
+    run_ranks(ranks_of(case[0]), _averaged, name, is_frozen, *case)

@@ -23,12 +23,13 @@ from .._trace.placeholder import Placeholder, change_places, weight_placeholder
 @dataclass(frozen=True)
 class Ownership:
     """Stages of every parameter and of every buffer, by its first name; and the cuts, by the modules' first names.
-    `has_frozen`: whether any parameter of the model was not to be trained."""
+    `has_frozen`, `has_trained`: whether any parameter of the model was not to be trained, and whether any was."""
 
     cuts: tuple[str, ...]
     stages: dict[str, tuple[int, ...]]
     buffers: dict[str, tuple[int, ...]]
     has_frozen: bool = False
+    has_trained: bool = True
 
     def names_of(self, stage: int) -> list[str]:
         """The parameters that a stage owns."""
@@ -64,6 +65,7 @@ def ownership(model: nn.Module, cuts: Sequence[str], owners: Mapping[str, int] |
         tuple(first_name[id(modules[cut])] for cut in cuts),
         *({name: tuple(sorted(stages)) for name, stages in found.values()} for found in (parameters, buffers)),
         has_frozen=not all(parameter.requires_grad for parameter in model.parameters()),
+        has_trained=any(parameter.requires_grad for parameter in model.parameters()),
     )
 
 

@@ -134,11 +134,15 @@ class Runtime:
         self._state: Interpreter | None = None
         self._broken: str | None = None
         self._in_call = False
+        kinds = (True, False) if owned.has_frozen and owned.has_trained else (None,)
         self._other_stages = [
             OtherStages(
-                partial(norms_of_model, self._member, trained=trained), self._moment, link.device, trained is not False
+                partial(norms_of_model, self._member, trained=kind),
+                self._moment,
+                link.device,
+                owned.has_trained if kind is None else kind,
             )
-            for trained in ((True, False) if owned.has_frozen else (None,))
+            for kind in kinds
         ]
         self._chosen = Chosen(self._member)
         self._reveals = False

@@ -84,7 +84,8 @@ class OtherStages(nn.Parameter):
     """See the module. `norm_of(order, values)` gives the norms, of values or of gradients; it communicates.
     `now(values)` gives another thing whenever these may have changed.
 
-    Of a model with frozen parameters there are two, so that code that chooses by `requires_grad` gets what it chose.
+    Of a model with trained and frozen parameters there are two, so that code that chooses by `requires_grad` gets what
+    it chose.
     """
 
     before_dtensor = True

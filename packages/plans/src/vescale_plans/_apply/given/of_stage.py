@@ -15,13 +15,29 @@ from .adopt import leave_out
 def made_over(model: nn.Module, factory: Callable[[Iterator[nn.Parameter]], Any]) -> Any:
     """What the factory makes of this stage's parameters. A stage that trains none, as of a model whose first layers are
     frozen, gets an optimizer without parameters: torch makes none of an empty list, so it is given one for the time
-    being."""
+    being. Raises PlanError where the factory looks elsewhere, and finds none."""
     own = list(model.parameters())
-    if any(parameter.requires_grad for parameter in own):
-        return factory(iter(own))
+    trains = any(parameter.requires_grad for parameter in own)
     stand_in = nn.Parameter(torch.empty(0))
-    optimizer = factory(iter([*own, stand_in]))
-    if hasattr(optimizer, "param_groups"):
+    try:
+        optimizer = factory(iter(own if trains else [*own, stand_in]))
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise PlanError(
+            "parallelize",
+            "the factory of the optimizer chose no parameter: a rank of a pipeline holds those of its stages, and of "
+            "another stage's module there are none",
+            (),
+            [
+                ("parallelize(plan, model, optimizer)", "an optimizer that was made before, of any parameters"),
+                (
+                    "lambda given: AdamW([p for p in given if p.requires_grad])",
+                    "of what the factory is given, the rest frozen before: a stage without any gets an empty one",
+                ),
+            ],
+        ) from error
+    if not trains and hasattr(optimizer, "param_groups"):
         leave_out(optimizer, lambda one: one is stand_in)
     return optimizer
 
