@@ -8,11 +8,13 @@ Names are of modules within the package, and after a dot those of attributes of 
 PER_RANK = {
     "_trace.placeholder": ("current.reader", "current.again", "current.halves"),
     "_runtime.runtime": ("_numbers",),
+    "_runtime.other_stages.moment": ("_steps",),
+    "_runtime.other_stages.total_norm": ("Chosen.last",),
     "_transport.watch": ("_pulse", "_world"),
     "recording": ("_under_way",),
 }
 
 SHARED = {
     "_trace.foreign": ("_functions",),  # facts about functions
-    "_torch_private": ("checkpoint._checkpoint_hook",),  # replaced once, at import
+    "_torch_private": ("checkpoint._checkpoint_hook", "clip_grad._get_total_norm"),  # replaced once, at import
 }
