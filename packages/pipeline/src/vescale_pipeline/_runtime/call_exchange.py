@@ -160,7 +160,7 @@ def share_loss(member: Member, call: Call, state: Interpreter, weights: Weights)
         for peer in member.others:
             member.link.send(peer, member.tags("loss"), [total, *drawn])
         return total
-    arrival, state.loss = state.loss or await_loss(member, call), None
+    arrival, state.awaited_loss = state.awaited_loss or await_loss(member, call), None
     total, *drawn = arrival.wait()
     if compares and drawn[0].item() != _digest_of_generator(member, call):
         raise PipelineError(

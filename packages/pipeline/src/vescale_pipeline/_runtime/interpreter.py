@@ -56,7 +56,7 @@ class Interpreter:
         self._handed: dict[int, Header] = {}  # of the last microbatch's gradients, by stage
         self._seeds: dict[Weight, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
-        self.loss: Arrival | None = None  # of the batch, where another rank makes it and it is awaited already
+        self.awaited_loss: Arrival | None = None  # of the batch, where another rank makes it
         self.outputs: dict[int, Any] = {}
         self.returned: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by microbatch, of stages before the last
         self._memories = Memories(call.record.slots, member.stages, member.codec.whole)
@@ -98,7 +98,7 @@ class Interpreter:
         """Lets go of everything that was posted."""
         self._posted.clear()
         self._made.clear()
-        self.loss = None
+        self.awaited_loss = None
 
     # --- compute ------------------------------------------------------------------------
 

@@ -292,7 +292,7 @@ class Runtime:
             state = self._state = Interpreter(self._member, self.forward, call, parts, weights, scale, trains)
             if trains and self.link.has_tags:
                 # Before its turn: the last stage's rank goes on to the optimizer while others end their backwards.
-                state.loss = await_loss(self._member, call)
+                state.awaited_loss = await_loss(self._member, call)
             with hooks_aside(trained.values()):
                 state.do(call.turns(self.schedule, self.rank, trains, self.link.has_tags), doing)
         state.end()

@@ -335,6 +335,8 @@ class DataParallel:
             return
         if unit.unsharded and entry.began is not None:
             self._strays.note(Call(unit, entry, _get_sequence_nr(), outputs))
+        # The root's parameters and those of the block that backward begins with are needed again at once: they rest,
+        # and stay gathered.
         stays = bool(outputs) and unit in self.units[-2:]
         with DisableTorchFunction():
             for each in gathered:

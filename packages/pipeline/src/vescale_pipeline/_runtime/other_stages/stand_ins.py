@@ -18,7 +18,8 @@ host never waits for one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ _LARGEST = frozenset((torch.max, Tensor.max, torch.amax, Tensor.amax))
 _ASKED = {torch.isfinite: torch.isfinite, Tensor.isfinite: torch.isfinite, torch.isnan: torch.isnan,
           Tensor.isnan: torch.isnan}  # fmt: skip
 _ANSWERS = {torch.all: torch.isfinite, Tensor.all: torch.isfinite, torch.any: torch.isnan, Tensor.any: torch.isnan}
-_READS = _ABSOLUTE | _POWERS | _PRODUCTS | _SUMS | _LARGEST | NORMS | _ASKED.keys() | _ANSWERS.keys()
-_FOLLOWED = _SAME | _ABSOLUTE | _POWERS | _PRODUCTS | _SUMS | _LARGEST | NORMS | _ASKED.keys()
+_COMPUTED = _ABSOLUTE | _POWERS | _PRODUCTS | _SUMS | _LARGEST | NORMS | _ASKED.keys()
+_FOLLOWED = _SAME | _COMPUTED
 _COPIES = frozenset(("__deepcopy__", "__reduce_ex__"))
 _METADATA = frozenset(
     """__get__ __set__ __delete__ __hash__ __repr__ __format__ __len__ size dim ndimension numel nelement stride
@@ -59,25 +60,26 @@ _METADATA = frozenset(
 
 
 @dataclass(frozen=True)
-class Copied:
-    """The norms of a copy: of what it was made of, while that has not changed.
+class Norms:
+    """Norms that this rank is told, of gradients or of values elsewhere, as these are now.
 
     Arguments:
-        norm_of: of what it was made of.
-        now: what tells whether that has changed.
-        then: what `now` gave when the copy was made.
+        of: gives them, of an order; communicates.
+        now: gives another thing whenever what they are of may have changed.
+        then: of a copy, what `now` gave when it was made.
     """
 
-    norm_of: Callable[[float], Placed]
+    of: Callable[[float], Placed]
     now: Callable[[], Any]
-    then: Any
+    then: Any = None
 
-    def __call__(self, order: float) -> Placed:
-        return self.norm_of(order)
+    def copied(self) -> Norms:
+        return self if self.then is not None else replace(self, then=self.now())
 
     @property
     def is_old(self) -> bool:
-        return self.now() != self.then
+        """Whether they are no longer those of the copy."""
+        return self.then is not None and self.now() != self.then
 
 
 class OtherStages(nn.Parameter):
@@ -101,8 +103,8 @@ class OtherStages(nn.Parameter):
     ) -> OtherStages:
         made = make_subclass(cls, torch.empty(0, device=device), trained)
         made.exists, made.leaf = False, nn.Parameter(torch.empty(0, device=device), requires_grad=trained)
-        made.gradients = Remote(lambda order: norm_of(order, False), device, now=lambda: now(False))
-        made.values = Remote(lambda order: norm_of(order, True), device, now=lambda: now(True))
+        made.gradients = Remote(Norms(partial(norm_of, values=False), partial(now, False)), device)
+        made.values = Remote(Norms(partial(norm_of, values=True), partial(now, True)), device)
         return made
 
     @property
@@ -140,40 +142,26 @@ class Remote(Tensor):
     """All gradients elsewhere, or all values, and what becomes of them element by element.
 
     Arguments:
-        norm_of: the norms of what it began as; None where they say nothing any more of what it is now.
+        norms: of what it began as; None where they say nothing any more of what it is now.
         power: what every element was raised to since.
         is_absolute: whether no element can be negative.
         asked: what is asked of every element: `torch.isfinite` or `torch.isnan`.
-        now: tells whether what it is has changed.
     """
 
     before_dtensor = True
-    norm_of: Callable[[float], Placed] | None
+    norms: Norms | None
 
     def __new__(
         cls,
-        norm_of: Callable[[float], Placed] | None,
+        norms: Norms | None,
         device: torch.device,
         power: float = 1,
         is_absolute: bool = False,
         asked: Callable | None = None,
-        now: Callable[[], Any] | None = None,
     ) -> Remote:
         made = make_subclass(cls, torch.empty(0, device=device))
-        made.norm_of, made.power, made.is_absolute, made.asked = norm_of, power, is_absolute, asked
-        made.now = now
+        made.norms, made.power, made.is_absolute, made.asked = norms, power, is_absolute, asked
         return made
-
-    def _copy(self, power: float, is_absolute: bool, asked: Callable | None = None) -> Remote:
-        """What is made of it now, and stays so when it changes."""
-        norm_of = self.norm_of
-        if norm_of is not None and self.now is not None and type(norm_of) is not Copied:
-            norm_of = Copied(norm_of, self.now, self.now())
-        return Remote(norm_of, self.device, power, is_absolute, asked, self.now)
-
-    @property
-    def _is_old(self) -> bool:
-        return type(self.norm_of) is Copied and self.norm_of.is_old
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -205,55 +193,55 @@ class Remote(Tensor):
         """What norms tell; None if they do not."""
         power, absolute = self.power, self.is_absolute
         if function in _VIEWS:
-            return Remote(self.norm_of, self.device, power, absolute, self.asked, self.now)
-        if self._is_old and function in _READS:
+            return Remote(self.norms, self.device, power, absolute, self.asked)
+        if self.norms is not None and self.norms.is_old and (function in _COMPUTED or function in _ANSWERS):
             raise refused(function, is_old=True)
         if function in NORMS:
             order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
             order = 2.0 if order in (None, "fro") else float(order)
-            if self.norm_of is None or self.power != 1 or self.asked is not None:
+            if self.norms is None or self.power != 1 or self.asked is not None:
                 raise refused(function)
-            return Told(self.norm_of(order), order, self.device)
+            return Told(self.norms.of(order), order, self.device)
         if function in _ANSWERS and self.asked is _ANSWERS[function] and len(args) == 1 and not kwargs:
             return self.asked(self._largest())
-        if self.norm_of is None or self.asked is not None:
+        if self.norms is None or self.asked is not None:
             return None
         if function in _SAME:
-            return self._copy(power, absolute)
+            return self._made_of(power, absolute)
         if function in _ASKED:
-            return self._copy(power, absolute, _ASKED[function])
+            return self._made_of(power, absolute, _ASKED[function])
         if function in _ABSOLUTE:
-            return self._copy(power, True)
+            return self._made_of(power, True)
         if function in _POWERS:
             by = args[1] if len(args) > 1 else kwargs.get("exponent", 2)
             if isinstance(by, (int, float)) and by > 0 and (absolute or by == int(by)):
-                return self._copy(power * by, absolute or by % 2 == 0)
+                return self._made_of(power * by, absolute or by % 2 == 0)
         if function in _PRODUCTS and len(args) == 2 and self._is_like(args[1]):
-            return self._copy(power * 2, True)
+            return self._made_of(power * 2, True)
         if len(args) == 1 and not kwargs.keys() - {"dtype"} and absolute:
             if function in _SUMS:
-                return Told(self.norm_of(float(power)).each(lambda norm: norm**power), None, self.device)
+                return Told(self.norms.of(float(power)).each(lambda norm: norm**power), None, self.device)
             if function in _LARGEST:
                 return self._largest() ** power
         return None
 
+    def _made_of(self, power: float, is_absolute: bool, asked: Callable | None = None) -> Remote:
+        """What is computed of it now, and does not change with it."""
+        return Remote(self.norms.copied(), self.device, power, is_absolute, asked)
+
     def _is_like(self, other: Any) -> bool:
         other = other.values if type(other) is OtherStages else other
-        if type(other) is not Remote:
+        if type(other) is not Remote or other.norms is None:
             return False
-        if other._is_old:
+        if other.norms.is_old:
             raise refused(torch.mul, is_old=True)
-        mine = _uncopied(self.norm_of), self.power, self.is_absolute, None
-        return (_uncopied(other.norm_of), other.power, other.is_absolute, other.asked) == mine
+        mine = self.norms.of, self.power, self.is_absolute, None
+        return (other.norms.of, other.power, other.is_absolute, other.asked) == mine
 
     def _largest(self) -> Tensor:
-        placed = self.norm_of(float("inf"))
+        placed = self.norms.of(float("inf"))
         largest = combined(placed.elsewhere, float("inf"), self.device)
         return largest.to(placed.dtype or torch.get_default_dtype())
-
-
-def _uncopied(norm_of: Callable | None) -> Callable | None:
-    return norm_of.norm_of if type(norm_of) is Copied else norm_of
 
 
 def _tried(function: Callable, args: tuple, kwargs: dict) -> Any:
