@@ -113,6 +113,7 @@ from ._tensor.backward import backwards as backwards
 from ._tensor.backward import before_backward as before_backward
 from ._tensor.backward import in_backward as in_backward
 from ._tensor.backward import keeps_graph as keeps_graph
+from ._tensor.bits import bits_of as bits_of
 from ._tensor.gradient import held_gradient as held_gradient
 from ._tensor.gradient import held_gradients as held_gradients
 from ._tensor.gradient import reduced_grad_layout as reduced_grad_layout

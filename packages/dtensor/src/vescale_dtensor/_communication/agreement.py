@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .._tensor.bits import bits_of
+
 
 def assert_ranks_agree(values: Sequence[Any]) -> Any:
     """Check that all ranks gave the same result, tensors bitwise; return it.
@@ -35,7 +37,7 @@ def _difference(a: Any, b: Any, where: str) -> str | None:
     if isinstance(a, torch.Tensor):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return f"{where}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
-        bits_a, bits_b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+        bits_a, bits_b = bits_of(a), bits_of(b)
         if torch.equal(bits_a, bits_b):
             return None
         changed = (bits_a != bits_b).reshape(a.numel(), -1).any(1)

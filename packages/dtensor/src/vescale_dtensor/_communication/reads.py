@@ -23,6 +23,7 @@ from .._errors import CommunicationError, InternalError
 from .._layouts.layout import Layout, layout_of
 from .._layouts.mesh import Mesh
 from .._layouts.state import PARTIAL
+from .._tensor.bits import bits_of
 from . import events, flight_recorder
 from .collectives import _failure
 from .flight_recorder import DONE, FAILED, READS, WAITING, RankGroup
@@ -52,7 +53,7 @@ class Messages:
         """By doubling: after k rounds a rank has what the 2^k ranks from it on had (Bruck et al., 1997)."""
         if self.brought is not None:
             rows, self.brought = self.brought[:, : part.nbytes].contiguous(), None
-            if not torch.equal(rows[self._rank], _bytes(part)):
+            if not torch.equal(rows[self._rank], bits_of(part).cpu()):
                 raise InternalError("a read gathers something else than what it brought", sent=part)
             out.view(self._count, -1).copy_(rows.view(part.dtype))
             return _OVER
@@ -154,7 +155,7 @@ def compare_reads(mesh: ReadMesh, layout: Layout, local: Tensor) -> None:
         own[1], own[2] = zlib.crc32(what.encode()), zlib.crc32(_place(line).encode())
         carries = len(axes) == 1 and layout.states[axis] is PARTIAL and 0 < local.nbytes <= _CARRIED
         if carries:
-            own[3:].view(torch.uint8)[: local.nbytes] = _bytes(local)
+            own[3:].view(torch.uint8)[: local.nbytes] = bits_of(local).cpu()
         rows = _gathered(own, mesh, axis)
         heads = rows[:, :3].tolist()
         if any(head != heads[0] for head in heads):
@@ -174,12 +175,6 @@ def _gathered(own: Tensor, mesh: ReadMesh, axis: int) -> Tensor:
         raise _failure(error, "read", mesh, (axis,)) from error
     noted[0] = DONE
     return rows
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Those of its elements; one element may have any stride, and is then no view of bytes."""
-    flat = tensor.new_empty(tensor.numel(), device="cpu").copy_(tensor.detach().reshape(-1))
-    return flat.view(torch.uint8)
 
 
 def _place(line: str) -> str:

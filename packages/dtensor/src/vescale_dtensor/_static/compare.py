@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .._conversions.convert import Alias, Convert
 from .._conversions.steps import Route
+from .._tensor.bits import bits_of
 from .tape import Conversion, Crossing, Op, Ref, Tape
 
 _CLONE = "CloneBackward0"
@@ -197,8 +198,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bits. Call with dispatch disabled."""
     if a.is_meta or a is b:
         return True
-    one, other = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8)) if one.numel() else True
+    return torch.equal(bits_of(a), bits_of(b))
 
 
 # --- autograd graphs -----------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._communication import events
 from .._dispatch.number import under_mode
 from .._layouts.layout import Layout
+from .._tensor.bits import bits_of
 from .._tensor.tensor import local_only
 from .._torch_private import TorchDispatchMode
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
@@ -206,8 +207,7 @@ def _written(schema: Any, args: tuple, kwargs: dict, storages: Storages):
 
 def bytes_of(tensor: Tensor) -> bytes:
     """The values of a tensor, bit by bit. Call with dispatch disabled."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).cpu().numpy().tobytes() if flat.numel() else b""
+    return bits_of(tensor).cpu().numpy().tobytes()
 
 
 def refs_of(value: Any, storages: Storages) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import (
@@ -25,6 +24,7 @@ from vescale_dtensor.engine import (
     INVARIANT,
     Mesh,
     attach,
+    bits_of,
     canonical_states,
     check_entering,
     convert,
@@ -286,4 +286,4 @@ def checksum(tensor: Tensor) -> int:
             [f"shape  {list(tensor.shape)}"],
             [("tensor.full_tensor()", "plain"), ("vescale_dtensor.from_torch(tensor)", "of torch's DTensor, no copy")],
         )
-    return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else 0
+    return zlib.crc32(bits_of(tensor).cpu().numpy())
