@@ -207,6 +207,7 @@ CHECKS: tuple[Check, ...] = (
     Check(11, 3, "what recording costs", (PYTHON, "benchmarks/recording.py")),
     Check(8, 1, "static mode is eager mode to the bit", tests("vescale", "static/test_static_training")),
     Check(8, 1, "compile mode", tests("vescale", "static/test_static_compiled"), 20 * MINUTES),
+    Check(26, 1, "compile mode on one rank", tests("vescale", "static/test_static_one_rank")),
     Check(8, 1, "a whole loop under static mode", tests("vescale", "static/test_static_loop")),
     Check(8, 2, "static mode over hand-written blocks", (PYTHON, "benchmarks/runtime/static_blocks.py")),
     Check(8, 2, "the example Llama's step over the same by hand", (PYTHON, "benchmarks/runtime/llama_step.py")),

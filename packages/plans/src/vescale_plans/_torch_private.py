@@ -5,7 +5,10 @@ No other module of the package names a private part of torch: `make check` holds
 What costs much to import is imported where it is asked for.
 """
 
+import contextlib
+import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable
 from types import CodeType, FunctionType
@@ -158,6 +161,20 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def backend_named(name: str) -> Callable:
+    """A compiler's backend, to be called by one of ours. Instead: a public `torch.compiler` way to look one up."""
+    return torch._dynamo.lookup_backend(name)
+
+
+def saying_once() -> contextlib.AbstractContextManager:
+    """Within it compilers take no notice of what loggers say once (HuggingFace's `warning_once`): where a call has run
+    before, it is said. Instead: torch's own `warnings.warn` is passed over, and other libraries' ways are graph breaks.
+    """
+    once = [each for each in vars(logging.Logger).values() if isinstance(each, functools._lru_cache_wrapper)]
+    known = torch._dynamo.config.ignore_logger_methods
+    return torch._dynamo.config.patch(ignore_logger_methods=known | set(once))
 
 
 def compiled_code(function: FunctionType) -> CodeType | None:

@@ -36,6 +36,16 @@ def test_a_part_answers_on_the_second_device(tmp_path, name):
         assert "failed" not in answer and answer.get("holds", True) is True, (key, answer)
 
 
+def test_a_python_that_lacks_a_package_is_one_sentence(tmp_path):
+    """It was the failure of every question, after minutes of a machine's time."""
+    (tmp_path / "crc32c.py").write_text("raise ModuleNotFoundError('No module named crc32c')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "gpu", "--device", "second", "--into", str(tmp_path)]
+    ended = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=100)
+    assert ended.returncode == 2 and not (tmp_path / "results").exists()
+    assert "cannot run veScale: ModuleNotFoundError: No module named crc32c" in ended.stdout
+
+
 @in_turns(3)
 def test_a_run_that_was_cut_off_goes_on_and_says_what_is_missing(tmp_path):
     status, said, first = rehearsed(tmp_path, "premise", "--most", "1")

@@ -43,6 +43,12 @@ def same_states(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+def drawn_from() -> tuple:
+    """Where Python's and numpy's generators are, to be compared: whoever draws from them moves them on."""
+    numpy = sys.modules.get("numpy")  # whoever draws from it has imported it
+    return random.getstate(), repr(numpy.random.get_state(legacy=False)["state"]) if numpy else ""
+
+
 @contextmanager
 def seeded_for(seed: int, place: int) -> Iterator[None]:
     """Within the block torch's CPU generator, Python's `random` and numpy's, where it is loaded, are those of one place

@@ -14,7 +14,8 @@ eager, with a warning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -23,7 +24,8 @@ from vescale_dtensor.engine import Difference, check_order, grad_state, is_stric
 
 from .._plan.parts import PlanError
 from .._torch_private import _are_functorch_transforms_active, _len_torch_function_stack
-from .compiled import StaticWarning
+from .compiling.graph import StaticWarning
+from .compiling.one_rank import OneRank
 from .frame import Frame
 from .key import foreign_global_hooks, take_key
 from .mode import check_compiler, is_watched
@@ -51,6 +53,7 @@ class Static:
         self.root = self.sites[id(model)]
         self._runtime = getattr(model._vescale, "runtime", None)  # of a pipeline, whose stages' units are called
         self._steps = self.placed = 0
+        self._one_rank = OneRank(self)
         self._place()
 
     # --- where sites stand -----------------------------------------------------------
@@ -130,10 +133,13 @@ class Static:
                     if each.holds():
                         region = each
                         break
-            if type(region) is Region and not (grad_state()[1] and region.may_save_itself()):
+            if isinstance(region, Region) and not (grad_state()[1] and region.may_save_itself()):
                 try:
                     return region.run(args, kwargs, unwrapped)
-                except StaleRegion:
+                except StaleRegion as stale:
+                    if self._one_rank.has_failed(region, stale):
+                        site.regions[key].remove(region)
+                        site.again.add(key)
                     region = _MISS
         finally:
             wrap(unwrapped)
@@ -161,9 +167,10 @@ class Static:
         recording = Recording()
         self._welcome()
         self._arm(site.module)
+        before = self._one_rank.begin((args, kwargs)) if site is self.root and key is not None else None
         try:
             out = recording.run(site, args, kwargs)
-            self._decide(recording.root)
+            self._decide(recording.root, lambda frame: self._one_rank.region_of(frame, before, out))
         finally:
             self._place()
         return out
@@ -201,8 +208,9 @@ class Static:
 
     # --- what was found --------------------------------------------------------------
 
-    def _decide(self, root: Frame) -> None:
-        """Makes the largest static frames regions, and notes the verdict on every module that was called."""
+    def _decide(self, root: Frame, whole_of: Callable[[Frame], Region | str]) -> None:
+        """Makes the largest static frames regions, and notes the verdict on every module that was called. `whole_of`:
+        what the model is where it is not static, a region all the same or a reason why not."""
         self._register()
         verdicts: dict[Site, tuple[str, Difference | None]] = {}
         waiting = [root]
@@ -210,6 +218,8 @@ class Static:
             frame = waiting.pop()
             site = frame.site
             region, reason = (None, None) if site.retired else _region_of(frame, self.sites, self.backend)
+            if region is None and frame is root:
+                region, reason = _one_graph_or_not(whole_of(frame), reason)
             if region is not None:
                 if not any(each.holds() for each in site.regions.get(frame.key, ())):
                     site.regions.setdefault(frame.key, []).append(region)
@@ -259,6 +269,15 @@ def _region_of(frame: Frame, sites: dict[int, Site], backend: str) -> tuple[Regi
     return Region(frame, nested, boundaries, unseen, backend, reads.plain_tensors() if backend else []), None
 
 
+def _one_graph_or_not(found: Region | str, reason: Difference | None) -> tuple[Region | None, Difference | None]:
+    """Of a model that is no region as others are: the one that it is on a mesh of one rank, or why it is none."""
+    if isinstance(found, Region):
+        return found, None
+    if found and reason is not None:
+        reason = replace(reason, what=f"{reason.what}; on one rank it is not compiled whole, for {found}")
+    return None, reason
+
+
 def _reads_of(frame: Frame) -> Reads:
     """What the code of a frame, and of all that it calls, has read."""
     reads, waiting = Reads(), [frame]
@@ -277,7 +296,7 @@ def _note(verdicts: dict, site: Site, verdict: str, reason: Difference | None) -
 
 def _regions_of(site: Site) -> Iterator[Region]:
     for regions in site.regions.values():
-        yield from (region for region in regions if type(region) is Region)
+        yield from (region for region in regions if isinstance(region, Region))
 
 
 # --- in use --------------------------------------------------------------------------

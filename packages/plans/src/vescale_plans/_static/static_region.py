@@ -29,7 +29,7 @@ from .._apply.generators import random_states, set_random_states
 from .._calls.chain import hooks_after, hooks_before
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from . import passes
-from .compiled import Compiled, apart
+from .compiling.graph import Compiled, apart
 from .frame import Boundary, Frame, Step, parameter_place, tensors_of
 from .guard import FORWARD_HOOKS
 
@@ -87,16 +87,25 @@ class Region:
         self._made: list[Tensor] = []
         self._hooks: tuple[Callable, Callable] | None = None  # for what operators save, in the call that runs
         self.holds = frame.guard
-        self._compiled: Compiled | None = None
-        if backend and not (frame.shares or _is_one_kernel(module)) and self._is_one_graph():
-            plain = [tensor for tensor in module.buffers() if type(tensor) is not DTensor]
-            held = self._places, self._before(), [*others, *plain]
-            self._compiled = Compiled(frame.site.name, frame.site.forward, backend, *held)
-        self._stands = [] if frame.shares else list(self._straightened())
+        self._compiled = self._graph_of(frame, backend, others) if backend else None
+        self._stands = list(self._straightened()) if self._may_straighten(frame) else []
 
     @property
     def is_compiled(self) -> bool:
         return self._compiled is not None and not self._compiled.has_failed
+
+    def _graph_of(self, frame: Frame, backend: str, others: Sequence[Tensor]) -> Compiled | None:
+        """What a compiler is given, None where it is given nothing."""
+        module = frame.module
+        if frame.shares or _is_one_kernel(module) or not self._is_one_graph():
+            return None
+        plain = [tensor for tensor in module.buffers() if type(tensor) is not DTensor]
+        held = self._places, self._before(), [*others, *plain]
+        return Compiled(frame.site.name, frame.site.forward, backend, *held)
+
+    def _may_straighten(self, frame: Frame) -> bool:
+        """Whether the plan's hooks inside have nothing to remember."""
+        return not frame.shares
 
     def _is_one_graph(self) -> bool:
         """Whether a compiler can see all of it: boundaries of the plan, and no leaf that draws or converts itself.

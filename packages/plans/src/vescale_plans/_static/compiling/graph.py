@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vescale_dtensor import DTensor
 
-from .._apply.containers import map_tensors
-from .._torch_private import (
+from ..._apply.containers import map_tensors
+from ..._torch_private import (
     checkpoint_of,
     compiled_code,
     compiler_errors,
@@ -51,7 +51,7 @@ class Compiled:
     ) -> None:
         """`places`: tables of parameters and buffers, and the names there of what the region unwraps. `before`: what
         becomes of some of them, by table and name, before the graph begins. `others`: plain tensors that it reads."""
-        _let_graphs_be_retained()
+        let_graphs_be_retained()
         self._name, self._forward = name, forward
         self._places = [(table, key, before.get((id(table), key))) for table, key in places]
         self._others, self._backend, self._times = others, backend, 0
@@ -60,7 +60,7 @@ class Compiled:
 
     def _begin(self) -> None:
         """Anew, as for the first time."""
-        self._own = _own_code(self._forward)
+        self._own = own_code(self._forward)
         self._guarded = torch.compile(self._own, backend=self._backend, fullgraph=True, dynamic=False)
         self._graph: Callable | None = None  # what the compiler made of it, without guards
         self._state: Any = None
@@ -88,10 +88,9 @@ class Compiled:
             self._begin()
         given = args, kwargs
         if compiles:
-            args, kwargs = map_tensors(given, _alias)
+            args, kwargs = map_tensors(given, alias)
         try:
-            for (table, name, way), tensor in zip(self._places, usual):
-                held = _alias(tensor) if compiles else tensor
+            for (table, name, way), held in zip(self._places, aliases(usual) if compiles else usual):
                 table[name] = held if way is None else way(held)
             if not compiles:
                 return self._forward(*args, **kwargs)
@@ -138,7 +137,7 @@ def _facts_of(tensors: list[Tensor]) -> list:
     return [*map(_FACTS, tensors), *map(Tensor.stride, tensors)]
 
 
-def _let_graphs_be_retained() -> None:
+def let_graphs_be_retained() -> None:
     """Compiled backwards may run twice, as eager ones do and as a pipeline's split backward needs.
 
     A compiled backward writes into what was saved for it, where nobody asked for the graph to be retained when it was
@@ -148,7 +147,7 @@ def _let_graphs_be_retained() -> None:
     functorch_config().donated_buffer = False
 
 
-def _own_code(forward: Callable) -> FunctionType:
+def own_code(forward: Callable) -> FunctionType:
     """`forward` under a code object of its own.
 
     A compiler keeps what it made, and the limit of how often it makes it anew, by code object, which all layers of one
@@ -162,21 +161,29 @@ def _own_code(forward: Callable) -> FunctionType:
     return through
 
 
-def _alias(tensor: Tensor) -> Tensor:
+def alias(tensor: Tensor) -> Tensor:
     """Another object for a tensor's memory, with its gradient; plain to a compiler, which also asks what it views."""
-    return _Alias.apply(tensor) if type(tensor._base) is DTensor else tensor.view_as(tensor)
+    return _Aliases.apply(tensor)[0] if type(tensor._base) is DTensor else tensor.view_as(tensor)
 
 
-class _Alias(torch.autograd.Function):
-    """A tensor under another object that is a view of nothing."""
+def aliases(tensors: list[Tensor]) -> list[Tensor]:
+    """Of each, another object for its memory, with its gradient: one node of autograd's for all of them."""
+    trained = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and torch.is_grad_enabled()}
+    made = dict(zip(trained, _Aliases.apply(*trained.values()))) if trained else {}
+    return [made[id(tensor)] if id(tensor) in made else tensor.detach() for tensor in tensors]
+
+
+class _Aliases(torch.autograd.Function):
+    """Tensors under other objects, which are views of nothing."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
 
 
 def apart(value: Any) -> Any:

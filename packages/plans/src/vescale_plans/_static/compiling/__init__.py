@@ -1,0 +1,1 @@
+"""Regions as graphs of a compiler."""

@@ -1,0 +1,353 @@
+"""Compile mode on a mesh of one rank: a model is one graph, as under `torch.compile`, or module by module.
+
+Against one device without veScale: numbers of each step, what programs keep beside, and how often their code ran.
+"""
+
+import random
+import shutil
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import vescale
+from vescale_dtensor.testing import run_ranks, slice_of, warm_up
+
+warm_up("torch._dynamo", "vescale", "transformers")
+
+STEPS, WORDS, VOCABULARY, CLOSE = 5, (2, 12), 64, 1e-5
+needs_a_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="inductor makes C++ on a CPU")
+
+
+# --- HuggingFace's models ------------------------------------------------------------
+
+
+def llama(**more):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes, **more))
+
+
+def gpt2(rate=0.0):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    rates = {"resid_pdrop": rate, "embd_pdrop": rate, "attn_pdrop": rate}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **rates, **special))
+
+
+def qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, **sizes)
+    )
+
+
+FAMILIES = {"llama": llama, "llama, tied": partial(llama, tie_word_embeddings=True), "gpt2": gpt2, "qwen3": qwen3}
+
+
+def words_of(step):
+    return torch.randint(VOCABULARY, WORDS, generator=torch.Generator().manual_seed(step))
+
+
+def parallelized(build, mode, backend="aot_eager", plan_of=None):
+    """The model and its optimizer; "plain": without veScale."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    model = build()
+    make = partial(torch.optim.AdamW, lr=1e-3)
+    if mode == "plain":
+        return model, make(model.parameters())
+    plan = plan_of(model) if plan_of else vescale.Plan(mesh={"dp": 1}, parameters={"*": {}})
+    model, optimizer = vescale.parallelize(plan, model, make, mode="compile" if backend == "inductor" else "eager")
+    if backend != "inductor":
+        vescale.static(model, compiler=backend)
+    return model, optimizer
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, vescale.DTensor) else tensor
+
+
+def whole(model):
+    """Whether the last call that was recorded is compiled whole."""
+    regions = [region for found in model._vescale.static.root.regions.values() for region in found]
+    return bool(regions) and type(regions[-1]).__name__ == "WholeModel"
+
+
+def trained(build, mode, **how):
+    model, optimizer = parallelized(build, mode, **how)
+    losses = []
+    for step in range(STEPS):
+        loss = model(input_ids=words_of(step), labels=words_of(step)).loss
+        loss.backward()
+        gradients = {name: full(p.grad).clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, gradients, whole(model) if mode != "plain" else None
+
+
+def assert_alike(found, wanted):
+    losses, gradients, _ = found
+    assert losses == pytest.approx(wanted[0], rel=CLOSE)
+    for name, gradient in wanted[1].items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def both(function, *args, **how):
+    return function(*args, "plain"), function(*args, "compile", **how)
+
+
+def tensor_parallel(model):
+    return vescale.Plan.from_huggingface(model, mesh={"dp": 1, "tp": 1})
+
+
+@pytest.mark.parametrize("family, plan_of", [*((name, None) for name in FAMILIES), ("llama", tensor_parallel)])
+def test_a_model_is_one_graph(family, plan_of):
+    wanted, found = run_ranks(1, both, trained, FAMILIES[family], plan_of=plan_of, timeout=300)[0]
+    assert_alike(found, wanted)
+    assert found[2]
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("family", slice_of(["llama", "gpt2"], fraction=2))
+def test_inductor_trains_a_whole_model(family):
+    wanted, found = run_ranks(1, both, trained, FAMILIES[family], backend="inductor", timeout=500)[0]
+    assert_alike(found, wanted)
+    assert found[2]
+
+
+def test_random_numbers_stay_those_of_one_device():
+    """A graph of inductor's draws its own: what draws is no part of one."""
+    wanted, found = run_ranks(1, both, trained, partial(gpt2, 0.1), timeout=300)[0]
+    assert_alike(found, wanted)
+    assert not found[2]
+
+
+def generated(mode):
+    model, _ = parallelized(llama, mode)
+    model.eval()
+    found = []
+    with torch.no_grad():
+        for _ in range(3):
+            out = model(input_ids=words_of(0), use_cache=True)
+            more = model(input_ids=words_of(1)[:, :1], past_key_values=out.past_key_values, use_cache=True)
+            found.append((full(out.logits), full(more.logits), full(out.past_key_values.layers[0].keys)))
+            kinds = {type(out.logits).__name__, type(out.past_key_values.layers[1].values).__name__}
+    return found, kinds, whole(model) if mode != "plain" else None
+
+
+def test_a_cache_that_a_model_returns_holds_distributed_tensors():
+    (wanted, _, _), (found, kinds, _) = run_ranks(1, both, generated, timeout=300)[0]
+    for mine, theirs in zip(found, wanted, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert kinds == {"DTensor"}
+
+
+# --- programs --------------------------------------------------------------------------
+
+
+KEPT = []
+
+
+class Base(nn.Module):
+    """Reads a value of what it is given, by code that no scan looks through: no region as others are."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 8)
+        self.calls, self.scale, self.seen = 0, 1.0, []
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        Base.forward.__code__.co_varnames  # noqa: B018  which answers in its own way
+        return self.more(self.down(self.norm(self.up(x)).tanh()))
+
+    def more(self, x):
+        return x.square().mean()
+
+
+class AddsInPlace(Base):
+    def more(self, x):
+        self.count.add_(1)
+        return x.square().mean() * self.count
+
+
+class WritesToItsArgument(Base):
+    def forward(self, x):
+        x.mul_(2)
+        return super().forward(x)
+
+
+class Replaces(Base):
+    def more(self, x):
+        self.count = self.count + 1
+        return x.square().mean() * self.count
+
+
+class Counts(Base):
+    def more(self, x):
+        self.calls += 1
+        return x.square().mean()
+
+
+class CountsInADict(Base):
+    def __init__(self):
+        super().__init__()
+        self.table = {"calls": 0}
+
+    def more(self, x):
+        self.table["calls"] += 1
+        self.calls = self.table["calls"]
+        return x.square().mean()
+
+
+class KeepsInAList(Base):
+    def more(self, x):
+        KEPT.append(x)
+        return x.square().mean()
+
+
+class KeepsInAnAttribute(Base):
+    def more(self, x):
+        self.last = x
+        return x.square().mean()
+
+
+class KeepsInItsOwnList(Base):
+    def more(self, x):
+        self.seen.append(x)
+        return x.square().mean()
+
+
+class DrawsAMask(Base):
+    def more(self, x):
+        return (x * torch.rand_like(x)).square().mean()
+
+
+class DrawsByPython(Base):
+    def more(self, x):
+        return x.square().mean() * random.random()
+
+
+class DrawsByNumpy(Base):
+    def more(self, x):
+        return x.square().mean() * float(numpy.random.rand())
+
+
+class ReadsAValue(Base):
+    def more(self, x):
+        return x.square().mean() if x.sum().item() > 0 else x.abs().mean()
+
+
+class Prints(Base):
+    def more(self, x):
+        print(end="")
+        return x.square().mean()
+
+
+class IsScaled(Base):
+    """Its loop changes an attribute."""
+
+    def more(self, x):
+        return x.square().mean() * self.scale
+
+
+def rescaled(model, step):
+    model.scale = 1.0 if step % 2 else 3.0
+
+
+def evaluated(model, step):
+    model.train(step % 3 != 2)
+
+
+def frozen(model, step):
+    model.up.weight.requires_grad_(step % 2 == 0)
+
+
+def replaced(model, step):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+
+
+def hooked(model, step):
+    if step == 2:
+        model.norm.register_forward_hook(lambda module, args, out: KEPT.append(out) or out * 2)
+
+
+def loaded(model, step):
+    if step == 2:
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def nothing(model, step):
+    pass
+
+
+PROGRAMS = {  # the model, what the loop does before each step, and whether the last call is compiled whole
+    "a model": (Base, nothing, True),
+    "a buffer is added to": (AddsInPlace, nothing, False),
+    "an argument is written to": (WritesToItsArgument, nothing, False),
+    "a buffer is replaced": (Replaces, nothing, False),
+    "a counter": (Counts, nothing, False),
+    "a counter in a dict": (CountsInADict, nothing, None),
+    "kept in a list of the program's": (KeepsInAList, nothing, False),
+    "kept in an attribute": (KeepsInAnAttribute, nothing, False),
+    "kept in a list of its own": (KeepsInItsOwnList, nothing, False),
+    "torch's random numbers": (DrawsAMask, nothing, False),
+    "Python's random numbers": (DrawsByPython, nothing, False),
+    "numpy's random numbers": (DrawsByNumpy, nothing, False),
+    "a value is read": (ReadsAValue, nothing, False),
+    "it prints": (Prints, nothing, False),
+    "an attribute is set": (IsScaled, rescaled, None),
+    "trains and evaluates": (Base, evaluated, None),
+    "frozen now and then": (Base, frozen, None),
+    "new memory of parameters": (Base, replaced, True),
+    "a hook, later": (Base, hooked, False),
+    "a state is loaded": (Base, loaded, True),
+}
+
+
+def ran(name, mode):
+    build, before, _ = PROGRAMS[name]
+    KEPT.clear()
+    model, optimizer = parallelized(build, mode)
+    losses = []
+    for step in range(8):
+        before(model, step)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    kept = [*KEPT, *model.seen, *([model.last] if hasattr(model, "last") else [])]
+    state = {name: full(value).clone() for name, value in model.state_dict().items()}
+    facts = model.calls, len(kept), torch.get_rng_state(), random.random(), numpy.random.rand()
+    kinds = {type(value).__name__ for value in kept}
+    return (losses, gradients, whole(model) if mode != "plain" else None), state, facts, [full(v) for v in kept], kinds
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_does_what_it_does_on_one_device(name):
+    wanted, found = run_ranks(1, both, ran, name, timeout=300)[0]
+    assert_alike(found[0], wanted[0])
+    for key, value in wanted[1].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(found[2], wanted[2], strict=True):
+        assert torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs
+    for mine, theirs in zip(found[3], wanted[3], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert found[4] <= {"DTensor"}
+    expected = PROGRAMS[name][2]
+    assert expected is None or found[0][2] is expected
