@@ -68,7 +68,7 @@ newcomer: $(STAMP) ## from built wheels alone: train, save, go on under another 
 	@$(RUN) tools/newcomer.py
 
 gpu: ## on a machine with a GPU, offline, with its own torch (PYTHON=...): everything that only a GPU can show, in 20 minutes
-	@PYTHONPATH=tools $(PYTHON) -m gpu $(PARTS)
+	@PYTHONPATH=tools$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m gpu $(PARTS)
 
 clean: ## remove .venv; the next target makes it again
 	@rm -rf $(VENV)

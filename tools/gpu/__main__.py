@@ -47,6 +47,10 @@ def main() -> int:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("make gpu: torch sees no GPU here; `python -m gpu --device second` rehearses without one")
         return 2
+    lacks = _lacks()
+    if lacks:
+        print(f"make gpu: {sys.executable} cannot run veScale: {lacks}; PYTHONPATH may name a folder that has it")
+        return 2
     day = datetime.now(UTC).strftime("%Y-%m-%d")
     kept = given.into / ".gpu" / f"{day}-{given.device}"
     kept.mkdir(parents=True, exist_ok=True)
@@ -77,13 +81,10 @@ def main() -> int:
 
 def _run(part: Bounded, device: str, path: Path, seconds: float, most: int | None) -> str:
     """ "" when the part came to its end."""
-    sources = [str(TOP / "packages" / name / "src") for name in os.listdir(TOP / "packages")]
-    sources += [str(TOP / "tools"), str(TOP / "examples"), str(TOP)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"gpu.{part.name}", "--device", device, "--out", str(path)]
     began = time.monotonic()
     command += ["--seconds", str(seconds)] + ([] if most is None else ["--most", str(most)])
-    process = subprocess.Popen(command, env=environment, cwd=TOP, start_new_session=True)
+    process = subprocess.Popen(command, env=_environment(), cwd=TOP, start_new_session=True)
     try:
         status = process.wait(seconds + GRACE)
     except subprocess.TimeoutExpired:
@@ -91,6 +92,19 @@ def _run(part: Bounded, device: str, path: Path, seconds: float, most: int | Non
         process.wait()
         return f"ended after {time.monotonic() - began:.0f} s"
     return f"exit status {status}" if status else ""
+
+
+def _environment() -> dict[str, str]:
+    sources = [str(TOP / "packages" / name / "src") for name in os.listdir(TOP / "packages")]
+    sources += [str(TOP / "tools"), str(TOP / "examples"), str(TOP), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
+
+
+def _lacks() -> str:
+    """What keeps this Python from running any part: a package that it lacks. Said once, before all parts fail by it."""
+    command = [sys.executable, "-c", "import vescale, vescale_dtensor.testing, transformers"]
+    done = subprocess.run(command, env=_environment(), cwd=TOP, capture_output=True, text=True, check=False)
+    return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
 
 
 def _is_bad(said: Any) -> bool:
