@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from statistics import median
 
 import torch
@@ -20,6 +21,7 @@ from vescale_dtensor.testing import run_ranks
 
 RANKS, TENSORS, COLUMNS = 2, 64, 1024
 PARTS = ("save", "load", "asynchronous save")
+PATIENCE = timedelta(minutes=5)  # of a rank with one that writes to a disk that others use
 
 
 def states(mib: int) -> tuple[dict, dict]:
@@ -58,6 +60,7 @@ def raced(folder: str, mib: int, rounds: int) -> dict[str, dict[str, list[float]
     from vescale_checkpoint._job import wait_for_save
 
     warnings.simplefilter("ignore")
+    dist.distributed_c10d._set_pg_timeout(PATIENCE)
     theirs, ours = states(mib)
     found: dict[str, dict[str, list[float]]] = {part: {"DCP": [], "ours, auto": []} for part in PARTS}
     for round_ in range(rounds + 1):

@@ -81,6 +81,7 @@ class Frame:
     returns: Value | None = None  # what is known of its result
     first: int | str | None = None
     draws: bool = False  # random numbers, and nothing else is wrong with it: a leaf may draw by region
+    reach: Any = None  # of its outputs, where a compiler is to take it (`compiling/passage.py`)
     shares: bool = False  # it, or what it calls, met a conversion again that was remembered
 
     def __post_init__(self) -> None:
@@ -124,6 +125,12 @@ def tensors_of(value: Any) -> list[Tensor]:
 
     map_tensors(value, note)
     return found
+
+
+def filled(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` with its tensors, in order, replaced."""
+    queue = iter(tensors)
+    return map_tensors(value, lambda _: next(queue))
 
 
 def odd_value(value: Any) -> str:

@@ -23,6 +23,7 @@ from vescale_dtensor.engine import (
     wrap,
 )
 
+from .compiling.passage import reach_of
 from .frame import Frame, layout_at, tensors_of
 from .guard import Guard
 from .key import take_key
@@ -79,6 +80,8 @@ class Recording:
 
     def _end(self, frame: Frame) -> None:
         frame.outputs = [layout_at(tensor) for tensor in tensors_of(frame.out)]
+        if frame.site.static.backend:
+            frame.reach = reach_of(frame)
         with _silent(self._taping):
             seen = _looked_through(frame)
             frame.reason = _outside(frame) or seen or judge(frame, self._storages)

@@ -133,12 +133,15 @@ class Static:
                     if each.holds():
                         region = each
                         break
+                if site is self.root:
+                    self._one_rank.key = key
+                    if region is _MISS:
+                        region = self._one_rank.at(key) or _MISS
             if isinstance(region, Region) and not (grad_state()[1] and region.may_save_itself()):
                 try:
                     return region.run(args, kwargs, unwrapped)
                 except StaleRegion as stale:
                     if self._one_rank.has_failed(region, stale):
-                        site.regions[key].remove(region)
                         site.again.add(key)
                     region = _MISS
         finally:
@@ -201,6 +204,7 @@ class Static:
 
     def _forget(self) -> None:
         """Every module is recorded anew; what is not as static as before stays eager."""
+        self._one_rank.forget()
         for site in self.sites.values():
             site.was_static = site.verdict is STATIC
             site.again |= set(site.regions)

@@ -24,13 +24,14 @@ from vescale_dtensor.engine import (
 )
 
 from .._apply.boundary import replaceable
-from .._apply.containers import map_first, map_tensors
+from .._apply.containers import map_first
 from .._apply.generators import random_states, set_random_states
 from .._calls.chain import hooks_after, hooks_before
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from . import passes
-from .compiling.graph import Compiled, apart
-from .frame import Boundary, Frame, Step, parameter_place, tensors_of
+from .compiling.graph import Compiled
+from .compiling.passage import apart, held_in
+from .frame import Boundary, Frame, Step, filled, parameter_place, tensors_of
 from .guard import FORWARD_HOOKS
 
 
@@ -81,8 +82,7 @@ class Region:
         classes = [(tensor, plain_class(tensor)) for tensor in self._weights]
         self._numbers = [(tensor, kind) for tensor, kind in classes if kind is not nn.Parameter]
         self._others = [tensor for tensor in module.buffers() if type(tensor) is DTensor]
-        tables = [table for one in module.modules() for table in (one._parameters, one._buffers)]
-        self._places = [(table, name) for table in tables for name, held in table.items() if type(held) is DTensor]
+        self._places = held_in(module)
         self._random = any(each.drawn is not None for each in nested.values()) and bool(unseen)
         self._made: list[Tensor] = []
         self._hooks: tuple[Callable, Callable] | None = None  # for what operators save, in the call that runs
@@ -100,7 +100,7 @@ class Region:
         if frame.shares or _is_one_kernel(module) or not self._is_one_graph():
             return None
         plain = [tensor for tensor in module.buffers() if type(tensor) is not DTensor]
-        held = self._places, self._before(), [*others, *plain]
+        held = self._places, self._before(), [*others, *plain], frame.reach
         return Compiled(frame.site.name, frame.site.forward, backend, *held)
 
     def _may_straighten(self, frame: Frame) -> bool:
@@ -233,7 +233,7 @@ class Region:
             if layout is not None and type(tensor) is not DTensor:
                 after[i] = attach(tensor, layout)
                 numbers = numbers or after[i] is not tensor  # all else is attached where it stands
-        return _filled(out, after) if numbers else out
+        return filled(out, after) if numbers else out
 
     def enter(self, site: Any, args: tuple, kwargs: dict) -> Any:
         """A module inside: called on plain tensors."""
@@ -265,7 +265,7 @@ class Region:
                     new = self._converted(old, step.route, step.cause)
                     inputs = [new if tensor is old else tensor for tensor in inputs]
                 if inputs is not None:
-                    args, kwargs = _filled((args, kwargs), inputs)
+                    args, kwargs = filled((args, kwargs), inputs)
             out = forward(*args, **kwargs)
         finally:
             for owner, name, parameter in reversed(swapped):
@@ -274,7 +274,7 @@ class Region:
             outputs = tensors_of(out)
             for step in boundary.after:
                 outputs[step.at] = self._converted(outputs[step.at], step.route, step.cause)
-            out = _filled(out, outputs)
+            out = filled(out, outputs)
         return out
 
     def _draw(self, nested: Nested, site: Any, args: tuple, kwargs: dict) -> Any:
@@ -283,7 +283,7 @@ class Region:
         for i, layout in enumerate(nested.drawn):
             if layout is not None:
                 inputs[i] = attach(inputs[i], layout)
-        args, kwargs = _filled((args, kwargs), inputs)
+        args, kwargs = filled((args, kwargs), inputs)
         own = [tensor for tensor in site.module.parameters() if "_layout" in tensor.__dict__]
         wrap(own)
         passes.running = None
@@ -338,9 +338,3 @@ def _across_once(inner: Callable, first: int | str | None, before: list[Callable
         return out
 
     return around
-
-
-def _filled(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` with its tensors, in order, replaced."""
-    queue = iter(tensors)
-    return map_tensors(value, lambda _: next(queue))

@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_dtensor import DTensor
-
-from ..._apply.containers import map_tensors
 from ..._torch_private import (
     checkpoint_of,
     compiled_code,
@@ -27,6 +24,8 @@ from ..._torch_private import (
     functorch_config,
     global_state,
 )
+from ..frame import filled, tensors_of
+from .passage import Passage, Reach
 
 Place = tuple[dict, str]
 MOST_TIMES = 8  # that a region is compiled anew
@@ -48,11 +47,13 @@ class Compiled:
         places: list[Place],
         before: dict[tuple[int, str], Callable],
         others: list[Tensor],
+        reach: Reach | None,
     ) -> None:
         """`places`: tables of parameters and buffers, and the names there of what the region unwraps. `before`: what
-        becomes of some of them, by table and name, before the graph begins. `others`: plain tensors that it reads."""
+        becomes of some of them, by table and name, before the graph begins. `others`: plain tensors that it reads.
+        `reach`: of its outputs, among `places` and its inputs."""
         let_graphs_be_retained()
-        self._name, self._forward = name, forward
+        self._name, self._forward, self._reach = name, forward, reach
         self._places = [(table, key, before.get((id(table), key))) for table, key in places]
         self._others, self._backend, self._times = others, backend, 0
         self._guarded: Callable | None
@@ -87,19 +88,21 @@ class Compiled:
                 return self(args, kwargs, hooks)
             self._begin()
         given = args, kwargs
+        passage, entered = Passage(self._name, self._reach), usual
         if compiles:
-            args, kwargs = map_tensors(given, alias)
+            entered = passage.enter([*usual, *tensors_of(given)])
+            args, kwargs = filled(given, entered[len(usual) :])
         try:
-            for (table, name, way), held in zip(self._places, aliases(usual) if compiles else usual):
+            for (table, name, way), held in zip(self._places, entered):
                 table[name] = held if way is None else way(held)
             if not compiles:
                 return self._forward(*args, **kwargs)
             if self._graph is not None and hooks is None and self._is_set_alike():
-                return apart(self._graph(*args, **kwargs))
+                return passage.leave(self._graph(*args, **kwargs))
             out = self._guarded(*args, **kwargs)
             if hooks is None:
                 self._take_graph(facts)
-            return apart(out)
+            return passage.leave(out)
         except compiler_errors() as error:
             self._give_up(str(error).strip().partition("\n")[0])
         finally:
@@ -159,33 +162,3 @@ def own_code(forward: Callable) -> FunctionType:
 
     through.__code__ = through.__code__.replace()
     return through
-
-
-def alias(tensor: Tensor) -> Tensor:
-    """Another object for a tensor's memory, with its gradient; plain to a compiler, which also asks what it views."""
-    return _Aliases.apply(tensor)[0] if type(tensor._base) is DTensor else tensor.view_as(tensor)
-
-
-def aliases(tensors: list[Tensor]) -> list[Tensor]:
-    """Of each, another object for its memory, with its gradient: one node of autograd's for all of them."""
-    trained = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and torch.is_grad_enabled()}
-    made = dict(zip(trained, _Aliases.apply(*trained.values()))) if trained else {}
-    return [made[id(tensor)] if id(tensor) in made else tensor.detach() for tensor in tensors]
-
-
-class _Aliases(torch.autograd.Function):
-    """Tensors under other objects, which are views of nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple([tensor.detach() for tensor in tensors])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return gradients
-
-
-def apart(value: Any) -> Any:
-    """`value` with tensors that need no gradient as other objects."""
-    return map_tensors(value, lambda tensor: tensor if tensor.requires_grad else tensor.detach())
