@@ -311,3 +311,91 @@ def test_a_graph_may_be_retained():
     found, names = run_ranks(2, backwards_uncached, retained, timeout=300)[0]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
     assert names == {"Sequential"}
+
+
+class Heads(torch.nn.Module):
+    """Three outputs, which reach parameters of their own, parameters of others, and what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.both = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        shared = self.both(x).tanh()
+        return self.first(shared), {"second": self.second(shared + y)}, y * 2
+
+
+class Chooses(torch.nn.Module):
+    """Its own code reads a value: the heads are a region, and what stands before them is another."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.heads = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), Heads()
+
+    def forward(self, x, uses):
+        one, more, last = self.heads(self.left(x), self.right(x))
+        parts = {"first": one, "second": more["second"], "last": last}
+        return sum(parts[name].square().mean() for name in uses) + 0 * x.sum().item()
+
+
+USES = [("first",), ("second",), ("last",), ("first", "last"), ("second", "last"), ("first", "second", "last")]
+
+
+def chosen(mode, ranks):
+    """Which gradients there are after each step, the losses, and the weights in the end."""
+    torch.manual_seed(0)
+    plan = vescale.Plan(mesh={"dp": ranks}, parameters={"*": {}})
+    model, optimizer = Chooses(), None
+    make = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    if mode == "plain":
+        optimizer = make(model.parameters())
+    else:
+        model, optimizer = vescale.parallelize(plan, model, make, mode="eager")
+        vescale.static(model, compiler="aot_eager")
+    found = []
+    for step, uses in enumerate([USES[-1], *USES, *USES]):
+        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step)), uses)
+        loss.backward()
+        found.append((loss.item(), {name for name, p in model.named_parameters() if p.grad is not None}))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {n: p.full_tensor() if mode != "plain" else p for n, p in model.named_parameters()}
+    return found, {n: p.detach().clone() for n, p in weights.items()}, compiled(model) if mode != "plain" else set()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_no_output_in_use_needs_has_no_gradient(ranks):
+    """A graph gave zeros, by which an optimizer stepped: it decayed the weight."""
+    wanted, weights, _ = run_ranks(1, chosen, "plain", 1)[0]
+    for found, after, names in run_ranks(ranks, chosen, "compile", ranks, timeout=300):
+        assert [used for _, used in found] == [used for _, used in wanted]
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(after[name], weight, rtol=1e-5, atol=1e-6)
+        assert names & {"heads", "Chooses"}
+
+
+def twice(ranks):
+    torch.manual_seed(0)
+    plan = vescale.Plan(mesh={"dp": ranks}, parameters={"*": {}})
+    model, _ = vescale.parallelize(plan, torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), mode="eager")
+    vescale.static(model, compiler="aot_eager")
+    x, said = torch.randn(4, 8), []
+    for ask in (
+        lambda: torch.autograd.functional.hvp(lambda x: model(x).square().sum(), x, torch.ones(4, 8)),
+        lambda: model(x).square().sum().backward(create_graph=True),
+    ):
+        for _ in range(3):
+            try:
+                ask()
+            except vescale.PlanError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_of_a_gradient_is_refused(ranks):
+    """Hessian-vector products were zero."""
+    for said in run_ranks(ranks, twice, ranks, timeout=300):
+        assert len(said) == 4 or len(said) == 5, said  # a first call is recorded, and eager
+        assert all("is compiled" in text and 'mode="static"' in text for text in said)
