@@ -1,6 +1,9 @@
 """A training step of a Llama and a GPT on one device under `mode="compile"`: its time over plain `torch.compile`'s.
 
-    python benchmarks/runtime/compile_ratio.py [--models llama gpt] [--hidden N] [--rounds N]
+    python benchmarks/runtime/compile_ratio.py [--models llama gpt] [--hidden N] [--rounds N] [--layers N]
+                                               [--batch N] [--positions N]
+
+`--hidden 64 --layers 8 --batch 2 --positions 16` is a step in which the host is the bottleneck, as on a GPU.
 
 Inductor on both sides, the same weights, batches and AdamW; forward, loss, backward, step. The clock is the CPU time of
 the process, the contenders take turns within a round, a ratio is the median over rounds, and losses must agree to 1e-5.
@@ -20,7 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,20 +36,28 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 
 PLAIN, COMPILED, STATIC = "torch.compile", "veScale, compile", "veScale, static"
 BUDGET = 1.05
-BATCH, POSITIONS, VOCABULARY, LAYERS, WARM = 8, 64, 256, 4, 4
+VOCABULARY, WARM = 256, 4
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def build(name: str, hidden: int) -> nn.Module:
+class Sizes(NamedTuple):
+    hidden: int = 256
+    layers: int = 4
+    batch: int = 8
+    positions: int = 64
+
+
+def build(name: str, sizes: Sizes) -> nn.Module:
     torch.manual_seed(0)
     if name == "gpt":
         from nanogpt.model import GPT, GPTConfig
 
-        return GPT(GPTConfig(VOCABULARY, POSITIONS, n_layer=LAYERS, n_head=8, n_embd=hidden))
+        return GPT(GPTConfig(VOCABULARY, sizes.positions, n_layer=sizes.layers, n_head=8, n_embd=sizes.hidden))
     from llama.model import build as llama
 
-    return llama(hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=LAYERS)
+    width = sizes.hidden
+    return llama(hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=sizes.layers)
 
 
 def gpt_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -60,10 +71,10 @@ def llama_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
 LOSSES: dict[str, Loss] = {"llama": llama_loss, "gpt": gpt_loss}
 
 
-def contender(kind: str, name: str, hidden: int) -> Callable[[torch.Tensor, torch.Tensor], float]:
+def contender(kind: str, name: str, sizes: Sizes) -> Callable[[torch.Tensor, torch.Tensor], float]:
     """A training step."""
     adamw, loss_of = partial(torch.optim.AdamW, lr=5e-4), LOSSES[name]
-    model: Any = build(name, hidden)
+    model: Any = build(name, sizes)
     if kind == PLAIN:
         optimizer, model = adamw(model.parameters()), torch.compile(model)
     else:
@@ -86,16 +97,17 @@ def counted() -> dict[str, int]:
     return {"graphs": found["stats"]["unique_graphs"], "breaks": sum(found["graph_break"].values())}
 
 
-def raced(name: str, hidden: int, rounds: int) -> tuple[dict[str, list[float]], ...]:
+def raced(name: str, sizes: Sizes, rounds: int) -> tuple[dict[str, list[float]], ...]:
     """CPU seconds and losses of every step, and what was compiled. On the one rank."""
     torch.set_num_threads(1)
     batches = torch.Generator().manual_seed(1)
-    data = [torch.randint(VOCABULARY, (2, BATCH, POSITIONS), generator=batches) for _ in range(rounds + WARM)]
+    shape = (2, sizes.batch, sizes.positions)
+    data = [torch.randint(VOCABULARY, shape, generator=batches) for _ in range(rounds + WARM)]
     steps, counts = {}, {}
     losses: dict[str, list[float]] = {}
     for kind in (PLAIN, COMPILED, STATIC):
         torch._dynamo.utils.counters.clear()
-        steps[kind] = contender(kind, name, hidden)
+        steps[kind] = contender(kind, name, sizes)
         losses[kind] = [steps[kind](x, y) for x, y in data[:WARM]]
         counts[kind] = counted()
     torch._dynamo.utils.counters.clear()
@@ -117,21 +129,23 @@ def raced(name: str, hidden: int, rounds: int) -> tuple[dict[str, list[float]], 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=sorted(LOSSES), default=sorted(LOSSES, reverse=True))
-    parser.add_argument("--hidden", type=int, default=256)
+    for size, usual in Sizes()._asdict().items():
+        parser.add_argument(f"--{size}", type=int, default=usual)
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     if shutil.which("c++") is None:
         print("skipped: inductor makes C++ on a CPU, and there is no compiler for it")
         return 0
     warm_up("torch._dynamo", "vescale", "transformers")
+    sizes = Sizes(*(getattr(arguments, size) for size in Sizes._fields))
     figures: dict[str, dict] = {}
     met = True
     for name in arguments.models:
-        ((seconds, losses, counts),) = run_ranks(1, raced, name, arguments.hidden, arguments.rounds, timeout=900)
+        ((seconds, losses, counts),) = run_ranks(1, raced, name, sizes, arguments.rounds, timeout=900)
         apart = max(abs(a - b) / b for kind in losses for a, b in zip(losses[kind], losses[PLAIN]))
         if apart > 1e-5:
             raise SystemExit(f"{name}: another model is trained than by plain torch: losses differ by {apart:.1e}")
-        figures[name] = {"hidden": arguments.hidden, "rounds": arguments.rounds, "losses apart": apart}
+        figures[name] = {**sizes._asdict(), "rounds": arguments.rounds, "losses apart": apart}
         for kind, own in seconds.items():
             lower, middle, upper = quantiles([a / b for a, b in zip(own, seconds[PLAIN])], n=4)
             figures[name][kind] = {
