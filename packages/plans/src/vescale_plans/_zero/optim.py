@@ -25,11 +25,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from vescale_dtensor import DTensor, OperatorError
 from vescale_dtensor.engine import convert, drop_gradients, held_gradients, local_only, route_between, set_plain_grad
 
 from .._plan.parts import PlanError
+from .._torch_private import version_of
 from .matrix import Owners
 from .optim_kinds import MATRIX, elementwise_methods, without_hooks
 from .optim_states import ShardedStates, take_in_early
@@ -190,11 +192,13 @@ class Sharded(ShardedStates):
         self._rename(exchange.own, exchange.lent)
         if self._parallel.sharing.mesh.device_type != "cpu" and exchange.waits:
             torch.accelerator.current_stream().synchronize()  # gradients and full-precision shards are on the host
+        before = list(map(version_of, exchange.lent))
         try:
             yield
             for param in exchange.taken_back:
                 self._take_back(param)
         finally:
+            self._tell_of_writes(exchange, before)
             for group, given in zip(self.param_groups, shown):
                 group["params"] = given
             self._rename(exchange.lent, exchange.own)
@@ -221,6 +225,17 @@ class Sharded(ShardedStates):
         else:
             with torch.no_grad():
                 param.shard.copy_(param.optimized, non_blocking=True)  # written again after the next step's wait
+
+    def _tell_of_writes(self, exchange: Exchange, before: list[int]) -> None:
+        """Autograd hears of a write to a parameter where it heard of one to the plain parameter that stepped in its
+        place: a backward that needs the value from before raises, as on one device. On every rank, also of those that
+        one rank steps for all."""
+        after = list(map(version_of, exchange.lent))
+        everything = self._owners is not None
+        with local_only():
+            increment_version(
+                [own for own, one, other in zip(exchange.own, before, after) if everything or one != other]
+            )
 
     def _rename(self, before: list[Tensor], after: list[Tensor]) -> None:
         """The state of each parameter of `before` becomes that of its other in `after`, in the order it had."""
