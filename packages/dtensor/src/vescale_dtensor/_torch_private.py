@@ -37,6 +37,7 @@ _len_torch_function_stack = torch._C._len_torch_function_stack
 # The same below autograd, where an operator was called that no function names. Instead: public `torch.library` names.
 DispatchKey = torch._C.DispatchKey
 _DisableTorchDispatch = torch._C._DisableTorchDispatch
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack  # how many modes see each operator
 _dispatch_tls_is_dispatch_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 

@@ -54,7 +54,7 @@ SHARED = {
     "_tensor.module_hooks": ("TorchsFunction.apply",),
     "_torch_private": ("distributed_c10d._check_tensor_list",),
     "_layouts.state": ("_flat", "_sharded"),
-    "_tensor.tensor": ("is_global",),
+    "_tensor.tensor": ("is_global", "_shape", "_plain_size", "_plain_dim", "_plain_numel"),
     # the simulation itself
     "_debugger.session": ("simulation",),
     # said once per process

@@ -430,17 +430,16 @@ class AsksTheSign(Base):
         return x.square().mean() * math.copysign(1.0, self.scale)
 
 
-@functools.lru_cache
-def remembered(at):
-    return FACTOR[0]
+FACTOR = [1.0]
 
 
 class Remembers(Base):
+    def __init__(self):
+        super().__init__()
+        self.remembered = functools.lru_cache(lambda at: FACTOR[at])
+
     def more(self, x):
-        return x.square().mean() * remembered(0)
-
-
-FACTOR = [1.0]
+        return x.square().mean() * self.remembered(0)
 
 
 def set_outside(model, step):
@@ -465,7 +464,6 @@ UNSEEN = {  # what a compiler's guards, or its backwards, miss
 
 def ran(name, mode):
     build, before, _ = {**PROGRAMS, **UNSEEN}[name]
-    remembered.cache_clear()
     KEPT.clear()
     model, optimizer = parallelized(build, mode)
     losses = []

@@ -14,7 +14,8 @@ from .._communication import events
 from .._communication.events import Event
 from .._dispatch.arguments import collect
 from .._layouts.layout import Layout
-from .._tensor.tensor import DTensor, is_global, local_only
+from .._tensor import tensor as tensor_module
+from .._tensor.tensor import DTensor, local_only
 
 _KEY = "vescale: where it was made"
 
@@ -115,7 +116,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if not is_global():
+        if not tensor_module.is_global():
             return function(*args, **kwargs)
         tensors: list[Tensor] = []
         collect(args, tensors)

@@ -34,7 +34,7 @@ from .._rules.registry import CACHE_LIMIT, TABLE, Call, Decision, Entry, Operand
 from .._rules.traits import Trait
 from .._tensor.loans import borrow
 from .._tensor.tensor import DTensor, attach, below_autograd, local_only, watch_autograd
-from .._torch_private import OpOverload
+from .._torch_private import OpOverload, without_dispatch_modes
 from .._torch_private import _disabled_torch_function_impl as _run_local
 from .._torch_private import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from . import fallback, forms
@@ -166,7 +166,8 @@ def _decided(entry: Entry, function: Any, args: tuple, kwargs: dict, key: Any, d
     if decision is None:
         if any(getattr(type(tensor), "before_dtensor", False) for tensor in tensors):
             return NotImplemented
-        decision = _decide(entry, function, args, kwargs, tensors)
+        with without_dispatch_modes():  # what a rule asks of meta tensors is no part of the program
+            decision = _decide(entry, function, args, kwargs, tensors)
         if key is not None:
             if len(entry.cache) >= CACHE_LIMIT:
                 entry.cache.clear()

@@ -21,6 +21,7 @@ from .._layouts.layout import Layout
 from .._layouts.strides import cut_to_one, global_stride, local_stride, row_major
 from .._rules.elements.pointwise import FUNCTIONS as ELEMENTWISE
 from .._tensor.tensor import plain_data, set_plain_data
+from .._torch_private import without_dispatch_modes
 from .arguments import collect, substitute
 
 _PERMUTING = frozenset({
@@ -131,7 +132,7 @@ def _wanted(
     args = substitute(args, lambda _: next(queue))
     kwargs = substitute(kwargs, lambda _: next(queue))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_dispatch_modes():
             made = function(*args, **kwargs)
     except (RuntimeError, TypeError):  # of a kernel that wants data
         return None

@@ -22,11 +22,12 @@ from .._torch_private import (
     _current_autograd_node,
     _current_graph_task_id,
     _is_torch_function_enabled,
+    _len_torch_dispatch_stack,
     _make_grads,
     replace_make_grads,
 )
 from .gradient import as_gradient_of, layout_of_gradient
-from .tensor import DTensor, attach, local_only, plain_class, source_of
+from .tensor import DTensor, attach, local_only, plain_class, source_of, watch_autograd
 
 # What is called at the end of the backward that runs, in the order of its coming.
 _after_backward: list[Callable[[], None]] = []
@@ -206,6 +207,8 @@ def _run_backward(tensors: list[Tensor], seeds: list | None, **options: Any) -> 
 def _engine_backward(roots: list[Tensor], starts: list[Tensor | None], **options: Any) -> None:
     global _backwards, _depth, _keeps
     _starting_at(roots)
+    if _len_torch_dispatch_stack():
+        watch_autograd()
     before, _keeps = _keeps, _asked_to_keep(options)
     if not _depth:
         _backwards += 1

@@ -11,7 +11,7 @@ so that torch's own Python functions run on it unchanged.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -223,10 +223,30 @@ def _is_global_above_autograd() -> bool:
 
 
 def watch_autograd() -> None:
-    """From now on `shape` and its like look whether they are read below autograd. Called when a dispatch mode was
-    seen in a backward, so that nobody else pays for it."""
-    global is_global
+    """From now on whatever is asked of a DTensor looks whether it is asked below autograd, where Python code may still
+    be told of it. Called when a dispatch mode is seen in a backward, so that nobody else pays for it."""
+    global is_global, _shape, _plain_size, _plain_dim, _plain_numel
+    if is_global is _is_global_above_autograd:
+        return
     is_global = _is_global_above_autograd
+    _shape, _plain_size, _plain_dim, _plain_numel = map(_untold, (_shape, _plain_size, _plain_dim, _plain_numel))
+    above = DTensor.__dict__["__torch_function__"].__func__
+
+    def dispatch(cls: type, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if below_autograd():
+            with local_only():
+                return function(*args, **(kwargs or {}))
+        return above(cls, function, types, args, kwargs)
+
+    DTensor.__torch_function__ = classmethod(dispatch)
+
+
+def _untold(read: Callable) -> Callable:
+    def plain(*args: object) -> Any:
+        with local_only():
+            return read(*args)
+
+    return plain
 
 
 # The class is what `attach` gives to a fresh local result, whatever the layout.

@@ -20,7 +20,8 @@ from ..._communication.events import function_name
 from ..._conversions.convert import describe
 from ..._errors import OperatorError
 from ..._layouts.strides import global_stride
-from ..._tensor.tensor import DTensor, is_global, local_only
+from ..._tensor import tensor as tensor_module
+from ..._tensor.tensor import DTensor, local_only
 from ..._torch_private import _typed_storage as _plain_typed_storage
 from ..._torch_private import is_non_overlapping_and_dense_or_false
 from ..registry import handler
@@ -136,7 +137,7 @@ def _typed_storage(tensor: DTensor) -> Any:
     """torch's own is Python that puts a class around the untyped one."""
     with local_only():
         local = _plain_typed_storage(tensor)
-    whole = not is_global() or tensor._layout.base.is_replicated
+    whole = not tensor_module.is_global() or tensor._layout.base.is_replicated
     return local if whole else GlobalStorage(tensor, tensor.element_size())
 
 
