@@ -112,8 +112,12 @@ def both(function, *args, **how):
 def of_a_library(function, *args, **how):
     """`both`, where this file is of a library whose code a compiler may read."""
     one_rank = importlib.import_module("vescale_plans._static.compiling.one_rank")
-    one_rank.LIBRARIES |= {Base.forward.__globals__["__name__"].partition(".")[0]}
-    return both(function, *args, **how)
+    known = one_rank.LIBRARIES
+    one_rank.LIBRARIES = known | {Base.forward.__globals__["__name__"].partition(".")[0]}
+    try:
+        return both(function, *args, **how)
+    finally:
+        one_rank.LIBRARIES = known  # ranks are kept for other tests
 
 
 def tensor_parallel(model):
@@ -150,7 +154,7 @@ class Long(nn.Module):
         self.embedded, self.out = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
 
     def forward(self, input_ids):
-        Base.forward.__code__.co_varnames  # noqa: B018  which answers in its own way
+        type(self).forward.__code__.co_varnames  # noqa: B018  which answers in its own way
         x = self.embedded(input_ids).tanh()
         x = nn.functional.dropout(x, 0.5) if input_ids.shape[1] > 12 else x
         return nn.functional.cross_entropy(self.out(x).flatten(0, 1), input_ids.flatten())
@@ -227,7 +231,7 @@ class Base(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x):
-        Base.forward.__code__.co_varnames  # noqa: B018  which answers in its own way
+        type(self).forward.__code__.co_varnames  # noqa: B018  which answers in its own way
         return self.more(self.down(self.norm(self.up(x)).tanh()))
 
     def more(self, x):
