@@ -215,6 +215,29 @@ def test_a_cache_that_a_model_returns_holds_distributed_tensors():
     assert kinds == {"DTensor"}
 
 
+def through_the_cache(mode):
+    model, _ = parallelized(llama, mode)
+    found = []
+    for step in range(4):
+        out = model(input_ids=words_of(step), use_cache=True)
+        keys = out.past_key_values.layers[1].keys
+        (keys.square().sum() if step % 2 else out.logits.square().mean()).backward()
+        found.append({n: None if p.grad is None else full(p.grad).clone() for n, p in model.named_parameters()})
+        model.zero_grad()
+    return found, whole(model) if mode != "plain" else None
+
+
+def test_a_backward_may_begin_in_a_cache():
+    (wanted, _), (found, is_whole) = run_ranks(1, both, through_the_cache, timeout=300)[0]
+    assert not is_whole
+    for mine, theirs in zip(found, wanted, strict=True):
+        for name, gradient in theirs.items():
+            if gradient is None:
+                assert mine[name] is None, name
+            else:
+                torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6)
+
+
 # --- programs --------------------------------------------------------------------------
 
 

@@ -124,9 +124,13 @@ class WholeModel(Region):
     def __init__(self, frame: Frame, one_rank: OneRank, backend: str, returned: Any) -> None:
         """`returned`: what the recorded pass returned.
 
-        Raises Refused where a hook stands on a module inside that does more than convert.
+        Raises Refused where a hook stands on a module inside that does more than convert, and where a backward may
+        begin at what no graph's end is told of.
         """
         self._one_rank = one_rank
+        shown = {*map(id, tensors_of(returned))}
+        if any(tensor.requires_grad for tensor in tensors_within(returned) if id(tensor) not in shown):
+            raise Refused("it returns tensors with gradients inside of an object")  # where a backward may begin
         nested = {each.site: Nested(Boundary()) for each in _frames_in(frame)}
         super().__init__(frame, nested, {}, set(), backend)
         self.boundary = Boundary()
