@@ -88,10 +88,12 @@ def check(function, given, placements, mesh) -> int:
         assert error.fixes and len({*error.remedies}) == len(error.remedies), error
         count = 0
         for fix in error.fixes:
-            mended = []
-            for operand in operands:
-                name = next((n for n in fix if matches(error, n, operand)), None)
-                mended.append(operand if name is None else operand.redistribute(fix[name]))
+            mended = list(operands)
+            for name, places in fix.items():
+                alike = [at for at, one in enumerate(operands) if mended[at] is one and matches(error, name, one)]
+                if alike:  # by its number in the error, where two operands lie alike
+                    at = int(name[1:]) if name[1:].isdigit() and int(name[1:]) in alike else alike[0]
+                    mended[at] = operands[at].redistribute(places)
             if sum(a is not b for a, b in zip(mended, operands)) < len(fix):
                 continue  # it is about what the function computed from them, on a line of its own
             try:
