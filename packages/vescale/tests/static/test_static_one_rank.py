@@ -329,6 +329,13 @@ class DrawsByNumpy(Base):
         return x.square().mean() * float(numpy.random.rand())
 
 
+class DrawsNormalsByNumpy(Base):
+    """Every second is kept from the first."""
+
+    def more(self, x):
+        return x.square().mean() * (2 + float(numpy.random.normal()))
+
+
 class ReadsAValue(Base):
     def more(self, x):
         return x.square().mean() if x.sum().item() > 0 else x.abs().mean()
@@ -392,6 +399,7 @@ PROGRAMS = {  # the model, what the loop does before each step, and whether the 
     "torch's random numbers": (DrawsAMask, nothing, False),
     "Python's random numbers": (DrawsByPython, nothing, False),
     "numpy's random numbers": (DrawsByNumpy, nothing, False),
+    "numpy's normals": (DrawsNormalsByNumpy, nothing, False),
     "a value is read": (ReadsAValue, nothing, False),
     "it prints": (Prints, nothing, False),
     "an attribute is set": (IsScaled, rescaled, True),

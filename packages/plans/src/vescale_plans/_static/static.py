@@ -141,7 +141,7 @@ class Static:
                 try:
                     return region.run(args, kwargs, unwrapped)
                 except StaleRegion as stale:
-                    if self._one_rank.has_failed(region, stale):
+                    if self._one_rank.take_failure(region, stale):
                         site.again.add(key)
                     region = _MISS
         finally:

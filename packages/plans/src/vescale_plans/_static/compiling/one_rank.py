@@ -79,7 +79,7 @@ class OneRank:
         found = self._models.get(_without_sizes(key)) if self._models else None
         return found if found is not None and found.holds() else None
 
-    def has_failed(self, region: Region, why: StaleRegion) -> bool:
+    def take_failure(self, region: Region, why: StaleRegion) -> bool:
         """Notes that a call of a region did not run. Whether it was a model's, which is recorded anew."""
         if type(region) is not WholeModel:
             return False
