@@ -10,7 +10,7 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -168,13 +168,26 @@ def backend_named(name: str) -> Callable:
     return torch._dynamo.lookup_backend(name)
 
 
-def saying_once() -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def saying_once() -> Iterator[None]:
     """Within it compilers take no notice of what loggers say once (HuggingFace's `warning_once`): where a call has run
     before, it is said. Instead: torch's own `warnings.warn` is passed over, and other libraries' ways are graph breaks.
     """
     once = [each for each in vars(logging.Logger).values() if isinstance(each, functools._lru_cache_wrapper)]
     known = torch._dynamo.config.ignore_logger_methods
-    return torch._dynamo.config.patch(ignore_logger_methods=known | set(once))
+    metrics = logging.getLogger("torch._dynamo.metrics_context")
+
+    def worth_saying(record: logging.LogRecord) -> bool:
+        # Not what torch before 2.13 logs of each graph, with a traceback: it tries to sort this set.
+        error = str(record.exc_info[1]) if record.exc_info else ""
+        return not (error.startswith("'<' not supported") and "lru_cache" in error)
+
+    metrics.addFilter(worth_saying)
+    try:
+        with torch._dynamo.config.patch(ignore_logger_methods=known | set(once)):
+            yield
+    finally:
+        metrics.removeFilter(worth_saying)
 
 
 def compiled_code(function: FunctionType) -> CodeType | None:

@@ -5,6 +5,8 @@ Against one device without veScale: numbers of each step, what programs keep bes
 
 import functools
 import importlib
+import itertools
+import logging
 import math
 import os
 import random
@@ -137,6 +139,35 @@ def test_inductor_trains_a_whole_model(family):
     wanted, found = run_ranks(1, both, trained, FAMILIES[family], backend="inductor", timeout=500)[0]
     assert_alike(found, wanted)
     assert found[2]
+
+
+def logged_by_an_older_torch():
+    """What torch logs of its metrics where it sorts all sets of its settings, as 2.11 does."""
+    from torch._dynamo import config, utils
+
+    records, asked, newer = [], itertools.count(), utils._get_dynamo_config_for_logging
+    metrics = logging.getLogger("torch._dynamo.metrics_context")
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(str(record.exc_info[1]))
+
+    def older():
+        if next(asked) % 2:
+            raise ValueError("of another cause")
+        sorted(config.ignore_logging_functions)
+
+    utils._get_dynamo_config_for_logging = older
+    metrics.addHandler(handler)
+    try:
+        trained(llama, "compile")
+    finally:
+        utils._get_dynamo_config_for_logging = newer
+        metrics.removeHandler(handler)
+    return records
+
+
+def test_an_older_torch_does_not_log_that_it_cannot_sort_what_is_passed_over():
+    (records,) = run_ranks(1, logged_by_an_older_torch, timeout=300)
+    assert set(records) == {"of another cause"}
 
 
 def test_random_numbers_stay_those_of_one_device():
