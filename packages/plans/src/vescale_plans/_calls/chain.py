@@ -11,6 +11,7 @@ from torch import nn
 
 from .._torch_private import has_global_hooks
 from .alone import Alone, State
+from .copies import Copies, copies_of
 from .phases import INNER_AFTER, INNER_BEFORE, OUTER_AFTER, OUTER_BEFORE, PHASES
 
 _CALL = "_call_impl"
@@ -58,7 +59,7 @@ class _Running(threading.local):
     ended; None for one of which nothing has."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Order, list[Step]] | None] = []
+        self.calls: list[tuple[Order, list[Step | Copies]] | None] = []
 
 
 class Added(NamedTuple):
@@ -135,7 +136,9 @@ class Chain:
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         order, begun = self.running.calls[-1]
-        return _finish(order.outer_after, begun, module, args, kwargs, output)
+        output = _finish(order.outer_after, begun, module, args, kwargs, output)
+        _give_back(begun)
+        return output
 
     def _end(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         calls = self.running.calls
@@ -161,7 +164,9 @@ class Call(Alone):
         try:
             args, kwargs = _begin(order.before, begun, module, args, kwargs)
             output = module.forward(*args, **kwargs)
-            return _finish(order.after, begun, module, args, kwargs, output)
+            output = _finish(order.after, begun, module, args, kwargs, output)
+            _give_back(begun)
+            return output
         except BaseException:
             end(begun, module, args, kwargs, output)
             raise
@@ -181,19 +186,21 @@ class Call(Alone):
 
 
 def _begin(
-    steps: tuple[Step, ...], begun: list[Step], module: nn.Module, args: tuple, kwargs: dict
+    steps: tuple[Step, ...], begun: list[Step | Copies], module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
     for step in steps:
         given = step.before(module, args, kwargs)
         if step.ends:
             begun.append(step)
         if given is not None:
+            if step.phase.converts and (copies := copies_of((args, kwargs), given)) is not None:
+                begun.append(copies)
             args, kwargs = given
     return args, kwargs
 
 
 def _finish(
-    steps: tuple[Step, ...], begun: list[Step], module: nn.Module, args: tuple, kwargs: dict, output: Any
+    steps: tuple[Step, ...], begun: list[Step | Copies], module: nn.Module, args: tuple, kwargs: dict, output: Any
 ) -> Any:
     for step in steps:
         if step.ends:
@@ -204,7 +211,13 @@ def _finish(
     return output
 
 
-def end(begun: list[Step], module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+def _give_back(begun: list[Step | Copies]) -> None:
+    """Of a call that has ended: what its forward wrote to copies, the last made first."""
+    while begun:
+        begun.pop().give_back()
+
+
+def end(begun: list[Step | Copies], module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
     """Of a call that has raised: what it has begun, the last first."""
     for step in reversed(begun):
         try:

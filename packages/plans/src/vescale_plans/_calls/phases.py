@@ -36,12 +36,15 @@ class Phase:
         after: what it does behind it.
         ends: whether what was begun before the forward is ended in any case, also where the call raises.
         knows_plain: whether it does on plain shards, in a region of static mode, what it does on DTensors.
+        converts: whether what it hands on are the arguments that it was given, converted: what the forward writes to
+            them, its caller sees in its own.
     """
 
     before: str = ""
     after: str = ""
     ends: bool = False
     knows_plain: bool = False
+    converts: bool = False
 
 
 PHASES = {
@@ -56,6 +59,7 @@ PHASES = {
         "plain tensors become DTensors: the batch is sharded over the data axes",
         "a loss that is a sum of the ranks' parts is reduced",
         knows_plain=True,
+        converts=True,
     ),
     "sharing": Phase(
         "conversions are kept from here on, for all modules inside",
@@ -84,8 +88,11 @@ PHASES = {
         "the first input is redistributed, as the plan's boundary says",
         "the output is redistributed, as the plan's boundary says",
         knows_plain=True,
+        converts=True,
     ),
-    "arguments": Phase("arguments are redistributed, as the plan's boundary says", knows_plain=True),
+    "arguments": Phase(
+        "arguments are redistributed, as the plan's boundary says", knows_plain=True, converts=True
+    ),
     "beside": Phase(
         "what does not need the experts may run while tokens travel", "the block's modules are its own again", ends=True
     ),
@@ -101,7 +108,7 @@ PHASES = {
     "masks": Phase(
         "attention masks are made of this rank's rows from here on", "attention masks are made in full again", ends=True
     ),
-    "precision": Phase("floating inputs are cast to the precision's dtype", knows_plain=True),
+    "precision": Phase("floating inputs are cast to the precision's dtype", knows_plain=True, converts=True),
 }
 
 STANDS_APART: dict[str, dict[str, str]] = {

@@ -1,0 +1,143 @@
+"""What a step hands to a forward in place of a call's arguments: what the forward writes there, its caller sees.
+
+Of tensors, where they were converted; of the lists, dicts and dataclasses that hold them, where they were copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vescale_dtensor import DTensor
+from vescale_dtensor.engine import local_only
+
+from .._torch_private import DisableTorchFunction, version_of
+
+
+class _Container(NamedTuple):
+    own: Any  # the caller's
+    copy: Any
+    held: dict[Any, Any]  # what the copy held before the forward
+
+
+class _Written(NamedTuple):
+    own: Tensor  # the caller's
+    copy: Tensor
+    version: int  # of the copy before the forward
+    kind: type  # of the copy then: in a pipeline it may become what stands for another stage's result
+
+    @property
+    def is_changed(self) -> bool:
+        return type(self.copy) is not self.kind or version_of(self.copy) != self.version
+
+
+class Copies:
+    """Ends a call. Each container and each tensor is written to only where its copy was.
+
+    Cost: of a plain tensor that was written to an all-gather of the axes that cut it; else of a conversion back. None
+    where nothing was written.
+    """
+
+    __slots__ = ("_containers", "_tensors", "_owns")
+    name, ends = "copies", True
+
+    def __init__(self) -> None:
+        self._containers: list[_Container] = []
+        self._tensors: list[_Written] = []
+        self._owns: dict[int, tuple[Any, Any]] = {}  # by the id of what stands for it, which is kept beside it
+
+    def note(self, own: Any, copy: Any) -> None:
+        if own is copy:
+            return
+        self._owns[id(copy)] = copy, own
+        if isinstance(own, Tensor):
+            if isinstance(copy, Tensor) and not copy.is_inference():  # whose writes nobody counts
+                with DisableTorchFunction():
+                    self._tensors.append(_Written(own, copy, version_of(copy), type(copy)))
+            return
+        entries, copied = _entries(own), _entries(copy)
+        if not isinstance(own, tuple) and entries:
+            self._containers.append(_Container(own, copy, copied))
+        for key in entries.keys() & copied.keys():
+            self.note(entries[key], copied[key])
+
+    def give_back(self) -> None:
+        """Of a call that has come to its end."""
+        with DisableTorchFunction():  # a pipeline's dry run must not see it
+            changed = [each for each in self._tensors if each.is_changed]
+        for each in changed:
+            _write(each.own, each.copy)
+        self._change_containers()
+
+    def after(self, *call: Any) -> None:
+        """Of a call that has raised: it may have raised on this rank alone, so that nothing may be sent."""
+        self._change_containers()
+
+    def _change_containers(self) -> None:
+        for own, copy, held in self._containers:
+            now = _entries(copy)
+            if list(now) != list(held) or any(held[key] is not value for key, value in now.items()):
+                _change(own, {key: self._own(value) for key, value in now.items()})
+
+    def _own(self, value: Any) -> Any:
+        return self._owns.get(id(value), (value, value))[1]
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    """Of those kinds of containers that `map_tensors` looks into."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {}
+
+
+def _write(own: Tensor, copy: Tensor) -> None:
+    with local_only():
+        shares = type(copy) in (DTensor, Tensor) and _memory(own) == _memory(copy)
+    if type(copy) is DTensor and type(own) is not DTensor:
+        copy = copy.full_tensor()
+    if shares:  # autograd has heard of the write, and what it keeps for the backward is of after it
+        own.data.copy_(copy.detach())
+        return
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (own.requires_grad or copy.requires_grad)):
+        own.copy_(copy)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _change(own: Any, now: dict[Any, Any]) -> None:
+    """A container holds `now` from now on, and is written to only where it does not yet."""
+    if isinstance(own, list):
+        own[:] = now.values()
+    elif isinstance(own, dict):
+        for key in own.keys() - now.keys():
+            del own[key]
+        for key, value in now.items():
+            if key not in own or own[key] is not value:
+                own[key] = value
+        if list(own) != list(now):
+            for key in now:
+                own[key] = own.pop(key)
+    else:
+        for name, value in now.items():
+            if getattr(own, name) is not value:
+                setattr(own, name, value)
+
+
+def copies_of(given: tuple[tuple, dict[str, Any]], handed: tuple[tuple, dict[str, Any]]) -> Copies | None:
+    """Of the arguments of a call, and of those that a step made of them; None where it made nothing new."""
+    pairs = [*zip(given[0], handed[0]), *((own, handed[1].get(name)) for name, own in given[1].items())]
+    copies = None
+    for own, copy in pairs:
+        if own is not copy:
+            copies = copies or Copies()
+            copies.note(own, copy)
+    return copies
