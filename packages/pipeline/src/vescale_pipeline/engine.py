@@ -4,7 +4,7 @@ What the facade imports is kept for the next minor version (`tools/checks/siblin
 here is a promise.
 """
 
-from ._runtime.microbatches import split as split
+from ._runtime.batch.microbatches import split as split
 from ._runtime.ownership import Ownership as Ownership
 from ._runtime.ownership import ownership as ownership
 from ._runtime.ownership import release as release

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._trace.containers import map_tensors
 from .._trace.event import Record
-from .._trace.tags import Tag
+from .._trace.rows.tags import Tag
 from .._transport.p2p import Header
 from ..action import COMPUTE, Action, Schedule
 
@@ -24,13 +24,15 @@ class Call:
     `headers` holds, by kind of message, stage and whether gradients are computed, what is sent for every microbatch:
     how a tensor lies, and whether its gradient is awaited, which depends on what the stages before train.
     `reduction` tells how the loss comes from the batch's rows; None until a loss is asked for. `outputs` tells of all
-    that the forward returns how it does: the dim that has the rows, or a tag; None until they are.
+    that the forward returns how it does: the dim that has the rows, or a tag; None until they are. `written`: the
+    places of the tensors, among those of the arguments, that the forward writes to.
     """
 
     def __init__(self, record: Record, signature: Any) -> None:
         self.record = record
         self.reduction: Tag | None = None
         self.outputs: list[int | Tag] | None = None
+        self.written: set[int] = set()
         self.headers: dict[tuple, Header] = {}
         self._signature = signature
         self._digest: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from .._errors import PipelineError
 from .._transport.messages import PARTS
 from .._transport.p2p import Arrival, Part, part_of
+from .batch.given import Runs
 from .call import Call
 from .interpreter import Interpreter
 from .loss import Weights, loss_in, weighted
@@ -119,18 +121,33 @@ def sum_tied(member: Member, tied: Sequence[str], in_order: bool) -> dict[str, T
 def share_buffers(member: Member, call: Call) -> None:
     """Buffers that several ranks keep, and stages write: as the last stage has them. Cost: these buffers, to each
     rank."""
+    buffers = [slot.get() for slot in call.record.synced]
+    _share(member, buffers, buffers)
+
+
+def share_written(member: Member, parts: list[Any], runs: Runs) -> None:
+    """Tensors of the batch that the forward writes to: as its runs in the last stage have left them. Cost: these
+    tensors, to each rank."""
+    for part in parts:
+        _share(member, runs.left(part), runs.places(part))
+
+
+def _share(member: Member, values: list[Tensor], into: list[Tensor]) -> None:
+    """The values that the rank of the last stage has, in the memory of `into`, which lies alike on all ranks."""
     last, tag = member.last, member.tags("memory")
-    for i in range(0, len(call.record.synced), PARTS):
-        buffers = [member.codec.encode(slot.get())[0] for slot in call.record.synced[i : i + PARTS]]
+    for i in range(0, len(into), PARTS):
+        memory = [member.codec.encode(tensor)[0] for tensor in into[i : i + PARTS]]
         if member.rank == last:
+            arrived = [member.codec.encode(value)[0] for value in values[i : i + PARTS]]
             for peer in member.others:
-                member.link.send(peer, tag, buffers)
+                member.link.send(peer, tag, arrived)
             member.link.flush()
         else:
-            arrived = member.link.post(last, tag, tuple(map(part_of, buffers))).wait()
-            with torch.no_grad():
-                for buffer, value in zip(buffers, arrived):
-                    buffer.copy_(value)
+            arrived = member.link.post(last, tag, tuple(map(part_of, memory))).wait()
+        with torch.no_grad():
+            for tensor, value in zip(memory, arrived):
+                if tensor is not value:
+                    tensor.copy_(value)
 
 
 def await_loss(member: Member, call: Call) -> Arrival | None:

@@ -26,10 +26,10 @@ from .._trace.containers import tensors_in
 from .._trace.dry_run import dry_run
 from .._trace.event import Record
 from .._trace.memory import kept_as_it_was
-from .._trace.notes import Notes
 from .._trace.placeholder import current
-from .._trace.reduction import outputs, reduction
-from .._trace.tags import MEAN
+from .._trace.rows.notes import Notes
+from .._trace.rows.reduction import outputs, reduction
+from .._trace.rows.tags import MEAN
 from .._transport.faults import Faults, failure
 from .._transport.messages import Recorder, Tags
 from .._transport.p2p import Link
@@ -37,18 +37,19 @@ from .._transport.watch import watch
 from .._transport.words import LinkError
 from ..action import Action, Schedule
 from .backward import hooks_aside
+from .batch.given import Runs, Watched, check_views
+from .batch.microbatches import check_awaits_no_gradient, loss_weights, split
+from .batch.outputs import share_outputs
 from .call import Call, signature_of
-from .call_exchange import all_failed, await_loss, greet, share_buffers, share_loss, sum_tied
+from .call_exchange import all_failed, await_loss, greet, share_buffers, share_loss, share_written, sum_tied
 from .casts import Casts
 from .interpreter import Interpreter
 from .loss import Gradients, loss_in, no_loss, released, with_loss
 from .member import Member
-from .microbatches import check_awaits_no_gradient, loss_weights, split
 from .other_stages.moment import moment
 from .other_stages.stand_ins import OtherStages
 from .other_stages.told import norms_of_model
 from .other_stages.total_norm import Chosen
-from .outputs import share_outputs
 from .ownership import Ownership, disown_buffers, holds_elsewhere, named_everywhere, release
 from .skeleton import Run, Station
 from .stage import Codec, Stage, check_uses
@@ -225,10 +226,12 @@ class Runtime:
         if call is not None and (call.outputs is not None or not evaluates):
             return call
         stations = {module: Station(module, name) for name, module in self._model.named_modules() if name}
-        notes, others, returned = Notes(), Notes(), []
+        notes, others, returned, written = Notes(), Notes(), [], set()
 
         def kept(part: Any) -> Any:
-            returned.append(self.forward(part))
+            watched = Watched(part)
+            returned.append(self.forward(watched.copy))
+            written.update(watched.written())
             return returned[-1]
 
         record = self._read(lambda: kept(parts[0]), stations, notes)
@@ -248,6 +251,8 @@ class Runtime:
                 with suppress(Exception):  # an object of the caller's that holds what a part left, as a cache does
                     self._read(lambda: kept(whole), stations, others)
             call.outputs = outputs(notes, others, len(parts), (small, tensors_in(returned[:1])))
+        check_views(whole, parts[0], written, lambda tensor: self._member.codec.encode(tensor)[0])
+        call.written |= written
         self._calls[key] = call
         return call
 
@@ -274,11 +279,12 @@ class Runtime:
             self._reveals = True
             self._model.register_forward_hook(_reveal, prepend=True)
         has_loss = call.reduction is not None
+        runs = Runs(self.forward, call.written)
         with self._during():
             weights = []
             if has_loss:
                 with kept_as_it_was(self._model) if call.counts_labels and call.leaves_anything else nullcontext():
-                    weights = loss_weights(call.reduction, call.record, self.forward, parts, self._member.codec.whole)
+                    weights = loss_weights(call.reduction, call.record, runs.alone, parts, self._member.codec.whole)
             self.calls = self.link.calls = self.calls + 1
             doing.action = f"the beginning of call {self.calls}"
             trained = {name: one for name, one in self._member.parameters.items() if one.requires_grad}
@@ -289,7 +295,7 @@ class Runtime:
             for stage in self._member.stages.values():
                 stage.begin(call.record, self.schedule.stages, self._tied if self._in_order() else ())
             scale = self._gradients.used if self._gradients is not None else 1.0
-            state = self._state = Interpreter(self._member, self.forward, call, parts, weights, scale, trains)
+            state = self._state = Interpreter(self._member, runs.of_stage, call, parts, weights, scale, trains)
             if trains and self.link.has_tags:
                 # Before its turn: the last stage's rank goes on to the optimizer while others end their backwards.
                 state.awaited_loss = await_loss(self._member, call)
@@ -298,8 +304,10 @@ class Runtime:
         state.end()
         doing.action = "the end of the call"
         share_buffers(self._member, call)
+        if call.written:
+            share_written(self._member, parts, runs)
         if not trains:
-            return share_outputs(self._member, call, state, weights, parts, self.forward)
+            return share_outputs(self._member, call, state, weights, parts, runs.alone)
         sums = sum_tied(self._member, self._tied, self._in_order())
         loss = share_loss(self._member, call, state, weights)
         self.link.flush()

@@ -24,7 +24,7 @@ from .._trace.memory import Memories
 from .._trace.placeholder import current
 from .._transport.p2p import Header, header_of
 from .backward import Gradients, Split, both
-from .microbatches import rows_in_order
+from .batch.microbatches import rows_in_order
 from .recomputed import Halves
 from .skeleton import Run, recomputing
 

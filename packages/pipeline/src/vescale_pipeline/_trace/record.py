@@ -40,8 +40,8 @@ from .placeholder import (
     version_of,
     weight_placeholder,
 )
+from .rows.tags import LABELLED
 from .seen import Place, Seen, Span
-from .tags import LABELLED
 
 
 class Recorder:

@@ -24,9 +24,10 @@ from typing import Any
 
 from torch.nn import functional as F
 
+from ..placeholder import FACTORIES
 from .notes import Note, Ref
-from .orders import SORTS, Order, reordered, sorted_by
-from .placeholder import FACTORIES
+from .orders import INDEXING, SORTS, Order, reordered, sorted_by
+from .places import COUNTING, NUMBERS, Places, counts_rows
 
 LABELLED = frozenset((F.cross_entropy, F.nll_loss))
 """Functions whose mean is over the labels that are not ignored."""
@@ -52,6 +53,8 @@ class Tags:
         self._times = times
         self._labelled = 0
         self._counted: set[int] = set()  # values that count the batch's rows
+        self._places = Places(self._axis)
+        self._shared: dict[int, set[int]] = {}  # a storage -> the values in it
         self._aside: set[int] = set()  # values of which the batch's rows were not the first dim at some time
 
     def go_on(self, small: Note, large: Note) -> None:
@@ -78,6 +81,11 @@ class Tags:
                 self.of[out.number] = lost or Lost(small.name, small.line)
             else:
                 self.of[out.number] = _at(small, self._made(small, large, refs, given, axis is not None))
+        self._places.note(small, large, refs, others)
+        for ref in (*refs, *small.outs):
+            self._shared.setdefault(ref.memory, set()).add(ref.number)
+        if small.writes and refs and isinstance(made := self.of[small.outs[0].number], Lost):
+            self.of.update(dict.fromkeys(self._shared[refs[0].memory], made))  # whichever view was written to
 
     def _ordered(self, small: Note, large: Note, refs: list[Ref], given: list[Tag], place: int) -> Tag | None:
         """The tag of what a sort makes of the batch's rows, and others of rows in that order; None of anything else."""
@@ -90,13 +98,14 @@ class Tags:
             return None
         alike = _ratio(small, large) == 1 or small.name in _SHAPES
         known = alike and not self._mixes_rows(small, large) and not any(ref.number in self._aside for ref in refs)
-        made = reordered(small, refs, given, out, self._counted) if known else None
+        tags = [ROWS if tag == NUMBERS else tag for tag in given]
+        made = reordered(small, refs, tags, out, self._counted) if known else None
         has_rows = made == ROWS or isinstance(made, Order) and made.kind not in ("counts", "ends")
         return Lost(small.name) if made is None or has_rows and not grows else made
 
     def _mixes_rows(self, small: Note, large: Note) -> bool:
-        """Whether it runs along the rows; not of what sorts places, or adds up counts."""
-        return small.name not in (*SORTS, "cumsum") and self._mixes(small, large)
+        """Whether it runs along the rows; not of what sorts places, adds up counts, or takes rows by their places."""
+        return small.name not in (*SORTS, "cumsum", *INDEXING) and self._mixes(small, large)
 
     def _given(self, small: Ref, large: Ref) -> Tag:
         """The tag of an argument; of one that no function made, by its shape."""
@@ -119,11 +128,16 @@ class Tags:
         ratio = _ratio(small, large)
         if name in _FILLED and _fill(small) != _fill(large):
             return Lost(name)
+        if name in COUNTING and has_rows and not given:
+            from_zero = len(small.args) == 1 or len(small.args) == 2 and small.args[0] == 0
+            return NUMBERS if name == "arange" and from_zero else Lost(name)
         if small.function in FACTORIES or name in _FILLED and not given:
             return ROWS if has_rows else CONSTANT if ratio == 1 else Lost(name)
         reduced = [tag for tag in given if isinstance(tag, frozenset)]
         if reduced:
             return Lost(name) if has_rows or ROWS in given else self._combined(small, given, reduced, ratio)
+        if NUMBERS in given and (given[0] == NUMBERS or name not in INDEXING):
+            return NUMBERS if has_rows and counts_rows(small, given) else Lost(name)
         if has_rows:
             alike = ratio == 1 or name in _SHAPES
             return ROWS if alike and not self._mixes(small, large) else Lost(name)
@@ -134,15 +148,9 @@ class Tags:
         return self._reduced(small, refs, large)
 
     def _mixes(self, small: Note, large: Note) -> bool:
-        """Whether a function along one dim runs along the batch's."""
-        if small.name not in _ALONG:
-            return False
-        named = small.kwargs.get("dim", small.args[1] if len(small.args) > 1 else _ALONG[small.name])
-        first, other = next(refs_in(small.args), None), next(refs_in(large.args), None)
-        if first is None or type(named) is not int:
-            return True
-        axis = self._axis(first, other)
-        return axis is not None and axis == named % max(1, len(first.shape))
+        """Whether what it makes of a row is not of that row alone, or at another place."""
+        refs, others = list(refs_in((small.args, small.kwargs))), list(refs_in((large.args, large.kwargs)))
+        return self._places.mixes(small, large, refs, others, [self.of.get(ref.number) for ref in refs])
 
     def _reduced(self, small: Note, refs: list[Ref], large: Note) -> Tag:
         """What takes the rows away."""
@@ -267,14 +275,6 @@ _SHAPES = frozenset(
 
 _FILLED = {"full": 1, "full_like": 1, "new_full": 2}
 """Functions that fill what they make with a number, and its place; their other numbers are sizes."""
-
-_ALONG = {
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "gumbel_softmax"), -1),
-    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "roll"), None),
-    **dict.fromkeys(("sort", "argsort"), -1),
-    "normalize": None,
-}
-"""Functions that mix the entries along one dim -> the dim, where none is given."""
 
 _LOSSES = frozenset(
     (

@@ -12,26 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch_private import _is_torch_function_enabled
-from .containers import map_tensors, tensors_in
-from .placeholder import Placeholder, name_of
+from ..._torch_private import _is_torch_function_enabled
+from ..containers import map_tensors, tensors_in
+from ..placeholder import Placeholder, memory_of, name_of
 
 _READS = frozenset(("item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"))
 """Functions that make numbers of values. What is true or false decides the path alone, and the paths are compared."""
 
+_WRITES = frozenset(("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow"))))
 _TEXT = frozenset(("__format__", "__repr__", "__str__"))
 """Who reads a value to write it down: an error's text, for one."""
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor among the arguments of a noted function. `strange`: made by no function that was noted."""
+    """A tensor among the arguments of a noted function. `strange`: made by no function that was noted. `memory`: the
+    name of its storage, which its views have, too."""
 
     number: int
     shape: tuple[int, ...]
     strange: bool
     integer: bool
     placeholder: bool
+    boolean: bool
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Note:
     kwargs: dict
     outs: tuple[Ref, ...]
     line: str = ""  # who called it, outside of torch and of veScale
+    writes: bool = False  # in place, to its first argument
 
 
 class Notes(TorchFunctionMode):
@@ -64,7 +69,8 @@ class Notes(TorchFunctionMode):
         if made or name in _READS and args[0].dtype is not torch.bool and not _is_written_down():
             given = map_tensors((args, kwargs or {}), self._ref)
             outs = tuple(self._new(tensor, strange=False) for tensor in made)
-            self.notes.append(Note(function, name.strip("_"), *given, outs, _line()))
+            writes = name in _WRITES or name.endswith("_") and not name.endswith("__") or "out" in given[1]
+            self.notes.append(Note(function, name.strip("_"), *given, outs, _line(), writes))
         return out
 
     def number_of(self, tensor: Tensor) -> int:
@@ -82,7 +88,12 @@ class Notes(TorchFunctionMode):
         weight = isinstance(tensor, nn.Parameter) or type(tensor) is Placeholder and tensor.is_weight
         lost = strange and is_value and not weight
         integer = not tensor.is_floating_point()
-        ref = Ref(self._count, tuple(tensor.shape), lost, integer, type(tensor) is Placeholder)
+        stands, boolean = type(tensor) is Placeholder, tensor.dtype is torch.bool
+        try:
+            memory = memory_of(tensor)
+        except (NotImplementedError, RuntimeError):  # of a tensor of vmap, or one that is sparse
+            memory = -self._count
+        ref = Ref(self._count, tuple(tensor.shape), lost, integer, stands, boolean, memory)
         self._known[id(tensor)] = (tensor, ref)
         return ref
 

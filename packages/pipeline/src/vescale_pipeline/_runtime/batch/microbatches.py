@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import PipelineError
-from .._trace.containers import fill, tensors_in
-from .._trace.event import Record
-from .._trace.placeholder import Placeholder
-from .._trace.reduction import refused
-from .._trace.tags import LABELLED, MEAN, ONCE, Lost, Tag
-from .loss import Weights
-from .skeleton import Run
+from ..._errors import PipelineError
+from ..._trace.containers import fill, tensors_in
+from ..._trace.event import Record
+from ..._trace.placeholder import Placeholder
+from ..._trace.rows.reduction import refused
+from ..._trace.rows.tags import LABELLED, MEAN, ONCE, Lost, Tag
+from ..loss import Weights
+from ..skeleton import Run
 
 
 def rows_in_order(tensor: Tensor, count: int) -> Sequence[Tensor]:

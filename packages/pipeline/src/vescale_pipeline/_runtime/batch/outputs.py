@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._trace.containers import fill, tensors_in
-from .._trace.placeholder import lost_output
-from .._trace.tags import CONSTANT, MEAN, ONCE, SUM, Lost, Tag
-from .._transport.p2p import part_of
-from .call import Call
-from .interpreter import Interpreter
-from .loss import Weights, loss_in, weighted
-from .member import Member
+from ..._trace.containers import fill, tensors_in
+from ..._trace.placeholder import lost_output
+from ..._trace.rows.tags import CONSTANT, MEAN, ONCE, SUM, Lost, Tag
+from ..._transport.p2p import part_of
+from ..call import Call
+from ..interpreter import Interpreter
+from ..loss import Weights, loss_in, weighted
+from ..member import Member
 from .microbatches import loss_weights
 
 

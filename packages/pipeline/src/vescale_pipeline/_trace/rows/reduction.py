@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from .._errors import PipelineError
+from ..._errors import PipelineError
+from ..placeholder import Placeholder
 from .notes import Note, Notes
-from .placeholder import Placeholder
 from .tags import CONSTANT, Lost, Tag, Tags, axis_of, refs_in
 
 

@@ -21,6 +21,7 @@ from .notes import Note, Ref
 
 SORTS = frozenset(("sort", "argsort", "msort"))
 _COUNTS = frozenset(("histc", "bincount"))
+INDEXING = frozenset(("getitem", "setitem", "index_select", "index_add", "index_put", "gather"))
 _GROUPED = frozenset(("grouped_mm", "grouped_mm_fallback"))
 _CASTS = frozenset(("to", "int", "long", "float", "type", "contiguous", "clone", "detach"))
 _MOVES = SORTS | {"topk", "flip", "flipud", "roll", "rot90", "gather", "scatter", "scatter_add", "unique", "kthvalue"}

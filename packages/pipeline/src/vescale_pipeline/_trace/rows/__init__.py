@@ -1,0 +1,1 @@
+"""How the values of a forward come from the rows of its batch."""
