@@ -121,7 +121,7 @@ class Places:
         if name in _PARTS:
             dim = self._dim(small, *_PARTS[name], first)
             dim = 0 if name == "hsplit" and len(first.shape) == 1 else dim
-            return dim == axis and not self._are_whole(first, axis, small.outs)
+            return dim == axis and not self._are_the_batch(first, axis, small.outs)
         if name in _RESHAPES and small.outs:
             to = self._axis(small.outs[0], large.outs[0])
             before, after = prod(first.shape[:axis]), prod(small.outs[0].shape[:to]) if type(to) is int else 0
@@ -129,7 +129,7 @@ class Places:
         rows = {(self._of(ref), ref.shape[at]) for ref, at in zip(refs, axes) if type(at) is int}
         return len({size for _, size in rows}) == 1 < len(rows)  # where one of them repeats the batch, and another rows
 
-    def _are_whole(self, first: Ref, axis: int, outs: tuple[Ref, ...]) -> bool:
+    def _are_the_batch(self, first: Ref, axis: int, outs: tuple[Ref, ...]) -> bool:
         copies = self._of(first)
         return copies > 1 and all(
             len(out.shape) == len(first.shape) and out.shape[axis] * copies == first.shape[axis] for out in outs
