@@ -75,7 +75,7 @@ def fill(template: Any, tensors: Iterable[Any]) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Fresh lists and dicts around the same tensors: the caller may change them."""
+    """Fresh lists, dicts and dataclasses around the same tensors: the caller may change them."""
     if type(value) in PLAIN or isinstance(value, Tensor):
         return value
     if isinstance(value, dict):
@@ -89,5 +89,8 @@ def copied(value: Any) -> Any:
         items = [copied(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return copy.copy(value)
+        fresh = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(fresh, field.name, copied(getattr(value, field.name)))  # it may be frozen
+        return fresh
     return value
