@@ -19,7 +19,8 @@ from ..placeholder import Placeholder, memory_of, name_of
 _READS = frozenset(("item", "tolist", "numpy", "__int__", "__float__", "__index__", "__complex__", "__array__"))
 """Functions that make numbers of values. What is true or false decides the path alone, and the paths are compared."""
 
-_WRITES = frozenset(("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow"))))
+_IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_WRITES = frozenset(("__setitem__", *(f"__i{name}__" for name in _IN_PLACE)))
 _TEXT = frozenset(("__format__", "__repr__", "__str__"))
 """Who reads a value to write it down: an error's text, for one."""
 
@@ -46,7 +47,7 @@ class Note:
     kwargs: dict
     outs: tuple[Ref, ...]
     line: str = ""  # who called it, outside of torch and of veScale
-    writes: bool = False  # in place, to its first argument
+    written: Ref | None = None  # what it writes to in place
 
 
 class Notes(TorchFunctionMode):
@@ -69,8 +70,10 @@ class Notes(TorchFunctionMode):
         if made or name in _READS and args[0].dtype is not torch.bool and not _is_written_down():
             given = map_tensors((args, kwargs or {}), self._ref)
             outs = tuple(self._new(tensor, strange=False) for tensor in made)
-            writes = name in _WRITES or name.endswith("_") and not name.endswith("__") or "out" in given[1]
-            self.notes.append(Note(function, name.strip("_"), *given, outs, _line(), writes))
+            is_written = name in _WRITES or name.endswith("_") and not name.endswith("__")
+            target = given[0][0] if is_written and given[0] else given[1].get("out")
+            written = target if isinstance(target, Ref) else None
+            self.notes.append(Note(function, name.strip("_"), *given, outs, _line(), written))
         return out
 
     def number_of(self, tensor: Tensor) -> int:

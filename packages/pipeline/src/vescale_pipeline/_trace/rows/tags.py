@@ -84,8 +84,8 @@ class Tags:
         self._places.note(small, large, refs, others)
         for ref in (*refs, *small.outs):
             self._shared.setdefault(ref.memory, set()).add(ref.number)
-        if small.writes and refs and isinstance(made := self.of[small.outs[0].number], Lost):
-            self.of.update(dict.fromkeys(self._shared[refs[0].memory], made))  # whichever view was written to
+        if small.written is not None and isinstance(made := self.of[small.outs[0].number], Lost):
+            self.of.update(dict.fromkeys(self._shared[small.written.memory], made))  # whichever view was written to
 
     def _ordered(self, small: Note, large: Note, refs: list[Ref], given: list[Tag], place: int) -> Tag | None:
         """The tag of what a sort makes of the batch's rows, and others of rows in that order; None of anything else."""
