@@ -175,9 +175,11 @@ def run_in_terminal(script: Path, ranks: int, lines: list[str]) -> tuple[list[st
         str(script),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
-    process = subprocess.Popen(
-        command + ["stop"] * bool(lines), stdin=slave, stdout=slave, stderr=subprocess.DEVNULL, env=environment
-    )
+    said = script.with_suffix(".errors")
+    with said.open("w") as errors:
+        process = subprocess.Popen(
+            command + ["stop"] * bool(lines), stdin=slave, stdout=slave, stderr=errors, env=environment
+        )
     os.close(slave)
     text, typed = "", 0
     try:
@@ -194,7 +196,7 @@ def run_in_terminal(script: Path, ranks: int, lines: list[str]) -> tuple[list[st
             while typed < len(lines) and text.count(f"(rank 0 of {ranks}) ") > typed:
                 os.write(master, f"{lines[typed]}\n".encode())
                 typed += 1
-        assert process.wait(60) == 0, text
+        assert process.wait(60) == 0, f"{text}\n{said.read_text()}"
     finally:
         process.kill()
         process.wait()
