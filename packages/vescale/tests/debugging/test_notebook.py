@@ -82,8 +82,16 @@ def test_the_notebook_of_the_examples_has_the_outputs_that_it_shows() -> None:
 
 
 def outputs(cell: Any) -> list[tuple[str, list]]:
-    """What a cell shows, without the names of files that Jupyter makes."""
-    shown = [(one.output_type, one.get("data") or {"text": one.text}) for one in cell.get("outputs", ())]
+    """What a cell shows, without the names of files that Jupyter makes. What is printed comes in pieces, by the time
+    that it takes: they are one."""
+    shown: list[tuple[str, dict]] = []
+    for one in cell.get("outputs", ()):
+        data = dict(one.get("data") or {"text": one.text})
+        if one.output_type == "stream" and shown and shown[-1][0] == f"stream {one.name}":
+            shown[-1][1]["text"] += data["text"]
+        else:
+            kind = f"stream {one.name}" if one.output_type == "stream" else one.output_type
+            shown.append((kind, data))
     return [(kind, [(key, re.sub(r"/\S+/\d+\.py", "FILE", data[key])) for key in sorted(data)]) for kind, data in shown]
 
 
