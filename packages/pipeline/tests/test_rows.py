@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vescale_pipeline._trace.rows.notes import Notes
-from vescale_pipeline._trace.rows.tags import ROWS, Lost, Tags, axis_of
+from vescale_pipeline._trace.rows.tags import MEAN, ROWS, Lost, Tags, axis_of
 
 SLICES, SAMPLES = 8, 40
 DRAWS = {
@@ -99,15 +100,27 @@ def test_functions_that_keep_rows_at_their_places(part):
     assert kept > 200
 
 
-def test_operators_below_the_functions():
-    x = torch.randn(4, 3)
+def tag_of(program, *tensors):
+    """Of what a program makes of a part, and of twice as many rows."""
     small, large = Notes(), Notes()
+    twice = [torch.cat([one, one]) for one in tensors]
     with small:
-        part = torch.ops.aten.flip.default(x, [0])
-    both = torch.cat([x, x])
+        part = program(*tensors)
     with large:
-        torch.ops.aten.flip.default(both, [0])
+        program(*twice)
     tags = Tags(2)
     for note, its in zip(small.notes, large.notes, strict=True):
         tags.go_on(note, its)
-    assert isinstance(tags.of[small.number_of(part)], Lost)
+    return tags.of[small.number_of(part)]
+
+
+def test_operators_below_the_functions():
+    assert isinstance(tag_of(lambda x: torch.ops.aten.flip.default(x, [0]), torch.randn(4, 3)), Lost)
+
+
+def test_a_loss_of_rows_in_two_orders():
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    tiled, repeated = lambda t: t.repeat(2, 1), lambda t: t.repeat_interleave(2, 0)
+    assert tag_of(lambda x, y: F.mse_loss(tiled(x), tiled(y)), x, y) == MEAN
+    assert tag_of(lambda x, y: F.mse_loss(repeated(x), repeated(y)), x, y) == MEAN
+    assert isinstance(tag_of(lambda x, y: F.mse_loss(tiled(x), repeated(y)), x, y), Lost)

@@ -37,12 +37,12 @@ class _Written(NamedTuple):
 class Copies:
     """Ends a call. Each container and each tensor is written to only where its copy was.
 
-    Cost: of a plain tensor that was written to an all-gather of the axes that cut it; else of a conversion back. None
-    where nothing was written.
+    Cost: an all-gather, over the axes that cut it, of a plain tensor that was written to; of a DTensor a conversion
+    back. None where nothing was written.
     """
 
     __slots__ = ("_containers", "_tensors", "_owns")
-    name, ends = "copies", True
+    name = "copies"
 
     def __init__(self) -> None:
         self._containers: list[_Container] = []

@@ -94,7 +94,7 @@ class Notes(TorchFunctionMode):
         stands, boolean = type(tensor) is Placeholder, tensor.dtype is torch.bool
         try:
             memory = memory_of(tensor)
-        except (NotImplementedError, RuntimeError):  # of a tensor of vmap, or one that is sparse
+        except NotImplementedError:  # a tensor of vmap, or a sparse one, has no storage of its own
             memory = -self._count
         ref = Ref(self._count, tuple(tensor.shape), lost, integer, stands, boolean, memory)
         self._known[id(tensor)] = (tensor, ref)

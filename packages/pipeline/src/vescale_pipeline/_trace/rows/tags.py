@@ -156,7 +156,7 @@ class Tags:
         """What takes the rows away."""
         if small.name in ("sum", "mean"):
             return SUM if small.name == "sum" else MEAN
-        if small.function not in LABELLED and small.function not in _LOSSES:
+        if small.function not in LABELLED and small.function not in _LOSSES or self._mixes(small, large):
             return Lost(small.name)
         try:
             given = inspect.signature(small.function).bind(*small.args, **small.kwargs).arguments
