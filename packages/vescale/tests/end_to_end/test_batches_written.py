@@ -223,3 +223,50 @@ def test_what_a_module_writes_to_its_input_those_around_it_see():
     cases = slice_of(cases, fraction=3)
     for found in run_ranks(4, every_above, cases, timeout=300):
         assert_alike(cases, found)
+
+
+def evaluated(write, where, rows, plan, made_in):
+    """Batches are made in the mode, as a loader's are that is gone through in it, or before."""
+    torch.manual_seed(0)
+    model = Net(WRITES[write], where) if where != "boundary" else Above(write)
+    if plan is not None:
+        model, _ = vescale.parallelize(plan, model, partial(torch.optim.SGD, lr=0.1))
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(made_in):
+        x, labels = torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+    found = []
+    with torch.inference_mode():
+        for _ in range(CALLS):
+            found += [full(model(x, labels)), x, labels]
+            found = [each.clone() for each in found]
+    return found
+
+
+def every_evaluated(cases):
+    first = {f"{name}.{kind}": {"tp": vescale.Shard(0)} for name in ("first", "second") for kind in ("weight", "bias")}
+    plans = {
+        "boundary": vescale.Plan(
+            mesh={"dp": 2, "tp": 2}, parameters=first | {"*": {}}, boundaries=BOUNDARIES["of both"] | CUT
+        ),
+        **dict.fromkeys(("above", "inside"), vescale.Plan(mesh={"dp": 4}, parameters={"*": {}})),
+    }
+    return [
+        (tried(evaluated, *case[:3], None, case[3]), tried(evaluated, *case[:3], plans[case[1]], case[3]))
+        for case in cases
+    ]
+
+
+CUT = {"written": vescale.Boundary(input={"tp": vescale.Shard(1)}, arguments={"labels": WHOLE})}
+
+
+def test_under_inference_mode():
+    cases = [
+        (write, where, rows, made_in)
+        for write in WRITES
+        for where in ("above", "inside", "boundary")
+        for rows in (5, 4)
+        for made_in in (True, False)
+    ]
+    cases = slice_of(cases, fraction=3)
+    for found in run_ranks(4, every_evaluated, cases, timeout=300):
+        assert_alike(cases, found)

@@ -89,15 +89,18 @@ def full(tensor):
 
 
 def ran(write, where, plan, trains):
+    """trains: None of an evaluation under `inference_mode`, whose batch is made in it."""
     torch.manual_seed(0)
     model = Net(WRITES[write], where)
     if plan is not None:
         model, _ = vescale.parallelize(plan, model, partial(torch.optim.SGD, lr=0.1))
     generator = torch.Generator().manual_seed(0)
-    x, labels = (torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))
+    mode = {None: torch.inference_mode, True: torch.enable_grad, False: torch.no_grad}[trains]
+    with torch.inference_mode(trains is None):
+        x, labels = (torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))
     found = []
     for _ in range(CALLS):
-        with torch.set_grad_enabled(trains):
+        with mode():
             loss = model(x, labels)
             if trains:
                 loss.backward()
@@ -113,7 +116,7 @@ CASES = [
     for where in (0, 2, 4)
     for schedule in ("1f1b", "interleaved", "zbv", "gpipe")
     for dp in (1, 2)
-    for trains in (True, False)
+    for trains in (True, False, None)
 ]
 
 

@@ -144,9 +144,9 @@ def _share(member: Member, values: list[Tensor], into: list[Tensor]) -> None:
             member.link.flush()
         else:
             arrived = member.link.post(last, tag, tuple(map(part_of, memory))).wait()
-        with torch.no_grad():
-            for tensor, value in zip(memory, arrived):
-                if tensor is not value:
+        for tensor, value in zip(memory, arrived):
+            if tensor is not value:
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.copy_(value)
 
 

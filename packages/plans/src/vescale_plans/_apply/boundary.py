@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor, Layout
@@ -23,6 +24,7 @@ from .._calls.chain import Hook, add_step
 from .._plan.parts import Boundary, Placements
 from .._static import passes
 from .containers import map_first, map_tensors
+from .inference import writes_counted
 
 
 class Converter:
@@ -47,7 +49,13 @@ class Converter:
         target = self._targets.get(layout)
         if target is None:
             target = self._targets[layout] = self._target(layout)
-        return tensor if target is layout else convert(tensor, target, self)
+        if target is layout:
+            return tensor
+        if not torch.is_inference_mode_enabled():
+            return convert(tensor, target, self)
+        with writes_counted():
+            made = convert(tensor, target, self)
+            return made.clone() if made.is_inference() else made  # a part of what was made in that mode is of it
 
     def _target(self, layout: Layout) -> Layout:
         mesh = layout.mesh

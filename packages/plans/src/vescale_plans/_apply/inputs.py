@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import (
@@ -49,6 +50,7 @@ from .._torch_private import (
 from ..installed._replicas import check_replicas
 from .balance import Balance
 from .containers import map_tensors, tensors_in
+from .inference import writes_counted
 from .join import join, tensor_mesh
 
 # Ranks compare what they were given in the first calls, and then in every so many.
@@ -117,7 +119,8 @@ class RootBoundary:
                 check_replicas(root, self._mesh)
             if balance is not None:
                 balance.look_at(kwargs)
-            args, kwargs = spread((args, kwargs), self._mesh, self._cuts)
+            with writes_counted():
+                args, kwargs = spread((args, kwargs), self._mesh, self._cuts)
             if balance is not None:
                 args, kwargs = map_tensors((args, kwargs), self._balanced)
         return args, kwargs
@@ -154,6 +157,8 @@ def distributed(tensor: Tensor, mesh: Mesh, cuts: Cuts, lengths: Collection[int]
     """
     if type(tensor) is DTensor:
         return tensor
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        tensor = tensor.clone()  # whose writes are counted
     shape = tuple(tensor.shape)
     placements = cuts.placements(tensor, mesh.names, lengths)
     states = canonical_states("batch", placements, mesh, shape, replicated=INVARIANT)
