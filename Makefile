@@ -49,11 +49,12 @@ torchtitan-setup: $(STAMP) ## make .venv-torchtitan, for the comparison with Tor
 torchtitan: $(STAMP) ## run the same Llama on veScale and TorchTitan, where its environment is
 	@$(RUN) benchmarks/torchtitan/side_by_side.py all
 
-check: $(STAMP) ## ruff, the layering of the packages, their changelogs, and the types of what is public
+check: $(STAMP) ## ruff, the layering of the packages, their changelogs, the types of what is public; the size of the sources
 	@$(RUN) -m ruff check .
 	@$(RUN) tools/checks/check_layers.py
 	@$(RUN) tools/checks/check_changelogs.py
 	@$(RUN) tools/checks/check_types.py
+	@$(RUN) tools/checks/size.py
 
 docs: $(STAMP) ## build the documentation with a reference of every public name, into build/docs
 	@$(RUN) tools/make_docs.py

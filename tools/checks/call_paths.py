@@ -1,6 +1,6 @@
 """How far a call leads through the sources: files of veScale that it enters, and moves from one to another.
 
-    python tools/checks/call_paths.py               a table: a warm dropout and loss, parallelize, save, load
+    python tools/checks/call_paths.py     a table: a warm dropout and loss, parallelize, a pipeline's step, save, load
 
 A file is entered where a function of it is called; a move is such a call out of another file of veScale, whatever of
 torch's lies between. Counted on rank 0 of two. Who reads the code along one call reads these files, in so many steps.
@@ -67,10 +67,29 @@ def paths(folder: str) -> dict[str, tuple[int, int]]:
     model, optimizer = made
     model(torch.ones(4, 6)).sum().backward()
     optimizer.step()
+    found["a step of a pipeline, warm"] = path_of(_pipeline_step())
     state = {"model": model, "optimizer": optimizer}
     found["save"] = path_of(lambda: vescale.save(folder, state, step=1))
     found["load"] = path_of(lambda: vescale.load(folder, state))
     return found
+
+
+def _pipeline_step() -> Callable[[], None]:
+    """Returns a training step of 1F1B over two stages, run twice already."""
+    pipeline = vescale.Pipeline(cuts=("2",), schedule="1f1b", microbatches=2)
+    layers = [torch.nn.Linear(6, 6) for _ in range(4)]
+    plan = vescale.Plan(mesh={"pp": 2}, parameters={"*": {}}, pipeline=pipeline)
+    model, optimizer = vescale.parallelize(
+        plan, torch.nn.Sequential(*layers), torch.optim.AdamW, loss_fn=lambda out, batch: out.square().mean()
+    )
+
+    def step() -> None:
+        model(torch.ones(4, 6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(), step()
+    return step
 
 
 if __name__ == "__main__":

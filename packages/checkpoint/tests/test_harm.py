@@ -1,6 +1,6 @@
 """Inputs made to harm, by a generator: each loads bit for bit, or is a typed error, in bounded time and memory.
 
-Some of 4,000 of each kind each day; all with VESCALE_GRID=full.
+Some of 4,000 of each kind; all with VESCALE_GRID=full.
 
 A case is a checkpoint (a step of ours, a folder of safetensors, a directory of torch's DCP) and one to three changes
 of it: bytes, nodes of its JSON with the checksums made right again, headers, pickles, and the tree of files.

@@ -1,6 +1,6 @@
 """Every fill, bitwise: the shard is its part of what stock torch draws on one CPU device, and so is the generator.
 
-The grid is ops x dtypes x layouts on meshes (4,), (2, 2) and (2, 4) x sizes; a part of it each day, all of it with
+The grid is ops x dtypes x layouts on meshes (4,), (2, 2) and (2, 4) x sizes; a part of it runs, all of it with
 VESCALE_GRID=full. Beside it, shapes and layouts that hypothesis makes up.
 """
 

@@ -1,6 +1,6 @@
 """Every entry of torch's operator database equals one device on a 2x2 mesh with mixed placements, or says why not.
 
-Some entries each day; all with VESCALE_GRID=full, or `python tools/sweeps/operator_sweep.py`.
+Some entries; all with VESCALE_GRID=full, or `python tools/sweeps/operator_sweep.py`.
 """
 
 import pytest

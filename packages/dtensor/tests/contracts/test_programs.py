@@ -1,6 +1,6 @@
 """Random programs on random layouts equal one device, values and gradients.
 
-150 of 2,400 each day; all with VESCALE_GRID=full. A failure is reported as the
+150 of 2,400; all with VESCALE_GRID=full. A failure is reported as the
 smallest program that still fails, as text that can be made a test below.
 """
 

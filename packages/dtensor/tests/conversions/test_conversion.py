@@ -333,7 +333,7 @@ ON_GRID = {
 @in_turns(3)
 @pytest.mark.parametrize("shape", ON_GRID, ids=str)
 def test_every_pair_on_two_axes(shape) -> None:
-    """2401 pairs a shape, of which a slice runs each day and all with VESCALE_GRID=full."""
+    """2401 pairs a shape, of which a slice runs and all with VESCALE_GRID=full."""
     check(slice_of(pairs(GRID, shape, ON_GRID[shape]), 10))
 
 

@@ -1,7 +1,7 @@
 """torch's own module tests as an oracle: every entry of its module database, forward and backward.
 
 Inputs lie Shard(0) and parameters are sharded on dim 0; buffers are replicated. Some
-entries each day, of those some samples; all of both with VESCALE_GRID=full.
+entries, of those some samples; all of both with VESCALE_GRID=full.
 """
 
 import copy

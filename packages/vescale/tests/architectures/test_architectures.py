@@ -1,4 +1,4 @@
-"""Unmodified architectures of transformers against one device: a handful of what runs found right, another each day.
+"""Unmodified architectures of transformers against one device: a handful of what runs found right.
 
 With VESCALE_GRID=full all of these. A step under TP 2 sends no more than the page says. The list is
 tools/architectures/types.json, what each said docs/architectures.md; `python -m architectures check` says whether

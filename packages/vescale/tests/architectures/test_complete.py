@@ -1,6 +1,6 @@
 """The parameters of the `tp_plan`s that transformers ships, without boundaries: completed they send no more than with.
 
-Another few each day; all with VESCALE_GRID=full.
+A few of them; all with VESCALE_GRID=full.
 """
 
 from dataclasses import replace

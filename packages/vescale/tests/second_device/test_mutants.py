@@ -1,7 +1,5 @@
-"""A handful of mutants of the engine, another each day, against one training on the second device; all with
+"""A handful of mutants of the engine against one training on the second device; all with
 `python -m mutants` (tools/mutants)."""
-
-import datetime
 
 import pytest
 
@@ -14,7 +12,7 @@ from vescale_dtensor.testing import in_turns, warm_up
 warm_up("torch._dynamo", "vescale", "transformers")
 
 TRAININGS = ("llama-zero2-clip", "llama-1f1b-clip", "llama-tp-sp", "gpt-dropout-zero3", "mixtral-experts")
-MUTANTS = 4
+MUTANTS, DRAW = 4, 332
 
 SOURCE = """
 import torch
@@ -51,15 +49,14 @@ def test_one_place_is_changed_and_nothing_else():
 
 @in_turns(3)
 def test_a_handful_of_mutants_is_caught():
-    day = datetime.date.today().timetuple().tm_yday
-    case = CASES[TRAININGS[day % len(TRAININGS)]]
+    case = CASES[TRAININGS[DRAW % len(TRAININGS)]]
     seen = hunt.survey(case)
     assert isinstance(seen, hunt.Seen), seen
     chances = hunt.chances(hunt.all_places(), {case.name: seen})
-    chosen = hunt.drawn(chances, 1, seed=day)
-    chosen = [chosen[(day + at) % len(chosen)] for at in range(min(MUTANTS, len(chosen)))]
+    chosen = hunt.drawn(chances, 1, seed=DRAW)
+    chosen = [chosen[(DRAW + at) % len(chosen)] for at in range(min(MUTANTS, len(chosen)))]
     wanted = wanted_of(case)
-    found = [hunt.verdict(place, case, wanted, seen, which=day) for place, _ in chosen]
+    found = [hunt.verdict(place, case, wanted, seen, which=DRAW) for place, _ in chosen]
     missed = [one.as_json() for one in found if not one.caught and not one.is_equivalent]
     assert not missed, missed
     assert any(one.caught for one in found)

@@ -100,7 +100,7 @@ def placements_for(
 ) -> list[tuple[Placement, ...]]:
     """Every combination, over `axes` mesh axes, of Replicate, Partial, Shard of each dim, and `kinds`.
 
-    A grid of more than a dozen is a rotating third of itself, whole with VESCALE_GRID=full.
+    A grid of more than a dozen is a third of itself, whole with VESCALE_GRID=full.
     """
     one = [Replicate(), *([Partial()] if partial else []), *[Shard(d) for d in range(len(shape))], *kinds]
     grid = list(itertools.product(one, repeat=axes))

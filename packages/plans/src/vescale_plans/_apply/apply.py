@@ -98,7 +98,7 @@ def parallelize(
             plain tensors from the second call on (see `static`), and a StaticWarning reports modules that become eager
             again. "auto": the same without warnings, and a call that a debugger, a compiler or `reproducible` observes
             is eager. "compile": static modules also go through torch.compile. The default is the environment variable
-            VESCALE_MODE, or else "auto".
+            VESCALE_MODE, or else "eager".
         reproducible: splits, or a mode made from them: turns `vescale.reproducible` on for this call and the rest of
             the process. Eager mode only.
         stages: see `Stages`; `vescale.parallelize` supplies it.

@@ -16,7 +16,7 @@ from .._torch_private import _len_torch_dispatch_stack, missing_compiler
 Mode = Literal["eager", "auto", "static", "compile"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-DEFAULT: Mode = "auto"
+DEFAULT: Mode = "eager"
 """What `parallelize` takes where neither its caller nor the environment says anything."""
 
 VARIABLE = "VESCALE_MODE"
