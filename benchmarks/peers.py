@@ -48,12 +48,12 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[1] / "examples"))
 from peer_cases import peers_checkpoint, peers_context
 from peer_cases import peers_training as training
 
-# Of the mode that is the fastest by default ("auto"); wall time.
+# Of wall time.
 BUDGETS = {
     "replicated": 0.95, "sharded": 0.8, "tensor": 0.9, "1f1b": 1.0, "interleaved": 1.0,
     "save": 1.0, "load": 1.0, "asynchronous save": 1.0, "context": 1.0,
 }  # fmt: skip
-JUDGED = "ours, auto"
+JUDGED = "ours"
 HEAP = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(4 << 30)}
 """Of glibc. A program that trains one model has a page fault or two in a step; beside five other models the heap is
 trimmed, and pages that are mapped anew (to 40,000 in a step, of 3 us) fall to whoever's turn it is."""

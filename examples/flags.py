@@ -48,7 +48,7 @@ class Flags:
     def layout(self) -> str:
         """In words."""
         axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one device"
-        return axes + (f", ZeRO-{self.zero}" if self.zero else "") + (", static" if self.mode == "static" else "")
+        return axes + (f", ZeRO-{self.zero}" if self.zero else "") + (", compiled" if self.mode == "compile" else "")
 
     def changes(self, blocks: str, count: int) -> dict[str, Any]:
         """What they ask for beyond tensor and data parallelism, as fields of a plan whose model has `count` blocks."""
@@ -74,7 +74,7 @@ def read_flags(about: str, arguments: Sequence[str] | None = None) -> Flags:
     add("--schedule", default="1f1b", help="of the pipeline: gpipe, 1f1b, interleaved, zbh1, ...")
     add("--microbatches", type=int, default=4, help="that a pipeline runs the batch in")
     add("--checkpointing", action="store_true", help="compute blocks again in the backward instead of keeping them")
-    add("--static", dest="mode", action="store_const", const="static", default="eager", help="static mode")
+    add("--compile", dest="mode", action="store_const", const="compile", default="eager", help="compile mode")
     add("--data", type=Path, help="any file: its bytes are the tokens (default: Python's standard library)")
     add("--steps", type=int, default=30)
     add("--batch", type=int, default=8, help="samples of a step, over all ranks")

@@ -80,11 +80,6 @@ def tests(package: str, part: str = "") -> Sequence[str]:
     return (*PYTEST, f"{path}.py" if "test_" in part else path)
 
 
-def under_auto(package: str, part: str) -> Sequence[str]:
-    """The command that runs what `tests` runs where nobody who says no mode is eager."""
-    return ("env", "VESCALE_MODE=auto", *tests(package, part))
-
-
 def predicted(*options: str) -> Sequence[str]:
     """The benchmark of predictions; what it has measured already, in its folder, is kept."""
     return (PYTHON, "benchmarks/predicted.py", *options)
@@ -205,17 +200,12 @@ CHECKS: tuple[Check, ...] = (
     Check(11, 2, "the reproducible mode's cost", (PYTHON, "benchmarks/runtime/reproducible.py")),
     Check(11, 3, "ten bugs of one rank, named by compare", tests("vescale", "comparing/test_compare")),
     Check(11, 3, "what recording costs", (PYTHON, "benchmarks/recording.py")),
-    Check(8, 1, "static mode is eager mode to the bit", tests("vescale", "static/test_static_training")),
-    Check(8, 1, "compile mode", tests("vescale", "static/test_static_compiled"), 20 * MINUTES),
-    Check(26, 1, "compile mode on one rank", tests("vescale", "static/test_static_one_rank")),
-    Check(8, 1, "a whole loop under static mode", tests("vescale", "static/test_static_loop")),
-    Check(8, 2, "static mode over hand-written blocks", (PYTHON, "benchmarks/runtime/static_blocks.py")),
+    Check(26, 1, "compile mode on one rank", tests("vescale", "compile/test_one_rank"), 20 * MINUTES),
+    Check(8, 4, "what changes between steps", tests("vescale", "compile/test_guards"), 20 * MINUTES),
+    Check(8, 4, "changes, and what outlives a call", tests("plans", "compile/test_changes")),
+    Check(20, 2, "586 programs that read Python state", tests("plans", "compile/test_python_state"), 30 * MINUTES),
+    Check(8, 1, "everyday programs, compiled", tests("plans", "compile/test_everyday_programs"), 20 * MINUTES),
     Check(8, 2, "the example Llama's step over the same by hand", (PYTHON, "benchmarks/runtime/llama_step.py")),
-    Check(8, 3, "the share of modules that run static", (PYTHON, "benchmarks/runtime/static_share.py")),
-    Check(8, 4, "awkward modules", tests("plans", "static/test_static")),
-    Check(8, 4, "changes, and what outlives a call", tests("plans", "static/test_static_changes")),
-    Check(20, 2, "mutations of what a forward reads", tests("plans", "static/test_static_reads"), 30 * MINUTES),
-    Check(20, 2, "202 forwards that leave traces", tests("plans", "static/test_static_traces"), 20 * MINUTES),
     Check(20, 1, "hooks and buffers under checkpoints", tests("plans", "training/test_hooks_that_replace")),
     Check(20, 1, "freezing and thawing", tests("plans", "training/test_freezing"), 30 * MINUTES),
     Check(20, 1, "plain tensors beside a model", tests("plans", "training/test_plain_tensors")),
@@ -223,7 +213,6 @@ CHECKS: tuple[Check, ...] = (
     Check(20, 1, "what one rank asks for alone", tests("vescale", "debugging/test_hang_collectives")),
     Check(20, 1, "what one rank computes alone", tests("vescale", "debugging/test_collective_check")),
     Check(20, 1, "who holds parameters, or their memory", tests("plans", "training/test_identity")),
-    Check(20, 1, "order in memory under static mode", tests("plans", "static/test_static_order")),
     Check(22, 1, "every adapter, with its package", (PYTHON, "tools/ecosystem.py"), 120 * MINUTES),
     Check(22, 2, "mistakes: one device's result or a typed error", tests("vescale", "integrations/test_mistakes")),
     Check(22, 3, "what others write of a model", tests("vescale", "checkpoints/test_files_of_others")),
@@ -293,23 +282,6 @@ CHECKS: tuple[Check, ...] = (
     Check(19, 1, "its manners", tests("dtensor", "kit/test_second_device")),
     Check(26, 1, "torch's own parallelism at real sizes", (PYTHON, "benchmarks/peers.py"), 60 * MINUTES),
     Check(26, 1, "peers: the short form runs", tests("vescale", "comparing/test_peers"), 20 * MINUTES),
-    Check(26, 2, "auto: who looks, forwards over forwards", tests("plans", "static/test_auto"), 20 * MINUTES),
-    Check(26, 2, "auto: loops and models of users", under_auto("plans", "training"), 90 * MINUTES),
-    *(
-        Check(26, 2, f"auto: vescale_plans' {part}", under_auto("plans", part), 60 * MINUTES)
-        for part in ("core", "experts", "optimizers")
-    ),
-    *(
-        Check(26, 2, f"auto: vescale's {part}", under_auto("vescale", part), 180 * MINUTES)
-        for part in (
-            "end_to_end", "models", "pipelines", "checkpoints", "comparing", "debugging", "integrations",
-            "architectures", "reproducible", "static",
-        )
-    ),
-    Check(
-        26, 2, "auto: the share of static calls by family",
-        (PYTHON, "benchmarks/runtime/static_share.py", "--mode", "auto"),
-    ),
     Check(
         26, 1, "compile mode over plain torch.compile", (PYTHON, "benchmarks/runtime/compile_ratio.py"), 60 * MINUTES,
     ),

@@ -62,24 +62,24 @@ def raced(folder: str, mib: int, rounds: int) -> dict[str, dict[str, list[float]
     warnings.simplefilter("ignore")
     dist.distributed_c10d._set_pg_timeout(PATIENCE)
     theirs, ours = states(mib)
-    found: dict[str, dict[str, list[float]]] = {part: {"DCP": [], "ours, auto": []} for part in PARTS}
+    found: dict[str, dict[str, list[float]]] = {part: {"DCP": [], "ours": []} for part in PARTS}
     for round_ in range(rounds + 1):
         at = {name: f"{folder}/{name}{round_}" for name in ("dcp", "own", "dcp_async", "own_async")}
         waiting: list = []
         calls = {
             "save": {
                 "DCP": lambda at=at: dcp.save(theirs, checkpoint_id=at["dcp"]),
-                "ours, auto": lambda at=at: vescale.save(at["own"], {"model": ours}),
+                "ours": lambda at=at: vescale.save(at["own"], {"model": ours}),
             },
             "load": {
                 "DCP": lambda at=at: dcp.load(theirs, checkpoint_id=at["dcp"]),
-                "ours, auto": lambda at=at: vescale.load(at["own"], {"model": ours}),
+                "ours": lambda at=at: vescale.load(at["own"], {"model": ours}),
             },
             "asynchronous save": {
                 "DCP": lambda at=at, waiting=waiting: waiting.append(
                     dcp.async_save(theirs, checkpoint_id=at["dcp_async"])
                 ),
-                "ours, auto": lambda at=at: vescale.save(at["own_async"], {"model": ours}, asynchronous=True),
+                "ours": lambda at=at: vescale.save(at["own_async"], {"model": ours}, asynchronous=True),
             },
         }
         for part, by in calls.items():

@@ -55,7 +55,7 @@ def by_us():
 def raced(rounds: int) -> dict[str, list[float] | str]:
     """Seconds by contender, or why torch's did not run. Runs on every rank."""
     torch.set_num_threads(1)
-    steps = {"torch": by_torch(), "ours, auto": by_us()}
+    steps = {"torch": by_torch(), "ours": by_us()}
     found: dict[str, list[float] | str] = {name: [] for name in steps}
     try:
         steps["torch"]()
@@ -75,11 +75,11 @@ def raced(rounds: int) -> dict[str, list[float] | str]:
 
 def compared(rounds: int) -> dict[str, dict]:
     found = run_ranks(RANKS, raced, rounds, timeout=300)[0]
-    theirs, ours = found["torch"], found["ours, auto"]
+    theirs, ours = found["torch"], found["ours"]
     own = {"ms": round(1e3 * median(ours), 1)}
     if isinstance(theirs, str):
-        return {"torch": {"not on CPU": theirs}, "ours, auto": own}
+        return {"torch": {"not on CPU": theirs}, "ours": own}
     return {
         "torch": {"wall": 1.0, "ms": round(1e3 * median(theirs), 1)},
-        "ours, auto": {"wall": round(median(a / b for a, b in zip(ours, theirs)), 4), **own},
+        "ours": {"wall": round(median(a / b for a, b in zip(ours, theirs)), 4), **own},
     }

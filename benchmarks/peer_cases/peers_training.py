@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 Step = Callable[[Tensor], float]
 RANKS, MICROBATCHES = 2, 4
-MODES = ("eager", "static", "auto")
 NOTHING_SENT = "nothing sent"
 
 
@@ -58,19 +57,19 @@ def mean_over_ranks(loss: Tensor) -> float:
     return told.item() / dist.get_world_size()
 
 
-def of_plan(sizes: Sizes, mode: str, **plan) -> Step:
+def of_plan(sizes: Sizes, **plan) -> Step:
     """Ours: the plan's keywords, else the whole model as it stands."""
     from vescale_plans import Plan, library
 
     if (mesh := plan["mesh"]).keys() == {"tp"}:
-        return trained_whole(sizes, mode, library.llama(mesh=mesh))
-    return trained_whole(sizes, mode, Plan(parameters={"*": {}}, **plan))
+        return trained_whole(sizes, library.llama(mesh=mesh))
+    return trained_whole(sizes, Plan(parameters={"*": {}}, **plan))
 
 
-def trained_whole(sizes: Sizes, mode: str, plan) -> Step:
+def trained_whole(sizes: Sizes, plan) -> Step:
     import vescale
 
-    return whole_step(*vescale.parallelize(plan, sizes.build(), adamw, mode=mode))
+    return whole_step(*vescale.parallelize(plan, sizes.build(), adamw))
 
 
 def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
@@ -281,13 +280,13 @@ def torch_pipeline(sizes: Sizes, kind: str) -> Step:
     return step
 
 
-def our_pipeline(sizes: Sizes, mode: str, kind: str) -> Step:
+def our_pipeline(sizes: Sizes, kind: str) -> Step:
     from vescale import Pipeline, Plan
 
     virtual = SCHEDULES[kind][1]
     cuts = tuple(f"model.layers.{at}" for at in cuts_of(sizes, RANKS * virtual)[1:-1])
     pipeline = Pipeline(axis="pp", cuts=cuts, schedule=kind, microbatches=MICROBATCHES, virtual=virtual)
-    return trained_whole(sizes, mode, Plan(mesh={"pp": RANKS}, parameters={"*": {}}, pipeline=pipeline))
+    return trained_whole(sizes, Plan(mesh={"pp": RANKS}, parameters={"*": {}}, pipeline=pipeline))
 
 
 # --- the cases ---------------------------------------------------------------------
@@ -307,15 +306,14 @@ def contenders(case: str, sizes: Sizes) -> tuple[str, dict[str, Callable[[], Ste
     if case in SCHEDULES:
         return "torch", {
             "torch": lambda: torch_pipeline(sizes, case),
-            # Stages run modules in a pipeline's own interpreter: static regions are inside of them or nowhere.
-            **{f"ours, {mode}": (lambda mode=mode: our_pipeline(sizes, mode, case)) for mode in ("eager", "auto")},
+            "ours": lambda: our_pipeline(sizes, case),
         }
     peer, make, plan = {
         "replicated": ("DDP", ddp, {"mesh": {"dp": RANKS}, "zero": 0}),
         "sharded": ("FSDP2", fsdp2, {"mesh": {"dp": RANKS}, "zero": 3}),
         "tensor": ("torch TP", torch_tp, {"mesh": {"tp": RANKS}}),
     }[case]
-    ours = {f"ours, {mode}": (lambda mode=mode: of_plan(sizes, mode, **plan)) for mode in MODES}
+    ours = {"ours": lambda: of_plan(sizes, **plan)}
     return peer, {peer: lambda: make(sizes), **ours, **floors(case, sizes)}
 
 

@@ -34,7 +34,7 @@ from vescale_plans import library
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[2] / "examples"))
 
-PLAIN, COMPILED, STATIC = "torch.compile", "veScale, compile", "veScale, static"
+PLAIN, COMPILED, EAGER = "torch.compile", "veScale, compile", "veScale, eager"
 BUDGET = 1.05
 VOCABULARY, WARM = 256, 4
 
@@ -79,7 +79,7 @@ def contender(kind: str, name: str, sizes: Sizes) -> Callable[[torch.Tensor, tor
         optimizer, model = adamw(model.parameters()), torch.compile(model)
     else:
         plan = getattr(library, name)(mesh={"tp": 1})
-        mode = "compile" if kind == COMPILED else "static"
+        mode = "compile" if kind == COMPILED else "eager"
         model, optimizer = vescale.parallelize(plan, model, adamw, mode=mode)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -105,7 +105,7 @@ def raced(name: str, sizes: Sizes, rounds: int) -> tuple[dict[str, list[float]],
     data = [torch.randint(VOCABULARY, shape, generator=batches) for _ in range(rounds + WARM)]
     steps, counts = {}, {}
     losses: dict[str, list[float]] = {}
-    for kind in (PLAIN, COMPILED, STATIC):
+    for kind in (PLAIN, COMPILED, EAGER):
         torch._dynamo.utils.counters.clear()
         steps[kind] = contender(kind, name, sizes)
         losses[kind] = [steps[kind](x, y) for x, y in data[:WARM]]

@@ -4,7 +4,7 @@
 
 Forward, loss, backward, gradient sums, AdamW. The clock is the CPU time of both ranks' processes together, the pairs
 are taken in turn, a ratio is the median over them. All variants train on the same batches, and their losses must agree
-to 1e-5. Status 1 when static mode is over its budget; the last line is JSON.
+to 1e-5. Status 1 when veScale is over its budget; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from benchmarks.models._llama_example_by_hand import split_by_hand, sum_norm_gra
 from vescale_dtensor.testing import run_ranks, warm_up
 from vescale_plans import library
 
-BY_HAND, STATIC, EAGER = "by hand", "veScale, static", "veScale, eager"
-BUDGET = budget_of("bench_static.LlamaStep.track_over_by_hand", STATIC)
+BY_HAND, OURS = "by hand", "veScale"
+BUDGET = budget_of("bench_blocks.LlamaStep.track_over_by_hand", OURS)
 BATCH, POSITIONS, LEAST, WARM = 8, 32, 30, 4
 
 
@@ -60,9 +60,9 @@ def by_hand():
     return step
 
 
-def by_plan(mode: str):
+def by_plan():
     plan = library.llama(mesh={"tp": torch.distributed.get_world_size()})
-    model, optimizer = vescale.parallelize(plan, example(), adamw, mode=mode)
+    model, optimizer = vescale.parallelize(plan, example(), adamw)
 
     def step(tokens: torch.Tensor) -> float:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -77,7 +77,7 @@ def by_plan(mode: str):
 def raced(rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """CPU seconds of every step, and the losses. Runs on both ranks."""
     torch.set_num_threads(1)
-    steps = {BY_HAND: by_hand(), STATIC: by_plan("static"), EAGER: by_plan("eager")}
+    steps = {BY_HAND: by_hand(), OURS: by_plan()}
     batches = torch.Generator().manual_seed(1)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
@@ -105,7 +105,7 @@ def main() -> int:
     warm_up("torch._dynamo", "vescale", "transformers")
     found = run_ranks(2, raced, rounds, timeout=400)
     figures = {}
-    for name in (BY_HAND, STATIC, EAGER):
+    for name in (BY_HAND, OURS):
         apart = max(abs(a - b) / b for a, b in zip(found[0][1][name], found[0][1][BY_HAND]))
         if apart > 1e-5:
             raise SystemExit(f"{name} trains another model than by hand: losses differ by {apart:.1e}")
@@ -118,7 +118,7 @@ def main() -> int:
         }  # fmt: skip
         print(f"{name:<18} {middle:.3f} [{lower:.3f}, {upper:.3f}]  losses apart {apart:.1e}", flush=True)
     print(json.dumps(figures))
-    return int(figures[STATIC]["ratio"] > BUDGET)
+    return int(figures[OURS]["ratio"] > BUDGET)
 
 
 if __name__ == "__main__":

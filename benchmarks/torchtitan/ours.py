@@ -1,4 +1,4 @@
-"""veScale's side: the single-device Llama of this folder under a plan. `python ours.py eager|static LAYOUT`."""
+"""veScale's side: the single-device Llama of this folder under a plan. `python ours.py plain|eager LAYOUT`."""
 
 from __future__ import annotations
 

@@ -140,28 +140,6 @@ def wrong(found: dict[str, Any]) -> dict[str, float]:
     return {name: found[name] for name, bound in BOUNDS.items() if not found[name] <= bound}
 
 
-def static(name: str, plan: vescale.Plan) -> list[str]:
-    """What is not bitwise alike in static mode.
-
-    Of a model of which two runs in eager mode are not alike either (reformer takes its seeds from the clock, so that
-    its reversed layers round differently each time), what is farther from eager mode than BOUNDS."""
-    with quiet():
-        eager, other = (trained(name, *_parallel(name, plan, mode=mode)) for mode in ("eager", "static"))
-        apart = _unequal(eager, other)
-        if not apart or not _unequal(eager, trained(name, *_parallel(name, plan, mode="eager"))):
-            return sorted(apart)
-    kinds = (("gradients", BY_SCALE), ("last", LATER), ("parameters", LATER))
-    return [kind for kind, bound in kinds if not _apart(getattr(other, kind), getattr(eager, kind))[0] <= bound]
-
-
-def _unequal(one: Trained, other: Trained) -> set[str]:
-    """What two trainings do not have in common to the bit."""
-    kinds = ("gradients", "last", "parameters")
-    tensors = ((kind, n, t) for kind in kinds for n, t in getattr(one, kind).items())
-    unequal = {f"{kind} of {n}" for kind, n, t in tensors if not torch.equal(t, getattr(other, kind)[n])}
-    return unequal | ({"losses"} if one.losses != other.losses else set())
-
-
 def generated(name: str, plan: vescale.Plan) -> bool | None:
     """Whether greedy tokens are those of one device; None where one device generates none."""
     with quiet():

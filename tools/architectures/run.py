@@ -26,11 +26,11 @@ PINS: dict[str, dict[str, int]] = {
     "pp 2": {"pp": 2, "dp": 1, "tp": 1},
 }
 TRAININGS = ("tp 2", "dp 2 x tp 2, zero 3")
-CASES = (*TRAININGS, "pp 2", "static", "generate")
+CASES = (*TRAININGS, "pp 2", "generate")
 RIGHT, ALONE, LIMIT_S = "right", "not on one device", 300.0
 
 
-@functools.lru_cache(maxsize=2)  # static and generate take that of "tp 2"
+@functools.lru_cache(maxsize=2)  # generate takes that of "tp 2"
 def planned(name: str, case: str) -> vescale.Plan:
     """The planner's plan with the case's degrees."""
     with outcome.quiet():
@@ -52,14 +52,11 @@ def tried(name: str, case: str) -> dict[str, Any]:
     except Exception as error:  # a raw error out of the planner
         return found | {"outcome": f"no plan, untyped: {_said(error)}"}
     found["planning s"] = round(time.monotonic() - began, 1)
-    judge: Callable[..., Any] = {"static": outcome.static, "generate": outcome.generated}.get(case, outcome.judged)
+    judge: Callable[..., Any] = outcome.generated if case == "generate" else outcome.judged
     try:
         answers = run_ranks(plan.world_size, judge, name, plan, timeout=LIMIT_S)
     except Exception as error:  # of any rank
         return found | {"outcome": f"raises: {_said(error)}"}
-    if case == "static":
-        apart = sorted({one for answer in answers for one in answer})
-        return found | {"outcome": f"wrong: {', '.join(apart[:4])}" if apart else RIGHT}
     if case == "generate" and None in answers:
         return found | {"outcome": ALONE}
     if case == "generate":

@@ -30,8 +30,6 @@ device from a small configuration (`tools/architectures/types.json`: {causal} ca
   after two steps of SGD. Runs recorded before the last two comparisons existed lack them: {early} of the right ones
   under TP 2 and ZeRO-3.
 - *Not run* means that there is no result.
-- *Static* mode is compared with eager mode bitwise, except for a model whose eager runs differ bitwise from each
-  other (reformer).
 - *Not on one device* means that the model generates nothing there.
 - Under a pipeline, microbatches draw their own random numbers, and have their own statistics in batch normalization,
   as gradient accumulation on one device does. Models that draw or normalize this way (phimoe's router samples its

@@ -3,7 +3,7 @@
     random_numbers   (a) fills, factories, dropout: shards against the device's own, to the bit; attention
     training         (b) the cases of `training_cases` on the device: gloo's ranks share one GPU, NCCL's have one each
     host_waits       (c) a step of one rank in a world without processes: where the host waits for the device
-    block_ratios     (d) blocks by hand, ours eager, static, compiled, torch's DTensor, at three widths
+    block_ratios     (d) blocks by hand, ours, torch's DTensor, at three widths
     memory           (e) the allocator's peak against a dry run's
     calibration      (f) `vescale calibrate`
     premise          (g) what the reproducible mode takes for granted, and what it costs

@@ -46,18 +46,18 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> l
     return found
 
 
-def trained(implementation: str, mode: str, device: str) -> list[float]:
+def trained(implementation: str, device: str) -> list[float]:
     model = built(implementation).to(device)
     plan = vescale.Plan.from_huggingface(model, mesh={"tp": 2})
-    model, optimizer = vescale.parallelize(plan, model, partial(torch.optim.AdamW, lr=1e-3), mode=mode)
+    model, optimizer = vescale.parallelize(plan, model, partial(torch.optim.AdamW, lr=1e-3))
     return losses(model, optimizer, device)
 
 
-def held(implementation: str, mode: str, device: str) -> dict[str, Any]:
+def held(implementation: str, device: str) -> dict[str, Any]:
     if implementation == "flex_attention" and device == "second":
         return {"not run": "torch trains flex_attention on accelerators that it compiles for"}
     world = "second" if device == "second" else "cpu"  # gloo: ranks share one GPU
-    ranks = run_ranks(2, trained, implementation, mode, device, timeout=SECONDS, device=world)
+    ranks = run_ranks(2, trained, implementation, device, timeout=SECONDS, device=world)
     alone = built(implementation).to(device)
     wanted = losses(alone, torch.optim.AdamW(alone.parameters(), lr=1e-3), device)
     off = max(abs(a - b) / abs(b) for found in ranks for a, b in zip(found, wanted))
@@ -66,8 +66,7 @@ def held(implementation: str, mode: str, device: str) -> dict[str, Any]:
 
 def ask(part: Part) -> None:
     for implementation in IMPLEMENTATIONS:
-        for mode in ("eager", "static"):
-            part.each(f"{implementation}, {mode}", partial(held, implementation, mode, part.device))
+        part.each(implementation, partial(held, implementation, part.device))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def made(way: str, width: int, device: str) -> nn.Module:
     return vescale.parallelize(plan, model, mode=way.removeprefix("ours, "))[0]
 
 
-WAYS = ("by hand", "ours, eager", "ours, static", "ours, compile", "torch DTensor")
+WAYS = ("by hand", "ours, eager", "torch DTensor")
 
 
 def raced(width: int, device: str) -> dict[str, Any]:

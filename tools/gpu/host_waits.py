@@ -18,8 +18,7 @@ from sweeps.training_cases import CASES, Case, batches, build, loss_of, optimize
 from .part import Part, run
 
 NAMES = [f"llama-zero{zero}-clip" for zero in range(4)] + [
-    "gpt-dropout-zero0", "llama-tp", "llama-tp-sp", "llama-dp-tp-sp-zero3", "llama-static-zero2", "llama-static-tp-sp",
-    "llama-recompute", "llama-regather",
+    "gpt-dropout-zero0", "llama-tp", "llama-tp-sp", "llama-dp-tp-sp-zero3", "llama-recompute", "llama-regather",
 ]  # fmt: skip
 OURS = ("dtensor/", "rng/", "plans/", "pipeline/", "checkpoint/", "vescale/")
 STEPS = 5  # inputs are compared between ranks in the first three
@@ -32,7 +31,7 @@ def waits(case: Case, device: str) -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
     try:
         model, make = build(case).to(device), optimizer_of(case)
-        model, optimizer = vescale.parallelize(plan_of(case), model, make, mode=case.mode)
+        model, optimizer = vescale.parallelize(plan_of(case), model, make)
         tokens = batches()[0].to(device)
         for step in range(STEPS):
             with counted(device) if step == STEPS - 1 else contextlib.nullcontext(Counter()) as sites:

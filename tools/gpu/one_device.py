@@ -16,7 +16,7 @@ import vescale
 from .part import Part, run
 
 ROUNDS, WARM = 10, 5
-WAYS = ("torch", "torch, compiled", "ours, auto", "ours, eager", "ours, static", "ours, compile")
+WAYS = ("torch", "torch, compiled", "ours, eager", "ours, compile")
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 WITHIN = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative, of the last loss: compiled kernels round otherwise

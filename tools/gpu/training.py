@@ -102,7 +102,7 @@ def world_of_one(case: Case, device: str) -> dict[str, Any]:
 
 
 def ask(part: Part) -> None:
-    for name in ("llama-zero0-clip", "llama-zero3-clip", "llama-tp-sp", "llama-static-zero2", "mixtral-experts"):
+    for name in ("llama-zero0-clip", "llama-zero3-clip", "llama-tp-sp", "mixtral-experts"):
         part.each(f"{name} in a world of one", lambda name=name: world_of_one(CASES[name], part.device))
     world = "second" if part.device == "second" else "cpu"  # gloo: ranks share one GPU
     for case in CASES.values():

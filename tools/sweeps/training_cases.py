@@ -41,7 +41,6 @@ class Case:
         dropout: probability.
         optimizer: "adamw", "sgd", "adagrad", "muon".
         clip: whether gradients are clipped to a norm that they exceed.
-        mode: of `parallelize`.
         beside: what is done beside training: "evaluate", "deferred", "save", "async save", "load", "reshard",
             "record", "unread" (a loss whose backward nobody asks for, before another one), "streams" (of two steps the
             forward alone, and the whole, on a stream of its own).
@@ -56,7 +55,6 @@ class Case:
     dropout: float = 0.0
     optimizer: str = "adamw"
     clip: bool = False
-    mode: str = "eager"
     beside: str = ""
     like_ranks: bool = False
 
@@ -100,9 +98,6 @@ def _cases() -> Iterator[Case]:
     yield Case("gpt-dropout-tp-sp", "gpt", {"dp": 1, "tp": 2}, dropout=0.1)
     yield Case("llama-dp-tp-sp-zero3", "llama", {"dp": 2, "tp": 2}, {"zero": 3}, clip=True)
     yield Case("mixtral-tp-sp", "mixtral", {"dp": 1, "tp": 2})
-    yield Case("llama-static-zero2", "llama", {"dp": 2}, {"zero": 2}, mode="static", clip=True)
-    yield Case("llama-static-tp-sp", "llama", {"dp": 1, "tp": 2}, mode="static")
-    yield Case("gpt-dropout-static", "gpt", {"dp": 2}, dropout=0.1, mode="static")
     yield Case("llama-recompute", "llama", {"dp": 2}, {"zero": 3, "checkpointing": {"model.layers.*": True}})
     yield Case("gpt-dropout-recompute", "gpt", {"dp": 2}, {"checkpointing": {"transformer.h.*": True}}, dropout=0.1)
     yield Case("llama-regather", "llama", {"dp": 1, "tp": 2}, {"regather": {"model.layers.*": True}})
@@ -123,7 +118,6 @@ def _cases() -> Iterator[Case]:
     pipeline = staged("llama", 2, "1f1b")
     yield Case("llama-1f1b-dp-zero1", "llama", {"pp": 2, "dp": 2}, {"pipeline": pipeline, "zero": 1}, clip=True)
     yield Case("llama-1f1b-tp-sp", "llama", {"pp": 2, "dp": 1, "tp": 2}, {"pipeline": pipeline}, clip=True)
-    yield Case("llama-1f1b-static", "llama", {"pp": 2}, {"pipeline": pipeline}, mode="static")
     yield Case("llama-offload", "llama", {"dp": 2}, {"zero": 1, "offload": True}, clip=True)
     host = {"offload_activations": {"model.layers.*": True}}
     host["zero"] = 3
@@ -226,7 +220,7 @@ def train(case: Case, device: str) -> Outcome:
         model = build(case)
     if case.beside != "deferred":
         model = model.to(device)
-    model, optimizer = vescale.parallelize(plan, model, make, mode=case.mode)
+    model, optimizer = vescale.parallelize(plan, model, make)
     torch.manual_seed(1)
     losses, waits = [], {}
     for step, tokens in enumerate(batches()):

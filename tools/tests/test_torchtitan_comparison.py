@@ -39,20 +39,20 @@ def test_without_its_environment_it_is_skipped_and_never_simulated(tmp_path):
 def test_a_layouts_table_says_skipped(modules, capsys):
     side_by_side, _ = modules
     figures = {
-        "layout": "TP 8", "cpu ms per step and rank": {"veScale static": 1.5}, "skipped": [side_by_side.SPMD],
-        "cpu over": {}, "losses": {"veScale static": [8.0]},
+        "layout": "TP 8", "cpu ms per step and rank": {"veScale": 1.5}, "skipped": [side_by_side.SPMD],
+        "cpu over": {}, "losses": {"veScale": [8.0]},
     }  # fmt: skip
     side_by_side.show(figures)
     assert "TorchTitan spmd_types             skipped: no environment holds TorchTitan" in capsys.readouterr().out
     assert side_by_side.verdicts([figures]) == []  # nothing to judge: neither met nor missed
 
 
-@pytest.mark.parametrize(("ratio", "holds"), [(0.69, True), (0.71, False)])
+@pytest.mark.parametrize(("ratio", "holds"), [(0.84, True), (0.86, False)])
 def test_targets_are_judged(modules, ratio, holds):
     side_by_side, _ = modules
-    figures = {"layout": "TP 8", "cpu over": {side_by_side.BARE: {side_by_side.STATIC: ratio}}}
+    figures = {"layout": "TP 8", "cpu over": {side_by_side.BARE: {side_by_side.OURS: ratio}}}
     (row,) = side_by_side.verdicts([figures])
-    assert row["holds"] is holds and row["at most"] == 0.7 and row["is"] == ratio
+    assert row["holds"] is holds and row["at most"] == 0.85 and row["is"] == ratio
 
 
 def test_a_ratio_is_the_median_of_pairs(modules):

@@ -19,7 +19,7 @@ plan = Plan(
     precision=Precision(torch.bfloat16),
     pipeline=Pipeline(axis="pp", cuts=("4",), microbatches=4),
 )
-model, optimizer = vescale.parallelize(plan, Net(), lambda given: torch.optim.AdamW(given, lr=1e-3), mode="static")
+model, optimizer = vescale.parallelize(plan, Net(), lambda given: torch.optim.AdamW(given, lr=1e-3), mode="compile")
 number: int = model.answer()
 adamw: torch.optim.AdamW = optimizer
 given_model, given = vescale.parallelize(plan, Net(), torch.optim.SGD(Net().parameters(), lr=0.1))

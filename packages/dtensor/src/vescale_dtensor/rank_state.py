@@ -45,7 +45,6 @@ SHARED = {
     "_layouts.layout": ("_interned",),
     "_layouts.mesh": ("_meshes",),
     "_tensor.nodes": ("_known",),
-    "_static.compile": ("_numbers", "_routes"),
     # facts about functions and shapes
     "_reproducible.forms": ("FORMS",),
     "_reproducible.functions.product": ("_memory",),

@@ -47,6 +47,7 @@ from ._test_kit import worker
 from ._test_kit.allocations import Allocations, allocations
 from ._test_kit.fitting import fitting
 from ._test_kit.live_bytes import LiveBytes
+from ._test_kit.python_state import programs as python_state_programs
 from ._test_kit.slices import in_turns, slice_of
 from ._test_kit.worker import Answer, dumps, loads
 from ._test_kit.worker_pool import WorldStartError, pool
@@ -66,6 +67,7 @@ __all__ = [
     "in_turns",
     "loads",
     "mesh_of",
+    "python_state_programs",
     "raises_on_all",
     "run_ranks",
     "shutdown",

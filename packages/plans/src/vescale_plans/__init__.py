@@ -9,10 +9,8 @@ from ._apply.apply import expert_load as expert_load
 from ._apply.apply import no_sync as no_sync
 from ._apply.apply import parallelize as parallelize
 from ._zero.optim_kinds import register_elementwise as register_elementwise
-from ._static.explain import StaticTree as StaticTree
-from ._static.explain import explain_static as explain_static
-from ._static.static import StaticWarning as StaticWarning
-from ._static.static import static as static
+from ._capture.explain import explain_compile as explain_compile
+from ._capture.front import CompileWarning as CompileWarning
 from ._version import __version__ as __version__
 from .calls import Calls as Calls
 from .calls import explain_calls as explain_calls

@@ -5,13 +5,8 @@ No other module of the package names a private part of torch: `make check` holds
 What costs much to import is imported where it is asked for.
 """
 
-import contextlib
 import functools
-import inspect
-import logging
-import weakref
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -164,56 +159,40 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def backend_named(name: str) -> Callable:
-    """A compiler's backend, to be called by one of ours. Instead: a public `torch.compiler` way to look one up."""
-    return torch._dynamo.lookup_backend(name)
+    """A compiler's backend, to be called by one of ours; inductor draws random numbers as eager code does. Instead: a
+    public `torch.compiler` way to look one up."""
+    backend = torch._dynamo.lookup_backend(name)
+    settings = {"config_patches": {"fallback_random": True}} if name == "inductor" else {}
+    return functools.partial(backend, **settings)
 
 
-@contextlib.contextmanager
-def saying_once() -> Iterator[None]:
-    """Within it compilers take no notice of what loggers say once (HuggingFace's `warning_once`): where a call has run
-    before, it is said. Instead: torch's own `warnings.warn` is passed over, and other libraries' ways are graph breaks.
-    """
-    once = [each for each in vars(logging.Logger).values() if isinstance(each, functools._lru_cache_wrapper)]
-    known = torch._dynamo.config.ignore_logger_methods
-    metrics = logging.getLogger("torch._dynamo.metrics_context")
-
-    def worth_saying(record: logging.LogRecord) -> bool:
-        # Not what torch before 2.13 logs of each graph, with a traceback: it tries to sort this set.
-        error = str(record.exc_info[1]) if record.exc_info else ""
-        return not (error.startswith("'<' not supported") and "lru_cache" in error)
-
-    metrics.addFilter(worth_saying)
-    try:
-        with torch._dynamo.config.patch(ignore_logger_methods=known | set(once)):
-            yield
-    finally:
-        metrics.removeFilter(worth_saying)
+def capture_settings(passed_over: set[Callable]) -> Any:
+    """A context in which what a compiler cannot take raises, code is guarded by hooks of modules and by which
+    parameters are one tensor, numpy's draws are numpy's, and some methods of loggers are passed over. Instead: public
+    options of `torch.compile`."""
+    settings = torch._dynamo.config
+    return settings.patch(
+        suppress_errors=False,
+        skip_nnmodule_hook_guards=False,
+        skip_no_tensor_aliasing_guards_on_parameters=False,
+        use_numpy_random_stream=True,
+        ignore_logger_methods=settings.ignore_logger_methods | passed_over,
+    )
 
 
-def compiled_code(function: FunctionType) -> CodeType | None:
-    """What a compiler runs in a function's place, where it has made one thing of it alone, and torch tells. Instead: a
-    public `torch.compiler` way to call a graph whose guards the caller asks himself, as for inference (`aot_compile`).
-    """
-    try:
-        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-    except ImportError:
-        return None
-    made = _debug_get_cache_entry_list(function.__code__)
-    return made[0].code if len(made) == 1 else None
+def traced_output() -> Any:
+    """What the tracer of torch.compile knows of the code that it goes through. Instead: public questions, such as
+    `side_effect_replay_policy`, which torch 2.11 has not."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
 
-
-def global_state() -> Any:
-    """How torch is set now, as far as compiled code counts on it; `check()` tells whether it still is. Instead: the
-    settings one by one, a microsecond each."""
-    from torch._C._dynamo.guards import GlobalStateGuard
-
-    return GlobalStateGuard()
+    return InstructionTranslator.current_tx().output
 
 
 def compiler_is_asked_otherwise() -> bool:
     """Whether somebody has changed what compiled functions do (`torch.compiler.set_stance`), or traces them. Instead:
     a public question of `torch.compiler`."""
-    return torch._dynamo.eval_frame._stance.stance != "default" or torch.jit.is_tracing()
+    stance = torch._dynamo.eval_frame._stance.stance
+    return stance != "default" or torch._dynamo.config.disable or torch.jit.is_tracing()
 
 
 def missing_compiler(device_type: str) -> str | None:
@@ -231,18 +210,6 @@ def missing_compiler(device_type: str) -> str | None:
     from torch.utils._triton import has_triton
 
     return None if device_type != "cuda" or has_triton() else "Triton"
-
-
-def checkpoint_of(hooks: tuple[Callable, Callable]) -> tuple[Any, bool]:
-    """What a checkpoint keeps of a forward, where what is saved goes to its `hooks`, and whether that runs again, with
-    the same object; (None, False) for other hooks. Instead: a public question of `torch.utils.checkpoint`."""
-    for cell in inspect.unwrap(hooks[0]).__closure__ or ():
-        held = cell.cell_contents
-        again = isinstance(held, weakref.ref)
-        held = held() if again else held
-        if isinstance(held, checkpoint._CheckpointFrame):
-            return held, again
-    return None, False
 
 
 def functorch_config() -> Any:

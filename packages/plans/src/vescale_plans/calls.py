@@ -12,7 +12,7 @@ from torch import nn
 
 from ._calls.chain import Call, hooks_after, hooks_before
 from ._calls.phases import STANDS_APART
-from ._static.site import Site
+from ._capture.front import Captured
 from ._torch_private import global_backward_hooks, global_forward_hooks
 
 
@@ -101,7 +101,7 @@ def _forwards(module: nn.Module) -> Iterator[Step]:
     held = module.__dict__.get("forward")
     while held is not None and _function(held) is not own:
         yield _step("forward", held)
-        held = held.own if isinstance(held, Site) else getattr(held, "__wrapped__", None)
+        held = held.forward if isinstance(held, Captured) else getattr(held, "__wrapped__", None)
     yield Step("forward", "model", f"{type(module).__qualname__}.forward", _place(own))
 
 

@@ -9,7 +9,6 @@ PER_RANK = {
     "_apply.given.adopt": ("_hooks",),
     "_apply.join": ("_meshes", "_stages"),
     "_apply.masks": ("_running",),
-    "_static.passes": ("running",),
     "_recompute.recompute": ("_active",),
 }
 
@@ -19,6 +18,4 @@ SHARED = {
     "_apply.inputs": ("_calls_of",),
     "_apply.join": ("_chosen", "_ending"),  # the second of a process that joined, where no ranks are simulated
     "_zero.optim_kinds": ("_elementwise",),
-    "_static.reads": ("_spaces",),
-    "_static.scan.source": ("_files",),  # facts about files
 }

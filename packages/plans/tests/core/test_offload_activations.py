@@ -59,10 +59,10 @@ PLAN = Plan(
 SEQUENCES = Plan(mesh={"cp": 2}, parameters={"*": {}}, context_axis="cp", context="ring")
 
 
-def ran(plan, dropout=0.0, steps=3, mode=None):
+def ran(plan, dropout=0.0, steps=3):
     """Losses, gradients of this rank, and the device's bytes alive after the last forward."""
     torch.manual_seed(0)
-    model, optimizer = parallelize(plan, Model(dropout), lambda ps: torch.optim.SGD(ps, lr=0.1), mode=mode)
+    model, optimizer = parallelize(plan, Model(dropout), lambda ps: torch.optim.SGD(ps, lr=0.1))
     torch.manual_seed(1)
     losses = []
     for step in range(steps):
@@ -108,11 +108,10 @@ def test_gradients_are_the_same_to_the_bit(way, dropout, zero):
         assert less < alive
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
-def test_attention_over_a_cut_sequence(mode):
+def test_attention_over_a_cut_sequence():
     def run():
-        losses, gradients, alive = ran(SEQUENCES, steps=4, mode=mode)
-        less = ran(SEQUENCES.override(offload_activations=ALL), steps=4, mode=mode)
+        losses, gradients, alive = ran(SEQUENCES, steps=4)
+        less = ran(SEQUENCES.override(offload_activations=ALL), steps=4)
         assert less[0] == losses and all(torch.equal(less[1][n], gradient) for n, gradient in gradients.items())
         return alive, less[2]
 

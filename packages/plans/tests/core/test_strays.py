@@ -104,7 +104,7 @@ def whole(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def trained(plan, way, loss, frozen=False, build=Model, mode=None, how="backward"):
+def trained(plan, way, loss, frozen=False, build=Model, how="backward"):
     """Parameters after a few steps, and the first gradients."""
     torch.manual_seed(0)
     model = build(way, frozen).double()
@@ -115,7 +115,7 @@ def trained(plan, way, loss, frozen=False, build=Model, mode=None, how="backward
 
     optimizer = sgd(model.parameters())
     if plan is not None:
-        model, optimizer = parallelize(plan, model, sgd, mode=mode or "auto")
+        model, optimizer = parallelize(plan, model, sgd)
     seen = []
     for block in model.blocks:
         block.up.register_forward_hook(lambda module, args, out: seen.append(out))
@@ -150,10 +150,9 @@ ZERO3 = Plan({"dp": 2}, {"*": {}}, zero=3)
 TWO_AXES = Plan({"dp": 2, "tp": 2}, {"*.up.weight": {"tp": Shard(0)}, "*.up.bias": {"tp": Shard(0)}, "*": {}}, zero=3)
 
 
-@pytest.mark.parametrize("mode", ["auto", "static", "eager"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_whatever_a_loss_is_computed_of(mode, frozen):
-    cases = [{"way": "itself", "loss": loss, "frozen": frozen, "mode": mode} for loss in LOSSES]
+def test_whatever_a_loss_is_computed_of(frozen):
+    cases = [{"way": "itself", "loss": loss, "frozen": frozen} for loss in LOSSES]
     assert run_ranks(2, apart, ZERO3, cases) == [{}, {}]
 
 

@@ -127,12 +127,12 @@ HELD = {
 }
 
 
-def left_behind(case, mode):
+def left_behind(case):
     """What is still there of a model that trained and that nobody holds any more."""
 
     def train():
         net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-        model, optimizer = parallelize(Plan(**HELD[case]), net, adamw, mode=mode)
+        model, optimizer = parallelize(Plan(**HELD[case]), net, adamw)
         for _ in range(3):
             model(torch.ones(4, 4)).sum().backward()
             optimizer.step()
@@ -145,10 +145,9 @@ def left_behind(case, mode):
     return [name for name, one in held.items() if one() is not None]
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
 @pytest.mark.parametrize("case", HELD)
-def test_a_model_that_nobody_holds_is_gone(case, mode):
-    assert run_ranks(2, left_behind, case, mode) == [[], []]
+def test_a_model_that_nobody_holds_is_gone(case):
+    assert run_ranks(2, left_behind, case) == [[], []]
 
 
 def kept_parameter():

@@ -162,11 +162,11 @@ PLANS = {
 }
 
 
-def trained(model, loss_of, plan=None, mode=None):
+def trained(model, loss_of, plan=None):
     make = lambda parameters: torch.optim.SGD(parameters, lr=0.05)
     optimizer = make(model.parameters())
     if plan is not None:
-        model, optimizer = parallelize(plan, model, make, mode=mode)
+        model, optimizer = parallelize(plan, model, make)
     losses = []
     for step in range(3):
         loss = loss_of(model, torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)))
@@ -177,7 +177,7 @@ def trained(model, loss_of, plan=None, mode=None):
     return losses, [p.detach() for p in model.parameters()]
 
 
-def run(plan, mode, inside):
+def run(plan, inside):
     for loss in LOSSES:
         if loss is attack and inside:  # the batch is no plain tensor there
             continue
@@ -186,7 +186,7 @@ def run(plan, mode, inside):
         loss_of = (lambda model, x: model(x)) if inside else loss
         model = copy.deepcopy(alone)
         try:
-            wanted, got = trained(alone, loss_of), trained(model, loss_of, plan, mode)
+            wanted, got = trained(alone, loss_of), trained(model, loss_of, plan)
         except Exception as error:
             error.add_note(loss.__name__)
             raise
@@ -197,10 +197,10 @@ def run(plan, mode, inside):
 
 
 @pytest.mark.parametrize(
-    ("plan", "mode", "inside"), slice_of(itertools.product(PLANS, ("eager", "static", "auto"), (False, True)), 9)
+    ("plan", "inside"), slice_of(itertools.product(PLANS, (False, True)), 3)
 )
-def test_plain_tensors_beside_a_model(plan, mode, inside):
-    run_ranks(PLANS[plan].world_size, run, PLANS[plan], mode, inside, timeout=180.0)
+def test_plain_tensors_beside_a_model(plan, inside):
+    run_ranks(PLANS[plan].world_size, run, PLANS[plan], inside, timeout=180.0)
 
 
 def _views():

@@ -60,7 +60,7 @@ def record(
     Communication: per step a gather to rank 0 and a broadcast over the world, and an all-reduce for each value that is
     a partial sum. Recording does not change any value of the run. Without `record`, no hook is installed.
 
-    Raises VescaleError if the path cannot be written, or the model runs in static mode.
+    Raises VescaleError if the path cannot be written.
 
     Example:
         >>> with vescale.record(model, "runs/tp4", optimizer=optimizer):
@@ -92,14 +92,6 @@ class Recorder:
     def __init__(self, model: nn.Module, path: Path, keep: tuple[str, ...]) -> None:
         self._model, self._path, self._keep = model, path, keep
         state = getattr(model, "_vescale", None)
-        self._static: Any = getattr(state, "static", None)
-        if self._static is not None and not self._static.is_auto:
-            raise VescaleError(
-                "record",
-                "the model runs in static mode, in which its modules see shards without their layouts",
-                (),
-                [("vescale.parallelize(plan, model, ...)", "the same results in eager mode")],
-            )
         self._local_names = tuple(f"{boundary.name}." for boundary in getattr(state, "experts", ()))
         self._is_shared = state is not None or any(type(p) is DTensor for p in model.parameters())
         self._rank = dist.get_rank() if self._is_shared else 0
@@ -121,9 +113,6 @@ class Recorder:
     def open(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._together(self._begin)
         self._is_open, self._optimizer = True, optimizer
-        if self._static is not None:  # calls of the model are eager until the record is closed
-            self._static.watchers += 1
-            self._undo.append(self._unwatch)
         for name, module in self._model.named_modules():
             if not name.startswith(self._local_names):
                 handle = module.register_forward_hook(self._hook_of(name))
@@ -148,9 +137,6 @@ class Recorder:
             undo()
         self._undo.clear()
         self._noted.clear()
-
-    def _unwatch(self) -> None:
-        self._static.watchers -= 1
 
     # --- hooks ------------------------------------------------------------------------
 

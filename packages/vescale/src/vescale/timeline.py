@@ -44,9 +44,9 @@ def timeline(folder: str | Path, model: nn.Module | None = None) -> Iterator[Non
         folder: created if it does not exist; the same for all ranks, on a shared file system, or collected later.
         model: whose modules are shown, by their paths; without it, only collectives and pipeline actions are.
 
-    Times are those of the host: on an accelerator, which runs behind, those of its commands. Modules of a model in
-    static mode are shown where hooks still see them. It costs some Python per module and collective while open, and
-    nothing otherwise. The clocks of several machines may differ (see `vescale doctor`).
+    Times are those of the host: on an accelerator, which runs behind, those of its commands. It costs some Python per
+    module and collective while open, and nothing otherwise. The clocks of several machines may differ (see `vescale
+    doctor`).
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", 0))
     notes = _Notes()

@@ -348,35 +348,6 @@ def test_recording_changes_nothing_and_leaves_nothing(tmp_path):
     assert run_ranks(4, with_and_without, tmp_path / "run", timeout=120) == [(True, False)] * 4
 
 
-def test_a_run_in_auto_mode_is_recorded_as_one_in_eager_mode(tmp_path):
-    """Amid training, when its modules run static: eager while it is recorded, and static again after that."""
-
-    def amid(folder, mode):
-        torch.manual_seed(0)
-        model, optimizer = vescale.parallelize(plan_of("llama", MESH), build_llama(), MODELS["llama"][2], mode=mode)
-        data = torch.Generator().manual_seed(5)
-
-        def step():
-            tokens = torch.randint(VOCABULARY, (BATCH, POSITIONS), generator=data)
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for _ in range(3):
-            step()
-        with vescale.record(model, folder, optimizer=optimizer):
-            for _ in range(2):
-                step()
-        step()
-        static = model._vescale.static
-        return static is not None and (static.root.recordings, any(site.regions for site in static.sites.values()))
-
-    assert run_ranks(4, amid, tmp_path / "eager", "eager", timeout=120) == [False] * 4
-    assert run_ranks(4, amid, tmp_path / "auto", "auto", timeout=120) == [(1, True)] * 4
-    comparison = vescale.compare(tmp_path / "eager", tmp_path / "auto")
-    assert comparison.equal and comparison.places > 200 and not comparison.alone, str(comparison)
-
-
 def test_a_pipeline_and_one_device_do_not_differ(one_device, tmp_path):
     def pipelined(folder):
         plan = plan_of("llama", {"pp": 2, "tp": 2}).override(

@@ -38,9 +38,9 @@ def _model():
     return nn.Sequential(Block(), Block())
 
 
-def _step(plan, folder, mode=None):
+def _step(plan, folder):
     """Two steps, the second on the timeline and its collectives counted."""
-    model, optimizer = vescale.parallelize(plan, _model(), torch.optim.AdamW, loss_fn=_loss, mode=mode)
+    model, optimizer = vescale.parallelize(plan, _model(), torch.optim.AdamW, loss_fn=_loss)
     batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 
     def step():
@@ -69,9 +69,8 @@ def _spans(folder, lane):
     return {rank: [span for span in spans if span["lane"] == lane] for rank, spans in read_timeline(folder).items()}
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
-def test_modules_and_collectives_of_four_ranks(tmp_path, mode):
-    counted = run_ranks(4, _step, TENSOR, str(tmp_path), mode)
+def test_modules_and_collectives_of_four_ranks(tmp_path):
+    counted = run_ranks(4, _step, TENSOR, str(tmp_path))
     assert sorted(read_timeline(tmp_path)) == [0, 1, 2, 3]
     compute, collectives = _spans(tmp_path, "compute"), _spans(tmp_path, "collectives")
     for rank, (count, kinds) in enumerate(counted):
@@ -85,13 +84,12 @@ def test_modules_and_collectives_of_four_ranks(tmp_path, mode):
         assert names.count("AdamW.step") >= 1
         root = [span for span in compute[rank] if span["name"] == "Sequential"]
         (whole,) = root
-        if mode == "eager":
-            for module in ("0", "0.up", "0.down", "1", "1.up", "1.down"):
-                (span,) = [span for span in compute[rank] if span["name"] == module]
-                assert whole["start"] <= span["start"] <= span["end"] <= whole["end"]
-            (first,) = [span for span in compute[rank] if span["name"] == "1 (backward)"]
-            (last,) = [span for span in compute[rank] if span["name"] == "0 (backward)"]
-            assert whole["end"] <= first["start"] <= last["start"] <= last["end"]
+        for module in ("0", "0.up", "0.down", "1", "1.up", "1.down"):
+            (span,) = [span for span in compute[rank] if span["name"] == module]
+            assert whole["start"] <= span["start"] <= span["end"] <= whole["end"]
+        (first,) = [span for span in compute[rank] if span["name"] == "1 (backward)"]
+        (last,) = [span for span in compute[rank] if span["name"] == "0 (backward)"]
+        assert whole["end"] <= first["start"] <= last["start"] <= last["end"]
     merged = json.loads(vescale.merge_timeline(tmp_path).read_text())["traceEvents"]
     assert {row["pid"] for row in merged} == {0, 1, 2, 3}
     assert sum(row["ph"] == "X" for row in merged) == sum(map(len, read_timeline(tmp_path).values()))

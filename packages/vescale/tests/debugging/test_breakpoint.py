@@ -228,29 +228,3 @@ def test_planning_and_dry_runs_stop_nowhere(capsys) -> None:
     vescale.dry_run(plan, Talkative(), torch.randn(8, 8), step=lambda model, batch: model(batch).square().mean())
     out, err = capsys.readouterr()
     assert out == "" and "vescale: the dry run ran the model on tensors without values and did not stop at " in err
-
-
-def talk(mode: str, calls: int) -> str:
-    """What the terminal showed of a few steps."""
-    plan = plan_of(tp=2)
-    before = sys.stdin, sys.stdout
-    sys.stdin, sys.stdout = io.StringIO("c\n" * 2 * calls), io.StringIO()
-    try:
-        torch.manual_seed(0)
-        model, optimizer = vescale.parallelize(plan, Talkative(), torch.optim.SGD, mode=mode)
-        for _ in range(calls):
-            model(torch.ones(4, 8)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return sys.stdout.getvalue()
-    finally:
-        sys.stdin, sys.stdout = before
-
-
-def test_static_trials_print_and_stop_as_often_as_the_program_does() -> None:
-    """A trial is one of the program's own calls: nothing runs twice."""
-    found = {mode: run_ranks(2, talk, mode, 6) for mode in ("eager", "static")}
-    assert found["static"] == found["eager"]
-    driver, other = found["static"]
-    assert driver.count("shape torch.Size([4, 8])") == other.count("shape torch.Size([4, 8])") == 6
-    assert driver.count("-> breakpoint()") == driver.count("-> vescale.breakpoint()") == 6

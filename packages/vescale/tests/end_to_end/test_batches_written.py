@@ -88,11 +88,11 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, vescale.DTensor) else tensor
 
 
-def ran(write, where, rows, given, plan, mode):
+def ran(write, where, rows, given, plan):
     torch.manual_seed(0)
     model = Net(WRITES[write], where)
     if plan is not None:
-        model, _ = vescale.parallelize(plan, model, partial(torch.optim.SGD, lr=0.1), mode=mode)
+        model, _ = vescale.parallelize(plan, model, partial(torch.optim.SGD, lr=0.1))
     generator = torch.Generator().manual_seed(0)
     if given == "columns":
         x, labels = torch.randn(rows, 2 * WIDTH, generator=generator).split(WIDTH, 1)
@@ -119,22 +119,21 @@ PLANS = {
     "context": {"mesh": {"cp": 2}, "parameters": {"*": {}}, "context_axis": "cp"},
 }
 CASES = [
-    (write, where, rows, given, mode)
+    (write, where, rows, given)
     for write in WRITES
     for where in ("above", "inside")
     for rows in (5, 4, 1)
     for given in ("keywords", "a dict", "columns")
-    for mode in ("eager", "auto")
 ]
 
 
 def every(cases, plan):
     return [
         (
-            tried(ran, write, where, rows, given, None, None),
-            tried(ran, write, where, rows, given, plan, mode),
+            tried(ran, write, where, rows, given, None),
+            tried(ran, write, where, rows, given, plan),
         )
-        for write, where, rows, given, mode in cases
+        for write, where, rows, given in cases
     ]
 
 
@@ -183,11 +182,11 @@ BOUNDARIES = {
 }
 
 
-def above(write, rows, plan, mode):
+def above(write, rows, plan):
     torch.manual_seed(0)
     model = Above(write)
     if plan is not None:
-        model, _ = vescale.parallelize(plan, model, partial(torch.optim.SGD, lr=0.1), mode=mode)
+        model, _ = vescale.parallelize(plan, model, partial(torch.optim.SGD, lr=0.1))
     generator = torch.Generator().manual_seed(0)
     x, labels = torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
     found = []
@@ -207,18 +206,17 @@ def every_above(cases):
     mesh = {"dp": 2, "tp": 2}
     plans = {at: vescale.Plan(mesh=mesh, parameters=first, boundaries=each) for at, each in BOUNDARIES.items()}
     return [
-        (tried(above, write, rows, None, None), tried(above, write, rows, plans[boundaries], mode))
-        for write, rows, boundaries, mode in cases
+        (tried(above, write, rows, None), tried(above, write, rows, plans[boundaries]))
+        for write, rows, boundaries in cases
     ]
 
 
 def test_what_a_module_writes_to_its_input_those_around_it_see():
     cases = [
-        (write, rows, boundaries, mode)
+        (write, rows, boundaries)
         for write in WRITES
         for rows in (5, 4)
         for boundaries in BOUNDARIES
-        for mode in ("eager", "auto")
     ]
     cases = slice_of(cases, fraction=3)
     for found in run_ranks(4, every_above, cases, timeout=300):

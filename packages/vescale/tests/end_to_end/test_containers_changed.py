@@ -194,11 +194,11 @@ def named(value, name, own):
     return own
 
 
-def ran(kind, change, plan, mode, way):
+def ran(kind, change, plan, way):
     torch.manual_seed(0)
     model = Net(change)
     if plan is not None:
-        model, _ = vescale.parallelize(plan, model, partial(torch.optim.SGD, lr=0.1), mode=mode)
+        model, _ = vescale.parallelize(plan, model, partial(torch.optim.SGD, lr=0.1))
     if way == "beside a user's hook":
         model.register_forward_pre_hook(lambda module, args: None)
     found = []
@@ -228,8 +228,8 @@ PLANS = {
 WAYS = ("alone", "beside a user's hook")
 
 
-def both(kind, change, plan, mode, way):
-    return ran(kind, change, None, None, way), ran(kind, change, plan, mode, way)
+def both(kind, change, plan, way):
+    return ran(kind, change, None, way), ran(kind, change, plan, way)
 
 
 def assert_close(found, wanted):
@@ -244,7 +244,7 @@ def assert_close(found, wanted):
         assert found == (pytest.approx(wanted, rel=1e-5, abs=1e-6) if isinstance(wanted, float) else wanted)
 
 
-GRID = [(*case, plan, mode, way) for case in CASES for plan in PLANS for mode in ("eager", "auto") for way in WAYS]
+GRID = [(*case, plan, way) for case in CASES for plan in PLANS for way in WAYS]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -252,7 +252,7 @@ def test_what_a_forward_changes_its_caller_sees(plan):
     plan_of = vescale.Plan(**PLANS[plan])
     cases = slice_of([case for case in GRID if case[2] == plan], fraction=5)
     ranks = 4 if plan == "tensor" else 2
-    for found in run_ranks(ranks, every, [(kind, change, plan_of, mode, way) for kind, change, _, mode, way in cases]):
+    for found in run_ranks(ranks, every, [(kind, change, plan_of, way) for kind, change, _, way in cases]):
         for case, (wanted, ours) in zip(cases, found):
             try:
                 assert_close(ours, wanted)

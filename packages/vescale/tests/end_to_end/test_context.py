@@ -264,7 +264,7 @@ def _of_row(model, row, **given):
     return model(**{k: v[row : row + 1] if isinstance(v, torch.Tensor) else v for k, v in given.items()})
 
 
-def train(name, plan=None, steps=STEPS, mode=None, by_rows=False, dtype=torch.float32):
+def train(name, plan=None, steps=STEPS, by_rows=False, dtype=torch.float32):
     """Losses, the first step's gradients and the last parameters, whole, of this stage, and the last step's
     collectives."""
     model, loss_of = build(name)
@@ -273,7 +273,7 @@ def train(name, plan=None, steps=STEPS, mode=None, by_rows=False, dtype=torch.fl
     optimizer_fn = partial(torch.optim.AdamW, lr=1e-3)
     optimizer = optimizer_fn(model.parameters()) if plan is None else None
     if plan is not None:
-        model, optimizer = vescale.parallelize(plan, model, optimizer_fn, mode=mode)
+        model, optimizer = vescale.parallelize(plan, model, optimizer_fn)
     whole = (lambda tensor: tensor.full_tensor()) if plan is not None else (lambda tensor: tensor.clone())
     losses, gradients = [], {}
     torch.manual_seed(1)
@@ -293,11 +293,11 @@ def train(name, plan=None, steps=STEPS, mode=None, by_rows=False, dtype=torch.fl
     return losses, gradients, parameters, [] if by_rows else trace.events
 
 
-def check(name, plan, way, steps=STEPS, mode=None):
+def check(name, plan, way, steps=STEPS):
     """Raises where a plan's training is not one device's; kinds of collectives, and the names held here."""
     one = train(name, steps=steps, by_rows=plan.startswith("pp") and "dropout" in name)
     plan = PLANS[plan](name).override(context=way)
-    many = train(name, plan, steps, mode)
+    many = train(name, plan, steps)
     gradients = [one[1], many[1]]
     if name in ROUNDED and plan.pipeline is None:  # no stage knows what experts in a loop read
         gradients = [train(name, given, 1, dtype=torch.float64)[1] for given in (None, plan)]
@@ -353,7 +353,7 @@ def check_described(name, plan):
 
     try:
         DescribedMask.made, DescribedMask._attended = counted("made"), staticmethod(counted("_attended"))
-        check(name, plan, "ring", steps=2, mode="eager")  # a region asks no description
+        check(name, plan, "ring", steps=2)
     finally:
         DescribedMask.made, DescribedMask._attended = kept["made"], staticmethod(kept["_attended"])
     return count["_attended"], count["made"]
@@ -363,11 +363,6 @@ def check_described(name, plan):
 def test_no_rank_makes_its_rows_of_a_mask(name):
     for described, made in run_ranks(2, check_described, name, "cp 2"):
         assert described in (2, 4) and not made, (described, made)
-
-
-@pytest.mark.parametrize("way", ["ring", "all-to-all"])
-def test_static_mode(way):
-    run_ranks(2, check, "mistral", "cp 2", way, 4, mode="static")
 
 
 @in_turns(3)

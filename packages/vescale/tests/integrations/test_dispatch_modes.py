@@ -102,7 +102,7 @@ def counted(name, ranks, mode, cut=""):
     else:
         places = {"0.weight": {"tp": vescale.Shard(0)}, "0.bias": {"tp": vescale.Shard(0)}} if cut else {}
         plan = vescale.Plan(mesh={cut or "dp": ranks}, data_axis=None if cut else "dp", parameters={**places, "*": {}})
-        model, optimizer = vescale.parallelize(plan, model, make, mode=mode)
+        model, optimizer = vescale.parallelize(plan, model, make)
     wrong, flops = [], []
     for step in range(3):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(step))
@@ -120,24 +120,23 @@ def counted(name, ranks, mode, cut=""):
     return flops, gradients, sorted(set(wrong))
 
 
-CASES = [(name, ranks, mode) for name in MODELS for ranks in (1, 2) for mode in ("eager", "auto")]
+CASES = [(name, ranks) for name in MODELS for ranks in (1, 2)]
 
 
-@pytest.mark.parametrize("name, ranks, mode", CASES)
-def test_a_mode_may_ask_and_count(name, ranks, mode):
+@pytest.mark.parametrize("name, ranks", CASES)
+def test_a_mode_may_ask_and_count(name, ranks):
     """FLOPs of a model with a Linear layer were a RecursionError in the backward."""
     wanted, gradients, _ = run_ranks(1, counted, name, 1, "plain")[0]
-    for flops, found, wrong in run_ranks(ranks, counted, name, ranks, mode, timeout=300):
+    for flops, found, wrong in run_ranks(ranks, counted, name, ranks, "mesh", timeout=300):
         assert wrong == []
         assert flops == [one // ranks for one in wanted]
         for key, gradient in gradients.items():
             torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["eager", "auto"])
-def test_a_cut_weight_counts_as_a_part(mode):
+def test_a_cut_weight_counts_as_a_part():
     _, gradients, _ = run_ranks(1, counted, "feed-forward", 1, "plain")[0]
-    for flops, found, wrong in run_ranks(2, counted, "feed-forward", 2, mode, "tp", timeout=300):
+    for flops, found, wrong in run_ranks(2, counted, "feed-forward", 2, "mesh", "tp", timeout=300):
         assert wrong == [] and len({*flops}) == 1
         for key, gradient in gradients.items():
             torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-6)

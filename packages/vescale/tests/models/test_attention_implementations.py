@@ -79,7 +79,7 @@ def trained(model, optimizer, padded):
     return losses, whole, trace
 
 
-def compared(implementation, name, plan, mode, padded):
+def compared(implementation, name, plan, padded):
     """The worst relative error of a loss and of a parameter, and who communicated in the last step."""
     trains_on_cpus()
     model = built(implementation, name)
@@ -87,7 +87,7 @@ def compared(implementation, name, plan, mode, padded):
     plan = vescale.Plan.from_huggingface(model, mesh={name: mesh[name] for name in mesh if name in ("dp", "tp")})
     plan = replace(plan, mesh=mesh, **fields)
     step = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
-    parallel, optimizer = vescale.parallelize(plan, copy.deepcopy(model), step, mode=mode)
+    parallel, optimizer = vescale.parallelize(plan, copy.deepcopy(model), step)
     found, weights, trace = trained(parallel, optimizer, padded)
     wanted, others, _ = trained(model, step(model.parameters()), padded)
     loss = max(abs(a - b) / abs(b) for a, b in zip(found, wanted))
@@ -98,21 +98,19 @@ def compared(implementation, name, plan, mode, padded):
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 CASES = [
-    (implementation, name, plan, mode, padded)
+    (implementation, name, plan, padded)
     for implementation in IMPLEMENTATIONS
     for name in MODELS
     for plan in PLANS
-    for mode in ("eager", "static", "auto")
     for padded in (False, True)
 ]
 
 
-@in_turns(6)
-@pytest.mark.filterwarnings("ignore:static")
-@pytest.mark.parametrize(("implementation", "name", "plan", "mode", "padded"), CASES)
-def test_trains_as_on_one_device(implementation, name, plan, mode, padded):
+@in_turns(2)
+@pytest.mark.parametrize(("implementation", "name", "plan", "padded"), CASES)
+def test_trains_as_on_one_device(implementation, name, plan, padded):
     ranks = 2 if plan == "tp 2" else 4
-    for loss, weights, functions in run_ranks(ranks, compared, implementation, name, plan, mode, padded, timeout=300):
+    for loss, weights, functions in run_ranks(ranks, compared, implementation, name, plan, padded, timeout=300):
         assert loss <= 1e-5 and weights <= 1e-4
         assert not {"flex_attention", "scaled_dot_product_attention"} & set(functions)  # heads stay
 
@@ -120,7 +118,7 @@ def test_trains_as_on_one_device(implementation, name, plan, mode, padded):
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("beside", BESIDE)
 def test_flex_attention_beside(beside, padded):
-    given = ("flex_attention", "grouped queries", beside, "auto", padded)
+    given = ("flex_attention", "grouped queries", beside, padded)
     for loss, weights, _ in run_ranks(4, compared, *given, timeout=400):
         assert loss <= 1e-5 and weights <= 1e-4
 

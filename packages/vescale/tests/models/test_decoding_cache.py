@@ -55,18 +55,18 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def parallel(model, mode=None, **mesh):
+def parallel(model, **mesh):
     plan = vescale.Plan(mesh=mesh or {"dp": 2}, parameters={"*": {}}, zero=2)
-    return vescale.parallelize(plan, model, sgd, mode=mode)
+    return vescale.parallelize(plan, model, sgd)
 
 
 @in_turns(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_one_device_that_fills_it(name):
-    def run(mode):
+    def run():
         alone = made(name)
         wanted = trained(alone, sgd(alone.parameters()))
-        model, optimizer = parallel(made(name), mode)
+        model, optimizer = parallel(made(name))
         found = trained(model, optimizer)
         off = max(
             float((mine.full_tensor() - theirs).norm() / theirs.norm().clamp(min=1e-6))
@@ -74,22 +74,8 @@ def test_trains_as_one_device_that_fills_it(name):
         )
         return max(abs(a / b - 1) for a, b in zip(found, wanted)), off
 
-    for mode in ("eager", None):
-        for loss, parameter in run_ranks(2, run, mode):
-            assert loss < 1e-5 and parameter < 1e-4
-
-
-def test_blocks_are_static_and_hold_no_keys():
-    def run():
-        found = []
-        for name in ("Llama", "GPT2"):
-            model, optimizer = parallel(made(name), "static")
-            trained(model, optimizer, steps=2)
-            block = BLOCKS.get(name, "model.layers.0")
-            found.append(str(vescale.explain_static(model)).split(f"{block.rpartition('.')[2]}: ")[1].splitlines()[0])
-        return found
-
-    assert run_ranks(2, run)[0] == ["static", "static"]
+    for loss, parameter in run_ranks(2, run):
+        assert loss < 1e-5 and parameter < 1e-4
 
 
 def test_what_asks_the_cache_is_told_how_to_have_it():
@@ -194,9 +180,9 @@ def test_positions_that_begin_again_count_as_on_one_device(name):
     """Without a mask: transformers takes them for several sequences in a row where there is no cache, only there."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(4, 8)
 
-    def run(mode):
+    def run():
         alone = made(name)
-        model, _ = parallel(copy.deepcopy(alone), mode)
+        model, _ = parallel(copy.deepcopy(alone))
         for more in ({}, {"use_cache": False}, {"attention_mask": torch.ones(4, 8, dtype=torch.long)}):
             losses = []
             for one in (alone, model, model):
@@ -211,5 +197,4 @@ def test_positions_that_begin_again_count_as_on_one_device(name):
         whole = alone(input_ids=tokens(), labels=tokens(), position_ids=positions).loss
         assert abs(cut / whole - 1) > 1e-5, "the case is one where it matters"
 
-    for mode in ("eager", "static"):
-        run_ranks(2, run, mode)
+    run_ranks(2, run)

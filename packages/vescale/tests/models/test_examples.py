@@ -21,7 +21,7 @@ LAYOUTS = [
     ("nanogpt", "--dp 2 --tp 2 --zero 1"),
     ("nanogpt", "--tp 4 --checkpointing"),
     ("nanogpt", "--dp 2 --pp 2 --zero 2"),
-    ("nanogpt", "--dp 2 --tp 2 --static"),
+    ("nanogpt", "--dp 2 --tp 2"),
     ("nanogpt", "--tp 2 --no-sequence-parallel"),
     ("llama", "--dp 2 --tp 2 --zero 3"),
     ("llama", "--pp 2 --tp 2 --schedule gpipe --microbatches 2"),

@@ -61,7 +61,7 @@ def parallelized():
     model = llama()
     model.model.layers[0].register_forward_pre_hook(early)
     plan = library.llama({"dp": 2, "tp": 2}).override(zero=3, checkpointing={"model.layers.*": True})
-    model, _ = vescale.parallelize(plan, model, torch.optim.SGD, mode="eager")
+    model, _ = vescale.parallelize(plan, model, torch.optim.SGD)
     model.model.layers[0].register_forward_hook(late)
     return model
 
@@ -111,13 +111,13 @@ def test_a_llama_with_a_plan_zero_and_recompute():
     assert copied == steps  # a copy's hooks run in the same order, users' among them
 
 
-def test_static_mode_stands_before_the_forward():
+def test_compile_mode_stands_before_the_forward():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     plan = vescale.Plan(mesh={}, parameters={"*": {}})
-    model, _ = vescale.parallelize(plan, model, mode="static")
+    model, _ = vescale.parallelize(plan, model, mode="compile")
     root = [step for step in vescale.explain_calls(model).steps[""] if step.when == "forward"]
     assert [step.owner for step in root] == ["vescale", "model"]
-    assert root[0].what == STANDS_APART["vescale_plans._static.site"]["Site"]
+    assert root[0].what == STANDS_APART["vescale_plans._capture.front"]["Captured"]
     assert root[1].what == "Sequential.forward"
 
 

@@ -29,7 +29,7 @@ warm_up("torch._dynamo", "vescale")
 
 WIDTH, WORDS, ROWS, LENGTH, STEPS = 8, 16, 8, 4, 3
 COUNT, PART = 2000, 100
-STATEFUL = 4000  # from this seed on, blocks of `stateful_blocks` as well, and mostly the mode that nobody names
+STATEFUL = 4000  # from this seed on, blocks of `stateful_blocks` as well
 
 
 # --- what models are made of: names that the plans below know ------------------------------
@@ -352,11 +352,10 @@ AFTER = {  # once gradients are there
 
 
 def program(seed):
-    """The text of a program, with `build`, `plan`, `mode`, `double` and `train`."""
+    """The text of a program, with `build`, `plan`, `double` and `train`."""
     chance = random.Random(seed)
     ranks = chance.choice([2, 2, 2, 4])
-    modes = ["eager", "eager", "eager", "static"] if seed < STATEFUL else ["eager", "auto", "auto", "static"]
-    mode = chance.choice(modes)
+    chance.choice(range(4))  # keeps the programs that seeds had
     blocks = KINDS if seed < STATEFUL else KINDS[1:] + [f"{one.__name__}()" for one in stateful_blocks.BLOCKS]
     kinds = [chance.choice(blocks) for _ in range(chance.randint(2, 4))]
     experts = "Experts()" in kinds and chance.random() < 0.5
@@ -405,7 +404,7 @@ def program(seed):
     body = []
     for _ in range(chance.choice([0, 1, 1, 2])):
         body.append(f"if step == {chance.choice([1, 2])}:")
-        body += ["    " + line.format(**named) for line in BEFORE[chance.choice(_fitting(plan, mode, setups))]]
+        body += ["    " + line.format(**named) for line in BEFORE[chance.choice(_fitting(setups))]]
     body += _backward(chance, loss, hooked)
     for _ in range(chance.choice([0, 0, 1])):
         body += AFTER[chance.choice(list(AFTER))]
@@ -425,11 +424,11 @@ def program(seed):
     if loss == "critic":
         lines.append("note_model(critic)")
     text = ["def build(seed):", "    torch.manual_seed(seed)", *changes, "    return model", "", ""]
-    text += [f"ranks, mode, double = {ranks}, '{mode}', {chance.random() < 0.8}", f"plan = {plan}", "", ""]
+    text += [f"ranks, double = {ranks}, {chance.random() < 0.8}", f"plan = {plan}", "", ""]
     return "\n".join([*text, "def train(wrap, note, note_gradients, note_model):", *("    " + line for line in lines)])
 
 
-def _fitting(plan, mode, setups):
+def _fitting(setups):
     """What may come before a step; without what is open (the issue on silent errors says how it fails)."""
     left = set()
     if setups:  # an exchange leaves hooks behind on one device, and not here; it fails where objects are held
@@ -539,8 +538,7 @@ def ran(text, plan=False):
         return model, None if make is None else make(model.parameters())
 
     def on_mesh(model, make):
-        mode = names["mode"]
-        return vescale.parallelize(fitting(names["plan"], model), model, make, mode=mode)
+        return vescale.parallelize(fitting(names["plan"], model), model, make)
 
     names["no_sync"] = vescale.no_sync if plan else lambda model: contextlib.nullcontext()
     default = torch.get_default_dtype()
@@ -602,7 +600,7 @@ def ends():
 
 
 def ranks_of(text):
-    return int(text.split("ranks, mode, double = ")[1][0])
+    return int(text.split("ranks, double = ")[1][0])
 
 
 def verdicts(seeds):

@@ -277,11 +277,11 @@ def test_what_computes_out_of_sight_raises():
 
     def refused():
         try:
-            vescale.parallelize(library.gpt({"dp": 1}), build_gpt(), mode="static", reproducible={"batch": 2})
+            vescale.parallelize(library.gpt({"dp": 1}), build_gpt(), mode="compile", reproducible={"batch": 2})
         finally:
             assert not is_reproducible()
 
-    raises_on_all(1, vescale.ReproducibleError, refused, match='mode="static"')
+    raises_on_all(1, vescale.ReproducibleError, refused, match='mode="compile"')
 
 
 def test_what_runs_whole_is_told_once_with_its_line():

@@ -206,7 +206,7 @@ def test_the_reproducible_mode_has_on_the_device_the_bits_of_one_cpu(name):
         if alone:
             optimizer = make(model.parameters())
         else:
-            model, optimizer = vescale.parallelize(plan_of(case), model, make, mode="eager")
+            model, optimizer = vescale.parallelize(plan_of(case), model, make)
         losses = []
         with vescale.reproducible(splits=splits):
             for tokens in batches():
@@ -222,7 +222,7 @@ def test_the_reproducible_mode_has_on_the_device_the_bits_of_one_cpu(name):
         assert losses == wanted[0] and all(map(torch.equal, parameters, wanted[1]))
 
 
-def test_a_static_region_takes_the_devices_generator_back():
+def test_generators_are_taken_back():
     def run():
         from vescale_plans._apply.generators import random_states, same_states, set_random_states
 

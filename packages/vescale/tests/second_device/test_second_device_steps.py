@@ -50,8 +50,7 @@ def step_of(model, optimizer, step, width):
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("mode", ["eager", "static"])
-def test_each_block_waits_for_its_own_parameters_and_the_host_for_none(zero, mode):
+def test_each_block_waits_for_its_own_parameters_and_the_host_for_none(zero):
     """Those of the first block's call are waited for when it begins, those behind it are under way; no bit changes."""
 
     def train(reads_at_once):
@@ -61,7 +60,7 @@ def test_each_block_waits_for_its_own_parameters_and_the_host_for_none(zero, mod
         def under_way():
             return [e[recorder.STATE] is recorder.DONE for e in recorder.ring if e[1] == "all_gather"].count(False)
 
-        model, optimizer = made(zero, WIDE, mode=mode)
+        model, optimizer = made(zero, WIDE)
         blocks, stepped, losses = [], [], []
         for block in model.blocks:
             block.register_forward_hook(lambda *_: blocks.append(under_way()))

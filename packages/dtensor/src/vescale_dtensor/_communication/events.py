@@ -70,7 +70,7 @@ finishers: list[Callable[[Event], None]] = []  # told, after the listeners, when
 module_path: Callable[[], str] = lambda: ""  # set by debug while somebody traces
 told_of: Callable[..., Moved | None] = lambda *operand: None  # (tensor, source, target); set by debug, too
 strict_depth = 0
-# Called in place of a conversion, with what would make it: set while a pass is recorded (`_static/tape.py`).
+# Called in place of a conversion, with what would make it: set while conversions are recorded.
 watch: Callable | None = None
 copying = False  # while a shard is copied only so that writes to it stay apart, as one device's copy would
 _current: Cause | Callable | str = "a conversion"

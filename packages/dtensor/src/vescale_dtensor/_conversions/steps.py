@@ -34,7 +34,7 @@ from .cutting import assemble, grown, is_outermost, length, my_ranges, take, tak
 class Route:
     """A conversion made ready: what to run, and the way back for the gradient."""
 
-    __slots__ = ("_back", "_sends_nothing", "is_alias", "only_cuts", "recipe", "run", "source", "target")
+    __slots__ = ("_back", "is_alias", "only_cuts", "recipe", "run", "source", "target")
 
     def __init__(self, source: Layout, target: Layout) -> None:
         steps = plan(source, target)
@@ -45,8 +45,7 @@ class Route:
         self.run: Recipe = _joined(self.recipe)
         self.is_alias = all(step.kind == "nothing" for step in steps)
         # The result may be a part of the source's memory, where nothing is sent and something is left out.
-        self._sends_nothing = not any(step.kind in COLLECTIVES for step in steps)
-        self.only_cuts = not self.is_alias and self._sends_nothing
+        self.only_cuts = not self.is_alias and not any(step.kind in COLLECTIVES for step in steps)
         self._back: Route | None = None
 
     @property
@@ -55,21 +54,6 @@ class Route:
         if self._back is None:
             self._back = route_of(self.target.gradient, self.source.gradient)
         return self._back
-
-    @property
-    def moves_nothing(self) -> bool:
-        """Whether a local tensor and its gradient pass as they are: between states that axes of one rank tell apart."""
-        return not self.recipe and not self.back.recipe
-
-    @property
-    def is_local(self) -> bool:
-        """Whether no rank sends anything, neither for the values nor for the gradient. The same on all ranks."""
-        return self._sends_nothing and self.back._sends_nothing
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether on every rank a local tensor and its gradient pass as they are."""
-        return self.is_alias and self.back.is_alias
 
     def __call__(self, local: Tensor) -> Tensor:
         """This rank's part of the same global tensor under `target`: `local` itself when nothing moves."""

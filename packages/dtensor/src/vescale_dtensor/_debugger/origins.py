@@ -213,7 +213,7 @@ def explaining(model: nn.Module | None = None) -> Iterator[None]:
     """While the context is open, records every function that returns a DTensor, for `explain`.
 
     Arguments: the model, for the paths of modules and the names of parameters. It costs some Python per function while
-    open, and nothing otherwise. Records hold no tensors. A model in static mode runs eagerly meanwhile.
+    open, and nothing otherwise. Records hold no tensors.
     """
     from ..debug import comm_trace
 

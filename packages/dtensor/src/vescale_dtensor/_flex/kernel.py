@@ -1,6 +1,6 @@
 """What attends on plain tensors: torch's flex_attention, compiled as the user's call is; or what stands in for it.
 
-Under a dispatch mode (static mode's first pass) torch compiles nothing, and flex_attention raises: the modes are
+Under a dispatch mode torch compiles nothing, and flex_attention raises: the modes are
 taken off while it runs, and do not see it. On tensors without data it is attention without a mask, which has the same
 shapes, keeps the same for backward, and as many operations as a mask that leaves out nothing. Who follows values
 through a model (the planner) asks for the formula. Neither reads the lists of a block mask, and none are made then.

@@ -1,9 +1,8 @@
 """What a function is, as its entry in the table of rules says it: `Trait`, a small closed set.
 
 A rule tells how a function shards. Other parts of the library ask what it *does*: flat shards stay flat under what is
-elementwise, the reproducible mode leaves alone what only moves data, static mode looks for draws and reads. They ask
-the traits and nothing else: not which rule it is, nor in which file that stands. So a user's rule is treated as ours
-are, if it says as much.
+elementwise, the reproducible mode leaves alone what only moves data. They ask the traits and nothing else: not which
+rule it is, nor in which file that stands. So a user's rule is treated as ours are, if it says as much.
 
 A function without traits is taken for one that may do anything to the elements of its operands (a sum, a sort, a
 contraction). That is always right and at times slow: on a flat shard its operand is gathered, in the reproducible mode

@@ -33,11 +33,6 @@ def grad_of(tensor: DTensor) -> DTensor | None:
     return fold(partial, reduced)
 
 
-def held_gradient(tensor: DTensor) -> tuple[Tensor | None, Layout | None]:
-    """`held_gradients` of one tensor."""
-    return held_gradients([tensor])[0]
-
-
 def held_gradients(tensors: Sequence[DTensor]) -> list[tuple[Tensor | None, Layout | None]]:
     """Of each `tensor.grad` for whoever wants this rank's part alone, and its layout: what autograd has left is plain,
     and stays so."""

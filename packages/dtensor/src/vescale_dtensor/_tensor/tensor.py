@@ -304,15 +304,6 @@ def plain_class(tensor: DTensor) -> type[Tensor]:
     return LocalNumber if tensor._layout.is_number else Tensor
 
 
-def take_partial_grad(tensor: DTensor) -> Tensor | None:
-    """Removes and returns the local gradient that autograd has accumulated and nobody has reduced yet."""
-    with local_only():
-        partial = plain_grad(tensor)
-        if partial is not None:
-            set_plain_grad(tensor, None)
-    return partial
-
-
 def drop_gradients(tensors: Iterable[Tensor]) -> None:
     """`tensor.grad = None` for each, DTensor or not."""
     with local_only():

@@ -104,7 +104,7 @@ class _Pickler(cloudpickle.Pickler):
     """cloudpickle, with test modules by value; each module is looked at once.
 
     Code keeps the name of its file, which cloudpickle leaves out from 3.1.3 on: tracebacks, the user's line in errors
-    and whoever reads the source of a function (static mode, the compiler) need it on a rank as in the caller.
+    and whoever reads the source of a function (a compiler) need it on a rank as in the caller.
     """
 
     def reducer_override(self, obj: Any) -> Any:

@@ -14,11 +14,11 @@ from vescale_dtensor import reproducible as Reproducible
 from vescale_dtensor.engine import Mesh, check_order, mesh_of, on_device
 from vescale_rng import attributes_of, distribute, is_deferred, materialize
 
+from .._capture.explain import compiled
+from .._capture.mode import Mode, check_compiler, mode_of
 from .._experts.structure import find_experts, place_experts
 from .._plan.promise import promise
 from .._plan.validate import fit
-from .._static.mode import Mode, check_compiler, mode_of
-from .._static.static import run_static
 from .._zero.optim import wrap
 from ..installed._carried_hooks import carry_hooks
 from ..installed._copies import may_be_copied
@@ -94,11 +94,10 @@ def parallelize(
             `loss_fn(output, ...)`, called with the arguments of the call: `model(batch)` is `loss_fn(output, batch)`.
             Keyword arguments that the forward does not take go to `loss_fn` alone. It runs where the output is: under a
             pipeline on the last stage, per microbatch.
-        mode: "eager". "static": modules whose own code computes on local shards what it computes on full tensors run on
-            plain tensors from the second call on (see `static`), and a StaticWarning reports modules that become eager
-            again. "auto": the same without warnings, and a call that a debugger, a compiler or `reproducible` observes
-            is eager. "compile": static modules also go through torch.compile. The default is the environment variable
-            VESCALE_MODE, or else "eager".
+        mode: "eager", or "compile": on a mesh of one rank the forward goes through torch.compile as one graph, and on
+            several ranks it runs eagerly so far. Calls that the compiler cannot take, or that a debugger or a mode
+            watches, are eager; a CompileWarning says why, and so does `explain_compile`. The default is the environment
+            variable VESCALE_MODE, or else "eager".
         reproducible: splits, or a mode made from them: turns `vescale.reproducible` on for this call and the rest of
             the process. Eager mode only.
         stages: see `Stages`; `vescale.parallelize` supplies it.
@@ -131,8 +130,8 @@ def _parallelized(
     with together("checking the plan"):
         check_arguments(plan, model, optimizer_fn)
         mode = mode_of(mode)
-        if mode not in ("eager", "auto"):
-            check_order("parallelize", f'mode="{mode}" computes')
+        if mode == "compile":
+            check_order("parallelize", 'mode="compile" computes')
         if hasattr(model, "_vescale"):
             raise PlanError("parallelize", "the model is parallelized already", (), [("build the model anew", "")])
         if plan.pipeline is not None and stages is None:
@@ -149,7 +148,7 @@ def _parallelized(
         sums = checksums(model)
         device = choose_device(model)
         if mode == "compile":
-            check_compiler("parallelize", "inductor", device)
+            check_compiler(device)
     check_same_plan(plan, device)
     check_same_values(sums)
     pipelined = None
@@ -199,8 +198,8 @@ def _parallelized(
         pipelined()
     else:
         watch_first_step(model, plan)
-    if mode != "eager":
-        run_static(model, compiler="inductor" if mode == "compile" else "", is_auto=mode == "auto")
+    if mode == "compile":
+        compiled(model)
     return model, optimizer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from vescale_dtensor.engine import (
     open_scope,
 )
 
-from .._calls.chain import Hook, add_step
+from .._calls.chain import add_step
 from .._plan.parts import Boundary, Placements
-from .._static import passes
 from .containers import map_first, map_tensors
 from .inference import writes_counted
 
@@ -36,13 +35,7 @@ class Converter:
         self._targets: dict[Layout, Layout] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        running = passes.running
-        if running is not None:
-            return running.at_boundary(self, tensor)
-        return self.convert(tensor)
-
-    def convert(self, tensor: Tensor) -> Tensor:
-        """Of a DTensor; a plain tensor stays."""
+        """Converts a DTensor; a plain tensor stays."""
         if type(tensor) is not DTensor:
             return tensor
         layout = tensor._layout.base
@@ -82,7 +75,6 @@ def install_boundary(module: nn.Module, name: str, boundary: Boundary) -> None:
             args, kwargs = map_first((args, kwargs), convert_input)
             return args, kwargs
 
-        enter.converter = convert_input
         add_step(module, "boundary", before=enter)
     if boundary.arguments:
         positions = list(inspect.signature(module.forward).parameters)
@@ -108,19 +100,7 @@ def install_boundary(module: nn.Module, name: str, boundary: Boundary) -> None:
         def leave(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             return map_first(output, convert_output)
 
-        leave.converter = convert_output
         add_step(module, "boundary", after=leave)
-
-
-def replaceable(hooks: Iterable[Hook]) -> tuple[Converter | None, ...] | None:
-    """The converters of what stands around a module's forward, None for a scope; None where anything else does."""
-    found = []
-    for hook in hooks:
-        converter = getattr(hook.call, "converter", None)
-        if converter is None and hook.call not in (_open, _close):
-            return None
-        found.append(converter)
-    return tuple(found)
 
 
 def install_scopes(root: nn.Module, axes: Collection[int] = ()) -> None:

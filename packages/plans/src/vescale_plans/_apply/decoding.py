@@ -1,10 +1,9 @@
 """The keys and values that a model of transformers keeps for decoding, which nothing reads while it trains.
 
 Its configuration asks for them by default (`use_cache`), so that a step of training fills a cache and throws it away:
-the keys and values of every layer are copied, and held until the output is gone. An attention that writes to a cache is
-no function of its inputs, either, so that static mode leaves it eager. While gradients are recorded and the model
-trains, a call that says nothing of a cache is made with `use_cache=False`. In the output stands an object that says so
-to whoever asks it for something.
+the keys and values of every layer are copied, and held until the output is gone. While gradients are recorded and the
+model trains, a call that says nothing of a cache is made with `use_cache=False`. In the output stands an object that
+says so to whoever asks it for something.
 
 A call is left as it is wherever the output or the numbers could be others than on one device: where the model's own
 code says when it fills none (an encoder, or labels beside a decoder: then it fills none without us), where it

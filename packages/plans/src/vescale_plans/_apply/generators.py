@@ -3,7 +3,6 @@ all that a sample of a data set may draw from; and all of them kept while a mode
 
 from __future__ import annotations
 
-import pickle
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -42,12 +41,6 @@ def _device_module() -> ModuleType | None:
 def same_states(one: list[Tensor], other: list[Tensor]) -> bool:
     """Whether nothing was drawn between the two."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def drawn_from() -> tuple:
-    """Where Python's and numpy's generators are, to be compared: whoever draws from them moves them on."""
-    numpy = sys.modules.get("numpy")  # whoever draws from it has imported it
-    return random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False)) if numpy else b""
 
 
 @contextmanager

@@ -33,7 +33,6 @@ from vescale_dtensor.engine import (
 )
 
 from .._calls.chain import add_step
-from .._static import passes
 from .balance import Balance
 
 _ROWS = 2  # of [batch, heads, rows, columns]
@@ -100,8 +99,8 @@ def _by_rows(name: str, make: Callable) -> Callable:
 
 
 def _described(given: Callable, context: Context, places: tuple[Tensor, ...]) -> DescribedMask | None:
-    """The mask without its rows. Not where values are looked for in what is recorded, or where there are none."""
-    if not context.describes or passes.running is not None or is_reproducible() or torch.compiler.is_compiling():
+    """The mask without its rows. Not where there are no values."""
+    if not context.describes or is_reproducible() or torch.compiler.is_compiling():
         return None
     if not all(type(place) is Tensor and place.ndim == 4 and place.device.type != "meta" for place in places):
         return None

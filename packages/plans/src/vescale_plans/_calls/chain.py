@@ -252,11 +252,6 @@ class Hook(NamedTuple):
     def is_ours(self) -> bool:
         return is_ours(self.call)
 
-    @property
-    def knows_plain(self) -> bool:
-        """Whether it does on plain shards what it does on DTensors."""
-        return self.step is not None and self.step.phase.knows_plain
-
 
 def hooks_before(module: nn.Module) -> list[Hook]:
     """In the order of a call: the module's own, ours step by step."""

@@ -7,7 +7,7 @@ Of a module on which every step there is stood, a call would be, from above to b
     hooks that the module had before `parallelize`
     INNER_BEFORE
     hooks that it was given since
-    the forward; static mode, where it stands, before it
+    the forward; compile mode, where it stands, before it
     INNER_AFTER, and so on outwards: OUTER_AFTER stands before the hooks given since `parallelize`
 
 So users' hooks see what they would on one device, as global tensors. A step takes part under the name of its phase
@@ -35,7 +35,6 @@ class Phase:
         before: what it does before the forward, in words; "" where it does nothing then.
         after: what it does behind it.
         ends: whether what was begun before the forward is ended in any case, also where the call raises.
-        knows_plain: whether it does on plain shards, in a region of static mode, what it does on DTensors.
         converts: whether what it hands on are the arguments that it was given, converted: what the forward writes to
             them, its caller sees in its own.
     """
@@ -43,55 +42,48 @@ class Phase:
     before: str = ""
     after: str = ""
     ends: bool = False
-    knows_plain: bool = False
     converts: bool = False
 
 
 PHASES = {
     "traffic": Phase("counts the collectives of this call", "the counting of this call ends", ends=True),
-    "memory": Phase("parameters that were given other memory are taken back into their flat buffers", knows_plain=True),
+    "memory": Phase("parameters that were given other memory are taken back into their flat buffers"),
     "parameters": Phase(
         "ZeRO: the block's parameters are gathered, and those of the next block start to be",
         "ZeRO: parameters are freed, and gathered again when a gradient comes",
-        knows_plain=True,
     ),
     "inputs": Phase(
         "plain tensors become DTensors: the batch is sharded over the data axes",
         "a loss that is a sum of the ranks' parts is reduced",
-        knows_plain=True,
         converts=True,
     ),
     "sharing": Phase(
         "conversions are kept from here on, for all modules inside",
         "the conversions that were kept are dropped",
         ends=True,
-        knows_plain=True,
     ),
     "saving": Phase(
         "activations are gathered again in backward, or wait on the host, from here on",
         "activations are kept on the device from here on",
         ends=True,
-        knows_plain=True,
     ),
     "checkpoint": Phase(
         "activation checkpointing: what is computed from here on is not kept",
         "activation checkpointing: what is computed from here on is kept",
         ends=True,
     ),
-    "cache": Phase("a cache of keys and values is left out while gradients are recorded", knows_plain=True),
+    "cache": Phase("a cache of keys and values is left out while gradients are recorded"),
     "decoding": Phase(
         "a call that trains is made without a cache for decoding",
         "what stands for the cache in the output says that it was not filled",
-        knows_plain=True,
     ),
     "boundary": Phase(
         "the first input is redistributed, as the plan's boundary says",
         "the output is redistributed, as the plan's boundary says",
-        knows_plain=True,
         converts=True,
     ),
     "arguments": Phase(
-        "arguments are redistributed, as the plan's boundary says", knows_plain=True, converts=True
+        "arguments are redistributed, as the plan's boundary says", converts=True
     ),
     "beside": Phase(
         "what does not need the experts may run while tokens travel", "the block's modules are its own again", ends=True
@@ -104,18 +96,15 @@ PHASES = {
         "the block's result becomes DTensors",
         ends=True,
     ),
-    "loss": Phase("arguments of loss_fn alone are put aside", "loss_fn takes the output", knows_plain=True),
+    "loss": Phase("arguments of loss_fn alone are put aside", "loss_fn takes the output"),
     "masks": Phase(
         "attention masks are made of this rank's rows from here on", "attention masks are made in full again", ends=True
     ),
-    "precision": Phase("floating inputs are cast to the precision's dtype", knows_plain=True, converts=True),
+    "precision": Phase("floating inputs are cast to the precision's dtype", converts=True),
 }
 
 STANDS_APART: dict[str, dict[str, str]] = {
-    "vescale_plans._static.site": {
-        "Site": "static mode: runs what was recorded, on local tensors, where it is known to hold; else the forward",
-        "_Covered": "the forward that static mode stood before when another was put over it",
-    },
+    "vescale_plans._capture.front": {"Captured": "compile mode: runs the forward as a compiled graph, or as it is"},
     "vescale_plans.installed._traffic": {"_count": "counts the calls of modules"},
     "vescale_pipeline._runtime.runtime": {
         "Runtime": "the pipeline: splits the batch, and runs this rank's actions of the schedule",

@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from vescale_dtensor import GradientError
 from vescale_dtensor.debug import Cause
-from vescale_dtensor.engine import Route, communicates, local_only, route_between, set_cause, set_watch
+from vescale_dtensor.engine import Route, communicates, local_only, route_of, set_cause, set_watch
 
 from .._calls.chain import add_step
 from .._plan.validate import CONTAINERS
@@ -195,7 +195,7 @@ class Saving:
             if _active[-1] is hooks and torch.is_grad_enabled() and communicates(source, target):
                 with local_only():
                     if out.numel() > tensor.numel():
-                        self._note(tensor, out, route_between(source, target))
+                        self._note(tensor, out, route_of(source, target))
             return out
 
         return watch

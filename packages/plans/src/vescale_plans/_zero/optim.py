@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from vescale_dtensor import DTensor, OperatorError
-from vescale_dtensor.engine import convert, drop_gradients, held_gradients, local_only, route_between, set_plain_grad
+from vescale_dtensor.engine import convert, drop_gradients, held_gradients, local_only, route_of, set_plain_grad
 
 from .._plan.parts import PlanError
 from .._torch_private import version_of
@@ -315,7 +315,7 @@ def _local_gradients(exchange: Exchange) -> list[Tensor | None]:
     for param, (gradient, layout) in zip(exchange.params, held):
         # Partial over axes of one rank it is whole, and nothing moves.
         moves = gradient is not None and layout is not param.gradient_layout
-        if moves and route_between(layout, param.gradient_layout).recipe:
+        if moves and route_of(layout, param.gradient_layout).recipe:
             gradient = convert(param.parameter.grad, param.gradient_layout, "step")
         gradients.append(gradient)
     with local_only():

@@ -24,8 +24,8 @@ from vescale_dtensor.engine import attach
 
 from .._calls.alone import take_off
 from .._calls.chain import is_ours
+from .._capture.front import Captured
 from .._plan.promise import promise_copy
-from .._static.static import run_static
 from .._zero.sharded_parameter import ShardedParameter
 from ._recipe import install
 
@@ -89,8 +89,8 @@ def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Modu
             if id(each) in memo:
                 _put_behind(each, memo[id(each)])
         may_be_copied(copied)
-        if held.static is not None:
-            run_static(copied, held.static.verify_every, held.static.backend, held.static.is_auto)
+        if held.captured is not None:
+            copied._vescale.captured = Captured(copied, held.captured.mesh, held.captured.backend)
     return copied
 
 

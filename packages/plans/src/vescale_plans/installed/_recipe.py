@@ -20,6 +20,7 @@ from .._apply.given.wrappers import refuse_wrappers
 from .._apply.inputs import RootBoundary, cuts_of
 from .._apply.loss import LossBoundary, LossFn
 from .._apply.masks import MaskBoundary
+from .._capture.front import Captured
 from .._experts.experts import ExpertsBoundary
 from .._experts.lists import ListBoundary
 from .._experts.structure import Experts
@@ -92,7 +93,7 @@ class Parallelized:
     ) -> None:
         self.recipe, self.plan, self.device_mesh, self.loss_fn = recipe, recipe.plan, recipe.device_mesh, recipe.loss_fn
         self.sync, self.experts, self.host = sync, experts, host
-        self.static = None  # what `static` makes
+        self.captured: Captured | None = None  # what stands before the forward in compile mode
 
     def least(self, model: nn.Module, calls: Mapping[str, int], reads: Reads, backward: bool) -> int:
         """Collectives that the plan's cut weights need for these calls of modules, of what they read; `Trace.least`."""
@@ -108,10 +109,11 @@ def install(model: nn.Module, recipe: Recipe) -> Parallelized:
     mesh, plan = mesh_of(recipe.device_mesh), recipe.plan
     host = install_recompute(model, recipe.checkpointed, recipe.regathered, recipe.offloaded)
     leave_caches_out(model)
-    for name, boundary in recipe.boundaries.items():
-        install_boundary(model.get_submodule(name), name, boundary)
+    if recipe.device_mesh.size() > 1:  # on one rank all layouts are one: nothing is converted
+        for name, boundary in recipe.boundaries.items():
+            install_boundary(model.get_submodule(name), name, boundary)
+        install_scopes(model, [mesh.axis(name) for name in cutting_axes(plan)])
     boundaries = _of_experts(plan, model, recipe.experts, mesh)
-    install_scopes(model, [mesh.axis(name) for name in cutting_axes(plan)])
     if recipe.loss_fn is not None:
         LossBoundary(model, recipe.loss_fn)
     balance = balance_of(plan, mesh, model)

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..._plan.parts import PlanError
-from ..._static import passes
 from ..._torch_private import TracingContext, composable_state_key
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -70,7 +69,7 @@ def refuse_wrappers(model: nn.Module) -> None:
         module.__dict__[_IGNORED] = _LeftAlone()
         module.__dict__.update(dict.fromkeys(_COMPILED, _NotCompiled()))
         module.__dict__["compile"] = _refuse_compile
-        module.__dict__[_TRACED] = _NotTraced()
+        module.__dict__[_TRACED] = _NotTraced(model)
 
 
 class _Applied(OrderedDict):
@@ -106,10 +105,14 @@ class _NotCompiled:
 
 
 class _NotTraced:
-    """Whether FSDP manages a module: no; the tracer hears that it must not look at it, unless a region is compiled."""
+    """Whether FSDP manages a module: no; the tracer hears that it must not look at it, unless it is compile mode's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
 
     def __bool__(self) -> bool:
-        if passes.running is None and TracingContext.try_get() is not None:
+        captured = self._model._vescale.captured
+        if TracingContext.try_get() is not None and (captured is None or not captured.is_asking):
             raise PlanError(
                 "torch.compile",
                 "a compiled function uses a parallelized model: a compiler does not see its shards",

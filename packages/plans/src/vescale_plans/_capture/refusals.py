@@ -1,0 +1,78 @@
+"""What a graph would do otherwise than the code that it was made from: such calls are not compiled.
+
+Everything is read from what the tracer noted while it went through the code, before anything has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from .._torch_private import TracingContext, traced_output
+
+
+class Refused(Exception):
+    """Why a call is not compiled."""
+
+
+def check_traced(tensors: Sequence[fx.Node]) -> None:
+    """Raises Refused for what the traced code did beside its graph, or read unguarded.
+
+    Arguments:
+        tensors: the graph's inputs.
+    """
+    effects = traced_output().side_effects
+    for one in effects.id_to_variable.values():
+        if _is_old(one) and effects.is_modified(one) and not _is_put_back(one, effects):
+            raise Refused(f"it changes what outlives its call: {_name_of(one.source, type(one).__name__)}")
+    if effects.tensor_hooks:
+        raise Refused("it hooks a tensor")
+    written = [one for one in tensors if isinstance(value := one.meta.get("example_value"), Tensor) and value._version]
+    if written:
+        raise Refused(f"it writes in place to {_named(written[0])}")
+    names = [guard.name for guard in TracingContext.get().guards_context.dynamo_guards]
+    if remembered := [name for name in names if name.endswith(".__wrapped__")]:
+        raise Refused(f"it calls a function that remembers results ({remembered[0].removesuffix('.__wrapped__')})")
+    for tensor in map(_named, tensors):
+        if read := [name for name in names if name.startswith(f"{tensor}.")]:
+            raise Refused(f"it reads an attribute of a tensor ({read[0]})")
+
+
+def check_compiled(tensors: Sequence[fx.Node]) -> None:
+    """Raises Refused for inputs that the compiler found written to, through views or `.data`: a compiled backward may
+    compute from them again (pytorch #197039)."""
+    found = TracingContext.get().fw_metadata
+    for tensor, one in zip(tensors, found.input_info if found is not None else ()):
+        if one.mutates_data:
+            raise Refused(f"it writes in place to {_named(tensor)}")
+
+
+def is_read(value: object) -> bool:
+    """Whether the code that is traced came to an object."""
+    return id(value) in traced_output().side_effects.id_to_variable
+
+
+def _is_old(variable: Any) -> bool:
+    """Whether an object is older than the call."""
+    return type(variable.mutation_type).__name__.endswith("Existing")
+
+
+def _is_put_back(variable: Any, effects: Any) -> bool:
+    """Whether all attributes that are set end as the constants that they are."""
+    stored, held = effects.store_attr_mutations.get(variable, {}), vars(getattr(variable, "value", variable))
+    return bool(stored) and all(
+        name in held and value.is_python_constant() and value.as_python_constant() is held[name]
+        for name, value in stored.items()
+    )
+
+
+def _named(node: fx.Node) -> str:
+    """Returns where the code finds a tensor: "L['self']._buffers['mean']"."""
+    return _name_of(getattr(node.meta.get("grapharg"), "source", None), node.name)
+
+
+def _name_of(source: Any, otherwise: str) -> str:
+    name = getattr(source, "name", otherwise)
+    return name() if callable(name) else name  # a method in older releases

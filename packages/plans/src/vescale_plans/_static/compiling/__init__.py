@@ -1,1 +1,0 @@
-"""Regions as graphs of a compiler."""

@@ -1,1 +1,0 @@
-"""What a forward can read, found by looking through its code."""
