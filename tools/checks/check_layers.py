@@ -45,7 +45,7 @@ COMMUNICATES = {
         "checkpoints",  # tells torch's checkpoints which boxes a rank holds; sends nothing
         "_torch_private",  # names parts of it; sends nothing
         "collectives",  # executes conversions
-        "collective_check",  # asks a group for its ranks, and the store for a token, once
+        "collective_check",  # asks a group for its ranks
         "deaths",  # leaves word in the store of which process a rank is
         "endings",  # tells why a rank ended
         "objects",  # what ranks say to each other
@@ -54,6 +54,7 @@ COMMUNICATES = {
         "_group",  # the process group of the second device, for tests
         "hang",  # tells what ranks wait for that hang
         "mesh",  # looks up the process groups of a mesh
+        "namespace",  # sends the name of a world to its ranks, once
         "session",  # what ranks tell each other while they stand in the debugger
         "worker",  # a rank of the test pool
         "communication",  # answers calls of torch.distributed on DTensors; sends nothing

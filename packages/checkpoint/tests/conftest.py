@@ -10,11 +10,11 @@ warm_up("torch._dynamo", "vescale_checkpoint")
 
 @pytest.fixture
 def start_world():
-    """start_world(size, function, *args) -> World; the function is called with the rank first."""
+    """start_world(size, function, *args, after=None) -> World; the function is called with the rank first."""
     worlds = []
 
-    def start(size, function, *args):
-        worlds.append(World(size, function, args))
+    def start(size, function, *args, after=None):
+        worlds.append(World(size, function, args, after))
         return worlds[-1]
 
     yield start

@@ -85,7 +85,8 @@ def piped(model, kind="1f1b", microbatches=MICROBATCHES, **more):
     stages = schedule.stages
     verify(schedule, transport="buffered")
     owned = ownership(model, tuple(f"blocks.{8 * stage // stages}" for stage in range(1, stages)))
-    return Runtime(model, schedule, owned, list(range(RANKS)), dist.new_group(), timeout=timedelta(seconds=60), **more)
+    group, store = dist.new_group(), dist.distributed_c10d._get_default_store()
+    return Runtime(model, schedule, owned, list(range(RANKS)), group, store, timeout=timedelta(seconds=60), **more)
 
 
 def trained(kind="1f1b", rows=ROWS, calls=1, in_order=False, **options):

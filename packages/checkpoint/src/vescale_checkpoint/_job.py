@@ -30,6 +30,7 @@ from ._version import __version__
 from .format._step import folder_of
 from .io._commit import Draft, Root
 from .io._pace import Pace
+from .io._read import Files
 from .io._retention import Retention, metrics_json
 from .io._write import staged, write_file
 from .manifest import FileInfo, Manifest
@@ -193,17 +194,19 @@ class SaveJob:
         return f"{rank:05d}-{self._where['identity']}.safetensors"
 
     def _commit(self, reports: list[dict[str, Any]]) -> None:
-        """On rank 0: the manifest, the rename, and then the retention."""
+        """On rank 0: a look at all files, the manifest, the rename, and then the retention."""
         outline = self._outline
         if not self._is_known:
             rows = [report.get("rows", ()) for report in reports]
             outline.skeleton = Skeleton(self.catalogue.entries, rows, outline.block)
         names = [self._file(rank) for rank in range(len(reports))]
+        infos = {name: FileInfo(*report["info"]) for name, report in zip(names, reports) if report}
+        self._check_files(infos)
         text = Manifest(
             step=self._where["step"],
             identity=self._where["identity"],
             block_bytes=outline.block,
-            files={name: FileInfo(*report["info"]) for name, report in zip(names, reports) if report},
+            files=infos,
             tensors={},
             values=self.catalogue.values,
             about=self._about(),
@@ -211,6 +214,14 @@ class SaveJob:
         self._draft.commit(text)
         if self._retention is not None:
             self.root.retain(self._retention, keep=self._where["step"])
+
+    def _check_files(self, infos: dict[str, FileInfo]) -> None:
+        """Raises CorruptError where a file is not there as its rank says: a step is made of what is on disk."""
+        files = Files(self.root.storage, self._draft.path, infos, True, "save")
+        try:
+            files.check(sorted(infos))
+        finally:
+            files.close()
 
     def _about(self) -> dict[str, Any]:
         distinct = {id(entry.holders): entry.holders for entry in self.catalogue.entries}

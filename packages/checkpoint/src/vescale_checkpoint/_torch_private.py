@@ -15,8 +15,5 @@ _foreach_copy_ = torch._foreach_copy_
 _flatten_dense_tensors = torch._utils._flatten_dense_tensors
 _unflatten_dense_tensors = torch._utils._unflatten_dense_tensors
 
-# The store of the process group, through which ranks talk during a save. Instead: a public `dist.get_default_store`.
-_get_default_store = distributed_c10d._get_default_store
-
 # Where tensors lie that the process group sends. Instead: a public property of `dist.ProcessGroup`.
 _get_pg_default_device = distributed_c10d._get_pg_default_device

@@ -24,18 +24,25 @@ SILENT_S = 4.0  # the ranks of these worlds are taken for dead sooner, to save t
 
 
 class World:
-    """Fresh processes with a process group whose store lives here, as torchrun's does in its agent."""
+    """Fresh processes with a process group whose store lives here, as torchrun's does in its agent.
 
-    def __init__(self, size, function, args):
+    after: an ended world in whose place this one comes, in the same store, as torchrun's next attempt does. (What torch
+    itself left there is deleted: gloo would look for ranks that are dead.)
+    """
+
+    def __init__(self, size, function, args, after=None):
         self.size = size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "vescale_checkpoint"])
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self.store = after.store if after else dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        for key in self.store.list_keys() if after else ():
+            if "vescale" not in key:
+                self.store.delete_key(key)
         self._pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
             call = dumps((function, args))
-            process = context.Process(target=_rank, args=(theirs, rank, size, self._store.port, call))
+            process = context.Process(target=_rank, args=(theirs, rank, size, self.store.port, call))
             process.start()
             theirs.close()
             self._pipes.append(ours)

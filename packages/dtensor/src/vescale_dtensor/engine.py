@@ -25,6 +25,8 @@ from ._communication.hangs.hang import watch_for_hangs as watch_for_hangs
 from ._communication.in_flight import GatherInFlight as GatherInFlight
 from ._communication.in_flight import ReductionInFlight as ReductionInFlight
 from ._communication.in_flight import RowsInFlight as RowsInFlight
+from ._communication.namespace import await_namespace as await_namespace
+from ._communication.namespace import namespace as namespace
 from ._communication.objects import first_apart as first_apart
 from ._communication.objects import fold_objects as fold_objects
 from ._communication.objects import gather_objects as gather_objects

@@ -38,6 +38,7 @@ SHARED = {
     "_communication.collectives": ("_ENGINES", "_under_way"),
     "_communication.flight_recorder": ("rank_groups",),
     "_communication.in_flight": ("left_to_readers",),
+    "_communication.namespace": ("_words",),
     "_context.lazy": ("_met",),
     "_context.pins": ("pins",),
     "_context.transfer": ("_greeted",),
@@ -60,8 +61,8 @@ SHARED = {
     "_dispatch.fallback": ("reported",),
     "_tensor.compiled": ("_told",),
     # of processes, which simulated ranks are not
-    "_communication.collective_check": ("_boards", "_world"),
-    "_communication.endings": ("_before", "_raised"),
+    "_communication.collective_check": ("_boards",),
+    "_communication.endings": ("_before", "_raised", "_told"),
     "_communication.hangs.hang": ("_watch",),
     "_test_kit.allocations": ("Work.wait",),
     "_test_kit.worker": ("_by_value", "_sent_classes", "device_type", "in_worker"),

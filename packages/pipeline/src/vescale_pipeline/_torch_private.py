@@ -56,9 +56,6 @@ _checkpoint_hook = checkpoint._checkpoint_hook
 # Ends a group without waiting for what is in flight in it. Instead: a public `dist.abort_process_group`.
 _abort_process_group = distributed_c10d._abort_process_group
 
-# The store of the process group, through which stages tell failures. Instead: a public `dist.get_default_store`.
-_get_default_store = distributed_c10d._get_default_store
-
 
 def set_total_norm(function: Any) -> None:
     """What torch's clipping calls from now on. Instead: as for `_get_total_norm`."""

@@ -28,6 +28,11 @@ from ._storage import Reader, Storage, guarded
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # beside other ranks of the machine
 
 
+_UNTOUCHED = {
+    "load": ("load an earlier step", "nothing was loaded from this one"),
+    "save": ("save again", "nothing was committed: the steps that were there before are as they were"),
+}
+
 _dim, _size = Tensor.dim, Tensor.size  # a DTensor's own are Python
 
 
@@ -41,8 +46,11 @@ class Destination(NamedTuple):
 class Files:
     """The data files of one checkpoint, opened once each and checked before anything is read into a tensor."""
 
-    def __init__(self, storage: Storage, folder: str, infos: Mapping[str, FileInfo], verify: bool) -> None:
+    def __init__(
+        self, storage: Storage, folder: str, infos: Mapping[str, FileInfo], verify: bool, operation: str = "load"
+    ) -> None:
         self._storage, self.folder, self._infos, self._verify = storage, folder, infos, verify
+        self._operation = operation
         self._readers: dict[str, Reader] = {}
         self.bytes_read = 0
 
@@ -52,38 +60,32 @@ class Files:
             reader = self.reader(name)
             info = self._infos[name]
             if reader.nbytes != info.nbytes:
-                raise CorruptError(
-                    "load",
-                    f"{name!r} has {reader.nbytes} bytes, and was written with {info.nbytes}",
-                    [f"path  {self.folder}/{name}"],
-                    [("load an earlier step", "nothing was loaded from this one")],
-                )
+                raise self._corrupt(name, f"{name!r} has {reader.nbytes} bytes, and was written with {info.nbytes}")
             if self._verify and info.header_check:
                 header = bytearray(info.header_nbytes)
                 self.fill(name, header, 0)
                 if f"{crc32c(header):08x}" != info.header_check:
-                    raise CorruptError(
-                        "load",
-                        f"the header of {name!r} is not the one that was written: altered, or of another checkpoint",
-                        [f"path  {self.folder}/{name}"],
-                        [("load an earlier step", "nothing was loaded from this one")],
-                    )
+                    rule = f"the header of {name!r} is not the one that was written: altered, or of another checkpoint"
+                    raise self._corrupt(name, rule)
+
+    def _corrupt(self, name: str, rule: str) -> CorruptError:
+        return CorruptError(self._operation, rule, [f"path  {self.folder}/{name}"], [_UNTOUCHED[self._operation]])
 
     def reader(self, name: str) -> Reader:
         found = self._readers.get(name)
         if found is None:
             path = f"{self.folder}/{name}"
             try:
-                with guarded("load", path, "cannot open the file"):
+                with guarded(self._operation, path, "cannot open the file"):
                     found = self._readers[name] = self._storage.open(path)
             except RuntimeError as error:
                 if isinstance(error.__cause__, FileNotFoundError):
-                    raise CorruptError("load", f"the file {name!r} is missing", [f"path  {path}"]) from error
+                    raise self._corrupt(name, f"the file {name!r} is missing") from error
                 raise
         return found
 
     def fill(self, name: str, buffer: Any, start: int) -> None:
-        with guarded("load", f"{self.folder}/{name}", f"cannot read {len(buffer)} bytes at {start}"):
+        with guarded(self._operation, f"{self.folder}/{name}", f"cannot read {len(buffer)} bytes at {start}"):
             self.reader(name).read_into(buffer, start)
         self.bytes_read += len(buffer)
 

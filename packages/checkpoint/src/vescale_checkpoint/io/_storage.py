@@ -246,6 +246,7 @@ class RemoteStorage:
         return _RemoteWriter(self._files.open(path, "wb"))
 
     def open(self, path: str) -> _RemoteReader:
+        self._files.invalidate_cache(path)
         return _RemoteReader(self._files, path)
 
     def read(self, path: str, most: int) -> bytes:

@@ -25,9 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vescale_dtensor.engine import namespace
+
 from .. import _errors
 from .._errors import CheckpointError, PeerError
-from .._torch_private import _get_default_store, _get_pg_default_device
+from .._torch_private import _get_pg_default_device
+from . import _presence as beats
 from ._presence import Presence, peek
 
 T = TypeVar("T")
@@ -235,11 +238,7 @@ class Session:
             self.operation,
             f"rank {first} {reason}{more}",
             said,
-            [
-                (f"call {self.operation} on every rank, in the same order", "it is an operation of the whole world"),
-                ("look for what ended that rank first", "the last committed step is complete"),
-                ("VESCALE_CHECKPOINT_PATIENCE_S=600", "in the environment, if a rank may be that late"),
-            ],
+            _remedies(self.operation),
         )
 
     def _tell_of_silent(self, rank: int) -> None:
@@ -268,6 +267,15 @@ class Session:
                 [f"could not {what}: {reason}"],
                 [("look for what ended rank 0, or torchrun's agent, first", "the last committed step is complete")],
             ) from error
+
+
+def _remedies(operation: str) -> list[tuple[str, str]]:
+    """Of ranks that do not come."""
+    return [
+        (f"call {operation} on every rank, in the same order", "it is an operation of the whole world"),
+        ("look for what ended that rank first", "the last committed step is complete"),
+        ("VESCALE_CHECKPOINT_PATIENCE_S=600", "in the environment, if a rank may be that late"),
+    ]
 
 
 def _packed(values: Sequence[bytes]) -> bytes:
@@ -301,9 +309,9 @@ def open_session(operation: str) -> Session:
     if _world is not dist.group.WORLD:
         # Connections of our own: torch holds the lock of its own one while it waits for other ranks. Made once per
         # process group, as connecting to torch's store takes seconds now and then.
+        store = _store_of_world(operation)
         if _presence is not None:
             _presence.end()
-        store = _get_default_store()
         _world_store, _presence = store.clone(), None
         if not in_one_process():
             _presence = Presence(store.clone(), rank, size)
@@ -311,6 +319,18 @@ def open_session(operation: str) -> Session:
         _world, _numbers = dist.group.WORLD, itertools.count()
         _finished.clear()
     return Session(operation, rank, size, _world_store, next(_numbers), _presence)
+
+
+def _store_of_world(operation: str) -> Any:
+    """Under names of this world alone, which rank 0 tells the others when it has come. Raises PeerError."""
+    began = time.monotonic()
+    while (found := namespace(together=True)) is None:
+        if time.monotonic() - began > beats.PATIENCE_S:
+            said = [f"rank {dist.get_rank()}  in {operation}, waits for the first", "rank 0  never called save or load"]
+            rule = f"rank 0 did not come within {beats.PATIENCE_S:g} s"
+            raise PeerError(operation, rule, said, _remedies(operation))
+        time.sleep(_SLOWEST_S)
+    return found.store
 
 
 def in_one_process() -> bool:

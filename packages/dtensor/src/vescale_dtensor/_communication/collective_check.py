@@ -7,8 +7,9 @@ looks at what the others have written under that number: of two ranks that diffe
 and raises before anything has met.
 
 Compared are the kind, whether gradients are recorded, and the bytes where they are equal by construction; not the lines
-of code, of which different ones may rightly ask for the same. Ranks on other machines are not seen. Cost: a microsecond
-per collective, one request to the store per process, and a page of memory per group and rank, freed with the processes.
+of code, of which different ones may rightly ask for the same. Ranks on other machines are not seen. A board has a name
+of its world's (`namespace.py`); until a rank knows that, it only counts. Cost: a microsecond per collective, and a page
+of memory per group and rank, freed with the processes.
 
     VESCALE_BOARD    "0" turns the comparison off
 """
@@ -23,19 +24,17 @@ import zlib
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import is_grad_enabled
 
 from .._errors import CommunicationError
-from .._torch_private import _get_default_store
 from . import events
-from .endings import ALONE, close, described, tell_first
+from .endings import close, described, tell_first
+from .namespace import ALONE, namespace
 
 _SHARED_MEMORY = Path("/dev/shm")
-_TOKEN = "vescale/board"
 _PLACES = 32
 """Collectives that stay written: more than a rank has under way."""
 _TEXT = 120
@@ -51,8 +50,24 @@ _MOST_KNOWN = 4096
 class Board:
     """What a group's ranks write, on one machine. `rank`: this one's in the group; `ranks`: theirs in the world."""
 
-    def __init__(self, path: Path, rank: int, ranks: Sequence[int]) -> None:
-        size = len(ranks)
+    def __init__(self, group_name: str, rank: int, ranks: Sequence[int]) -> None:
+        self._name, self._rank, self._ranks = group_name, rank, ranks
+        self._count, self._is_open = 0, False
+        self._others: list[int] = []
+        self._known: dict[tuple, tuple[int, bytes]] = {}
+
+    def _open(self) -> None:
+        """Under the name of the world, once this rank knows it. Without memory to share nothing is compared."""
+        found = namespace()
+        if found is None:
+            return
+        self._is_open = True
+        key = sha256(f"{found.name} {self._name} {self._ranks}".encode()).hexdigest()[:24]
+        with contextlib.suppress(OSError):
+            self._map(_SHARED_MEMORY / f"vescale-{key}")
+
+    def _map(self, path: Path) -> None:
+        rank, size = self._rank, len(self._ranks)
         neighbours = {(rank + 1) % size, (rank - 1) % size}  # of ranks that differ, two stand next to each other
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -63,16 +78,20 @@ class Board:
         finally:
             os.close(file)
         self._cells = self._memory.cast("Q")
-        self._path, self._rank, self._ranks, self._count = path, rank, ranks, 0
-        self._own, self._is_listed = rank * _PAGE // _WORD, True
+        self._path, self._own, self._is_listed = path, rank * _PAGE // _WORD, True
         self._others = [one * _PAGE // _WORD for one in sorted(neighbours)]
         self._texts = [_text_of(rank, place) for place in range(_PLACES)]
-        self._known: dict[tuple, tuple[int, bytes]] = {}
         atexit.register(path.unlink, missing_ok=True)
 
     def post(self, kind: str, received: int, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
         """This rank begins a collective. Raises CommunicationError where another rank's of the same number differs, and
         ends the group's connections: whoever waits there gets an error, too."""
+        self._count = number = self._count + 1
+        if not self._others:
+            if not self._is_open:
+                self._open()
+            if not self._others:
+                return
         function = events._current
         name = function if type(function) is str else getattr(function, "__name__", None)
         key = (kind, received if kind in _EQUAL else 0, is_grad_enabled(), name)
@@ -81,7 +100,6 @@ class Board:
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
             known = self._known[key] = _described(*key)
-        self._count = number = self._count + 1
         place = number % _PLACES
         self._memory[self._texts[place]] = known[1]
         cells = self._cells
@@ -90,7 +108,7 @@ class Board:
             seen = cells[other + place]
             if seen != cell and seen >> 32 == cell >> 32:
                 self._refuse(other * _WORD // _PAGE, axes, group)
-        if self._is_listed and (number == _PLACES or self._are_here(place, cell)):
+        if self._is_listed and (number >= _PLACES or self._are_here(place, cell)):
             self._path.unlink(missing_ok=True)
             self._is_listed = False
 
@@ -98,7 +116,6 @@ class Board:
         """Whether all ranks have opened the file: of few, as all are neighbours. Of many, all have come to the first
         collective when one has come to as many as there are places."""
         return len(self._ranks) <= 3 and all(self._cells[other + place] == cell for other in self._others)
-
 
     def _refuse(self, other: int, axes: Sequence[str], group: dist.ProcessGroup | None) -> None:
         line, place = events.user_line(), self._count % _PLACES
@@ -132,25 +149,12 @@ def _text_of(rank: int, place: int) -> slice:
 
 
 def board_of(group: dist.ProcessGroup) -> Board | None:
-    """The group's board, one per process; None where its ranks are no processes, or have no memory to share."""
+    """The group's board, one per process; None where its ranks are no processes."""
     if os.environ.get("VESCALE_BOARD") == "0" or group.size() < 2 or dist.get_backend(group) in ALONE:
         return None
-    ranks = dist.get_process_group_ranks(group)
-    key = sha256(f"{_token()} {group.group_name} {ranks}".encode()).hexdigest()[:24]
-    if key not in _boards:
-        _boards[key] = None
-        with contextlib.suppress(OSError):
-            _boards[key] = Board(_SHARED_MEMORY / f"vescale-{key}", group.rank(), ranks)
-    return _boards[key]
-
-
-def _token() -> str:
-    """Of this world, on every rank; what other runs left behind has another."""
-    global _world
-    if _world[0] is not dist.group.WORLD:
-        token = _get_default_store().compare_set(_TOKEN, "", uuid4().hex).decode()
-        _world = dist.group.WORLD, token
-    return _world[1]
+    ranks = tuple(dist.get_process_group_ranks(group))
+    boards, name = _boards.setdefault(dist.group.WORLD, {}), group.group_name
+    return boards.get((name, ranks)) or boards.setdefault((name, ranks), Board(name, group.rank(), ranks))
 
 
 def _described(kind: str, received: int, is_recorded: bool, name: str | None) -> tuple[int, bytes]:
@@ -163,5 +167,5 @@ def _described(kind: str, received: int, is_recorded: bool, name: str | None) ->
     return zlib.crc32(compared.encode()), text.encode()[:_TEXT].ljust(_TEXT)
 
 
-_world: tuple[Any, str] = (None, "")
-_boards: dict[str, Board | None] = {}
+_boards: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, Board]] = WeakKeyDictionary()
+"""By world, and there by a group's name and ranks: who comes again under one name goes on counting, on all ranks."""

@@ -38,7 +38,7 @@ def found(store: Store) -> str | None:
 
 
 def _key(machine: str) -> str:
-    return f"vescale/processes/{machine}"
+    return f"processes/{machine}"
 
 
 def _machine() -> str | None:

@@ -19,28 +19,31 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from .._torch_private import _get_default_store
 from . import deaths
+from .namespace import ALONE, await_namespace, namespace
 
-ALONE = frozenset({"fake", "simulated"})
-"""Backends of worlds whose ranks are not processes."""
 MOST_TEXT = 2000
 """Characters of an exception's text that are told."""
 _UNUSED_TAG = 0x5EA1
 PATIENCE_S = 1.0
 """A killed process's connections close before its end can be seen: so long it is looked for."""
-_KILLED, _RAISED, _LEFT = "vescale/killed", "vescale/raised", "vescale/left"
+_KILLED, _RAISED, _LEFT = "killed", "raised", "left"
 
 
 def tell_endings() -> None:
-    """From now on the other ranks can know why this process ended. Call it once the ranks have joined; again does
-    nothing."""
-    global _before
-    if _before is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() not in ALONE:
+    """From now on the other ranks of the joined world can know why this process ended. Every rank calls it; again does
+    nothing. Raises CommunicationError where rank 0 is gone."""
+    global _before, _told
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ALONE:
+        return
+    found = await_namespace()
+    if _before is None:
         _before, sys.excepthook = sys.excepthook, _report
         atexit.register(_leave)
-        with contextlib.suppress(RuntimeError, ValueError):
-            deaths.leave_word(_get_default_store(), dist.get_rank())
+    if _told != found.name:
+        _told = found.name
+        with contextlib.suppress(RuntimeError):
+            deaths.leave_word(found.store, dist.get_rank())
 
 
 def raised_here() -> bool:
@@ -50,19 +53,19 @@ def raised_here() -> bool:
 
 def raised_anywhere() -> bool:
     """Whether an exception has ended a rank; False where the store is gone."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        return _get_default_store().check([_RAISED])
+    with contextlib.suppress(RuntimeError):
+        return (found := namespace()) is not None and found.store.check([_RAISED])
     return False
 
 
 def first_ending() -> str | None:
     """The first exception that ended a rank, or rank that was killed, or else the first rank that left; None if nothing
     is known."""
-    with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, too
-        store = _get_default_store()
-        for key in (_KILLED, _RAISED, _LEFT):  # who follows a killed rank raises
-            if store.check([key]):
-                return store.get(key).decode()
+    with contextlib.suppress(RuntimeError):  # the store may be gone, too
+        found = namespace()
+        for key in () if found is None else (_KILLED, _RAISED, _LEFT):  # who follows a killed rank raises
+            if found.store.check([key]):
+                return found.store.get(key).decode()
     return None
 
 
@@ -74,10 +77,11 @@ def ending_behind_lost_connection() -> str | None:
         ending = first_ending()
         if ending is not None or time.monotonic() > until:
             return ending
-        try:
-            killed = deaths.found(_get_default_store())
-        except ValueError:  # nobody has joined
+        found = namespace()
+        if found is None:  # nobody has left word
             return None
+        try:
+            killed = deaths.found(found.store)
         except RuntimeError:
             return "the process that holds the ranks' store (rank 0's, or torchrun's) is gone: see what ended it"
         if killed is not None:
@@ -131,8 +135,9 @@ def _leave() -> None:
 
 
 def _write(key: str, what: str) -> None:
-    with contextlib.suppress(RuntimeError, ValueError):
-        _get_default_store().compare_set(key, "", what)
+    with contextlib.suppress(RuntimeError):
+        if (found := namespace()) is not None:
+            found.store.compare_set(key, "", what)
 
 
 def _rank() -> int:
@@ -141,3 +146,4 @@ def _rank() -> int:
 
 _before = None
 _raised = False
+_told = ""  # the namespace in which this process has left word

@@ -47,7 +47,7 @@ class Prompt(pdb.Pdb):
         super().__init__(nosigint=True, readrc=False, skip=_SKIPPED, **streams)
         self.use_rawinput, self.prompt = False, ""
         self._rank, self._size, self._driver = rank, size, driver
-        self._wire = Wire.of_the_world() if size > 1 else None
+        self._wire = Wire() if size > 1 else None
         self._stop: Stop | None = None
         self._name, self._stops = "", 0
         self._goes_on = False

@@ -25,40 +25,55 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from .._communication.endings import first_ending
+from .._communication.namespace import namespace
 from .._errors import CommunicationError
-from .._torch_private import _get_default_store
 
 ARRIVAL_SECONDS = 10.0
 """So long the driver waits, at each stop, for ranks that are not there yet."""
 BEAT_SECONDS = 1.0
 GONE_SECONDS = 20.0
 """Whose beat was not heard for so long is gone."""
-_PREFIX = "vescale/stop/"
+_PREFIX = "stop/"
 _SLOWEST_LOOK = 0.2
 
 
 class Wire:
-    """The default store of the world, under names of our own."""
+    """The store of the world, under names of our own; or a connection to it for a thread, as torch locks a store while
+    it waits. What is put before this rank knows the world's names is put once it does; until then nothing is there."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-
-    @classmethod
-    def of_the_world(cls) -> Wire:
-        return cls(_get_default_store())
+    def __init__(self, own: dist.Store | None = None) -> None:
+        self._own = own
+        self._early: dict[str, str] = {}
 
     def another(self) -> Wire:
-        """For another thread: torch locks a store while it waits."""
-        return Wire(self._store.clone())
+        """For another thread."""
+        store = self._store()
+        return Wire(None if store is None else store.clone())
+
+    def _store(self) -> dist.Store | None:
+        if self._own is not None:
+            return self._own
+        found = namespace()
+        if found is None:
+            return None
+        for key, text in self._early.items():
+            found.store.set(key, text)
+        self._early.clear()
+        return found.store
 
     def put(self, key: str, text: str) -> None:
-        self._store.set(_PREFIX + key, text)
+        store = self._store()
+        if store is None:
+            self._early[_PREFIX + key] = text
+        else:
+            store.set(_PREFIX + key, text)
 
     def has(self, key: str) -> bool:
-        return self._store.check([_PREFIX + key])
+        store = self._store()
+        return store is not None and store.check([_PREFIX + key])
 
     def get(self, key: str) -> str | None:
-        return self._store.get(_PREFIX + key).decode() if self.has(key) else None
+        return self._store().get(_PREFIX + key).decode() if self.has(key) else None
 
 
 def world() -> tuple[int, int]:

@@ -68,6 +68,7 @@ class Runtime:
         owned: the cuts, and who owns what: `ownership(model, cuts)` of the whole model.
         ranks: this pipeline's global ranks, in order.
         group: a process group of these ranks that nothing else uses; closed when anything fails.
+        store: where the ranks leave word, under names that no earlier world of theirs has used.
         codec: for values that are not plain tensors.
         loss: "mean" or "sum" of the microbatches' losses; None finds out.
         in_order: whether weights tied over stages are added up microbatch by microbatch, as on one device, for which
@@ -90,6 +91,7 @@ class Runtime:
         owned: Ownership,
         ranks: list[int],
         group: Any,
+        store: Any,
         *,
         codec: Codec | None = None,
         loss: str | None = None,
@@ -107,11 +109,11 @@ class Runtime:
         self._during, self._in_order, self._before = during, in_order, before
         self._loss = frozenset((loss,)) if loss is not None else None
         name = f"vescale_pipeline/{'-'.join(map(str, ranks))}/{_number_of(ranks)}"
-        self.ranks, self.faults = ranks, Faults(name, ended)
+        self.ranks, self.faults = ranks, Faults(store, name, ended)
         device, is_known = device or torch.device("cpu"), lambda: self.faults.is_known
         codec, tags = codec or Codec(), Tags(schedule.stages, schedule.microbatches)
         self._beginning = beginning
-        link = link(ranks, device, timeout, group, name, tags, is_known, recorder)
+        link = link(ranks, device, timeout, group, store, name, tags, is_known, recorder)
         mine = schedule.stages_of(link.rank)
         release(model, {name for stage in mine for name in owned.names_of(stage)})
         disown_buffers(model, owned, mine)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from .._errors import PipelineError
-from .._torch_private import _get_default_store
 from .words import LinkError
 
 MOST_TEXT = 4000
@@ -29,12 +28,13 @@ class Faults:
     """The pipeline's one entry in the store.
 
     Arguments:
+        store: of the ranks' world.
         name: of the pipeline, within the store.
         ended: what is known of why a rank of the world ended, if anything is.
     """
 
-    def __init__(self, name: str, ended: Callable[[], str | None] = lambda: None) -> None:
-        self.store = _get_default_store()
+    def __init__(self, store: Any, name: str, ended: Callable[[], str | None] = lambda: None) -> None:
+        self.store = store
         self.key = f"{name}/cause"
         self._ended = ended
         self.known: str | None = None

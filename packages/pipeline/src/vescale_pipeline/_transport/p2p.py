@@ -113,7 +113,7 @@ class Link:
     Arguments:
         ranks: the pipeline's global ranks, in order; `peer` below is a place among them.
         timeout: of every wait of the host.
-        name: of the pipeline, in the store.
+        store, name: of the ranks' world, and of the pipeline in it.
         tags: what messages are called.
         failed: whether the pipeline is known to have failed.
         recorder: is told of every transfer.
@@ -125,6 +125,7 @@ class Link:
         device: torch.device,
         timeout: timedelta,
         group: Any,
+        store: Any,
         name: str,
         tags: Tags,
         failed: Callable[[], bool] = lambda: False,
@@ -133,7 +134,7 @@ class Link:
         self.ranks, self.device, self.timeout = ranks, device, timeout
         self.rank = ranks.index(dist.get_rank())
         has_tags = device.type == "cpu" or len(ranks) == 1
-        self._words = None if has_tags else Words(name, ranks, self.rank, timeout, failed)
+        self._words = None if has_tags else Words(store, name, ranks, self.rank, timeout, failed)
         self._group = group
         self._wire = wire = wire_of(group, device, timeout)
         self._to, self._from = directly(wire.send), directly(wire.recv)

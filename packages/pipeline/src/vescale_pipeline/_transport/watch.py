@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from .faults import Faults
-from .words import own_connection
 
 BEAT_S = 1.0
 """How often a process shows that it lives."""
@@ -44,9 +43,9 @@ class Watched(Protocol):
 class Pulse:
     """The thread of this process. Cost: two requests to the store per BEAT_S, one where nothing waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Any) -> None:
         self.silent_s = SILENT_S
-        self._store = own_connection()
+        self._store = store.clone()  # torch locks its own one while it waits
         self._rank = dist.get_rank()
         self._pipelines: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._silent: dict[int, tuple[bytes, float]] = {}  # rank -> its last count, and for how long it is the last
@@ -115,7 +114,7 @@ def watch(pipeline: Watched) -> None:
             atexit.register(stop)
         else:
             _pulse.stop()
-        _pulse, _world = Pulse(), dist.group.WORLD
+        _pulse, _world = Pulse(pipeline.faults.store), dist.group.WORLD
     _pulse.add(pipeline)
 
 

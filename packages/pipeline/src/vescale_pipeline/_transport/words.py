@@ -12,14 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from .._torch_private import _get_default_store
-
 _SLICE = timedelta(seconds=1)
-
-
-def own_connection() -> Any:
-    """To the store of torch.distributed: torch holds the lock of its own one while it waits for other ranks."""
-    return _get_default_store().clone()
 
 
 class LinkError(RuntimeError):
@@ -30,14 +23,17 @@ class Words:
     """What this rank tells and is told.
 
     Arguments:
+        store: of the ranks' world; a connection of its own is made, as torch locks one while it waits.
         name: of the pipeline, within the store.
         ranks: the pipeline's global ranks, in order; `place` is this rank's among them.
         timeout: of every wait.
         failed: whether the pipeline is known to have failed: then nothing is waited for.
     """
 
-    def __init__(self, name: str, ranks: list[int], place: int, timeout: timedelta, failed: Callable[[], bool]) -> None:
-        self._store, self._name, self._ranks, self._place = own_connection(), name, ranks, place
+    def __init__(
+        self, store: Any, name: str, ranks: list[int], place: int, timeout: timedelta, failed: Callable[[], bool]
+    ) -> None:
+        self._store, self._name, self._ranks, self._place = store.clone(), name, ranks, place
         self._timeout, self._failed = timeout, failed
         self._counts: Counter[tuple] = Counter()
 

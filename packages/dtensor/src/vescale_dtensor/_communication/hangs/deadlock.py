@@ -20,7 +20,7 @@ AFTER_S = 4.0
 """A wait that is longer is written down: long for a step, and short for a person."""
 _MOST = 64
 """Ranks that are asked, of those that a rank waits for."""
-_KEY = "vescale/waits"
+_KEY = "waits"
 
 
 class Waits:

@@ -30,22 +30,24 @@ import torch
 import torch.distributed as dist
 
 from ..._debugger.session import answer_where, is_open
-from ..._torch_private import _dump_nccl_trace_json, _get_default_store, backend_timeouts
+from ..._torch_private import _dump_nccl_trace_json, backend_timeouts
 from .. import flight_recorder as recorder
-from ..endings import ALONE, close, tell_first
+from ..endings import close, tell_first
 from ..events import is_users
+from ..namespace import ALONE, await_namespace
 from .deadlock import Waits
 from .disagreements import compared
 
 LOOK_S, LOOKS_PER_S = 2.0, 200
 """A rank looks so often, and all of them together so often at most: a look is one request to the store."""
-_SEEN, _REPORT = "vescale/hang", "vescale/hang/report"
+_SEEN, _REPORT = "hang", "hang/report"
 _MOST_STACK = 30
 _READ = ". A value of all ranks is read on all of them: value = loss.item() before `if rank == 0:`"
 
 
 def watch_for_hangs() -> None:
-    """Starts this process's watch over its joined world; again does nothing. Not in a world without processes."""
+    """Starts this process's watch over its joined world; again does nothing. Not in a world without processes. Every
+    rank calls it."""
     global _watch
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() in ALONE:
         return
@@ -74,7 +76,7 @@ class Watch:
     def __init__(self) -> None:
         self.world, self.verdict = dist.group.WORLD, None
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = _get_default_store().clone()  # torch locks its own while it waits
+        self._store = await_namespace().store.clone()  # torch locks its own while it waits
         self._bound = bound_seconds()
         self._waits = Waits(self._store, self._rank)
         self._ended = threading.Event()
