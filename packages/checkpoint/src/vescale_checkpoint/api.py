@@ -98,8 +98,8 @@ def load(
 
     Arguments:
         path: a run's directory (its latest committed step is loaded), or that of one step; or a HuggingFace folder of
-            safetensors, for the single model of the state; or a directory of torch's DCP, of a state or of a model's
-            state dict alone.
+            safetensors, or one such file, for the single model of the state; or a directory of torch's DCP, of a state
+            or of a model's state dict alone.
         state: as for `save`; keys that it lacks are not loaded.
         step: a committed step of the run.
         only: globs over names of the state, such as "model.*"; the rest is not changed. One that matches nothing is an

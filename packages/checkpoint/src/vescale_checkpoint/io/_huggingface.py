@@ -25,6 +25,7 @@ from ..manifest import MOST_DIMS, FileInfo, Manifest, Section, Stored, plain_nam
 from ._storage import Storage, guarded
 
 STEMS = ("model", "adapter_model", "diffusion_pytorch_model")  # how models, PEFT's adapters, and diffusers' are called
+END = ".safetensors"
 MOST_HEADER_BYTES = 100_000_000
 _MOST_REF_BYTES = 256
 
@@ -60,12 +61,12 @@ def snapshot_of(storage: Storage, folder: str) -> str:
     return f"{folder}/snapshots/{name}"
 
 
-def read_folder(storage: Storage, folder: str, prefix: str) -> Manifest:
-    """The manifest of a folder of safetensors, its names after `prefix`. Reads headers only.
+def read_folder(storage: Storage, folder: str, prefix: str, file: str | None = None) -> Manifest:
+    """The manifest of a folder of safetensors, or of one file in it, its names after `prefix`. Reads headers only.
 
     Raises StorageError, and FormatError for what is no such folder.
     """
-    index = _weights(storage, folder)
+    index = file or _weights(storage, folder)
     if index is None:
         raise FormatError("load", "the folder holds no weights of safetensors", [f"path  {folder}"])
     files: dict[str, list[str] | None] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import dcp, manifest
 from .._errors import CorruptError, MismatchError, StorageError, unseen
+from ..foreign._told import told
 from ..format._step import folder_of, step_number, step_of, step_replaced
 from ..manifest import Manifest
 from ..sync._sync import Session
@@ -81,10 +82,13 @@ def _foreign(storage: Storage, folder: str, state: Mapping[str, Any]) -> Source 
     with guarded("load", folder, "cannot read the directory"):
         if dcp.is_folder(storage, folder):
             return Source(storage, folder, dcp.read_folder(storage, folder), is_torchs=True)
-        folder = _huggingface.snapshot_of(storage, folder)
-        if _huggingface.is_folder(storage, folder):
+        folder, file = _huggingface.snapshot_of(storage, folder), None
+        if folder.endswith(_huggingface.END) and storage.exists(folder) and not storage.is_dir(folder):
+            folder, file = os.path.split(folder)
+        if file or _huggingface.is_folder(storage, folder):
             linked = LocalStorage(follows_links=True) if isinstance(storage, LocalStorage) else storage
-            return Source(linked, folder, _huggingface.read_folder(linked, folder, _huggingface.prefix_of(state)))
+            prefix = _huggingface.prefix_of(state)
+            return Source(linked, folder, _huggingface.read_folder(linked, folder, prefix, file))
     return None
 
 
@@ -106,7 +110,13 @@ def locate(path: str | os.PathLike[str], step: int | None) -> str:
                 return os.path.realpath(root.path) if isinstance(root.storage, LocalStorage) else root.path
         if step_of(os.path.basename(root.path)) is not None and root.storage.is_dir(root.path):
             raise CorruptError("load", "the manifest is missing", [f"path  {root.path}/{manifest.NAME}"])
-    return f"{root.path}/{root.resolve(step)}"
+    try:
+        return f"{root.path}/{root.resolve(step)}"
+    except StorageError as error:
+        other = told(root.storage, root.path) if step is None else None
+        if other is None:
+            raise
+        raise other from error
 
 
 def check_folder(kept: manifest.Manifest, folder: str) -> None:
