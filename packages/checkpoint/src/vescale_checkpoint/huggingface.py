@@ -84,7 +84,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     """Gathers the `model.state_dict()` of a single device, as full plain tensors in host memory, for other libraries to
     write: `torch.save`, safetensors, `save_pretrained(folder, state_dict=...)`, PEFT. Call it on every rank; the first
     one gets the state, the others an empty dict. It includes all stages of a pipeline, and tied names still share one
-    tensor.
+    tensor; any other tensor has memory of its own.
 
     Raises UnsafeError for a dtype that checkpoints do not support. Communication: an all-gather per sharded tensor, and
     the tensors of a pipeline's other stages are sent to rank 0, which holds the whole model.
@@ -101,7 +101,10 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
         for one in _of_all_ranks(session, own):
             value = one.make()
             if session.rank == 0:
-                made[one.name] = value.cpu()
+                value = value.cpu()
+                # Others write a tensor's whole storage, and take two in one storage for tied weights.
+                is_part = value.untyped_storage().nbytes() > value.nbytes
+                made[one.name] = value.clone() if is_part else value
         aliases = {name: first[name] for name in state if first.get(name, name) != name}
         said = session.gather("made", json.dumps(aliases).encode())  # a pipeline's later stages have ties of their own
     if session.rank:

@@ -135,11 +135,28 @@ def _export(model, folder):
     return {name: tensor for file in files for name, tensor in safetensors.load_file(file).items()}
 
 
+class _Holds:
+    """What has a state."""
+
+    def __init__(self, state):
+        self._state = state
+
+    def state_dict(self):
+        return self._state
+
+
 def _whole_state_dict(model, folder):
     """The first rank alone gets it."""
     found = vescale.whole_state_dict(model)
     assert bool(found) == (not dist.get_rank())
     if found:
+        import safetensors.torch as safetensors
+
+        shared = [name for name, value in found.items() if value.untyped_storage().nbytes() != value.nbytes]
+        assert not shared, shared  # whose file would have the whole buffer, or none of them
+        safetensors.save_model(_Holds(found), _file(folder, "held"))  # as accelerate's `save_model` does
+        read = safetensors.load_file(_file(folder, "held"))
+        assert all(torch.equal(read[name], value) for name, value in found.items())
         torch.save(found, _file(folder, "state.pt"))
     return torch.load(_file(folder, "state.pt")) if found else None
 
