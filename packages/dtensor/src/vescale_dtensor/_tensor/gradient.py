@@ -20,6 +20,7 @@ from .tensor import DTensor, attach, drop_gradients, local_only, plain_grad, set
 
 def grad_of(tensor: DTensor) -> DTensor | None:
     """`tensor.grad`: a DTensor, partial on the axes where this is a replicated parameter, until it was reduced."""
+    _settle(tensor)
     with local_only():
         partial = plain_grad(tensor)
     reduced = tensor.__dict__.get("_reduced_grad")
@@ -31,6 +32,13 @@ def grad_of(tensor: DTensor) -> DTensor | None:
         return partial
     del tensor.__dict__["_reduced_grad"]
     return fold(partial, reduced)
+
+
+def _settle(tensor: DTensor) -> None:
+    """What a backward that raised has left of its gradients is one, before anybody looks or writes."""
+    owner = tensor.__dict__.get("_owner")
+    if owner is not None:
+        owner.settle()
 
 
 def held_gradients(tensors: Sequence[DTensor]) -> list[tuple[Tensor | None, Layout | None]]:
@@ -61,6 +69,7 @@ def _grad_with_layout(tensor: DTensor, partial: Tensor) -> DTensor:
 
 def set_grad(tensor: DTensor, value: Tensor | None) -> None:
     """`tensor.grad = value`: converted to the gradient's layout, as partial or as reduced as it comes."""
+    _settle(tensor)
     reduced = None
     if value is not None:
         owner = tensor.__dict__.get("_owner")

@@ -40,7 +40,7 @@ class Bucket(FlatParameters):
     ) -> None:
         super().__init__(parameters, axes, sharing, rows)
         for param in self.params:
-            param.open_gradients = self._open_at_rest
+            param.open_gradients, param.settle = self._open_at_rest, self._settle
         self.runs_hooks = False  # while users' hooks run
         self.handed_out: list[ShardedParameter] = []  # whose reduced gradients came, and hooks have not run yet
         self.flat: Tensor | None = None
@@ -77,6 +77,10 @@ class Bucket(FlatParameters):
                     self._put(i, param, now)
                 else:
                     self.filled.discard(i)  # zero_grad since then
+
+    def _settle(self) -> None:
+        if self.parallel is not None:
+            self.parallel.settle()
 
     def _open_at_rest(self) -> None:
         """`open_gradients`, in a backward that comes to parameters at rest."""
@@ -120,9 +124,9 @@ class Bucket(FlatParameters):
         with local_only():
             return any(_get_grad(param.parameter) is not None for param in self.params)
 
-    def leave_partial(self) -> None:
-        """After a backward whose gradients stay partial."""
-        self.came = set()
+    def leave(self) -> None:
+        """After a backward; what it has not asked the sum of stays partial."""
+        self.came, self.started = set(), False
 
     @property
     def is_full(self) -> bool:
@@ -182,10 +186,10 @@ class Bucket(FlatParameters):
                     hook(param.parameter)
         finally:
             self.runs_hooks = False
-        self.updated()
-        if self.shards and not self.separate:
-            self.wait()
-            self.expose(True)
+            self.updated()
+            if self.shards and not self.separate:
+                self.wait()
+                self.expose(True)
 
     def used_elsewhere(self, used: Sequence[bool]) -> None:
         """Parameters that other ranks hold get a gradient, of no elements, where they have one there."""

@@ -172,6 +172,7 @@ class Sharded(ShardedStates):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own."""
+        self._parallel.settle()
         if set_to_none:
             for group in self.param_groups:
                 drop_gradients(group["params"])

@@ -85,15 +85,22 @@ class GradientReductions:
                 reduction.bucket.run_hooks()
         self._sent = self._count()
 
-    def finish(self) -> None:
-        """The backward is through: starts what is left, waits for all, and hands out the reduced gradients."""
-        self._look()
-        if self.is_alone is None:
-            self.is_alone = True
-        self.start(self.buckets)
-        # What came again after its sum had started.
-        self._running += [RunningReduction(bucket) for bucket in self.buckets if bucket.flat is not None]
+    def finish(self, enabled: bool) -> None:
+        """The backward is through: starts what is left, unless gradients are to stay partial, waits for all, and hands
+        out the reduced gradients."""
+        if enabled:
+            self._look()
+            if self.is_alone is None:
+                self.is_alone = True
+            self.start(self.buckets)
+            # What came again after its sum had started.
+            self._running += [RunningReduction(bucket) for bucket in self.buckets if bucket.flat is not None]
         running, self._running = self._running, []
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.leave()
+        if not (enabled or running):
+            return
         usage = Usage(running, self._sharing.mesh) if self._sharing.zero >= 2 else None
         for reduction in running:
             reduction.advance()
@@ -104,15 +111,3 @@ class GradientReductions:
         self._apart.exchange()
         for reduction in running:
             reduction.bucket.run_hooks()
-        self._begin_anew()
-
-    def leave_partial(self) -> None:
-        """The backward is through, and its gradients stay partial."""
-        for bucket in self.buckets:
-            bucket.leave_partial()
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._next = 0
-        for bucket in self.buckets:
-            bucket.started = False

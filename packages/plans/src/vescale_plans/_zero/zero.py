@@ -164,11 +164,19 @@ class DataParallel:
                 else:  # an exchange of tensors takes their hooks from autograd, not from the objects
                     parameter._post_accumulate_grad_hooks = hooks
 
+    def settle(self) -> None:
+        """Ends a backward that raised: gradients that came before are gradients, as on one device, and whoever drops
+        them drops all. Before anything looks at gradients, or computes. Where it raised nothing is sent, for it may
+        have been on one rank alone."""
+        if self._touched and _current_graph_task_id() == -1 and not in_backward():
+            self.finish()
+
     def flush(self) -> None:
         """Reduces whatever is still partial: before an optimizer step that follows `paused` backwards only.
 
         Afterwards no parameter is on its way: a step may write.
         """
+        self.settle()
         self.take_in()
         for unit in self.units:
             for bucket in unit.reduced:
@@ -239,6 +247,7 @@ class DataParallel:
 
     def _begin(self, root: nn.Module, args: tuple, kwargs: dict) -> None:
         if _current_graph_task_id() == -1:
+            self.settle()
             self.take_in()
             if not self.holds:
                 self.rest()
@@ -402,6 +411,8 @@ class DataParallel:
         if in_backward():
             if self._asked != backwards():
                 self._asked = backwards()
+                if self._touched:
+                    self._leave_units()  # as one that raised has left them
                 after_backward(self.finish)
         elif not self._touched:
             # The loss was a plain tensor: this backward was not started by us, so we ask to be called at its end.
@@ -416,21 +427,23 @@ class DataParallel:
         if not self._touched:
             return
         self._touched = False
-        with torch.no_grad():
-            if self.enabled:
-                self._reductions.finish()
-            else:
-                self._reductions.leave_partial()
-        self._last[True] = None
+        try:
+            with torch.no_grad():
+                self._reductions.finish(self.enabled)
+        finally:  # hooks of users' run in it
+            self._last[True] = None
+            self._leave_units()
+            self._made_graph = self._makes_graph or (self._made_graph and keeps_graph())
+            self._makes_graph = False
+            for unit in self.units:
+                if not self._keeps_open:
+                    unit.reshard()
+
+    def _leave_units(self) -> None:
         for unit in self.units:
             unit.touched = unit.reentered = False
             unit.entered.clear()
             unit.passes.clear()
-        self._made_graph = self._makes_graph or (self._made_graph and keeps_graph())
-        self._makes_graph = False
-        for unit in self.units:
-            if not self._keeps_open:
-                unit.reshard()
 
 
 def _is_checkpointed(inputs: Any) -> bool:
