@@ -133,7 +133,6 @@ class Sharded(ShardedStates):
             if closure is not None:
                 options["closure"] = _reducing(closure, self._parallel)
             self._parallel.flush()
-            self._parallel.rest()
             try:
                 loss = own_step(**options)
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
@@ -343,7 +342,6 @@ def _reducing(closure: Any, data_parallel: DataParallel) -> Any:
     def run() -> Any:
         loss = closure()
         data_parallel.flush()
-        data_parallel.rest()
         return loss
 
     return run

@@ -293,11 +293,12 @@ class FlatParameters:
         """They are the full-precision shards again, to which goes what a block wrote to them while it ran (an embedding
         with a `max_norm`, weights that a forward clips, sets in its first call, or puts on a sphere)."""
         self.wait()
-        if self._is_unsharded:
-            self._is_unsharded = False
-            if self._is_written:
-                self._take_writes()
-                self._note_versions()
+        if not self._is_unsharded:
+            return
+        self._is_unsharded = False
+        if self._is_written:
+            self._take_writes()
+            self._note_versions()
         self.expose(False)
 
     def _take_writes(self) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from vescale_dtensor.engine import (
     after_backward,
     backwards,
+    before_backward,
     forget_all,
     in_backward,
     keeps_graph,
@@ -67,6 +68,7 @@ class DataParallel:
                 self._listen(unit, bucket, range(len(bucket.params)))
         self._reductions = GradientReductions(sharing)
         self._strays = Strays(self._reached)
+        before_backward(self._open_for_graph)
         self._look_at_buckets()
         self._touched = False
         self._asked = 0  # the backward whose end is waited for
@@ -174,7 +176,7 @@ class DataParallel:
     def flush(self) -> None:
         """Reduces whatever is still partial: before an optimizer step that follows `paused` backwards only.
 
-        Afterwards no parameter is on its way: a step may write.
+        Afterwards no parameter is on its way, and all are at rest: a step may write.
         """
         self.settle()
         self.take_in()
@@ -188,6 +190,7 @@ class DataParallel:
             self.finish()
         finally:
             self.enabled = saved
+        self.rest()  # of what is open for a graph that a backward has made, too
         for unit in self.units:
             for bucket in unit.buckets:
                 if not bucket.separate:
@@ -340,18 +343,26 @@ class DataParallel:
 
         if torch.is_grad_enabled():
             map_tensors(output, watch)
-        if _current_graph_task_id() != -1 or self._keeps_open:
+        if _current_graph_task_id() != -1 or self.holds:
             return
         if unit.unsharded and entry.began is not None:
             self._strays.note(Call(unit, entry, _get_sequence_nr(), outputs))
         # The root's parameters and those of the block that backward begins with are needed again at once: they rest,
         # and stay gathered.
-        stays = bool(outputs) and unit in self.units[-2:]
+        stays = self._keeps_open or (bool(outputs) and unit in self.units[-2:])
         with DisableTorchFunction():
             for each in gathered:
                 each.hide() if stays else each.reshard()
 
     # --- backward -------------------------------------------------------------------------
+
+    def _open_for_graph(self, nodes: Any) -> None:
+        """Before a backward that may go through a graph which one before it made."""
+        if self._made_graph:
+            self.take_in()
+            with DisableTorchFunction():
+                for unit in self.units:
+                    unit.unshard()
 
     def _reached(self, unit: FSDPUnit, entry: Pass) -> None:
         """A gradient has reached the output of a unit's block."""
@@ -438,6 +449,8 @@ class DataParallel:
             for unit in self.units:
                 if not self._keeps_open:
                     unit.reshard()
+                elif unit.is_open and not self.holds:
+                    unit.hide()
 
     def _leave_units(self) -> None:
         for unit in self.units:

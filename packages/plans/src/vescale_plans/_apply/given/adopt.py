@@ -180,7 +180,6 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         )
     for sync in _held_by(optimizer):
         sync.flush()
-        sync.rest()
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
