@@ -54,6 +54,8 @@ def wrap(optimizer: torch.optim.Optimizer, data_parallel: DataParallel, names: d
     scheduled = _without_step(optimizer)
     methods = elementwise_methods(optimizer)
     own = {name: _on_parts(name) for name in methods or ()}
+    if kind.zero_grad is torch.optim.Optimizer.zero_grad:
+        own["zero_grad"] = _zero_grad
     optimizer.__class__ = type(kind.__name__, (Sharded, kind), {"__module__": kind.__module__, **own})
     optimizer._parallel = data_parallel
     optimizer._parameter_names = names
@@ -169,15 +171,6 @@ class Sharded(ShardedStates):
             ],
         )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's own."""
-        self._parallel.settle()
-        if set_to_none:
-            for group in self.param_groups:
-                drop_gradients(group["params"])
-        else:
-            super().zero_grad(set_to_none=False)
-
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
         """Plain Parameters, with the local parts of the gradients, in the places of the DTensors."""
@@ -247,6 +240,15 @@ class Sharded(ShardedStates):
                 after = [other.get(key, key) for key in state]
             twin = defaultdict(dict, zip(after, state.values()))
         self.state, self._twin = twin, state
+
+
+def _zero_grad(self: Sharded, set_to_none: bool = True) -> None:
+    """As torch's own, which would look at each gradient: a DTensor."""
+    if not set_to_none:
+        return torch.optim.Optimizer.zero_grad(self, set_to_none)
+    self._parallel.settle()
+    for group in self.param_groups:
+        drop_gradients(group["params"])
 
 
 def _on_parts(name: str) -> Any:
