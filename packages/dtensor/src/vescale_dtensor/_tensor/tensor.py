@@ -11,6 +11,7 @@ so that torch's own Python functions run on it unchanged.
 from __future__ import annotations
 
 import contextlib
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +79,9 @@ class DTensor(Tensor, metaclass=TensorType):
     """
 
     _layout: Layout = _UnderWay()
+    # Of which class it is for `isinstance` and `super`: a parameter of a user's class is of that.
+    __class__ = property(attrgetter("_kind"), object.__dict__["__class__"].__set__)
+    _kind: type
     __tensor_flatten__ = LeftToPython()
 
     def __new__(cls, *args, **kwargs):
@@ -109,6 +113,14 @@ class DTensor(Tensor, metaclass=TensorType):
     def device_mesh(self) -> DeviceMesh:
         """The mesh, as given."""
         return self._layout.mesh.device_mesh
+
+    def __getattr__(self, name: str) -> Any:
+        """What tensors have not, from the class that the user gave a parameter."""
+        for kind in () if self._kind is DTensor else self._kind.__mro__:
+            if name in vars(kind):
+                found = vars(kind)[name]
+                return found.__get__(self, self._kind) if hasattr(found, "__get__") else found
+        return object.__getattribute__(self, name)
 
     # --- metadata that is read all the time: no dispatch ----------------------------
 
@@ -193,6 +205,9 @@ class DTensor(Tensor, metaclass=TensorType):
         if self._layout.shape == () and spec:
             return format(self.item(), spec)
         return repr(self) if self._layout.shape else str(self.item())
+
+
+DTensor._kind = DTensor
 
 
 @contextlib.contextmanager
@@ -300,7 +315,8 @@ class LocalNumberParameter(nn.Parameter):
 def plain_class(tensor: DTensor) -> type[Tensor]:
     """The class under which `tensor` is its local part alone."""
     if tensor.__dict__.get("_is_param"):
-        return LocalNumberParameter if tensor._layout.numel == 1 else nn.Parameter
+        kind = tensor._kind
+        return LocalNumberParameter if tensor._layout.numel == 1 else nn.Parameter if kind is DTensor else kind
     return LocalNumber if tensor._layout.is_number else Tensor
 
 

@@ -97,7 +97,9 @@ def _copied(root: nn.Module, module: nn.Module, memo: dict[int, Any]) -> nn.Modu
 def _promised(param: ShardedParameter) -> nn.Parameter:
     """The copy's parameter: no memory yet, its values are the original's at rest."""
     value, layout = param.at_rest
-    return promise_copy(attach(value.detach(), layout), param.full_layout, param.parameter.requires_grad)
+    made = promise_copy(attach(value.detach(), layout), param.full_layout, param.parameter.requires_grad)
+    made._kind = param.parameter._kind
+    return made
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

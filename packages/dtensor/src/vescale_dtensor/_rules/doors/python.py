@@ -83,7 +83,7 @@ def deep_copy(function, args, kwargs):
     fresh = attach(fresh, layout.base).requires_grad_(needs_grad)
     memo[id(tensor)] = fresh
     if getattr(tensor, "_is_param", False):
-        fresh._is_param = True
+        fresh._is_param, fresh._kind = True, tensor._kind
         return fresh
     skipped = {"_layout", "_conversions", "_reduced_grad", "_owner", "_loan", "_source"}
     for name, item in tensor.__dict__.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
 from vescale_rng import is_deferred
@@ -96,6 +96,8 @@ def check_values(model: nn.Module) -> None:
                     ("state = vescale.whole_state_dict(model)", "of the trained model, to quantise it on one device"),
                 ],
             )
+        if isinstance(tensor, nn.Parameter):
+            _check_class(name, type(tensor))
     if is_fake():  # a dry run, which reads no values
         return
     missing = [name for name, tensor in tensors if tensor.is_meta and not is_deferred(tensor)]
@@ -108,6 +110,31 @@ def check_values(model: nn.Module) -> None:
             [
                 ("with vescale.deferred_init(): model = ...", "in place of torch.device('meta')"),
                 ("model.to_empty(device='cpu'), then its values", "reset_parameters(), or load_state_dict(...)"),
+            ],
+        )
+
+
+def _check_class(name: str, kind: type) -> None:
+    """Raises PlanError for a parameter whose class changes what tensors do. What it adds to them stays; a constructor,
+    and what `nn.Parameter` has of its own, are a matter of the object."""
+    own = [one for one in kind.__mro__ if issubclass(one, nn.Parameter) and one is not nn.Parameter]
+    found = {key: value for one in reversed(own) for key, value in vars(one).items()}
+    of_tensors = {key for one in Tensor.__mro__[:-1] for key in vars(one)} - set(vars(nn.Parameter))
+    changed = [
+        key
+        for key, value in found.items()
+        if (key in of_tensors and (callable(value) or isinstance(value, property))) or getattr(value, "fset", None)
+    ]
+    if own and kind.__torch_function__ != nn.Parameter.__torch_function__:
+        changed.append("__torch_function__")
+    if changed:
+        raise PlanError(
+            "parallelize",
+            f"{name!r} is of the class {kind.__name__}, which changes {changed[0]}: a shard has torch's",
+            [f"changed  {', '.join(changed)}"],
+            [
+                ("a method of another name", "methods, properties without a setter and attributes that it adds stay"),
+                ("a function of the parameter", "in place of a method"),
             ],
         )
 

@@ -37,6 +37,8 @@ def become(parameter: nn.Parameter, shard: nn.Parameter, name: str) -> Became:
     kind, held = parameter.__class__, parameter.__dict__
     parameter.__class__, shard.__class__ = shard.__class__, kind
     parameter.__dict__, shard.__dict__ = shard.__dict__, held
+    if kind is not nn.Parameter and issubclass(kind, nn.Parameter):
+        parameter._kind = kind
     _swap_tensor_impl(parameter, shard)
     return Became(shard, hooks)
 
