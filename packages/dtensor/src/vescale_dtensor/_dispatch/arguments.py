@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -90,16 +91,20 @@ def collect(value: Any, tensors: list[Tensor]) -> None:
 
 
 def substitute(value: Any, replace: Any) -> Any:
-    """`value` with `replace(tensor)` in place of every tensor, containers rebuilt, in the order of `collect`."""
+    """`value` with `replace(tensor)` in place of every tensor, in the order of `collect`. Containers of what is
+    replaced are rebuilt; a list of nothing else is the caller's, who sees what is appended."""
     if isinstance(value, Tensor):
         return replace(value)
     if isinstance(value, (tuple, list)):
         items = [substitute(item, replace) for item in value]
+        if all(map(is_, items, value)):
+            return value
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items) if type(value) in (tuple, list) else value
     if isinstance(value, dict):
-        return {name: substitute(item, replace) for name, item in value.items()}
+        found = {name: substitute(item, replace) for name, item in value.items()}
+        return value if all(map(is_, found.values(), value.values())) else found
     if isinstance(value, slice):
         return slice(*[substitute(item, replace) for item in (value.start, value.stop, value.step)])
     return value

@@ -26,6 +26,7 @@ from .._tensor.tensor import DTensor, attach, local_only
 from .._torch_private import OpOverload, OpOverloadPacket
 from .arguments import substitute
 from .copies import check_writable, mark_copy
+from .stand_in import standing_in
 
 
 class FallbackWarning(UserWarning):
@@ -35,10 +36,12 @@ class FallbackWarning(UserWarning):
 reported: set[Any] = set()  # (function, what it lacks) that were warned of, each once
 
 
-def gathered(function: Callable, *, local: Callable | None = None, lacks: str = "rule") -> Callable:
+def gathered(
+    function: Callable, *, local: Callable | None = None, lacks: str = "rule", is_users: bool = False
+) -> Callable:
     """`function` on whole tensors: takes and returns DTensors. Says so once per function, with what it costs.
 
-    local: what runs in its place. lacks: why it runs whole.
+    local: what runs in its place. lacks: why it runs whole. is_users: whether it may look at its operands as objects.
     """
     local = local or function
 
@@ -59,6 +62,8 @@ def gathered(function: Callable, *, local: Callable | None = None, lacks: str = 
             if any(tensor is target for target in targets):
                 check_writable(function, tensor)
                 full = full.clone()  # an Alias refuses to be written, and a remembered conversion must not be
+            if is_users:
+                full = standing_in(full, tensor)
             gathered_operands.append((tensor, full, _version(full)))
             return full
 

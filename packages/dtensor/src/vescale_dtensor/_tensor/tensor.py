@@ -115,12 +115,7 @@ class DTensor(Tensor, metaclass=TensorType):
         return self._layout.mesh.device_mesh
 
     def __getattr__(self, name: str) -> Any:
-        """What tensors have not, from the class that the user gave a parameter."""
-        for kind in () if self._kind is DTensor else self._kind.__mro__:
-            if name in vars(kind):
-                found = vars(kind)[name]
-                return found.__get__(self, self._kind) if hasattr(found, "__get__") else found
-        return object.__getattribute__(self, name)
+        return of_class(self, self._kind, name)
 
     # --- metadata that is read all the time: no dispatch ----------------------------
 
@@ -208,6 +203,15 @@ class DTensor(Tensor, metaclass=TensorType):
 
 
 DTensor._kind = DTensor
+
+
+def of_class(tensor: Tensor, kind: type, name: str) -> Any:
+    """What tensors have not, of one that stands for an object of the user's class `kind`."""
+    for one in () if kind is DTensor else kind.__mro__:
+        if name in vars(one):
+            found = vars(one)[name]
+            return found.__get__(tensor, kind) if hasattr(found, "__get__") else found
+    return object.__getattribute__(tensor, name)
 
 
 @contextlib.contextmanager
