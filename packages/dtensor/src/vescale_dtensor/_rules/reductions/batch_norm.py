@@ -108,15 +108,16 @@ def _batch_norm(
     mean = reduced(x.mean(dims, keepdim=True), "batch_norm")
     distance = x - mean
     variance = reduced((distance * distance).mean(dims, keepdim=True), "batch_norm")
+    # Before the last that is kept for backward, with which a checkpoint ends its recomputation: so does torch's kernel.
+    with torch.no_grad():
+        for running, value in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
+            if running is not None and count:  # an empty batch says nothing
+                _update(running, value, momentum)
     out = distance * (variance + eps).rsqrt()
     if weight is not None:
         out = out * _channelwise(weight, x._layout.mesh, x.ndim)
     if bias is not None:
         out = out + _channelwise(bias, x._layout.mesh, x.ndim)
-    with torch.no_grad():
-        for running, value in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
-            if running is not None and count:  # an empty batch says nothing
-                _update(running, value, momentum)
     out = out if out.dtype == input.dtype else out.to(input.dtype)
     return out.contiguous() if out.ndim < 4 else out  # as torch's kernel, which keeps channels that are the innermost
 
