@@ -341,7 +341,7 @@ def refused(block):
 
 REFUSED = {
     Late: r"writes 'bias' of itself in its forward, from this rank's rows, and did not in its first 2 calls",
-    Rememberings: "its experts write 'last' of themselves, which one rank alone would hold",
+    Rememberings: "its experts write what other ranks cannot be told",
 }
 
 

@@ -54,6 +54,8 @@ class ListBoundary(Members):
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         check_order("experts", f"{self.name}, whose experts are spread over an axis, computes")
+        self.state.is_checked = self._checks[block.training] > 0
+        self._checks[block.training] -= self.state.is_checked
         entered = None if self._writes else self._in_two_passes(block, args, kwargs)
         if entered is None:
             self._running.append(WholeCall(self, block))
@@ -61,9 +63,8 @@ class ListBoundary(Members):
 
     def _in_two_passes(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """What the second pass is called with; None for a block that turns out to write state of its own."""
-        call, checked = Call(self, block, args, kwargs), self._checks[block.training] > 0
+        call, checked = Call(self, block, args, kwargs), self.state.is_checked
         if checked:
-            self._checks[block.training] -= 1
             self._writes = written_by(call)
             if not self._writes:
                 check_token_wise(call)

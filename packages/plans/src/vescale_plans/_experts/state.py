@@ -28,6 +28,11 @@ _DEPTH = 4
 _MISSING = object()
 
 
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own."""
+    return {key: one for key, one in vars(module).items() if key not in _NOT_ITS_OWN}
+
+
 class Kept:
     """What `modules`, by their names, hold now. Cost of a deep look: a copy of every tensor that they hold."""
 

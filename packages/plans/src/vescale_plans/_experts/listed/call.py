@@ -177,7 +177,10 @@ class Call:
         moved = Out.apply(rows, route)
         if torch.is_grad_enabled() and not moved.requires_grad:  # a backward goes the same way on all ranks
             moved.requires_grad_(any(parameter.requires_grad for parameter in members.modules.parameters()))
-        self._back = Back.apply(self._computed(moved, route), route)
+        asked = {index for index, _ in self._experts}
+        with members.state.computing(self.rows.states, len(asked) < len(self._experts)):
+            computed = self._computed(moved, route)
+        self._back = Back.apply(computed, route)
         given = self._back if members.gives is None else self._back.to(members.gives)
         return [part.clone() for part in given.split([len(part) for part in parts])]  # the block may write to its own
 

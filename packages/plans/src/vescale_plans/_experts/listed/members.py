@@ -14,6 +14,7 @@ from ..local_rows import swap_in
 from ..route import Spread
 from ..split import refuse_unsplit, split_axes
 from .rows import Rows
+from .shared import SharedState
 
 
 class Members:
@@ -36,6 +37,7 @@ class Members:
         self.load = [0] * self.spread.local
         self.replicas: tuple[int, ...] = ()
         self.gives: torch.dtype | None = None  # of an expert's answer
+        self.state = SharedState(self.spread, self.modules, self.split, self.on_every_rank())
         self.rows = lru_cache(16)(partial(Rows, mesh))
 
     def compute(self, index: int, rows: Tensor, states: tuple[State, ...]) -> Tensor:

@@ -49,11 +49,12 @@ class WholeCall:
         inside = _with(outside, axes, REPLICATE)
         local = convert(rows, was.with_states(inside), cause).to_local()
         dtype, here = members.gives or local.dtype, index - spread.first
-        if 0 <= here < spread.local:
-            given = members.compute(index, local, inside).to(dtype)
-            members.load[here] += prod(local.shape[:-1])
-        else:
-            given = _Elsewhere.apply(local, dtype)
+        with members.state.computing(inside):
+            if 0 <= here < spread.local:
+                given = members.compute(index, local, inside).to(dtype)
+                members.load[here] += prod(local.shape[:-1])
+            else:
+                given = _Elsewhere.apply(local, dtype)
             if torch.is_grad_enabled() and not given.requires_grad:  # a backward goes the same way on all ranks
                 given.requires_grad_(any(one.requires_grad for one in members.modules[index].parameters()))
         members.replicas = tuple(
