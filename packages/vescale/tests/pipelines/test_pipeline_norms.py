@@ -388,28 +388,13 @@ def test_a_stage_that_trains_nothing_has_an_optimizer_too(chosen, first, tmp_pat
             assert (value - expected[name]).norm() <= 1e-5 * expected[name].norm()
 
 
-def chosen_elsewhere(way):
-    """A factory that looks at the model, not at what it is given; and what its error advises."""
-    torch.manual_seed(0)
-    model = Net()
-    choose = {"last": lambda: model.blocks[3].parameters(), "none": lambda: iter(())}[way]
-    try:
-        vescale.parallelize(PLANS[0], model, lambda given: torch.optim.SGD(choose(), lr=0.1))
-    except PlanError as error:
-        said = str(error)
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.blocks[3].parameters(), lr=0.1)
-    model, optimizer = vescale.parallelize(PLANS[0], model, optimizer)
-    model(*torch.randn(2, COUNT * ROWS, 8).unbind()).backward()
-    optimizer.step()
-    return said
+def chosen_nowhere():
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):  # torch's own, as on one device
+        vescale.parallelize(PLANS[0], Net(), lambda given: torch.optim.SGD(iter(()), lr=0.1))
 
 
-@pytest.mark.parametrize("way", ["last", "none"])
-def test_a_factory_that_finds_nothing_on_a_rank_is_told_what_would_work(way):
-    for said in run_ranks(2, chosen_elsewhere, way, timeout=90):
-        assert "chose no parameter" in said and "an optimizer that was made before" in said
+def test_a_factory_that_chooses_nothing_gets_torchs_error():
+    run_ranks(2, chosen_nowhere, timeout=90)
 
 
 def test_an_optimizer_that_multiplies_all_gradients_is_refused():

@@ -147,7 +147,7 @@ class Runtime:
             )
             for kind in kinds
         ]
-        self._chosen = Chosen(self._member)
+        self._chosen = Chosen(self._member, model)
         self._reveals = False
         model.__dict__["_call_impl"] = self
         model.__dict__["parameters"] = self._all_parameters

@@ -57,13 +57,15 @@ current.reader = current.again = current.halves = None
 class Placeholder(Tensor):
     """See the module. `key` numbers the value in its dry run; `origin` is the module that computes it.
 
-    A placeholder of a parameter (`is_weight`) stands in a stage that does not own it.
+    A placeholder of a parameter (`is_weight`) stands in a stage that does not own it. Outside a forward it is a
+    parameter to whoever chooses and groups these, and `trains` is whether that has a gradient.
     """
 
     key: int
     origin: str
     home: torch.device
     is_weight: bool
+    trains = True
     lost: Any = None  # of an evaluation's output: why nobody can tell it from the microbatches'
     before_dtensor = True
     """Functions on a placeholder and a vescale_dtensor.DTensor come here."""
@@ -79,8 +81,11 @@ class Placeholder(Tensor):
         if reader is None:
             if current.again is not None:
                 return _once_more(function, args, kwargs or {})
-            if function in _OWNERS and type(args[0]) is Placeholder and args[0].is_weight:
-                return _OWNERS[function](args[0])
+            if args and type(args[0]) is Placeholder and args[0].is_weight:
+                if function in _OWNERS:
+                    return _OWNERS[function](*args, **(kwargs or {}))
+                if function in _ALIKE:
+                    return _alike(function, args, kwargs or {})
             raise used_outside(function, args)
         if function is Tensor.__iter__:
             return iter(reader.call(Tensor.unbind, args, {}))
@@ -165,7 +170,9 @@ def weight_placeholder(
         device = parameter.home
     meta = torch.empty(tuple(parameter.shape), dtype=dtype, device="meta")
     home = parameter.device if device is None or parameter.device.type == "meta" else placed(device)
-    return placeholder(meta, -1, name, home, is_weight=True)
+    made = placeholder(meta, -1, name, home, is_weight=True)
+    made._is_param, made.trains = True, parameter.requires_grad  # to torch, isinstance(made, nn.Parameter)
+    return made
 
 
 def used_outside(function: Callable, args: tuple) -> PipelineError:
@@ -180,6 +187,7 @@ def used_outside(function: Callable, args: tuple) -> PipelineError:
             [
                 ("for name, parameter in model.named_parameters(): ...", "on each rank, those of its stages"),
                 ("vescale.whole_state_dict(model)", "on every rank: the values of all stages"),
+                ("parallelize(plan, model, optimizer)", "an optimizer that was made before, when all values were here"),
             ],
         )
     origin = next((a.origin for a in tensors_in(args) if type(a) is Placeholder), "the model")
@@ -270,6 +278,8 @@ def _on(kind: str) -> Callable:
 
 
 def _requires_grad(function: Callable, args: tuple, kwargs: dict) -> bool:
+    if args[0].is_weight and current.reader is None:
+        return args[0].trains
     with local_only():
         return args[0].is_floating_point() and torch.is_grad_enabled()
 
@@ -301,12 +311,17 @@ _METADATA: dict[Callable, Callable] = {
     Tensor.is_mps.__get__: _on("mps"),
 }
 
+def _train(weight: Placeholder, trains: bool = True, **given: bool) -> Placeholder:
+    weight.trains = given.get("requires_grad", trains)
+    return weight
+
+
 _OWNERS: dict[Callable, Callable] = {
-    Tensor.requires_grad_: lambda weight: weight,
-    Tensor.requires_grad.__set__: lambda weight: None,
-    Tensor.grad.__set__: lambda weight: None,
-    Tensor.register_hook: lambda weight: no_handle(),
-    Tensor.register_post_accumulate_grad_hook: lambda weight: no_handle(),
+    Tensor.requires_grad_: _train,
+    Tensor.requires_grad.__set__: _train,
+    Tensor.grad.__set__: lambda weight, gradient: None,
+    Tensor.register_hook: lambda weight, hook: no_handle(),
+    Tensor.register_post_accumulate_grad_hook: lambda weight, hook: no_handle(),
 }
 """What a loop does to a parameter by its name, and only the stage that owns it has to do: for the others, what is
 returned."""
@@ -325,6 +340,16 @@ FACTORIES = frozenset(
     ]
 )
 """Functions that read no value of their tensor: every stage computes them for real."""
+
+
+_ALIKE = FACTORIES | {Tensor.detach, Tensor.clone, torch.clone, Tensor.data.__get__}
+
+
+def _alike(function: Callable, args: tuple, kwargs: dict) -> Placeholder:
+    """What a program makes of another stage's parameter before anything is computed, as optimizers make their states:
+    it takes no memory, and its use raises."""
+    with local_only():
+        return placeholder(function(*args, **kwargs), -1, args[0].origin, args[0].home, is_weight=True)
 
 
 def make(function: Callable, args: tuple, kwargs: dict) -> Tensor:

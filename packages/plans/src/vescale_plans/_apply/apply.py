@@ -26,7 +26,7 @@ from ..installed._recipe import Recipe, install
 from ..installed._traffic import watch_first_step
 from ..plan import Plan, PlanError
 from .agreement import check_same_plan, check_same_values, checksums
-from .given.adopt import GONE, check_given, holds_gone, take_over
+from .given.adopt import GONE, check_given, take_over
 from .given.aliases import check_aliases
 from .given.arguments import check_arguments, check_made, check_values
 from .given.identity import Became, become
@@ -88,8 +88,9 @@ def parallelize(
         model: a single-device model, built with the same values on every rank (same seed). If it was built under
             `deferred_init`, only this rank's shards are allocated.
         optimizer_fn: makes the optimizer from an iterable of parameters, or from groups of the model's parameters that
-            were assembled before. Alternatively, an optimizer over the model's parameters, with or without states,
-            which is taken over. Any other optimizer over these parameters raises in its step.
+            were assembled before. Under a pipeline these, and `model.parameters()` inside of it, are all of the model
+            in the order of one device; what has no values here is then left out of the groups. Alternatively, an
+            optimizer over the model's parameters, with or without states, which is taken over. Any other optimizer over these parameters raises in its step.
         loss_fn: for a model whose forward does not compute the loss. From then on `model(...)` returns
             `loss_fn(output, ...)`, called with the arguments of the call: `model(batch)` is `loss_fn(output, batch)`.
             Keyword arguments that the forward does not take go to `loss_fn` alone. It runs where the output is: under a
@@ -158,12 +159,13 @@ def _parallelized(
         given = plan
         if len(plan.mesh) == 1:  # a stage's tensors need a mesh, be it of one rank
             plan = plan.override(mesh={**plan.mesh, "dp": 1})
-        before = list(model.named_parameters())
+        before = [(name, parameter, attributes_of(parameter)) for name, parameter in model.named_parameters()]
+        held = [(module, dict(module._parameters)) for module in model.modules()]
         plan, device_mesh, pipelined = stages(plan, model, make_mesh(plan))
         left = set(model.parameters())
-        for name, parameter in before:
+        for name, parameter, attributes in before:
             if parameter not in left:
-                parameter.__dict__[GONE] = name
+                parameter.__dict__.update({**attributes, **parameter.__dict__, GONE: name})
         keep_stage_mesh(given, device_mesh)
     mesh = mesh_of(device_mesh)
     with together("sharding the model"):
@@ -186,14 +188,13 @@ def _parallelized(
                     check_of_stage(optimizer_fn)
                 optimizer = take_over(optimizer_fn, model, sync)
             else:
-                optimizer = optimizer_fn(model.parameters()) if pipelined is None else made_over(model, optimizer_fn)
-                if pipelined is not None:
-                    check_of_stage(optimizer)
-                if holds_gone(optimizer):  # made of groups from before
-                    optimizer = take_over(optimizer, model, sync)
+                if pipelined is None:
+                    optimizer = optimizer_fn(model.parameters())
                 else:
-                    check_made(optimizer, model)
-                    optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
+                    optimizer = made_over(model, optimizer_fn, held)
+                    check_of_stage(optimizer)
+                check_made(optimizer, model)
+                optimizer = wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
     if pipelined is not None:
         pipelined()
     else:

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._torch_private import _get_total_norm, set_total_norm
 from ..member import Member
+from ..ownership import is_elsewhere, named_everywhere
 from .stand_ins import OtherStages, Remote
 from .told import exchange, norms_of_gradients
 
@@ -26,8 +27,9 @@ class Chosen:
     pipelines: ClassVar[WeakSet[Chosen]] = WeakSet()
     last: ClassVar[ref[Chosen] | None] = None  # of the pipeline that was called last: whose an empty list is
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, model: nn.Module) -> None:
         self._member = member
+        self._elsewhere = {id(one) for _, one in named_everywhere(model) if is_elsewhere(one)}
         self._places = {name: place for place, name in enumerate(member.owned.stages)}
         self.pipelines.add(self)
 
@@ -40,14 +42,15 @@ class Chosen:
         places = {id(one): self._places[name] for name, one in parameters.items()}
         places |= {id(one.grad): self._places[name] for name, one in parameters.items() if one.grad is not None}
         mine = [tensor for tensor in tensors if id(tensor) in places]
-        if not mine and (tensors or Chosen.last is None or Chosen.last() is not self):
+        rest = [one for one in tensors if id(one) not in places and id(one) not in self._elsewhere]
+        if len(rest) == len(tensors) and (tensors or Chosen.last is None or Chosen.last() is not self):
             return tensors
         with torch.no_grad():
             norms = norms_of_gradients([tensor.detach() for tensor in mine], order, self._member.codec.whole)
         numbers: dict[int, Tensor] = {}
         for place, dtype, norm in exchange(self._member, [places[id(tensor)] for tensor in mine], norms):
             numbers.setdefault(place, norm.to(dtype))  # of a tied weight the first rank's
-        return [one for one in tensors if id(one) not in places] + [numbers[place] for place in sorted(numbers)]
+        return rest + [numbers[place] for place in sorted(numbers)]
 
 
 @wraps(_get_total_norm)

@@ -65,13 +65,6 @@ def take_over(optimizer: torch.optim.Optimizer, model: nn.Module, sync: DataPara
     return wrap(optimizer, sync, {id(p): name for name, p in model.named_parameters()})
 
 
-def holds_gone(optimizer: Any) -> bool:
-    """Whether it is an optimizer that holds parameters of other stages of a pipeline."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return False
-    return any(is_gone(parameter) for group in optimizer.param_groups for parameter in group["params"])
-
-
 def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Treats `optimizer`, which was created from a parallelized model's parameters, as if `parallelize` had created it:
     it steps on this rank's shards, and `vescale.save` can store its states. For frameworks that create the optimizer

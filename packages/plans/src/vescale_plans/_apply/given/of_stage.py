@@ -1,4 +1,4 @@
-"""Optimizers of one stage of a pipeline, of which each rank makes its own over its part of the parameters."""
+"""Optimizers of one stage of a pipeline: each rank makes one of the whole model, and keeps its part of it."""
 
 from __future__ import annotations
 
@@ -9,37 +9,33 @@ import torch
 from torch import nn
 
 from ..._plan.parts import PlanError
-from .adopt import leave_out
+from .adopt import is_gone, leave_out
 
 
-def made_over(model: nn.Module, factory: Callable[[Iterator[nn.Parameter]], Any]) -> Any:
-    """What the factory makes of this stage's parameters. A stage that trains none, as of a model whose first layers are
-    frozen, gets an optimizer without parameters: torch makes none of an empty list, so it is given one for the time
-    being. Raises PlanError where the factory looks elsewhere, and finds none."""
-    own = list(model.parameters())
-    trains = any(parameter.requires_grad for parameter in own)
-    stand_in = nn.Parameter(torch.empty(0))
+def made_over(
+    model: nn.Module, factory: Callable[[Iterator[nn.Parameter]], Any], held: list[tuple[nn.Module, dict]]
+) -> Any:
+    """Returns what the factory makes of all parameters of the model, in the order of one device: a choice by place,
+    count or name is the same on all ranks. What it chose of other stages is then left out; groups stay, be they empty.
+
+    Arguments:
+        held: the modules, each with what it held before other stages took theirs.
+    """
+    own = [(module, dict(module._parameters)) for module, _ in held]
     try:
-        optimizer = factory(iter(own if trains else [*own, stand_in]))
-    except ValueError as error:
-        if "empty parameter list" not in str(error):
-            raise
-        raise PlanError(
-            "parallelize",
-            "the factory of the optimizer chose no parameter: a rank of a pipeline holds those of its stages, and of "
-            "another stage's module there are none",
-            (),
-            [
-                ("parallelize(plan, model, optimizer)", "an optimizer that was made before, of any parameters"),
-                (
-                    "lambda given: AdamW([p for p in given if p.requires_grad])",
-                    "of what the factory is given, the rest frozen before: a stage without any gets an empty one",
-                ),
-            ],
-        ) from error
-    if not trains and hasattr(optimizer, "param_groups"):
-        leave_out(optimizer, lambda one: one is stand_in)
+        _put(held)
+        optimizer = factory(model.parameters())
+    finally:
+        _put(own)
+    if hasattr(optimizer, "param_groups"):
+        leave_out(optimizer, is_gone)
     return optimizer
+
+
+def _put(held: list[tuple[nn.Module, dict]]) -> None:
+    for module, parameters in held:
+        module._parameters.clear()
+        module._parameters.update(parameters)
 
 
 def check_of_stage(optimizer: Any) -> None:
