@@ -514,7 +514,7 @@ class Mail:
 
     def __init__(self, boxes, rank):
         self.boxes, self.rank = boxes, rank
-        self.has_tags, self.device = True, torch.device("cpu")
+        self.has_tags, self.backwards, self.device = True, 0, torch.device("cpu")
 
     def exchange(self, peers, tag, value):
         for peer in peers:

@@ -204,6 +204,61 @@ def test_ranks_with_other_batches_are_told():
     assert "ranks 0 and 1 are about to run different things" in outcomes[0][1]
 
 
+def left_out(way, ranks):
+    """Steps in which the rank of the last stage alone runs the backward, as where stages are driven by hand."""
+    from torch import distributed as dist
+
+    torch.manual_seed(0)
+    model, optimizer = parallel(Net(), ranks)
+    for _ in range(2):
+        loss = model(*batch())
+        if dist.get_rank() == ranks - 1:
+            loss.backward()
+        if way == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        elif way == "by name":
+            torch.nn.utils.clip_grad_norm_([p for _, p in model.named_parameters()], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if way == "evaluated":
+            with torch.no_grad():
+                model(*batch())
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("clipped", 4), ("by name", 2), ("called again", 4), ("evaluated", 2)])
+def test_a_backward_that_some_ranks_leave_out_is_told(way, ranks):
+    outcomes = run_ranks(ranks, lambda: outcome(lambda: left_out(way, ranks)), timeout=60)
+    assert len({text for _, text, _, _ in outcomes}) == 1
+    assert re.search(r"rank \d of the pipeline has run 0 backwards, another 1", outcomes[0][1]), outcomes[0][1]
+    assert all(seconds < PROMPT_S for *_, seconds in outcomes)
+
+
+def on_all_ranks():
+    """Calls without a backward, and one backward of two calls, on all ranks alike; then what one device has, too."""
+    found = []
+    for chosen in (True, False):
+        torch.manual_seed(0)
+        model = Net()
+        if chosen:
+            model, optimizer = parallel(model, 2)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(*batch())  # a loss that is not finite: the batch is left out
+            (model(*batch()) + (model(*batch(8)) if step else 0)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({n: (p.full_tensor() if chosen else p).detach() for n, p in model.named_parameters()})
+    here, alone = found
+    for name, value in here.items():
+        torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=1e-6)
+
+
+def test_calls_whose_backward_all_ranks_leave_out_or_run_at_once_train_as_on_one_device():
+    run_ranks(2, on_all_ranks, timeout=60)
+
+
 class Skipping(Net):
     """Leaves out blocks at random, each microbatch others."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ FAILED = -1
 def all_failed(member: Member, number: int) -> bool:
     """Tells both neighbours, in place of a greeting, that this rank's `number`th call raised before it began; gives
     whether theirs did, too. Cost: as the first round of `greet`."""
-    word = [number, FAILED, 0, 0, 0]
+    word = [number, FAILED, 0, 0, 0, 0]
     told = member.link.exchange(_at_distance(1, member), member.tags("greet"), word)
     return all(mode == FAILED for _, mode, *_ in told)
 
@@ -34,22 +34,25 @@ def greet(member: Member, number: int, call: Call, trains: bool, changed: bool) 
     """Neighbours compare what they are about to run, as their `number`th call; gives whether `changed` holds anywhere.
 
     Every rank hears the word of all: in a ring it goes over ever larger distances, each time with all that is known by
-    then. Cost: messages of 40 bytes, each way to two neighbours, and with more than 3 ranks to two others in each of
+    then. Cost: messages of 48 bytes, each way to two neighbours, and with more than 3 ranks to two others in each of
     the further rounds, log3(ranks) - 1 of them.
 
     Raises PipelineError where they differ.
     """
     ranks, tag = member.schedule.ranks, member.tags("greet")
     peers = _at_distance(1, member)
-    mine = [number, int(trains), call.digest(member.schedule), _digest_of_generator(member, call)]
+    backwards = member.link.backwards
+    mine = [number, int(trains), backwards, call.digest(member.schedule), _digest_of_generator(member, call)]
     for peer, (*theirs, word) in zip(peers, member.link.exchange(peers, tag, [*mine, int(changed)])):
         changed = changed or bool(word)
         if theirs[1] == FAILED:
             member.link.receive_object(peer, tag)  # there is none: ends with a LinkError once the peer has told why
         if theirs != mine:
-            first = next(i for i, (a, b) in enumerate(zip(theirs, mine)) if a != b)
-            kinds = ("call", "mode (train or no_grad)", "batch, model or schedule", "state of torch's generator")
-            what = kinds[first]
+            if theirs[:2] == mine[:2] and theirs[2] != backwards:
+                raise left_out({peer: theirs[2], member.rank: backwards})
+            differ = [a != b for a, b in zip(theirs, mine)]
+            kinds = ("call", "mode (train or no_grad)", "", "batch, model or schedule", "state of torch's generator")
+            what = kinds[differ.index(True)]
             low, high = sorted((peer, member.rank))
             raise PipelineError(
                 "pipeline",
@@ -67,6 +70,19 @@ def greet(member: Member, number: int, call: Call, trains: bool, changed: bool) 
         words = member.link.exchange(_at_distance(known, member), tag, [int(changed)])
         changed, known = changed or any(word for (word,) in words), 3 * known
     return changed
+
+
+def left_out(backwards: Mapping[int, int]) -> PipelineError:
+    """The error for ranks that have not all run the backward of a call, of which one may say how many each has."""
+    most = max(backwards.values())
+    fewer = next(rank for rank, count in sorted(backwards.items()) if count < most)
+    return PipelineError(
+        "backward",
+        f"rank {fewer} of the pipeline has run {backwards[fewer]} backwards, another {most}: the stages of a rank that "
+        "leaves out a call's backward have no gradients, and are not trained",
+        (),
+        [("loss = model(batch); loss.backward()", "on every rank, the loss is the same on all: not on the last alone")],
+    )
 
 
 def _at_distance(distance: int, member: Member) -> list[int]:

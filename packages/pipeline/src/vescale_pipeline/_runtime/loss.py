@@ -80,12 +80,12 @@ class Gradients:
     scale it by: the last call's. So a loss scaler's factor was in the backward, where
     half precision needs it. Where the guess is right nothing is multiplied on the CPU; a
     device's factor is not known to the host, and multiplying by 1 changes nothing.
-    `check` raises if the pipeline is known to have failed since the call.
+    `releases` is told that they are taken; it raises if the pipeline is known to have failed since the call.
     """
 
-    def __init__(self, sums: list[Tensor | None], scale: Weight, check: Callable[[], None]) -> None:
+    def __init__(self, sums: list[Tensor | None], scale: Weight, releases: Callable[[], None]) -> None:
         self._sums: list[Tensor | None] | None = sums
-        self._scale, self._check = scale, check
+        self._scale, self._releases = scale, releases
         self.used = scale
 
     def take(self, incoming: Tensor) -> list[Tensor | None]:
@@ -97,7 +97,7 @@ class Gradients:
                 (),
                 [("loss = model(batch)", "once per backward; retain_graph has no meaning here")],
             )
-        self._check()
+        self._releases()
         if incoming.is_meta:  # a dry run, whose backward scales as the one before
             return sums
         if incoming.device.type == "cpu":
@@ -132,8 +132,8 @@ class Release(torch.autograd.Function):
 
 
 def released(
-    gradients: list[Tensor | None], scale: Weight, loss: Tensor, parameters: list[Tensor], check: Callable[[], None]
+    gradients: list[Tensor | None], scale: Weight, loss: Tensor, parameters: list[Tensor], releases: Callable[[], None]
 ) -> tuple[Tensor, Gradients]:
     """`loss`, connected to the parameters."""
-    held = Gradients(gradients, scale, check)
+    held = Gradients(gradients, scale, releases)
     return Release.apply(held, loss, torch.zeros((), requires_grad=True), *parameters), held

@@ -205,6 +205,11 @@ class Runtime:
         if self._broken is not None:
             raise failure(self._broken)
 
+    def _releases(self) -> None:
+        """This rank's backward takes a call's gradients."""
+        self._check()
+        self.link.backwards += 1
+
     def _fails_everywhere(self) -> bool:
         """Whether the others raise before this call begins, too: they do if all run the same code on the same batch."""
         try:
@@ -316,7 +321,7 @@ class Runtime:
         self._other_stages[0].exists = True
         self._chosen.called()
         gradients = [sums.get(name) for name in trained]
-        loss, self._gradients = released(gradients, scale, loss, list(trained.values()), self._check)
+        loss, self._gradients = released(gradients, scale, loss, list(trained.values()), self._releases)
         return with_loss(call.record.result, loss)
 
     # --- the norm of all gradients --------------------------------------------------------

@@ -139,7 +139,7 @@ class Link:
         self._wire = wire = wire_of(group, device, timeout)
         self._to, self._from = directly(wire.send), directly(wire.recv)
         self._tags, self._recorder = tags, recorder or Recorder()
-        self.calls = 0
+        self.calls = self.backwards = 0  # of the model, by this rank
         self._sent: list[tuple[Any, int, Any, Tensor, int | None]] = []
         self._free: dict[tuple, list[Tensor]] = {}
 

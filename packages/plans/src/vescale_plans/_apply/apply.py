@@ -90,7 +90,8 @@ def parallelize(
         optimizer_fn: makes the optimizer from an iterable of parameters, or from groups of the model's parameters that
             were assembled before. Under a pipeline these, and `model.parameters()` inside of it, are all of the model
             in the order of one device; what has no values here is then left out of the groups. Alternatively, an
-            optimizer over the model's parameters, with or without states, which is taken over. Any other optimizer over these parameters raises in its step.
+            optimizer over the model's parameters, with or without states, which is taken over. Any other optimizer over
+            these parameters raises in its step.
         loss_fn: for a model whose forward does not compute the loss. From then on `model(...)` returns
             `loss_fn(output, ...)`, called with the arguments of the call: `model(batch)` is `loss_fn(output, batch)`.
             Keyword arguments that the forward does not take go to `loss_fn` alone. It runs where the output is: under a

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..._torch_private import DisableTorchFunctionSubclass, _foreach_norm, make_subclass
 from ..._trace.containers import map_tensors
 from ..._transport.p2p import Part
+from ..call_exchange import left_out
 from ..member import Member
 
 
@@ -195,7 +196,8 @@ def exchange(member: Member, words: Sequence[Any], numbers: Sequence[Tensor]) ->
     """What all ranks tell, in their order: for each number a word (picklable) of what it is of, its dtype, and it, in
     double precision. Call it on all ranks of the pipeline.
 
-    Cost: to and from each rank one message of 8 bytes per number, and one of the words.
+    Cost: to and from each rank one message of 8 bytes per number, and one of the words. Raises PipelineError, on all
+    ranks, where some have left out a backward.
     """
     tag = member.tags("norm")
     word = list(zip(words, [one.dtype for one in numbers]))
@@ -205,8 +207,13 @@ def exchange(member: Member, words: Sequence[Any], numbers: Sequence[Tensor]) ->
         else torch.empty(0, dtype=torch.float64, device=member.link.device)
     )
     for peer in member.others:
-        member.link.send_object(peer, tag, word)
-    heard = {peer: member.link.receive_object(peer, tag) for peer in member.others}
+        member.link.send_object(peer, tag, (member.link.backwards, word))
+    told_of = {peer: member.link.receive_object(peer, tag) for peer in member.others}
+    backwards = {member.rank: member.link.backwards} | {peer: count for peer, (count, _) in told_of.items()}
+    if len(set(backwards.values())) > 1:
+        member.link.flush()
+        raise left_out(backwards)
+    heard = {peer: theirs for peer, (_, theirs) in told_of.items()}
     arrivals = {
         peer: member.link.swap(peer, tag + 2, [told], (Part((len(theirs),), (1,), torch.float64, False),))
         for peer, theirs in heard.items()
