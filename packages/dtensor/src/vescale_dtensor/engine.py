@@ -109,3 +109,4 @@ from ._torch_range import torch_release as torch_release
 from .debug import cut_last as cut_last
 from .debug import hook_breakpoints as hook_breakpoints
 from .debug import value_number as value_number
+from .extend import show_functions as show_functions

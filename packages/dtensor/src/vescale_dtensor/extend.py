@@ -127,6 +127,15 @@ def _as_replicate(tensor: DTensor) -> DTensor:
     return convert(tensor, layout.with_states(states), "local_map")
 
 
+_shown: list[Callable[[Any], Any]] = []
+
+
+def show_functions(instead: Callable[[Any], Any]) -> None:
+    """From now on users' autograd Functions are applied to `instead(argument)`: for whoever follows a program without
+    values by a mode of functions, to which `apply` does not come."""
+    _shown.append(instead)
+
+
 def register_function(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Makes a user's autograd Function correct on DTensors: inputs are gathered, it runs on whole tensors, and outputs
     are replicated.
@@ -140,9 +149,12 @@ def register_function(function: type[torch.autograd.Function]) -> type[torch.aut
     original = function.apply
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        if any(type(argument) is DTensor for argument in args):
+        for instead in _shown:
+            args = tuple(map(instead, args))
+        kinds = set(map(type, args))
+        if DTensor in kinds and not any(getattr(kind, "before_dtensor", False) for kind in kinds):
             return call(apply, *args, **kwargs)
-        return original(*args, **kwargs)
+        return original(*args, **kwargs)  # beside what has no values, function by function
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
         return run_whole(original, is_users=True)(*args, **kwargs)

@@ -11,6 +11,7 @@ from ._runtime.ownership import release as release
 from ._runtime.runtime import READING as READING
 from ._runtime.runtime import Runtime as Runtime
 from ._runtime.stage import Codec as Codec
+from ._trace.record import seen as seen
 from ._transport.alone import Alone as Alone
 from ._transport.alone import Crossing as Crossing
 from ._transport.alone import Learning as Learning

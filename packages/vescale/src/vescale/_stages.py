@@ -31,13 +31,16 @@ from vescale_dtensor.engine import (
     is_reproducible,
     layout_of,
     mesh_of,
+    show_functions,
     verdict,
 )
 from vescale_pipeline import Schedule, generate, verify
-from vescale_pipeline.engine import Codec, Runtime, ownership, release
+from vescale_pipeline.engine import Codec, Runtime, ownership, release, seen
 from vescale_plans import Plan, PlanError
 
 from ._scaler import lines
+
+show_functions(seen)
 
 if TYPE_CHECKING:  # one signature, with its overloads, for both
     from vescale_plans import parallelize as parallelize

@@ -325,6 +325,12 @@ class Recorder:
         return self._keys
 
 
+def seen(value: Any) -> Any:
+    """What a dry run has in place of a parameter. Anything else, and all outside of a dry run, is itself."""
+    reader = current.reader
+    return reader._weights.get(id(value), value) if isinstance(reader, Recorder) else value
+
+
 def _is_users(hook: Callable) -> bool:
     own = (getattr(hook, "__module__", None) or type(hook).__module__).startswith("vescale")
     return not own and not is_capture(hook)
