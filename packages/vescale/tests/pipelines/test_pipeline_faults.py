@@ -175,6 +175,55 @@ def test_a_killed_rank_ends_the_others(victim, tmp_path):
     assert all(kind == "PipelineFailure" and seconds < PROMPT_S for kind, _, seconds in outcomes)
 
 
+def killed_before_clipping(victim, folder):
+    from torch import distributed as dist
+
+    torch.manual_seed(0)
+    model, _ = parallel(Net())
+    model(*batch()).backward()
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def clip():
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    found = [outcome(clip), outcome(clip), outcome(lambda: model(*batch()))]  # and what it leaves behind
+    path = folder / f"{dist.get_rank()}.json"
+    path.write_text(json.dumps([(kind.__name__, text, seconds) for kind, text, _, seconds in found]))
+
+
+def test_a_rank_that_is_killed_before_clipping_ends_the_others(tmp_path):
+    with pytest.raises(RankError):
+        run_ranks(4, killed_before_clipping, 1, tmp_path)
+    outcomes = [one for rank in (0, 2, 3) for one in json.loads((tmp_path / f"{rank}.json").read_text())]
+    assert len({text for _, text, _ in outcomes}) == 1
+    lost = r"rank \d, in the exchange of norms, lost rank 1: .*, of norms of gradients, part 0, from rank 1 to rank \d"
+    assert re.search(rf"{lost} in call 1|rank 1 .*SIGKILL", outcomes[0][1]), outcomes[0][1]
+    assert all(kind == "PipelineFailure" and seconds < PROMPT_S for kind, _, seconds in outcomes)
+
+
+def going_on_alone(way, ranks):
+    """One rank leaves out a clipping, or evaluates alone, while the others clip."""
+    from torch import distributed as dist
+
+    torch.manual_seed(0)
+    model, _ = parallel(Net(), ranks)
+    model(*batch()).backward()
+    model._vescale.runtime.link.timeout = timedelta(seconds=3)
+    if dist.get_rank():
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with torch.set_grad_enabled(way == "trains"):
+        model(*batch())
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("trains", 2), ("evaluates", 4)])
+def test_a_wait_for_a_rank_that_does_something_else_ends_and_says_what_it_was_for(way, ranks):
+    outcomes = run_ranks(ranks, lambda: outcome(lambda: going_on_alone(way, ranks)), timeout=60)
+    assert {kind for kind, *_ in outcomes} == {PipelineFailure} and len({text for _, text, _, _ in outcomes}) == 1
+    assert re.search(r"lost rank \d: .*, of (the greeting|norms of gradients), part 0, from rank", outcomes[0][1])
+    assert all(seconds < PROMPT_S for *_, seconds in outcomes)
+
+
 def unequal_numbers_of_batches():
     from torch import distributed as dist
 

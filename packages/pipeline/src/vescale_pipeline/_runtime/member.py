@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +23,8 @@ class Member:
     Arguments:
         parameters: of the model, by name, those that other stages own among them.
         stages: this rank's, by their numbers.
+        beside: a context for what ranks tell each other outside of calls, given what they do in words: a lost
+            connection ends the pipeline, as in a call.
     """
 
     schedule: Schedule
@@ -31,6 +34,7 @@ class Member:
     link: Link
     tags: Tags
     stages: Mapping[int, Stage]
+    beside: Callable[[str], AbstractContextManager] = nullcontext
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,7 @@ the forward actions run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from .._trace.placeholder import current
 from .._trace.rows.notes import Notes
 from .._trace.rows.reduction import outputs, reduction
 from .._trace.rows.tags import MEAN
-from .._transport.faults import Faults, failure
+from .._transport.faults import Faults, PipelineFailure, failure
 from .._transport.messages import Recorder, Tags
 from .._transport.p2p import Link
 from .._transport.watch import watch
@@ -122,7 +122,7 @@ class Runtime:
             stage: Stage(stage, {name: parameters[name] for name in owned.names_of(stage)}, codec) for stage in mine
         }
         self.schedule, self.link, self.tags, self.rank = schedule, link, tags, link.rank
-        self._member = Member(schedule, owned, parameters, codec, link, tags, stages)
+        self._member = Member(schedule, owned, parameters, codec, link, tags, stages, self._beside)
         self._model = model
         self._read = partial(dry_run, model, owned.cuts, buffers=owned.buffers, compute=compute)
         self._root = Station(model, "").original
@@ -186,16 +186,33 @@ class Runtime:
         except BaseException as error:
             if isinstance(error, PipelineError) and doing.action is None and self._fails_everywhere():
                 raise  # nothing has started on any rank: the next call may go well
-            self._broken = self.faults.cause_of(error, self.link.ranks[self.rank], str(doing))
-            self._close()
+            failed = self._failed(error, str(doing))
             if not isinstance(error, Exception):
                 raise  # an interrupt, or an exit, stays what it is
-            if isinstance(error, LinkError):
-                error.__traceback__ = None  # its frames hold transfers, and these the connections
-                raise failure(self._broken) from None
-            raise failure(self._broken) from error
+            raise failed from (None if isinstance(error, LinkError) else error)
         finally:
             self._in_call = False
+
+    def _failed(self, error: BaseException, doing: str) -> PipelineFailure:
+        """The failure that this rank raises, with the first cause, for an error of its own while it was `doing`
+        something; it is told and the connections are closed."""
+        self._broken = self.faults.cause_of(error, self.link.ranks[self.rank], doing)
+        self._close()
+        if isinstance(error, LinkError):
+            error.__traceback__ = None  # its frames hold transfers, and these the connections
+        return failure(self._broken)
+
+    @contextmanager
+    def _beside(self, doing: str) -> Iterator[None]:
+        """For what ranks tell each other outside of calls."""
+        self._check()
+        before, self._in_call = self._in_call, True
+        try:
+            yield
+        except LinkError as error:
+            raise self._failed(error, doing) from None
+        finally:
+            self._in_call = before
 
     def _check(self) -> None:
         """Raises what this rank knows of a failure."""

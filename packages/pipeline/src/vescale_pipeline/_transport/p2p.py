@@ -198,7 +198,7 @@ class Link:
         """A small Python value: two messages where there are tags, else an entry in the store."""
         data = pickle.dumps(value)
         if self._words is not None:
-            mark = self._posted(self.rank, peer, tag, 0, False)
+            _, mark = self._posted(self.rank, peer, tag, 0, False)
             self._words.send(peer, tag, data)
             return self._recorder.ended(mark)
         self.send(peer, tag, [torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)])
@@ -206,13 +206,13 @@ class Link:
     def receive_object(self, peer: int, tag: int) -> Any:
         """What `send_object` sent; waits."""
         if self._words is not None:
-            mark = self._posted(peer, self.rank, tag, 0, False)
+            message, mark = self._posted(peer, self.rank, tag, 0, False)
             self._recorder.waits(mark)
             try:
                 data = self._words.receive(peer, tag)
-            except LinkError:
+            except LinkError as error:
                 self._recorder.failed(mark)
-                raise
+                raise LinkError(f"{error}, of {message}") from None
             self._recorder.ended(mark)
             return pickle.loads(data)
         size = self._receive(peer, tag, torch.empty(1, dtype=torch.int64))
@@ -245,8 +245,9 @@ class Link:
         while sent:
             self.wait(*sent.pop()[:3])
 
-    def wait(self, work: Any, peer: int, mark: Any) -> None:
-        """Waits for one transfer with `peer`; without tags, lets the stream wait. Raises LinkError."""
+    def wait(self, work: Any, peer: int, posted: tuple[Message, Any]) -> None:
+        """Waits for one transfer with `peer`; without tags, lets the stream wait. Raises LinkError, which names it."""
+        message, mark = posted
         self._recorder.waits(mark)
         try:
             if self._words is None:
@@ -258,7 +259,7 @@ class Link:
             text = _text(error)
         self._recorder.failed(mark)
         del work  # this frame lives as long as the error, and must not hold a connection
-        raise LinkError(f"rank {self.ranks[peer]}: {text}")
+        raise LinkError(f"rank {self.ranks[peer]}: {text}, of {message}")
 
     def recycle(self, tensor: Tensor) -> None:
         """Gives a receive buffer back; one that somebody still looks at is left to them.
@@ -303,10 +304,10 @@ class Link:
         self.wait(self._started(self._from, into, peer, tag), peer, mark)
         return into
 
-    def _posted(self, source: int, target: int, tag: int, received: int, is_ordered: bool = True) -> Any:
-        """The recorder's mark for a transfer between two places of the pipeline."""
+    def _posted(self, source: int, target: int, tag: int, received: int, is_ordered: bool = True) -> tuple:
+        """A transfer between two places of the pipeline, and the recorder's mark for it."""
         message = Message(self._tags, self.calls, self.ranks[source], self.ranks[target], tag)
-        return self._recorder.begin(message, is_ordered and self._words is not None, received)
+        return message, self._recorder.begin(message, is_ordered and self._words is not None, received)
 
     def _started(self, transfer: Callable, tensor: Tensor, peer: int, tag: int) -> Any:
         try:

@@ -197,29 +197,30 @@ def exchange(member: Member, words: Sequence[Any], numbers: Sequence[Tensor]) ->
     double precision. Call it on all ranks of the pipeline.
 
     Cost: to and from each rank one message of 8 bytes per number, and one of the words. Raises PipelineError, on all
-    ranks, where some have left out a backward.
+    ranks, where some have left out a backward; PipelineFailure where a rank is lost.
     """
-    tag = member.tags("norm")
-    word = list(zip(words, [one.dtype for one in numbers]))
-    told = (
-        torch.stack(list(numbers)).double()
-        if numbers
-        else torch.empty(0, dtype=torch.float64, device=member.link.device)
-    )
-    for peer in member.others:
-        member.link.send_object(peer, tag, (member.link.backwards, word))
-    told_of = {peer: member.link.receive_object(peer, tag) for peer in member.others}
-    backwards = {member.rank: member.link.backwards} | {peer: count for peer, (count, _) in told_of.items()}
-    if len(set(backwards.values())) > 1:
+    with member.beside("the exchange of norms"):
+        tag = member.tags("norm")
+        word = list(zip(words, [one.dtype for one in numbers]))
+        told = (
+            torch.stack(list(numbers)).double()
+            if numbers
+            else torch.empty(0, dtype=torch.float64, device=member.link.device)
+        )
+        for peer in member.others:
+            member.link.send_object(peer, tag, (member.link.backwards, word))
+        told_of = {peer: member.link.receive_object(peer, tag) for peer in member.others}
+        backwards = {member.rank: member.link.backwards} | {peer: count for peer, (count, _) in told_of.items()}
+        if len(set(backwards.values())) > 1:
+            member.link.flush()
+            raise left_out(backwards)
+        heard = {peer: theirs for peer, (_, theirs) in told_of.items()}
+        arrivals = {
+            peer: member.link.swap(peer, tag + 2, [told], (Part((len(theirs),), (1,), torch.float64, False),))
+            for peer, theirs in heard.items()
+        }
+        columns = {member.rank: (word, told), **{peer: (heard[peer], one.wait()[0]) for peer, one in arrivals.items()}}
         member.link.flush()
-        raise left_out(backwards)
-    heard = {peer: theirs for peer, (_, theirs) in told_of.items()}
-    arrivals = {
-        peer: member.link.swap(peer, tag + 2, [told], (Part((len(theirs),), (1,), torch.float64, False),))
-        for peer, theirs in heard.items()
-    }
-    columns = {member.rank: (word, told), **{peer: (heard[peer], one.wait()[0]) for peer, one in arrivals.items()}}
-    member.link.flush()
     return [
         (*known, number)
         for _, (known_of, column) in sorted(columns.items(), key=lambda one: one[0])
