@@ -7,8 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-# The meta package last: the five that it requires come before it, in the same pip call.
-PACKAGES := dtensor rng plans pipeline checkpoint vescale
+# The meta package last: the six that it requires come before it, in the same pip call.
+PACKAGES := trace dtensor rng plans pipeline checkpoint vescale
 EXTRAS_dtensor := [testing]
 EXTRAS_vescale := [demo]
 BUILD_TOOLS := build editables hatchling
@@ -83,7 +83,7 @@ $(STAMP): $(STAMP_INPUTS)
 	    $(PYTHON) -m venv --clear $(VENV); }
 	@echo "setup: installing the build tools"
 	@$(RUN) -m pip install -q -c constraints.txt $(BUILD_TOOLS)
-	@echo "setup: installing torch, the tools and the six packages (some minutes the first time)"
+	@echo "setup: installing torch, the tools and the seven packages (some minutes the first time)"
 	@$(RUN) -m pip install -q -c constraints.txt --no-build-isolation torch $(TOOLS) \
 	    $(foreach package,$(PACKAGES),-e ./packages/$(package)$(EXTRAS_$(package)))
 	@touch $@

@@ -9,7 +9,6 @@ import torch
 import typer
 
 from vescale_dtensor import VescaleError
-from vescale_pipeline import PipelineError
 
 from ._commands.calibrate import calibrate
 from ._commands.checkpoint import app as checkpoint
@@ -49,6 +48,6 @@ def main() -> None:
     """Runs a command. What the user can mend is said in its own words, with exit status 1 and no traceback."""
     try:
         app()
-    except (VescaleError, PipelineError) as error:
+    except VescaleError as error:
         typer.echo(str(error), err=True)
         sys.exit(1)

@@ -1,27 +1,36 @@
-"""Errors of pipelines have a base of their own, for their package imports torch only: the core's in all but name."""
+"""Every error of veScale that a user can fix has one base, in all packages, and travels between ranks."""
 
-import inspect
+import importlib
 import pickle
 
 import pytest
 
-from vescale_dtensor import VescaleError
-from vescale_pipeline import PipelineError
+import vescale
+from vescale_pipeline import PipelineError, PipelineFailure, ScheduleError
+from vescale_plans import PlanError
 
-ARGUMENTS = [
-    ("step", "a rule with 3 of 4", (), ()),
-    ("step", "a rule", ["x  [4]", "y  [6]"], [("one()", "no cost")]),
-    ("step", "a rule", ("x  [4]",), [("one()", "no cost"), ("another(longer)", ""), ("three()", "an all-gather")]),
-]
+PACKAGES = [f"vescale_{name}" for name in ("trace", "dtensor", "rng", "plans", "pipeline", "checkpoint")]
 
 
-@pytest.mark.parametrize("given", ARGUMENTS)
-def test_the_pipelines_base_says_the_same_and_travels(given):
-    core, other = VescaleError(*given), PipelineError(*given)
-    assert str(other) == str(core)
-    assert [getattr(other, name) for name in ("operation", "rule", "operands", "remedies")] == [
-        getattr(core, name) for name in ("operation", "rule", "operands", "remedies")
-    ]
-    assert str(pickle.loads(pickle.dumps(other))) == str(core)
-    assert inspect.signature(PipelineError) == inspect.signature(VescaleError)
-    assert issubclass(PipelineError, RuntimeError)  # no TypeError or NotImplementedError, which operators swallow
+def exported_errors():
+    """The exception classes that the packages export, but for warnings and `InternalError`, which names no remedy."""
+    things = [thing for name in [*PACKAGES, "vescale"] for thing in vars(importlib.import_module(name)).values()]
+    errors = {thing for thing in things if isinstance(thing, type) and issubclass(thing, Exception)}
+    return sorted((one for one in errors - {vescale.InternalError} if not issubclass(one, Warning)), key=str)
+
+
+def test_every_error_is_caught_by_one_base():
+    errors = exported_errors()
+    assert {PipelineError, ScheduleError, PipelineFailure, PlanError, vescale.CheckpointError} <= set(errors)
+    assert [one for one in errors if not issubclass(one, vescale.VescaleError)] == []
+    assert not issubclass(vescale.VescaleError, TypeError | NotImplementedError)  # which operators swallow
+
+
+@pytest.mark.parametrize("error", [vescale.VescaleError, PipelineError, ScheduleError, PlanError])
+def test_an_error_travels(error):
+    made = error("step", "a rule with 3 of 4", ["x  [4]"], [("one()", "no cost"), ("another(longer)", "")])
+    got = pickle.loads(pickle.dumps(made))
+    assert type(got) is error and str(got) == str(made)
+    assert str(made) == (
+        "step: a rule with 3 of 4\n  x  [4]\nfix one of: one()            # no cost\n            another(longer)"
+    )

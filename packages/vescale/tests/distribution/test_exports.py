@@ -251,6 +251,7 @@ PUBLIC = {
         "use_geometry",
         "use_stream",
     },
+    "vescale_trace": {"VescaleError"},
 }
 
 
