@@ -1,6 +1,10 @@
 """The second device and its process group: what a GPU and NCCL refuse, delay or count, they do."""
 
+import contextlib
 import os
+import pathlib
+import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -575,3 +579,83 @@ def test_many_megabytes_both_ways_at_once():
         return x.sum().item()
 
     assert on_two(total) == [2.0 * (1 << 20)] * 2
+
+
+# --- other users of the machine
+
+STRANGER = 65534
+
+
+def as_stranger(act):
+    """Runs `act` in a process of another user; only root may."""
+    child = os.fork()
+    if not child:
+        os.setgid(STRANGER)
+        os.setuid(STRANGER)
+        with contextlib.suppress(BaseException):
+            act()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_what_a_stranger_sends_is_not_read():
+    from vescale_dtensor._second import _wire
+
+    arrived = threading.Event()
+    ours, other = _wire.Wire(arrived.set), _wire.Wire(lambda: None)
+
+    def send():
+        with socket.socket(socket.AF_UNIX) as to:
+            to.connect("\0" + ours.address)
+            head = repr(("key", "a stranger's")).encode()
+            to.sendall(_wire._LENGTHS.pack(len(head), 0) + head)
+            to.shutdown(socket.SHUT_WR)
+            assert to.recv(1) == b""  # it was read to its end, and dropped
+
+    as_stranger(send)
+    assert not arrived.is_set() and not ours.has("key")
+    other.send(ours.address, ("key", (1, "a")), ("kind", "a 'label'\n", 3), b"bytes")
+    assert arrived.wait(30) and ours.take(("key", (1, "a"))) == (("kind", "a 'label'\n", 3), b"bytes")
+
+
+def test_what_a_message_holds_is_data_and_no_code(tmp_path):
+    from vescale_dtensor._second import _wire
+
+    for head in (
+        pickle.dumps((1, pathlib.Path())),
+        b"__import__('os').mkdir(" + repr(str(tmp_path / "x")).encode() + b")",
+    ):
+        ours = _wire.Wire(lambda: None)
+        near, far = socket.socketpair()
+        near.sendall(_wire._LENGTHS.pack(len(head), 0) + head)
+        near.close()
+        with pytest.raises((ValueError, SyntaxError)):
+            ours._read(far)
+        assert not ours._messages and not (tmp_path / "x").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize("how", ["owner", "mode", "link"])
+def test_a_folder_that_others_can_write_to_holds_no_library(monkeypatch, tmp_path, how):
+    from vescale_dtensor._second import _build
+
+    named, other = tmp_path / "named", tmp_path / "other"
+    other.mkdir()
+    (other / f"{_build.MODULE}-{_build._fingerprint()}.so").write_text("a stranger's")
+    if how == "mode":
+        other.chmod(0o777)
+    else:
+        os.chown(other, STRANGER, STRANGER)
+    if how == "link":
+        named.symlink_to(other)
+    else:
+        other.rename(named)
+    monkeypatch.setattr(_build, "_compile", lambda folder, target: target.write_text("built"))
+    monkeypatch.setattr(_build, "_folders", lambda: [named])
+    with pytest.raises(_build.BuildError, match="this user's alone"):
+        _build.library()
+    monkeypatch.setattr(_build, "_folders", lambda: [named, tmp_path / "own"])
+    assert _build.library().read_text() == "built" and _build.library().parent == tmp_path / "own"
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from vescale_dtensor import InterleavedShard, Partial, Replicate, Shard
-from vescale_plans import Boundary, Plan, PlanError, library
+from vescale_plans import Boundary, Plan, PlanError, generate_plan, library
 from vescale_plans._apply.containers import map_first, map_tensors
 from vescale_plans._plan.match import match, nearest
 
@@ -112,3 +113,21 @@ def test_containers_know_huggingface_outputs():
 
 def test_partial_is_a_placement_for_boundaries():
     Plan(mesh={"tp": 2}, parameters={"*": {}}, boundaries={"": Boundary(output={"tp": Partial()})})
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "line\nfeed", "\x9b31m"], ids=ascii)
+@pytest.mark.parametrize("what", ["module", "parameter"])
+def test_names_with_control_characters_are_refused(name, what):
+    model = nn.Sequential(nn.Linear(4, 4))
+    if what == "module":
+        model.add_module(name, nn.Linear(4, 4))
+    else:
+        model.register_parameter(name, nn.Parameter(torch.ones(4)))
+    for act in (
+        lambda: Plan(mesh={"dp": 1}, parameters={"*": {}}).validate(model),
+        lambda: generate_plan(model, world_size=2, batch=4, sample=torch.ones(2, 4)),
+        lambda: Plan(mesh={"dp": 1}, parameters={"0.*": {}}).complete(model, torch.ones(2, 4)),
+    ):
+        with pytest.raises(PlanError, match="control characters") as caught:
+            act()
+        assert all(line.isprintable() for line in str(caught.value).split("\n"))

@@ -4,12 +4,15 @@ A `VescaleError` is the user's: it names the operation, the rule that was broken
 with its numbers, the operands, and remedies with what each costs. It derives
 from RuntimeError, because Python's reflected operators swallow TypeError and
 NotImplementedError. Texts are the same on every rank; what differs by rank goes
-into a note (`add_note`).
+into a note (`add_note`). Names in them may come from anybody, so that they have
+no control characters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from .text import printable
 
 
 class VescaleError(RuntimeError):
@@ -42,7 +45,7 @@ class VescaleError(RuntimeError):
             for i, (code, cost) in enumerate(self.remedies):
                 lead = head if i == 0 else " " * len(head)
                 lines.append(f"{lead}{code:<{width}}  # {cost}" if cost else f"{lead}{code}")
-        return "\n".join(lines)
+        return printable("\n".join(lines), lines=True)
 
     def __reduce__(self):
         return (type(self), (self.operation, self.rule, self.operands, self.remedies))

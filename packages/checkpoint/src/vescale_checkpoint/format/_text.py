@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vescale_trace.text import printable as escaped
+
 MOST_CHARACTERS = 4000
 _MOST_ITEMS, _MOST_LEVELS, _MOST_BITS = 6, 3, 512
 
@@ -20,9 +22,7 @@ def printable(text: str, most: int = MOST_CHARACTERS, *, lines: bool = False) ->
     """
     if len(text) > most:
         text = f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)
+    return escaped(text, lines=lines)
 
 
 def shown(value: Any, most: int = 200, level: int = 0) -> str:

@@ -9,7 +9,8 @@ and raises before anything has met.
 Compared are the kind, whether gradients are recorded, and the bytes where they are equal by construction; not the lines
 of code, of which different ones may rightly ask for the same. Ranks on other machines are not seen. A board has a name
 of its world's (`namespace.py`); until a rank knows that, it only counts. Cost: a microsecond per collective, and a page
-of memory per group and rank, freed with the processes.
+of memory per group and rank. A file stays until all ranks have opened it. What killed processes leave goes when this
+user's next world starts: who has a file mapped holds a lock on it.
 
     VESCALE_BOARD    "0" turns the comparison off
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import mmap
 import os
 import zlib
@@ -35,6 +37,7 @@ from .endings import close, described, tell_first
 from .namespace import ALONE, namespace
 
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "vescale-board-"
 _PLACES = 32
 """Collectives that stay written: more than a rank has under way."""
 _TEXT = 120
@@ -62,21 +65,22 @@ class Board:
         if found is None:
             return
         self._is_open = True
+        _remove_left()
         key = sha256(f"{found.name} {self._name} {self._ranks}".encode()).hexdigest()[:24]
         with contextlib.suppress(OSError):
-            self._map(_SHARED_MEMORY / f"vescale-{key}")
+            self._map(_SHARED_MEMORY / f"{_PREFIX}{key}")
 
     def _map(self, path: Path) -> None:
         rank, size = self._rank, len(self._ranks)
         neighbours = {(rank + 1) % size, (rank - 1) % size}  # of ranks that differ, two stand next to each other
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        file = _opened(path)
         try:
             os.ftruncate(file, size * _PAGE)
             for one in {rank, *neighbours}:  # a page that is not to be had is an error here, and a signal later
                 os.posix_fallocate(file, one * _PAGE, _PAGE)
             self._memory = memoryview(mmap.mmap(file, size * _PAGE))
         finally:
-            os.close(file)
+            os.close(file)  # the map has a descriptor of its own, and with it the lock
         self._cells = self._memory.cast("Q")
         self._path, self._own, self._is_listed = path, rank * _PAGE // _WORD, True
         self._others = [one * _PAGE // _WORD for one in sorted(neighbours)]
@@ -155,6 +159,30 @@ def board_of(group: dist.ProcessGroup) -> Board | None:
     ranks = tuple(dist.get_process_group_ranks(group))
     boards, name = _boards.setdefault(dist.group.WORLD, {}), group.group_name
     return boards.get((name, ranks)) or boards.setdefault((name, ranks), Board(name, group.rank(), ranks))
+
+
+def _opened(path: Path) -> int:
+    """The file, locked by whoever has it open or mapped; made again if the start of another world has removed it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                return file
+        os.close(file)
+
+
+def _remove_left() -> None:
+    """Removes the files of this user's that no process has mapped."""
+    for path in _SHARED_MEMORY.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # of another user, gone meanwhile, or in use
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file).st_uid == os.geteuid():
+                    path.unlink()
+            finally:
+                os.close(file)
 
 
 def _described(kind: str, received: int, is_recorded: bool, name: str | None) -> tuple[int, bytes]:

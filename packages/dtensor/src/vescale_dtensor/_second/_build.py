@@ -1,7 +1,8 @@
 """Builds the device's C++ once per machine: into a cache folder that is named for its source and for torch.
 
 Every process that needs it asks `library`; one of them compiles, under a lock of the file system, while the others
-wait. Nothing is downloaded, and nothing is written beside the sources.
+wait. Nothing is downloaded, and nothing is written beside the sources. A library is code that this process will run, so
+a folder counts only if it is this user's, and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from stat import S_ISDIR, S_IWGRP, S_IWOTH
 from sysconfig import get_path
 
 import torch
@@ -39,13 +41,15 @@ def library() -> Path:
     Raises BuildError, in a sentence, where there is no C++ compiler or it fails.
     """
     name = f"{MODULE}-{_fingerprint()}.so"
-    for folder in _folders():
+    folders = [*_private()]
+    for folder in folders:
         if (folder / name).is_file():
             return folder / name
-    folder = next(_writable(), None)
+    folder = next((one for one in folders if os.access(one, os.W_OK)), None)
     if folder is None:
         raise BuildError(
-            f"the second device has no folder to be built in: none of {[*map(str, _folders())]} is writable"
+            f"the second device has no folder to be built in: none of {[*map(str, _folders())]} is this user's alone, "
+            "and writable. VESCALE_CACHE names another one"
         )
     with _locked(folder / f"{name}.lock"):
         if not (folder / name).is_file():
@@ -76,11 +80,16 @@ def _folders() -> list[Path]:
     return [*(Path(name, "vescale") for name in named if name), Path(tempfile.gettempdir(), f"vescale-{os.getuid()}")]
 
 
-def _writable() -> Iterator[Path]:
+def _private() -> Iterator[Path]:
+    """The folders, made where there are none, that are this user's and that nobody else may write to. They are named
+    without links, which others could turn elsewhere after the check.
+    """
     for folder in _folders():
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if os.access(folder, os.W_OK):
+            folder = folder.resolve(strict=True)
+            found = folder.lstat()
+            if S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & (S_IWGRP | S_IWOTH):
                 yield folder
 
 

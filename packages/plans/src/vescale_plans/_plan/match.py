@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -10,6 +11,15 @@ from typing import TypeVar
 from .parts import PlanError
 
 T = TypeVar("T")
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises PlanError for a name with control characters: a terminal would obey them in each report that has it."""
+    for name in names:
+        if _CONTROL.search(name):
+            rule = f"a name in the model, {name!r}, has control characters, which reports would send to the terminal"
+            raise PlanError("Plan", rule, [], [("a name without them", "as the key of a ModuleDict, or in add_module")])
 
 
 def match(patterns: Mapping[str, T], names: Iterable[str], what: str, *, complete: bool) -> dict[str, T]:

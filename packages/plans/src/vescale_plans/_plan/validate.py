@@ -13,7 +13,7 @@ from vescale_dtensor import InterleavedShard, Partial, PlacementError, Shard
 from vescale_dtensor.engine import Mesh, canonical_states
 
 from .fields import PlanFields
-from .match import first_match, match, match_inside, nearest
+from .match import check_names, first_match, match, match_inside, nearest
 from .parts import Boundary, Placements, PlanError
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -41,6 +41,7 @@ def fit(plan: PlanFields, model: nn.Module, *, even: bool = False) -> Fit:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = {name: module for name, module in model.named_modules() if name}
     called = [name for name, module in modules.items() if not isinstance(module, CONTAINERS)]
+    check_names([*parameters, *modules])
     placed = match(plan.parameters, parameters, "parameter", complete=True)
     for name, parameter in parameters.items():
         _check_parameter(plan, name, parameter, placed[name], even)

@@ -14,6 +14,7 @@ from ..._apply.containers import tensors_in
 from ..._apply.generators import generators_kept
 from ..._dry.distributions import values_unchecked
 from ..._experts.structure import stacked_experts
+from ..._plan.match import check_names
 from ..._plan.parts import PlanError
 from ..progress import Bar
 from ..structure import Blocks, Experts, Group, Matrix, Source, Span, Structure, Vocabulary
@@ -60,6 +61,7 @@ def structure_of(
 
     Cost: some tens of forwards of a few blocks without their contractions; no communication, no weight is read.
     """
+    check_names(name for name, _ in (*model.named_modules(), *model.named_parameters()))
     sample, found = _probed(model, sample, bar or Bar())
     pairs = paired(found)
     groups = tuple(
