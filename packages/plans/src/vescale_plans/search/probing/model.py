@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from vescale_rng import attributes_of, is_deferred, materialize
+
 from ..._apply.containers import map_first
 from ..._torch_private import _VF, decomposition_table
 from .operands import Operands
@@ -31,8 +33,9 @@ def on_meta(model: nn.Module, stand_ins: Mapping[str, str] | None = None) -> nn.
     for module in shared.values():
         memo[id(module)] = _shell(module)
     for parameter in model.parameters():
-        empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-        empty.__dict__.update(parameter.__dict__)
+        meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        empty = nn.Parameter(meta, requires_grad=False)
+        empty.__dict__.update(attributes_of(parameter))
         memo[id(parameter)] = empty
     copied = copy.deepcopy(model, memo)
     for name, like in (stand_ins or {}).items():
@@ -41,7 +44,7 @@ def on_meta(model: nn.Module, stand_ins: Mapping[str, str] | None = None) -> nn.
             shell.__dict__[members] = dict(zip(shell.__dict__[members], other.__dict__[members].values()))
     for module in copied.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type != "cpu":
+            if buffer is not None and (buffer.device.type != "cpu" or is_deferred(buffer)):
                 module._buffers[name] = _values(buffer)
     return copied
 
@@ -54,6 +57,8 @@ def _shell(module: nn.Module) -> nn.Module:
 
 
 def _values(buffer: Tensor) -> Tensor:
+    if is_deferred(buffer):
+        buffer = materialize(buffer)
     if not buffer.is_meta:
         return buffer.detach().cpu()
     if buffer.is_floating_point():
