@@ -7,6 +7,7 @@
 - Every third-party import is declared, as a requirement or in an extra.
 - Only the modules of COMMUNICATES import torch.distributed; values that it defines (VALUES) are for all.
 - Only `_torch_private.py`, one per package, names private parts of torch, each with what would replace it.
+- No module that a training runs imports the test kit (KIT).
 - No modules import each other, be it lazily or for types alone.
 - A module has one noun: at most 700 lines, and a warning from 400 on; none is called utils, common or helpers.
 - A folder of sources, tools or benchmarks holds at most 15 loose modules.
@@ -34,6 +35,7 @@ from package_tree import Package, read_packages
 TOP = Path(__file__).absolute().parents[2]
 META = "vescale"
 MOST_LINES, MANY_LINES = 700, 400
+KIT = {"testing", "_test_kit", "_second"}
 MOST_FILES = 15
 NAMELESS = {"utils.py", "common.py", "helpers.py"}
 PYTHON_FOLDERS = ("packages", "tools", "examples", "benchmarks")
@@ -262,6 +264,26 @@ def imported_private(package: Package) -> Iterator[tuple[Path, str, int]]:
                 yield from ((file, alias.name, node.lineno) for alias in node.names)
 
 
+def check_kit(repository: Repository) -> Iterator[str]:
+    """The test kit is for tests, tools and itself."""
+    modules = {package.module for package in repository.packages}
+    for package in repository.packages:
+        for file in sorted(package.source.rglob("*.py")):
+            if KIT & {file.stem, *file.relative_to(package.source).parts}:
+                continue
+            for node in ast.walk(ast.parse(file.read_text(), file)):
+                if isinstance(node, ast.ImportFrom):
+                    named = [node.module or "", *(alias.name for alias in node.names)]
+                    is_own = node.level > 0 or named[0].partition(".")[0] in modules
+                elif isinstance(node, ast.Import):
+                    named = [alias.name for alias in node.names if alias.name.partition(".")[0] in modules]
+                    is_own = bool(named)
+                else:
+                    continue
+                if is_own and KIT & {part for name in named for part in name.split(".")}:
+                    yield f"{repository.relative(file)}:{node.lineno}: imports the test kit"
+
+
 def check_cycles(repository: Repository) -> Iterator[str]:
     """Which modules need each other."""
     for package in repository.packages:
@@ -315,6 +337,7 @@ CHECKS: tuple[Callable[[Repository], Iterator[str]], ...] = (
     check_third_party,
     check_communication,
     check_private,
+    check_kit,
     check_cycles,
     check_modules,
     check_folders,

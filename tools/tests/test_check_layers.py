@@ -261,6 +261,16 @@ def test_modules_that_need_each_other(tree, second):
     ]
 
 
+@pytest.mark.parametrize("source", ["from .testing import run_ranks\n", "from . import _test_kit\n"])
+def test_what_a_training_runs_imports_no_test_kit(tree, source):
+    write(tree / "packages/dtensor/src/vescale_dtensor/odd.py", source)
+    (found,) = [finding for finding in findings(tree) if "test kit" in finding]
+    assert found == "packages/dtensor/src/vescale_dtensor/odd.py:1: imports the test kit"
+    write(tree / "packages/dtensor/src/vescale_dtensor/odd.py", "")
+    write(tree / "packages/dtensor/src/vescale_dtensor/testing.py", source)
+    assert not [finding for finding in findings(tree) if "test kit" in finding]
+
+
 PRIVATE = """\
 from torch.distributed import distributed_c10d
 
