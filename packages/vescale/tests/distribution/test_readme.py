@@ -43,7 +43,10 @@ def test_a_skipped_block_says_why_and_lines_keep_their_numbers(tmp_path):
     assert readme_program(readme).splitlines() == ["", "", "a = 1", *[""] * 8]
 
 
-@pytest.mark.parametrize("page", [*READMES, TOP / "docs/README.md"], ids=lambda page: page.relative_to(TOP).as_posix())
+LINKING = [*READMES, *(TOP / "docs" / name for name in ("README.md", "evidence.md", "limits.md"))]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(TOP).as_posix())
 def test_its_links_lead_somewhere(page):
     links = LINK.findall(page.read_text())
     missing = [link for link in links if not (page.parent / link).exists()]
@@ -51,8 +54,8 @@ def test_its_links_lead_somewhere(page):
 
 
 def test_what_shows_each_claim_is_there():
-    """The last column of the top README's table: commands, of files and targets that exist."""
-    table = (TOP / "README.md").read_text().partition("| | measured | shown by |")[2].splitlines()[2:]
+    """The last column of the table of evidence: commands, of files and targets that exist."""
+    table = (TOP / "docs/evidence.md").read_text().partition("| | measured | shown by |")[2].splitlines()[2:]
     rows = [line.strip("| ").split(" | ") for line in table if line.startswith("| ")]
     targets = set(re.findall(r"^([a-z-]+):", (TOP / "Makefile").read_text(), re.MULTILINE))
     assert len(rows) > 20
