@@ -186,3 +186,75 @@ def hidden_states(kind):
 def test_hidden_states_of_transformers(kind):
     for found in run_ranks(2, hidden_states, kind, timeout=90):
         assert max(found) < 2e-6
+
+
+class Reports(nn.Module):
+    """A training forward that returns metrics of its last stage beside its loss, and what does not leave it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x, labels):
+        first = x = self.blocks[0](x).tanh()
+        early = first.detach().mean()
+        for block in self.blocks[1:]:
+            x = block(x).tanh()
+        loss, hit = F.cross_entropy(x, labels), x.argmax(-1) == labels
+        joined = {
+            "accuracy": hit.float().mean(),
+            "hits": hit.sum(),
+            "labels weigh": F.cross_entropy(x.detach() * 2, labels) + 1,
+            "features": x.detach().abs().mean(0),
+            "of the first rows": first.detach().square().mean(),
+        }
+        refused = {
+            "rows": x,
+            "with a gradient": x.square().mean(),
+            "largest": x.detach().max(),
+            "of the first stage": early,
+        }
+        return {"loss": loss, "joined": joined, "refused": refused}
+
+
+def reported(chosen):
+    """Of three steps the loss and the joined; then the shapes of the rest, and what a use of it says."""
+    torch.manual_seed(0)
+    model = Reports()
+
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    model, optimizer = vescale.parallelize(chosen, model, make) if chosen else (model, make(model.parameters()))
+    steps = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x, labels = torch.randn(ROWS, WIDTH, generator=generator), torch.randint(WIDTH, (ROWS,), generator=generator)
+        labels[: 2 + step] = -100
+        loss, joined, refused = model(x, labels).values()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(one.requires_grad for one in joined.values())
+        steps.append((loss.detach(), {name: one.clone() for name, one in joined.items()}))
+    for one in refused.values() if chosen else ():
+        for use in (lambda one=one: one + loss, lambda one=one: one.tolist(), lambda one=one: one.detach()):
+            with pytest.raises(PipelineError, match="that is not the loss"):
+                use()
+    return steps, [tuple(one.shape) for one in refused.values()]
+
+
+@pytest.mark.parametrize("name", ["two stages", "in a V", "over a data axis"])
+def test_a_training_call_returns_metrics_of_the_whole_batch_and_refuses_the_rest(name):
+    wanted, shapes = reported(None)
+    for steps, seen in run_ranks(PLANS[name].world_size, reported, PLANS[name], timeout=90):
+        torch.testing.assert_close(steps, wanted, rtol=2e-6, atol=1e-7)
+        assert seen == shapes
+
+
+def test_a_dry_run_of_such_a_model_knows_nothing_of_the_numbers():
+    batch = torch.randn(ROWS, WIDTH), torch.randint(WIDTH, (ROWS,))
+    with vescale.deferred_init():
+        model = Reports()
+    found = vescale.dry_run(PLANS["two stages"], model, batch, step=lambda model, batch: model(*batch)["loss"])
+    assert len(found.stages) == 2

@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._trace.containers import map_tensors
+from .._trace.containers import map_tensors, tensors_in
 from .._trace.event import Record
+from .._trace.placeholder import Placeholder
 from .._trace.rows.tags import Tag
 from .._transport.p2p import Header
 from ..action import COMPUTE, Action, Schedule
+from .loss import loss_in
 
 Turn = tuple[Action, tuple[Action, ...]]
 """An action, and the receives that are posted before it is done."""
@@ -32,11 +34,24 @@ class Call:
         self.record = record
         self.reduction: Tag | None = None
         self.outputs: list[int | Tag] | None = None
+        self.whole: Any = None  # what the forward returns for the whole batch, where a dry run has told
         self.written: set[int] = set()
         self.headers: dict[tuple, Header] = {}
         self._signature = signature
         self._digest: int | None = None
         self._turns: dict[bool, tuple[Turn, ...]] = {}
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of a training call's outputs, the places of those beside the loss that come from all rows, as a metric does,
+        and that the last stage makes."""
+        templates, own = tensors_in(self.record.result), loss_in(self.record.result)
+        return [
+            at
+            for at, (template, kind) in enumerate(zip(templates, self.outputs or ()))
+            if isinstance(kind, frozenset) and template is not own
+            if type(template) is Placeholder and template.key not in self.record.returned
+        ]
 
     @property
     def counts_labels(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._errors import PipelineError
+from .._trace.containers import tensors_in
 from .._trace.memory import Memories
 from .._transport.messages import PARTS
 from .._transport.p2p import Arrival, Header, header_of
@@ -58,6 +59,7 @@ class Interpreter:
         self.losses: dict[int, Tensor] = {}
         self.awaited_loss: Arrival | None = None  # of the batch, where another rank makes it
         self.outputs: dict[int, Any] = {}
+        self.numbers: dict[int, list[Tensor | None]] = {}  # `Call.numbers`, those without a gradient
         self.returned: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by microbatch, of stages before the last
         self._memories = Memories(call.record.slots, member.stages, member.codec.whole)
         self._random = RandomOrder(member.link.device) if call.record.draws_anything else None
@@ -121,6 +123,9 @@ class Interpreter:
                 self.losses[microbatch] = slot.loss.detach()
             if not self._trains:
                 self.outputs[microbatch] = slot.output
+            elif self._call.numbers:
+                made = tensors_in(slot.output)
+                self.numbers[microbatch] = [None if made[at].requires_grad else made[at] for at in self._call.numbers]
             slot.output = None
         else:
             self._made["F", stage + 1, microbatch] = (slot.outputs, slot.header)

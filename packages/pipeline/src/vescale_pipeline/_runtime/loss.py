@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._errors import PipelineError
 from .._torch_private import _foreach_mul
-from .._trace.containers import map_tensors, tensors_in
+from .._trace.containers import tensors_in
 
 
 def loss_in(output: Any) -> Tensor | None:
@@ -46,12 +46,6 @@ def weighted(losses: Sequence[Tensor], weights: Weights) -> Tensor:
     for part in others:
         total = total + part
     return total
-
-
-def with_loss(output: Any, loss: Tensor) -> Any:
-    """`output` with `loss` in place of its own; the rest are placeholders, which name `loss_fn=` when they are used."""
-    own = loss_in(output)
-    return map_tensors(output, lambda tensor: loss if tensor is own else tensor)
 
 
 def no_loss(output: Any) -> PipelineError:

@@ -39,12 +39,12 @@ from ..action import Action, Schedule
 from .backward import hooks_aside
 from .batch.given import Runs, Watched, check_views
 from .batch.microbatches import check_awaits_no_gradient, loss_weights, split
-from .batch.outputs import share_outputs
+from .batch.outputs import number_shares, share_numbers, share_outputs
 from .call import Call, signature_of
 from .call_exchange import all_failed, await_loss, greet, share_buffers, share_loss, share_written, sum_tied
 from .casts import Casts
 from .interpreter import Interpreter
-from .loss import Gradients, loss_in, no_loss, released, with_loss
+from .loss import Gradients, loss_in, no_loss, released
 from .member import Member
 from .other_stages.moment import moment
 from .other_stages.stand_ins import OtherStages
@@ -269,11 +269,12 @@ class Runtime:
             returned.clear()
             again = self._read(lambda: kept(whole), stations, others)
             call.reduction = reduction(notes, others, len(parts), (loss, loss_in(again.result)))
-        if evaluates:
+        if evaluates or len(small) > 1:
             if again is None and len(parts) > 1:
                 returned.clear()
                 with suppress(Exception):  # an object of the caller's that holds what a part left, as a cache does
-                    self._read(lambda: kept(whole), stations, others)
+                    again = self._read(lambda: kept(whole), stations, others)
+            call.whole = None if again is None else again.result
             call.outputs = outputs(notes, others, len(parts), (small, tensors_in(returned[:1])))
         check_views(whole, parts[0], written, lambda tensor: self._member.codec.encode(tensor)[0])
         call.written |= written
@@ -309,6 +310,7 @@ class Runtime:
             if has_loss:
                 with kept_as_it_was(self._model) if call.counts_labels and call.leaves_anything else nullcontext():
                     weights = loss_weights(call.reduction, call.record, runs.alone, parts, self._member.codec.whole)
+            shares = number_shares(self._member, call, weights, parts, runs.alone) if trains else {}
             self.calls = self.link.calls = self.calls + 1
             doing.action = f"the beginning of call {self.calls}"
             trained = {name: one for name, one in self._member.parameters.items() if one.requires_grad}
@@ -334,12 +336,13 @@ class Runtime:
             return share_outputs(self._member, call, state, weights, parts, runs.alone)
         sums = sum_tied(self._member, self._tied, self._in_order())
         loss = share_loss(self._member, call, state, weights)
-        self.link.flush()
         self._other_stages[0].exists = True
         self._chosen.called()
         gradients = [sums.get(name) for name in trained]
         loss, self._gradients = released(gradients, scale, loss, list(trained.values()), self._releases)
-        return with_loss(call.record.result, loss)
+        result = share_numbers(self._member, call, state, shares, loss)
+        self.link.flush()
+        return result
 
     # --- the norm of all gradients --------------------------------------------------------
 

@@ -217,9 +217,11 @@ def used_outside(function: Callable, args: tuple) -> PipelineError:
     return PipelineError(
         "pipeline",
         f"{name_of(function)} was called on an output of {origin!r} that is not the loss: under a pipeline the "
-        "backward has run when the model returns, so only the loss leaves it",
+        "backward has run when the model returns, so only the loss leaves it, and means, sums and counts over the "
+        "batch's rows without a gradient",
         (),
         [
+            ("return loss, (out.argmax(-1) == y).float().mean()", "in the forward: a metric, of the whole batch"),
             ("parallelize(plan, model, optimizer_fn, loss_fn=f)", "model(x, target=y) is f(output, x, target=y)"),
             ("with torch.no_grad(): model(x)", "evaluation returns whole outputs"),
         ],

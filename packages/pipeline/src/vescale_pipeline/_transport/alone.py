@@ -64,7 +64,7 @@ class Alone(Link):
         self._said[tag] = value
 
     def receive_object(self, peer: int, tag: int) -> Any:
-        return self._headers[tag] if tag in self._headers else self._said[tag]
+        return self._headers[tag] if tag in self._headers else self._said.get(tag, ())  # of others' alone, nothing
 
     def exchange(self, peers: list[int], tag: int, value: list[int]) -> list[list[int]]:
         return [value for _ in peers]

@@ -52,11 +52,7 @@ def share_outputs(
                 if templates[at] is own:
                     found.append(weighted(column, weights))
                     continue
-                shares: Weights = []
-                if isinstance(kind, frozenset):
-                    is_known = kind == call.reduction
-                    shares = weights if is_known else loss_weights(kind, record, forward, parts, member.codec.whole)
-                found.append(_joined(kind, column, shares))
+                found.append(_joined(kind, column, _shares(member, call, kind, weights, parts, forward)))
             header = tuple(map(part_of, found))
             for peer in member.others:
                 member.link.send_object(peer, tag, header)
@@ -65,6 +61,59 @@ def share_outputs(
             whole[at] = tensor
     member.link.flush()
     return fill(record.result, whole)
+
+
+def number_shares(
+    member: Member, call: Call, weights: Weights, parts: list[Any], forward: Callable[[Any], Any]
+) -> dict[int, Weights]:
+    """Of the numbers that a training call returns, what each microbatch's counts for, where they are made. Call it
+    before the call's actions: user code may run for it, which a stage's parameters rest after."""
+    if member.rank != member.last:
+        return {}
+    known = [at for at in call.numbers if _lost(call.outputs[at], call) is None]
+    return {at: _shares(member, call, call.outputs[at], weights, parts, forward) for at in known}
+
+
+def share_numbers(member: Member, call: Call, state: Interpreter, shares: dict[int, Weights], loss: Tensor) -> Any:
+    """What a training call returns: the `loss`, and numbers over the batch's rows that have no gradient (metrics), as
+    in an evaluation. Elsewhere stand placeholders, whose use raises: rows stay where they are, and the backward of
+    what has a gradient has run.
+
+    Cost: the numbers, from the rank of the last stage to each other.
+    """
+    result = call.record.result if call.whole is None else call.whole
+    whole = [loss if one is loss_in(result) else one for one in tensors_in(result)]
+    numbers = [at for at in call.numbers if _lost(call.outputs[at], call) is None]
+    if numbers:
+        tag, found = member.tags("loss"), []
+        if member.rank != member.last:
+            found = member.link.post(member.last, tag + 2, member.link.receive_object(member.last, tag)).wait()
+        else:
+            for at in numbers:
+                column = [state.numbers[i][call.numbers.index(at)] for i in range(member.schedule.microbatches)]
+                if any(one is None for one in column):
+                    found.append(None)
+                    continue
+                column, kind = [member.codec.whole(value) for value in column], call.outputs[at]
+                found.append(_joined(kind, column, shares[at]))
+            header = tuple(None if one is None else part_of(one) for one in found)
+            for peer in member.others:
+                member.link.send_object(peer, tag, header)
+                member.link.send(peer, tag + 2, found)
+        for at, number in zip(numbers, found):
+            whole[at] = whole[at] if number is None else number
+    return fill(result, whole)
+
+
+def _shares(
+    member: Member, call: Call, kind: int | Tag, weights: Weights, parts: list[Any], forward: Callable[[Any], Any]
+) -> Weights:
+    """What each microbatch's part of an output counts for."""
+    if not isinstance(kind, frozenset):
+        return []
+    if kind == call.reduction:
+        return weights
+    return loss_weights(kind, call.record, forward, parts, member.codec.whole)
 
 
 def _lost(kind: int | Tag, call: Call) -> Lost | None:
