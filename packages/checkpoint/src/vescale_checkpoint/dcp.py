@@ -90,7 +90,7 @@ class _Folder:
         finally:
             for reader in self._readers.values():
                 reader.close()
-        return Manifest(step=0, identity="", block_bytes=1, files=files, tensors=tensors, values=values)
+        return Manifest(step=0, identity="", block_bytes=1, files=files, tensors=tensors, values=_listed(values))
 
     def _tensor(self, name: str, kept: Mapping[str, Any], places: Mapping) -> Stored:
         dtype, shape = _dtype(_properties(kept["properties"])), _sizes(kept["size"])
@@ -136,7 +136,7 @@ class _Folder:
         archive = self._archive(file, offset, length)
         head = _member(archive, "data.pkl")
         path = (self._fields.get("planner_data") or {}).get(name, (name,))
-        if type(path) is not tuple or not 0 < len(path) <= _MOST_KEYS or not all(type(key) is str for key in path):
+        if type(path) is not tuple or not 0 < len(path) <= _MOST_KEYS or not {str, int}.issuperset(map(type, path)):
             return
         if head.file_size > _MOST_HEAD_BYTES:
             return
@@ -199,6 +199,16 @@ class _Window(io.RawIOBase):
         self._reader.read_into(memoryview(buffer)[:count], self._start + self._at)
         self._at += count
         return count
+
+
+def _listed(values: Any) -> Any:
+    """A tree in which dicts that have a list's places for keys are that list; of a list with gaps nothing is left."""
+    if type(values) is not dict:
+        return values
+    made = {key: _listed(value) for key, value in values.items()}
+    if not any(type(key) is int for key in made):
+        return made
+    return [made[at] for at in range(len(made))] if made.keys() == set(range(len(made))) else {}
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:

@@ -37,6 +37,7 @@ from ._state import (
     optimizer_parts,
     parameter_names,
 )
+from ._torch_groups import of_torch
 
 _ABSENT = object()
 _detach = Tensor.detach  # DTensor's own asks whether it is to be dispatched
@@ -126,7 +127,7 @@ class Restore:
         elif isinstance(value, nn.Module):
             self._module(path, value, _part(saved, "$module"))
         elif is_optimizer(value):
-            self._optimizer(path, value, _part(saved, "$optimizer"))
+            self._optimizer(path, value, of_torch(saved) or _part(saved, "$optimizer"))
         elif hasattr(value, "state_dict"):
             self._object(path, value, saved)
         elif isinstance(value, dict) and value and (saved is _ABSENT or _is_plain(saved)):

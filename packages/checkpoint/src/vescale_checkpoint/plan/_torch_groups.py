@@ -1,0 +1,37 @@
+"""What torch's `get_state_dict` saves of an optimizer's groups, in the form of this package."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def of_torch(saved: Any) -> dict[str, Any] | None:
+    """An optimizer's entry, from one with `param_groups`: a list with names of parameters; or flattened, with an entry
+    for each parameter and option, of which equal ones are a group. None of anything else."""
+    if not isinstance(saved, dict):
+        return None
+    given, state = saved.get("param_groups"), saved.get("state")
+    if isinstance(given, list):
+        groups = [
+            {"params": group["params"], "options": {key: value for key, value in group.items() if key != "params"}}
+            for group in given
+            if isinstance(group, dict) and _are_names(group.get("params"))
+        ]
+    else:
+        options: dict[str, dict[str, Any]] = {}
+        for key, value in saved.items():
+            kind, _, rest = key.partition(".")
+            if kind == "param_groups":
+                name, _, option = rest.rpartition(".")
+                options.setdefault(name, {})[option] = value
+        together: dict[str, list[str]] = {}
+        for name, one in options.items():
+            together.setdefault(json.dumps(one, sort_keys=True), []).append(name)
+        groups = [{"params": names, "options": json.loads(text)} for text, names in together.items()]
+    values = {name: one for name, one in state.items() if isinstance(one, dict)} if isinstance(state, dict) else {}
+    return {"state": values, "groups": groups} if groups else None
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
