@@ -329,3 +329,17 @@ def test_a_dict_is_loaded_as_the_kind_of_dict_that_the_state_has(tmp_path, make)
     state = {"x": None}
     load(tmp_path, state)
     assert state["x"] == make() and list(state["x"]) == list(make()) and type(state["x"]) is dict
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cast": True}, {"cast": None}, {"cast": [torch.float32]}, {"only": 5}, {"only": [1]}, {"rename": ["a"]},
+        {"rename": {"a": 1}},
+    ],
+)  # fmt: skip
+def test_options_that_are_none_are_refused_with_what_is_one(tmp_path, wrong):
+    save(tmp_path, {"x": torch.ones(2), "step": 1})
+    (name,) = wrong
+    with pytest.raises(MismatchError, match=rf"load: {name}=.*\nfix: {name}="):
+        load(tmp_path, {"x": torch.zeros(2)}, **wrong)

@@ -2,7 +2,7 @@
 
 JSON's own kinds stand for themselves. Everything else is an object with one key
 that begins with "$": tuples, dicts with other keys than text, floats that JSON
-lacks, bytes, dtypes, devices, and the place of a tensor. A value that is none of
+lacks, bytes, dtypes, devices, numpy's numbers and arrays, and the place of a tensor. A value that is none of
 these is an error when it is saved, with what to do instead; nothing is pickled.
 """
 
@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from ._text import reason_of, shown
 
 MOST_LEVELS = 64  # of containers in each other, which as JSON are at most three times as many
 MOST_BITS = 8192  # of an int: Python reads and writes the digits of no more than about 14,000
+MOST_ARRAY_BYTES = 1 << 20  # of one of numpy's: beside the manifest's text, a tensor is for more
+_NUMBERS = "biufc"  # numpy's kinds of dtypes that hold numbers
 NAMES_KEY = "$names"  # a list of names that different ranks hold parts of
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -62,6 +65,10 @@ def encode(value: Any, path: str, tensor: Callable[[str, Tensor], str], level: i
         return {"$counter": _pairs(value, path, tensor, level + 1)}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
+    is_number = isinstance(value, np.generic)
+    if (is_number or kind is np.ndarray) and value.dtype.kind in _NUMBERS and value.nbytes <= MOST_ARRAY_BYTES:
+        shape = None if is_number else list(value.shape)
+        return {"$numpy": [value.dtype.str, shape, base64.b64encode(value.tobytes()).decode()]}
     if kind is torch.dtype and value in NAMES:
         return {"$dtype": NAMES[value]}
     if kind is torch.device:
@@ -72,7 +79,7 @@ def encode(value: Any, path: str, tensor: Callable[[str, Tensor], str], level: i
         (),
         [
             ("give it a state_dict() of tensors and plain values, and load_state_dict()", ""),
-            ("save value.tolist(), value.item() or torch.as_tensor(value)", "for numpy's arrays and numbers"),
+            ("save value.tolist(), or torch.as_tensor(value)", "for numpy's texts, dates, and arrays above 1 MiB"),
         ],
     )
 
@@ -100,13 +107,26 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
             return read(value[kind], tensor)
     except CheckpointError:
         raise
-    except (TypeError, ValueError, LookupError, RuntimeError) as error:
+    except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
         raise FormatError("load", f"{shown(value)} is not a value of this format: {reason_of(error)}") from error
     raise FormatError("load", f"{shown(kind)} is not a kind of value that this version reads")
 
 
 def _read_pairs(pairs: Any, tensor: Callable[[str], Any]) -> dict:
     return {decode(key, tensor): decode(item, tensor) for key, item in pairs}
+
+
+def _read_numpy(parts: Any, _: Callable[[str], Any]) -> Any:
+    text, shape, data = parts
+    dtype = np.dtype(text if type(text) is str else object)
+    if dtype.kind not in _NUMBERS:
+        raise ValueError(f"{shown(text)} is no dtype of numbers")
+    array = np.frombuffer(base64.b64decode(data, validate=True), dtype).copy()
+    if shape is None:
+        return array.reshape(())[()]
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{shown(shape)} is no shape")
+    return array.reshape(shape)
 
 
 _DECODERS: dict[str, Callable[[Any, Callable[[str], Any]], Any]] = {
@@ -116,6 +136,7 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], Any]], Any]] = {
     "$tuple": lambda items, tensor: tuple(decode(item, tensor) for item in items),
     "$counter": lambda pairs, tensor: Counter(_read_pairs(pairs, tensor)),
     "$bytes": lambda text, _: base64.b64decode(text, validate=True),
+    "$numpy": _read_numpy,
     "$dtype": lambda name, _: DTYPES[name],
     "$device": lambda text, _: torch.device(text),
     NAMES_KEY: lambda names, _: list(names),
