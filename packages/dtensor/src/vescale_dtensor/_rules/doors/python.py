@@ -105,6 +105,7 @@ def reduce_ex(function, args, kwargs):
         [
             ("tensor.full_tensor()", "the whole tensor: an all-gather"),
             ("tensor.to_local()", "this rank's shard: no communication"),
+            ("vescale_checkpoint.whole_state_dict(model)", "all of a model's, plain, on the first rank"),
             ('vescale_checkpoint.save(path, {"model": model})', "a checkpoint: any plan and number of ranks loads it"),
         ],
     )
