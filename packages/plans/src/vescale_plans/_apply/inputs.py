@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_dtensor import (
     DTensor,
@@ -31,6 +32,7 @@ from vescale_dtensor.engine import (
     convert,
     convert_plain,
     first_apart,
+    forget,
     layout_of,
     local_only,
     mesh_of,
@@ -102,6 +104,9 @@ class RootBoundary:
         self._mesh = mesh
         self._cuts = cuts
         self._calls = 0
+        # What a plain tensor entered as: a forward that goes by the identity of a batch sees one object, as long as the
+        # caller holds the batch. They share memory and the count of writes.
+        self._entered: WeakIdKeyDictionary = WeakIdKeyDictionary()
         add_step(root, "inputs", self._enter, self._leave)
 
     def _enter(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -120,10 +125,24 @@ class RootBoundary:
             if balance is not None:
                 balance.look_at(kwargs)
             with writes_counted():
-                args, kwargs = spread((args, kwargs), self._mesh, self._cuts)
+                lengths = self._cuts.lengths((args, kwargs))
+                args, kwargs = map_tensors((args, kwargs), lambda one: self._spread(one, lengths))
             if balance is not None:
                 args, kwargs = map_tensors((args, kwargs), self._balanced)
         return args, kwargs
+
+    def _spread(self, tensor: Tensor, lengths: Collection[int]) -> Tensor:
+        if type(tensor) is DTensor or tensor.requires_grad or tensor.is_inference():
+            return distributed(tensor, self._mesh, self._cuts, lengths)
+        made = distributed(tensor.detach(), self._mesh, self._cuts, lengths)  # no view, which would hold the tensor
+        before = self._entered.get(tensor)
+        with local_only():
+            if before is not None and before._layout is made._layout and _lies_like(before, made):
+                forget(before)
+                return before
+            if made.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                self._entered[tensor] = made
+        return made
 
     def _balanced(self, tensor: Tensor) -> Tensor:
         """A sequence that was cut in one piece per rank, by `Plan.local_batch` for one, cut as it is here."""
@@ -142,6 +161,16 @@ class RootBoundary:
         if type(output) is DTensor and output._layout.shape:
             return None
         return map_tensors(output, _reduced_number)
+
+
+def _lies_like(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same memory."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and (
+        one.data_ptr(),
+        one.shape,
+        one.stride(),
+        one.dtype,
+    ) == (other.data_ptr(), other.shape, other.stride(), other.dtype)
 
 
 def spread(batch: Any, mesh: Mesh, cuts: Cuts) -> Any:
