@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from .._conversions.conversion import is_alias
 from .._conversions.convert import alias, convert, convert_plain, describe
 from .._errors import GradientError
 from .._layouts.layout import Layout
+from .._layouts.state import INVARIANT, REPLICATE
 from .tensor import DTensor, attach, drop_gradients, local_only, plain_grad, set_plain_grad, set_reduced_grad
 
 
@@ -25,13 +28,15 @@ def grad_of(tensor: DTensor) -> DTensor | None:
         partial = plain_grad(tensor)
     reduced = tensor.__dict__.get("_reduced_grad")
     if partial is None:
-        return reduced
-    if type(partial) is not DTensor:
-        partial = _grad_with_layout(tensor, partial)
-    if reduced is None:
-        return partial
-    del tensor.__dict__["_reduced_grad"]
-    return fold(partial, reduced)
+        found = reduced
+    else:
+        found = partial if type(partial) is DTensor else _grad_with_layout(tensor, partial)
+        if reduced is not None:
+            del tensor.__dict__["_reduced_grad"]
+            found = fold(found, reduced)
+    if found is not None:
+        found._gradient_of = id(tensor)
+    return found
 
 
 def _settle(tensor: DTensor) -> None:
@@ -70,14 +75,78 @@ def _grad_with_layout(tensor: DTensor, partial: Tensor) -> DTensor:
 def set_grad(tensor: DTensor, value: Tensor | None) -> None:
     """`tensor.grad = value`: converted to the gradient's layout, as partial or as reduced as it comes."""
     _settle(tensor)
-    reduced = None
+    reduced, given = None, value
     if value is not None:
+        if type(value) is Tensor and not value.requires_grad:
+            value = value.detach()  # a part of it is no view, which would hold what was given
         owner = tensor.__dict__.get("_owner")
         reduced = value if is_reduced_gradient(tensor, value) else None if owner is None else owner.reduced(value)
         value = as_gradient_of(tensor, value, "grad") if reduced is None else None
     set_reduced_grad(tensor, reduced)
+    held = value if reduced is None else reduced
     with local_only():
         set_plain_grad(tensor, value)
+        before = tensor.__dict__.pop("_refusal", None)
+        if before is not None:
+            before.remove()
+    if given is None or _is_same(held, given):
+        return
+    if type(given) is DTensor:
+        if given.__dict__.get("_gradient_of", id(tensor)) != id(tensor):
+            set_grad(tensor, None)
+            _refuse_to_share(held, given)
+    elif tensor.requires_grad and tensor.is_leaf:
+        _refuse_to_add(tensor, given, held)
+
+
+def _is_same(held: DTensor, given: Tensor) -> bool:
+    """Whether what is written to one is written to the other, on all ranks alike."""
+    layout = held._layout.base
+    if type(given) is DTensor:
+        return is_alias(given._layout.base, layout)
+    whole = all(
+        state is INVARIANT or state is REPLICATE or n == 1 for state, n in zip(layout.states, layout.mesh.sizes)
+    )
+    with local_only():
+        return whole and held.data_ptr() == given.data_ptr()
+
+
+def _refuse_to_share(held: DTensor, given: DTensor) -> None:
+    raise GradientError(
+        "grad",
+        "the gradient of another tensor is given, which lies otherwise: on one device both would be one tensor, and "
+        "what is written to one of them would be written to the other",
+        [describe("given", given, given._layout), describe("here", held, held._layout)],
+        [("tensor.grad = other.grad.clone()", "a gradient of its own")],
+    )
+
+
+def _refuse_to_add(tensor: DTensor, given: Tensor, held: DTensor) -> None:
+    """On one device a backward adds into the memory that was given. Where a gradient is a part or a copy of it, it
+    does not: if somebody still holds that memory then, and the gradient is the same one, all ranks raise."""
+    theirs, own = [ref(one) for one in (given, given._base) if one is not None], ref(held)
+    owner = tensor.__dict__.get("_owner")
+    if owner is not None and owner.hooks is not None and tensor._post_accumulate_grad_hooks is None:
+        return  # frozen until now: whoever sums its gradients comes first
+
+    def added(parameter: Tensor) -> None:
+        parameter.__dict__.pop("_refusal").remove()
+        with local_only():
+            now = parameter.__dict__.get("_reduced_grad", plain_grad(parameter))
+        if now is None or now is not own() or all(one() is None for one in theirs):
+            return
+        raise GradientError(
+            "backward",
+            "it would add to a gradient that was given as a plain tensor, which somebody still holds: on one device it "
+            "would add into that tensor's memory, and here the gradient is another",
+            [describe("gradient", now, now._layout)],
+            [
+                ("parameter.grad = value.clone()", "nobody else looks at what is added"),
+                ("parameter.grad.full_tensor()", "after the backward: the whole gradient, plain"),
+            ],
+        )
+
+    tensor._refusal = tensor.register_post_accumulate_grad_hook(added)
 
 
 def move_grad(tensor: DTensor, held: DTensor) -> None:

@@ -222,6 +222,8 @@ class ShardedParameter:
     def reduced(self, value: Tensor) -> DTensor | None:
         """`parameter.grad = value`, of the global shape, as the gradient that a step consumes; None for one that is
         partial as autograd's own is, or of another shape."""
+        if self.hooks is None:  # nothing of it is reduced: autograd goes on adding to it
+            return None
         full = self.full_layout
         partial = type(value) is DTensor and value._layout.base is full.gradient
         if tuple(value.shape) != full.shape or (partial and self.gradient_layout is self.reduced_layout):

@@ -85,7 +85,7 @@ def deep_copy(function, args, kwargs):
     if getattr(tensor, "_is_param", False):
         fresh._is_param, fresh._kind = True, tensor._kind
         return fresh
-    skipped = {"_layout", "_conversions", "_reduced_grad", "_owner", "_loan", "_source"}
+    skipped = {"_layout", "_conversions", "_reduced_grad", "_owner", "_loan", "_source", "_gradient_of"}
     for name, item in tensor.__dict__.items():
         if name not in skipped:
             setattr(fresh, name, copy.deepcopy(item, memo))
