@@ -157,7 +157,7 @@ def register_function(function: type[torch.autograd.Function]) -> type[torch.aut
         return original(*args, **kwargs)  # beside what has no values, function by function
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        return run_whole(original, is_users=True)(*args, **kwargs)
+        return run_whole(apply, local=original)(*args, **kwargs)
 
     def on_shards(*args: Any) -> Any:
         """What a rule for `apply` runs: on plain shards, so that the backward finds plain ones, too."""

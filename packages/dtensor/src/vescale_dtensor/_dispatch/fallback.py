@@ -36,14 +36,13 @@ class FallbackWarning(UserWarning):
 reported: set[Any] = set()  # (function, what it lacks) that were warned of, each once
 
 
-def gathered(
-    function: Callable, *, local: Callable | None = None, lacks: str = "rule", is_users: bool = False
-) -> Callable:
+def gathered(function: Callable, *, local: Callable | None = None, lacks: str = "rule") -> Callable:
     """`function` on whole tensors: takes and returns DTensors. Says so once per function, with what it costs.
 
-    local: what runs in its place. lacks: why it runs whole. is_users: whether it may look at its operands as objects.
+    local: what runs in its place. lacks: why it runs whole.
     """
     local = local or function
+    is_users = "function" in getattr(function, "__dict__", ())  # an autograd Function's, which may look at objects
 
     def run(*args: Any, **kwargs: Any) -> Any:
         targets = _written_by_name(function, args, kwargs) + _written_by_schema(function, args, kwargs)
