@@ -109,7 +109,8 @@ class Precision:
     """Mixed precision: parameters are stored and updated in the dtype in which the model was built.
 
     Arguments:
-        compute: floating dtype of parameters and floating inputs in forward and backward.
+        compute: floating dtype of parameters, and of floating inputs of the model and of its blocks, in forward and
+            backward.
         reduce: floating dtype in which gradients are summed over ranks.
         sent: dtype in which gradients are sent to be summed; None means `reduce`. A floating dtype, or torch.int8 (one
             scale per 256 numbers, errors up to 1/254 of the largest of them; it sends a quarter of float32's bytes).

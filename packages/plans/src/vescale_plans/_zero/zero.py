@@ -85,9 +85,9 @@ class DataParallel:
         for unit in self.units:
             for module in unit.modules:
                 self._install(unit, module)
+                if sharing.compute is not None:
+                    add_step(module, "precision", before=self._cast)
         add_step(model, "memory", before=self._begin)
-        if sharing.compute is not None:
-            add_step(model, "precision", before=self._cast)
 
     # --- what the optimizer and the user call -------------------------------------------
 
@@ -258,10 +258,14 @@ class DataParallel:
             for unit in self.units:
                 unit.to_recompute = 0
 
-    def _cast(self, root: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Floating inputs in the dtype that the model computes in."""
+    def _cast(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Floating inputs, of the root and of each block, in the dtype that the model computes in."""
         compute = self.sharing.compute
-        return map_tensors((args, kwargs), lambda one: one.to(compute) if one.is_floating_point() else one)
+
+        def cast(one: Tensor) -> Tensor:
+            return one.to(compute) if one.dtype.is_floating_point and one.dtype != compute else one
+
+        return map_tensors((args, kwargs), cast)
 
     def _enter(self, unit: FSDPUnit, inputs: Any) -> None:
         backward = _current_graph_task_id() != -1
