@@ -1,8 +1,9 @@
 """accelerate: `parallelize(plan, accelerator)` after `Accelerator(...)`; the rest of the script stays.
 
-What a script computes is one device's computation on global values, so accelerate sees one process: its batches are the
-global ones, whatever it gathers or averages over processes is whole already, and nothing is counted once per rank. Only
-accelerate's state has the rank as the index of the process, so that the first rank alone prints and writes.
+What a script computes is one device's computation on global values. So the accelerator computes as one process: its
+batches are the global ones, and nothing is counted once per rank. accelerate's state knows the ranks, for what is done
+between processes: who prints and writes, who goes first, what one tells the others, what is gathered from all. A
+DTensor is global, and gathering or reducing it gives its value. A plain tensor or object is each rank's own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import contextlib
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
@@ -19,12 +21,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.utils import gather, pad_across_processes, recursively_apply, reduce
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from vescale_checkpoint import load, save, whole_state_dict
-from vescale_plans import Plan, PlanError, adopt, loader, no_sync
+from vescale_dtensor import DTensor
+from vescale_plans import Loader, Plan, PlanError, adopt, no_sync
 from vescale_rng.state import get_state, set_state
 
 from .._stages import parallelize as _parallelize
@@ -36,8 +40,10 @@ def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
 
     `prepare` shards a model (see `vescale.parallelize`) together with the optimizer that was made from it, which may be
     in the same call, in any order, or come later. Loaders become `vescale.loader`s, whose batch size is that of all
-    ranks together. Schedulers step once. `gather`, `gather_for_metrics` and `get_state_dict` return whole plain
-    tensors. `save_state` and `load_state` use `vescale.save` and `vescale.load`, and work under any other plan.
+    ranks together, and whose batches are DTensors. Schedulers step once. `gather`, `gather_for_metrics` and
+    `get_state_dict` return whole plain tensors. To `gather`, `reduce` and the functions of `accelerate.utils`, what is
+    no DTensor is each rank's own. `save_state` and `load_state` use `vescale.save` and `vescale.load`, and work under
+    any other plan.
 
     Raises PlanError if the accelerator was configured for another engine, or has already prepared objects.
     """
@@ -47,7 +53,8 @@ def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
         accelerator.__class__ = type(kind.__name__, (Planned, kind), {"__module__": kind.__module__})
     accelerator.plan = plan
     accelerator.dataloader_config.dispatch_batches = False
-    _see_one_process()
+    accelerator.dataloader_config.split_batches = True  # a loader's batch is that of all ranks
+    _tell_processes()
     _draw_alike()
     return accelerator
 
@@ -58,14 +65,32 @@ class Planned:
     plan: Plan
 
     @property
+    def distributed_type(self) -> DistributedType:
+        """Of the one process that computes: accelerate distributes nothing. `state` tells of the ranks."""
+        return DistributedType.NO
+
+    @property
+    def num_processes(self) -> int:
+        """One computes. `state.num_processes` ranks take part in it."""
+        return 1
+
+    @property
     def process_index(self) -> int:
         """Of the one process that computes: whoever cuts its part out of what was gathered (TRL) gets all of it. Which
         rank prints and writes is told by `is_main_process`."""
         return 0
 
+    @property
+    def is_last_process(self) -> bool:
+        return self.state.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        return False
+
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's own; an optimizer is sharded together with its model."""
-        _see_one_process()
+        _tell_processes()
         _draw_alike()
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
         for model in args:
@@ -85,14 +110,12 @@ class Planned:
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """As accelerate's own, mixed precision included, of a sharded model."""
-        _see_one_process()
         if not hasattr(model, "_vescale"):
             _parallelize(self.plan, model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As accelerate's own, of an optimizer that steps on shards."""
-        _see_one_process()
         for model in self._models:
             if _is_of(optimizer, model):
                 adopt(model, optimizer)
@@ -100,25 +123,37 @@ class Planned:
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
         """As accelerate's own, of a loader of which this rank loads its part."""
-        _see_one_process()
         is_prepared = getattr(data_loader, "_is_accelerate_prepared", False)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if not is_prepared:
-            prepared.base_dataloader = loader(prepared.base_dataloader, self.plan)
+            prepared.base_dataloader = _Global(prepared.base_dataloader, self.plan, None)
+            prepared.base_dataloader.plan = self.plan
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """Whole plain tensors: they are global already. Cost: an all-gather of what is sharded."""
-        return full(tensor)
+        """Whole plain tensors: of a DTensor, which is global already, its value; of plain tensors, which are each
+        rank's own, those of all ranks, one after the other."""
+        return recursively_apply(_either(full, gather), tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As accelerate's own on one process, of whole plain tensors: what was repeated for rows that the last batch
-        does not have is cut off."""
-        return super().gather_for_metrics(full(input_data), use_gather_object)
+        """Whole plain tensors of what was computed from a prepared loader's batch, which is global, in whatever form;
+        what was repeated for rows that the last batch does not have is cut off."""
+        data, state = full(input_data), self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return data
+        if use_gather_object:
+            return data[: state.remainder]
+        return recursively_apply(lambda one: one[: state.remainder] if one.ndim else one, data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As `gather`: a DTensor's value, and of plain tensors the sum or mean over all ranks."""
+        plain = partial(reduce, reduction=reduction, scale=scale)
+        return recursively_apply(_either(full, plain), tensor, error_on_other_type=True)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Nothing to pad: a tensor has one shape."""
-        return tensor
+        """As accelerate's own, of plain tensors. A DTensor has one shape, and nothing to pad."""
+        plain = partial(pad_across_processes, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        return recursively_apply(_either(lambda one: one, plain), tensor, error_on_other_type=True)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole plain tensors, of all stages of a pipeline, on the first rank's host; other ranks take part, and get
@@ -196,6 +231,15 @@ class Planned:
         return state | ({"scaler": self.scaler} if self.scaler is not None else {})
 
 
+class _Global(Loader):
+    """A loader whose batches are DTensors, those too that every rank loads whole: they are global, and say so."""
+
+    plan: Plan
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.plan.shard_batch, super().__iter__())
+
+
 class _Accumulation:
     """Where in a step's backwards `accumulate` is."""
 
@@ -229,18 +273,30 @@ class _Generators:
         numpy.random.set_state((name, keys, *rest))
 
 
+def _either(of_global: Callable, of_plain: Callable) -> Callable:
+    return lambda one: of_global(one) if isinstance(one, DTensor) else of_plain(one)
+
+
 def _is_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     own = set(model.parameters())
     return any(parameter in own for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _see_one_process() -> None:
-    """accelerate's shared state, as of one process; again at each use, for whoever makes new arguments resets it."""
-    PartialState()  # made where it was reset
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for state in (PartialState._shared_state, AcceleratorState._shared_state):
-        if state:
-            state.update(distributed_type=DistributedType.NO, num_processes=1, process_index=rank)
+def _tell_processes() -> None:
+    """accelerate's state, where it was made before there was a process group, or otherwise than by torchrun."""
+    state = PartialState()
+    if dist.is_initialized() and state.num_processes != dist.get_world_size():
+        kind = DistributedType.MULTI_CPU if state.device.type == "cpu" else DistributedType.MULTI_GPU
+        known = {"distributed_type": kind, "backend": dist.get_backend(), "num_processes": dist.get_world_size()}
+        PartialState._shared_state.update(**known, process_index=dist.get_rank())
+        AcceleratorState()  # takes it over
+
+
+def one_process() -> PartialState:
+    """A state of its own, for whoever computes by it: one process, whose index tells who prints and writes."""
+    state = object.__new__(PartialState)
+    state.__dict__ = {**PartialState._shared_state, "distributed_type": DistributedType.NO, "num_processes": 1}
+    return state
 
 
 def _draw_alike() -> None:

@@ -41,6 +41,7 @@ def parallelize(plan: Plan, trainer: Trainer) -> Trainer:
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (Planned, kind), {"__module__": kind.__module__})
     trainer.plan = plan
+    trainer.args.distributed_state = accelerate.one_process()  # by which it counts
     gather = trainer.accelerator.gather_for_metrics
     trainer.gather_function = functools.partial(gather, use_gather_object=trainer.args.eval_use_gather_object)
     if trainer.model is not None and trainer.model_init is None:
