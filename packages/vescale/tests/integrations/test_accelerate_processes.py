@@ -138,7 +138,7 @@ def test_what_is_global_stays_global(name):
 EXCEPTIONS = {
     "check_seedable_sampler_in_batch_sampler_shard": "is of a loader whose batches are dealt out to processes",
     "process_execution_check": "counts lines by Accelerator.num_processes, which is that of the processes that compute",
-    "training_check": "compares with batches that are larger by the number of ranks, and reads gradients as plain tensors",
+    "training_check": "compares with batches that are larger by the number of ranks, and reads plain gradients",
 }
 """What of accelerate's own script does not hold under a plan, and why. A loader's batch is that of all ranks."""
 
@@ -166,7 +166,7 @@ def own_scripts():
         Accelerator()
         for module in (test_script, test_ops):
             for name, function in vars(module).items():
-                if not (name.startswith("test_") or name.endswith("_check") or name.startswith("check_")):
+                if not (name.startswith(("test_", "check_")) or name.endswith("_check")):
                     continue
                 if name == "test_reinstantiated_state" or name in EXCEPTIONS or "dataset" in name:
                     continue
