@@ -1,11 +1,15 @@
 """Compile mode where something outlives a call, or changes between calls: eager's results, and nothing twice."""
 
+import sys
+import threading
+import types
 import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from vescale_dtensor import DTensor
 from vescale_dtensor.testing import run_ranks, warm_up
@@ -31,11 +35,17 @@ class Net(nn.Module):
         return self.last(x + self.down(self.middle(self.up(self.norm(x)))))
 
 
+def named():
+    """A compiler imports the module of a forward's globals; a rank has these by value, and the module perhaps not."""
+    sys.modules.setdefault(__name__, types.ModuleType(__name__)).__dict__.update(globals())
+
+
 def train(middle, mode, change=None, prepare=None):
     """Of each step the output and every gradient; the model.
 
     `change(model)` is called before step AT, `prepare(model)` before the first.
     """
+    named()
     torch.compiler.reset()
     torch.manual_seed(0)
     model, _ = parallelize(PLAN, Net(middle))
@@ -415,6 +425,7 @@ def turns(where, mode):
 
 
 def takes_turns(where):
+    named()
     torch.compiler.reset()
     return same(turns(where, "eager"), turns(where, "compile"))
 
@@ -441,3 +452,108 @@ def thawed(frozen):
 @pytest.mark.parametrize("frozen", ["norm", "up"])
 def test_what_was_frozen_trains_when_it_is_not(frozen):
     assert run_ranks(1, thawed, frozen) == [[True, True]]
+
+
+# --- the model itself --------------------------------------------------------------------
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.held = Far()
+        self.held.kept = torch.arange(3.0)
+
+    def forward(self, x):
+        return {"out": self.down(self.up(x).tanh()), "held": self.held, "up": self.up.weight}
+
+
+def rooted():
+    named()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, _ = parallelize(PLAN, Root())
+    compiled(model, "aot_eager")
+    return model
+
+
+def returned():
+    model = rooted()
+    found = [model(torch.ones(2, WIDTH)) for _ in range(2)][1]
+    return type(found["held"].kept), found["up"] is model.up.weight, type(found["out"]), model._vescale.captured.graphs
+
+
+def test_what_is_returned_beside_results_is_the_programs_own():
+    assert run_ranks(1, returned) == [(torch.Tensor, True, DTensor, 1)]
+
+
+def replaced():
+    model, found, before = rooted(), [], Root.forward
+    try:
+        for step in range(4):
+            if step == 2:
+                Root.forward = lambda self, x: {"out": self.up(x).sum() * 3}
+            found.append(local(model(torch.ones(2, WIDTH))["out"]).sum())
+        wanted = local(model.up(torch.ones(2, WIDTH))).sum() * 3
+    finally:
+        Root.forward = before
+    return torch.allclose(found[2], wanted), torch.allclose(found[3], wanted), model._vescale.captured.graphs
+
+
+def test_a_forward_replaced_on_the_roots_class_is_taken():
+    assert run_ranks(1, replaced) == [(True, True, 2)]
+
+
+def threaded():
+    model = rooted()
+    batches = torch.randn(8, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    wanted = [local(Root.forward(model, one)["out"]) for one in batches]
+    found = [None] * len(batches)
+
+    def call(at):
+        for _ in range(3):
+            found[at] = local(model(batches[at])["out"])
+
+    threads = [threading.Thread(target=call, args=(at,)) for at in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return all(torch.allclose(*pair, 1e-5, 1e-6) for pair in zip(found, wanted))
+
+
+def test_threads_that_call_one_model_wait_for_one_another():
+    assert run_ranks(1, threaded) == [True]
+
+
+class Recomputes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return checkpoint(lambda x: F.dropout(self.down(self.up(x).tanh()), 0.5), x, use_reentrant=False)
+
+
+def recomputed():
+    seen = []
+    for mode in ("eager", "compile"):
+        named()
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model, optimizer = parallelize(PLAN, Recomputes(), lambda p: torch.optim.SGD(p, lr=0.1))
+        if mode == "compile":
+            compiled(model, "aot_eager")
+        found = []
+        for step in range(4):
+            out = model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)))
+            out.square().mean().backward()
+            found += [local(out).clone(), *(local(p.grad).clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(found)
+    return same(*seen), model._vescale.captured.graphs
+
+
+def test_a_checkpoint_inside_draws_its_numbers_again():
+    assert run_ranks(1, recomputed) == [(True, 1)]

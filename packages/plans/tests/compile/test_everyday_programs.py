@@ -4,6 +4,8 @@ import contextlib
 import copy
 import io
 import random
+import sys
+import types
 import warnings
 from dataclasses import dataclass
 
@@ -632,8 +634,14 @@ def bits(value):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def named():
+    """A compiler imports the module of a forward's globals; a rank has these by value, and the module perhaps not."""
+    sys.modules.setdefault(__name__, types.ModuleType(__name__)).__dict__.update(globals())
+
+
 def noted(program, mode):
     """What a program notes, then its parameters, its generator; or how it ended. And how many models were compiled."""
+    named()
     torch.compiler.reset()
     torch.manual_seed(0)
     notes, models = [], []

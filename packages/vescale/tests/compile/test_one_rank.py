@@ -9,6 +9,8 @@ import logging
 import os
 import random
 import shutil
+import sys
+import types
 import warnings
 from functools import partial
 
@@ -61,6 +63,11 @@ def words_of(step):
     return torch.randint(VOCABULARY, WORDS, generator=torch.Generator().manual_seed(step))
 
 
+def named():
+    """A compiler imports the module of a forward's globals; a rank has these by value, and the module perhaps not."""
+    sys.modules.setdefault(__name__, types.ModuleType(__name__)).__dict__.update(globals())
+
+
 def parallelized(build, mode, backend="aot_eager", plan_of=None):
     """The model and its optimizer; "plain": without veScale."""
     torch.manual_seed(0)
@@ -68,6 +75,7 @@ def parallelized(build, mode, backend="aot_eager", plan_of=None):
     numpy.random.seed(0)
     model = build()
     make = partial(torch.optim.AdamW, lr=1e-3)
+    named()
     torch.compiler.reset()
     if mode == "plain":
         return model, make(model.parameters())

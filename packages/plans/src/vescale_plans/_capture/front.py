@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -49,19 +50,20 @@ class CompileWarning(UserWarning):
 
 
 class Captured(Alone):
-    """Stands before the forward of a model's root; `forward` is the model's own."""
+    """Stands before the forward of a model's root. Calls of several threads wait for one another: while one asks the
+    compiler, the model's tables hold stand-ins."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, backend: str) -> None:
         self.module, self.backend, self.mesh = model, backend, mesh
         self.own = model.__dict__.get("forward")
-        self.forward = model.forward
+        self._lock = threading.RLock()
         self.graphs = 0
         self.refusals: dict[tuple, str] = {}  # by what of a call never changes its code alone -> why it is eager
         self.last = "not called"
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by parameter or buffer: that, and what stands for it
         self._real: dict[int, Tensor] = {}  # by the stand-in, of the call that runs
         self._restore: Callable[[], None] | None = None
-        self._ran = False  # the graph of the call that runs
+        self._made: list[Tensor] | None = None  # results of the graph of the call that runs, once it has run
         self._failure = ""
         functorch_config().donated_buffer = False  # backwards may run twice, as eager ones do; torch has one switch
         logging.getLogger("torch._dynamo.metrics_context").addFilter(_worth_saying)
@@ -71,9 +73,15 @@ class Captured(Alone):
 
     def _begin(self) -> None:
         """Forgets all graphs."""
-        self._guarded = torch.compile(_own_code(self.forward), backend=self._compile, fullgraph=True)
+        self._captured = self.forward
+        self._guarded = torch.compile(_own_code(self._captured), backend=self._compile, fullgraph=True)
         self._unguarded: Unguarded | None = None  # that graphs were made under
         self._said_once = {one for one in vars(logging.Logger).values() if isinstance(one, _Remembers)}
+
+    @property
+    def forward(self) -> Callable:
+        """The model's own."""
+        return self.own if self.own is not None else type(self.module).forward.__get__(self.module)
 
     @property
     def is_asking(self) -> bool:
@@ -83,6 +91,10 @@ class Captured(Alone):
     # --- a call ------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return self._called(args, kwargs)
+
+    def _called(self, args: tuple, kwargs: dict) -> Any:
         why = watcher()
         kind = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         why = why or self.refusals.get(kind, "")
@@ -92,23 +104,24 @@ class Captured(Alone):
                 self.last = ""
                 return out
             except (Refused, *compiler_errors()) as error:
-                if self._ran:
+                if self._made is not None:
                     raise
                 why = self._failure or _reason(error)
                 self._refuse(kind, why)
             finally:
                 self._put_back()
+                self._real, self._made = {}, None
         self.last = why
         return self.forward(*args, **kwargs)
 
     def _refuse(self, kind: tuple, why: str) -> None:
         self.refusals[kind] = why
         name = type(self.module).__name__
-        warnings.warn(f"{name} runs eagerly: {why}", CompileWarning, stacklevel=4)
+        warnings.warn(f"{name} runs eagerly: {why}", CompileWarning, stacklevel=5)
 
     def _through_graph(self, args: tuple, kwargs: dict) -> Any:
-        self._failure, self._ran = "", False
-        if self._unguarded is not None and not self._unguarded.holds():
+        self._failure = ""
+        if self._captured != self.forward or (self._unguarded is not None and not self._unguarded.holds()):
             self._begin()
         places = [
             (table, name, held)
@@ -134,10 +147,9 @@ class Captured(Alone):
         args, kwargs = map_tensors((args, kwargs), lambda one: standing[id(one)][1] if id(one) in standing else one)
         with capture_settings(self._said_once):
             out = self._guarded(*args, **kwargs)
-        out = self._distributed(out)
-        if not self._ran and any(type(tensor) is not DTensor for tensor in tensors_in(out)):
+        if self._made is None and any(id(tensor) not in self._real for tensor in tensors_in(out)):
             raise Refused("the compiler leaves it to Python")
-        return out
+        return self._distributed(out)
 
     def _put_back(self) -> None:
         """The real tensors are in their places, if they are not yet."""
@@ -153,20 +165,19 @@ class Captured(Alone):
         return _placeholder(real)
 
     def _distributed(self, out: Any) -> Any:
-        """Returns what the model returned with its tensors as DTensors, those inside of other objects (a cache of keys
-        and values) too, and with the real tensors in place of stand-ins."""
+        """Returns what the model returned with the graph's results as DTensors, those inside of other objects (a cache
+        of keys and values) too, and with the real tensors in place of stand-ins."""
+        known = dict(self._real)
 
         def shown(tensor: Tensor) -> Tensor:
-            if type(tensor) is DTensor:
-                return tensor
-            if id(tensor) in self._real:
-                return self._real[id(tensor)]
-            return attach(tensor, layout_of(self.mesh, [INVARIANT] * self.mesh.ndim, tuple(tensor.shape)))
+            return known.get(id(tensor), tensor)
 
         with local_only():
+            for one in self._made or ():
+                layout = layout_of(self.mesh, [INVARIANT] * self.mesh.ndim, tuple(one.shape))
+                known[id(one)] = attach(one, layout)
             out = map_tensors(out, shown)
-            if self._ran:
-                _fill_objects(out, shown)
+            _fill_objects(out, shown)
         return out
 
     # --- what the compiler asks for --------------------------------------------------------
@@ -199,13 +210,14 @@ class Captured(Alone):
 
         def call(*given: Any) -> Any:
             self._put_back()
-            self._ran = True
+            self._made = []
             real = [self._real.get(id(one), one) for one in given]
             with local_only():
                 passage = Passage(name, reach)
                 entered = iter(passage.enter([one for one in real if isinstance(one, Tensor)]))
                 out = run(*[next(entered) if isinstance(one, Tensor) else one for one in real])
                 passage.left(out)
+            self._made = [one for one in out if isinstance(one, Tensor)]
             return out
 
         return call
@@ -224,8 +236,6 @@ class Captured(Alone):
 
     def __getattr__(self, name: str) -> Any:
         """What the forward itself says of itself (`__func__`, `__name__`, `__wrapped__`)."""
-        if name == "forward":
-            raise AttributeError(name)
         return getattr(self.forward, name)
 
     def __deepcopy__(self, memo: dict) -> Any:
