@@ -43,5 +43,5 @@ def test_names_are_those_of_siblings_alone():
     packages = read_packages(TOP)
     by_name = {package.name: used(package, packages) for package in packages}
     assert by_name["trace"] == []
-    assert by_name["dtensor"] == by_name["pipeline"] == ["vescale_trace.VescaleError"]
+    assert all(name.startswith("vescale_trace.") for name in by_name["dtensor"] + by_name["pipeline"])
     assert all(name.startswith("vescale_dtensor.") for name in by_name["rng"])

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from vescale_dtensor.engine import OLDEST_TORCH, is_supported_torch, supported_torch, torch_release
+from vescale_trace.environment import count
 
 from ._machine import device_check, interfaces
 
@@ -80,7 +81,7 @@ def examine(*, ranks: bool | None = None) -> Examination:
             a few hundred bytes, bounded by the group's timeout.
     """
     found = [finding for check in CHECKS for finding in _guarded(check)]
-    several = dist.is_initialized() and dist.get_world_size() > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1
+    several = dist.is_initialized() and dist.get_world_size() > 1 or count("WORLD_SIZE", 1) > 1
     if several if ranks is None else ranks:
         found += _guarded(between_ranks)
     return Examination(tuple(found))
@@ -203,7 +204,7 @@ def port() -> Iterator[Finding]:
     if "MASTER_PORT" in os.environ and "RANK" in os.environ:
         yield Finding("port", GOOD, f"{os.environ['MASTER_PORT']}, taken by this run")
         return
-    number = int(os.environ.get("MASTER_PORT", PORT))
+    number = count("MASTER_PORT", PORT)
     with socket.socket() as probe, socket.socket() as other:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -218,13 +219,13 @@ def port() -> Iterator[Finding]:
 
 def threads() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    count = torch.get_num_threads()
-    if count * ranks > cores:
-        yield Finding("threads", NOTE, f"{ranks} ranks of {count} threads on {cores} cores get in each other's way",
+    ranks = count("LOCAL_WORLD_SIZE", 1)
+    running = torch.get_num_threads()
+    if running * ranks > cores:
+        yield Finding("threads", NOTE, f"{ranks} ranks of {running} threads on {cores} cores get in each other's way",
                       f"export OMP_NUM_THREADS={max(1, cores // ranks)}")  # fmt: skip
     else:
-        yield Finding("threads", GOOD, f"{count} per rank, {cores} cores")
+        yield Finding("threads", GOOD, f"{running} per rank, {cores} cores")
 
 
 def shared_memory() -> Iterator[Finding]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from vescale_dtensor import VescaleError, comm_trace
 from vescale_dtensor.engine import watched
 from vescale_pipeline import record_events
+from vescale_trace.environment import count
 
 from ._machine._torch_private import DisableTorchFunctionSubclass, queue_callback
 
@@ -48,7 +48,7 @@ def timeline(folder: str | Path, model: nn.Module | None = None) -> Iterator[Non
     module and collective while open, and nothing otherwise. The clocks of several machines may differ (see `vescale
     doctor`).
     """
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ.get("RANK", 0))
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else count("RANK", 0)
     notes = _Notes()
     with contextlib.ExitStack() as stack:
         stack.enter_context(comm_trace(model))  # which names the modules in the causes

@@ -137,8 +137,8 @@ def test_what_is_global_stays_global(name):
 
 EXCEPTIONS = {
     "check_seedable_sampler_in_batch_sampler_shard": "is of a loader whose batches are dealt out to processes",
-    "process_execution_check": "counts lines by Accelerator.num_processes, which is that of the processes that compute",
-    "training_check": "compares with batches that are larger by the number of ranks, and reads plain gradients",
+    "process_execution_check": "counts lines by Accelerator.num_processes, of those that compute",
+    "training_check": "compares with batches that are larger by the number of ranks",
 }
 """What of accelerate's own script does not hold under a plan, and why. A loader's batch is that of all ranks."""
 

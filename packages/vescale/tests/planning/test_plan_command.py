@@ -110,6 +110,21 @@ def test_a_factory_with_a_sample(factory, tmp_path):
     assert dict(Plan.from_json((tmp_path / "plan.json").read_text()).mesh) == {"pp": 2, "dp": 2, "tp": 2}
 
 
+@pytest.mark.parametrize("sample", ["torch.ones(1, 8)", "(torch.rand(1, 8),)", "{'x': torch.tensor([[1.0] * 8])}"])
+def test_a_factory_whose_sample_has_values(tmp_path, monkeypatch, sample):
+    code = (
+        "import torch\n\n\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        return super().forward(x)\n\n\n"
+        f"def build():\n    return Net(8, 8), {sample}\n"
+    )
+    (tmp_path / "factory_with_values.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert "chosen:" in run("factory_with_values:build", "--world-size", 2, "--hardware", "cpu", "--seq", 8)
+    finally:
+        sys.modules.pop("factory_with_values", None)
+
+
 def test_nodes_of_another_size(factory):
     given = (f"{factory}:build", "--world-size", 12, "--batch", 12, "--hardware", "h100", "--seq", 16, "--pin", "tp=4")
     for node, said in ((6, "crosses boundaries of nodes of 6"), (4, "inside a node")):
@@ -129,7 +144,7 @@ def test_nodes_of_another_size(factory):
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--pin", "tp=7"], "leave no plan for 2 ranks"),
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--memory", "1e-6"], "memory binds"),
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--memory", "-1"], "not a number of bytes"),
-        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--seq", "0"], "seq is 0, not a positive number"),
+        (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--seq", "0"], "seq is 0, not a number from 1 to"),
         (["MODULE:build", "--world-size", "2", "--hardware", "cpu", "--node", "0"], "--node 0 is not a positive"),
         (["MODULE:build", "--world-size", "2", "--precision", "int8"], "--precision bfloat16  # or bf16"),
         (["MODULE:build", "--world-size", "2", "--json", "absent/plan.json"], "there is no folder absent"),

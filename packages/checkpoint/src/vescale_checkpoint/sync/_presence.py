@@ -24,11 +24,13 @@ from atexit import register
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from vescale_trace.environment import seconds
+
 BEAT_S, IDLE_BEAT_S = 0.5, 1.0  # how often a rank shows that it lives: in an operation, and else
 SILENT_S, IDLE_SILENT_S = 6.0, 10.0  # and after how long it is taken for dead
-_GIVEN = os.environ.get("VESCALE_CHECKPOINT_PATIENCE_S")
-PATIENCE_S = float(_GIVEN or 25.0)  # how much later than the first a rank may come that stands at one line
-LONG_PATIENCE_S = float(_GIVEN or 300.0)  # or one that moves
+PATIENCE_S = 25.0  # how much later than the first a rank may come that stands at one line
+LONG_PATIENCE_S = 300.0  # or one that moves
+PATIENCE = "VESCALE_CHECKPOINT_PATIENCE_S"  # the variable that gives both
 # Who is found at one line again and again stands there if its thread uses no processor, as one that waits, or all of
 # it, as one that spins; in between it is in a loop.
 _MOVING = (2e-4, 0.9)
@@ -63,6 +65,7 @@ class Presence:
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._given = seconds(PATIENCE, None)
         self.store, self.rank, self.size = store, rank, size
         self.number, self.operation, self.is_over = -1, "", True
         self.watched = 0.0  # seconds that this process has been looking: while it was stopped it saw nobody be silent
@@ -148,8 +151,9 @@ class Presence:
     def reason_against(self, rank: int, waited_s: float) -> str | None:
         """Why a rank that this one has waited for will not come. None: it may."""
         beat = self.last(rank)
+        patience, long_patience = self._given or PATIENCE_S, self._given or LONG_PATIENCE_S
         if beat is None:
-            return f"did not come within {PATIENCE_S:g} s" if waited_s > PATIENCE_S else None
+            return f"did not come within {patience:g} s" if waited_s > patience else None
         if beat.has_ended:
             return "has ended its program"
         if self.is_silent(rank):
@@ -158,7 +162,7 @@ class Presence:
             return f"calls {beat.operation} where this one calls {self.operation}"
         if beat.number >= self.number:
             return None
-        if waited_s > LONG_PATIENCE_S or (waited_s > PATIENCE_S and beat.stood_s > PATIENCE_S):
+        if waited_s > long_patience or (waited_s > patience and beat.stood_s > patience):
             return f"did not come within {waited_s:.0f} s"
         return None
 

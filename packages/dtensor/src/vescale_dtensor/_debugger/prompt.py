@@ -12,7 +12,6 @@ import builtins
 import contextlib
 import ctypes
 import io
-import os
 import pdb
 import re
 import signal
@@ -22,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+from vescale_trace.environment import seconds as seconds_of
 
 from .._communication import events
 from .._tensor import tensor
@@ -187,7 +188,7 @@ class _Idle(Exception):
 @contextlib.contextmanager
 def _bounded() -> Iterator[float]:
     """Raises _Idle in the block after the time that a person may think."""
-    seconds = float(os.environ.get("VESCALE_BREAKPOINT_SECONDS", THINKING_SECONDS))
+    seconds = seconds_of("VESCALE_BREAKPOINT_SECONDS", THINKING_SECONDS)
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield seconds
         return

@@ -53,6 +53,10 @@ GENERATORS = {
 }
 
 
+MOST = 2**20
+"""Of forwards in a schedule, each of which is an object."""
+
+
 def generate(kind: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """Returns a schedule of a known kind, with communication. Every stage computes in microbatch order.
 
@@ -64,12 +68,17 @@ def generate(kind: str, ranks: int, microbatches: int, virtual: int = 1) -> Sche
 
     Raises ScheduleError for an unknown kind, numbers below 1, and a number of virtual stages that the kind cannot have.
     """
+    if not isinstance(kind, str):
+        raise ScheduleError("generate", f"kind is of type {type(kind).__name__}, not a name", (), [('kind="1f1b"', "")])
     key = kind.lower().replace("_", "-")
     if key not in GENERATORS:
         raise ScheduleError("generate", f"there is no schedule {kind!r}", [f"known  {', '.join(GENERATORS)}"])
     for name, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual", virtual)):
-        if not isinstance(number, int) or number < 1:
+        if type(number) is not int or number < 1:
             raise ScheduleError("generate", f"{name} is {number!r}, not a positive integer")
+    if ranks * microbatches * virtual > MOST:
+        rule = f"{ranks=} times {virtual=} times {microbatches=} are more than {MOST:,} forwards"
+        raise ScheduleError("generate", rule, (), [("microbatches=64", "or fewer of the others")])
     made = GENERATORS[key]
     if made.v_shaped and virtual == 1:
         virtual = 2

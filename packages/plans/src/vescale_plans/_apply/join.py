@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import MeshError
 from vescale_dtensor.engine import hook_breakpoints, raised_anywhere, raised_here, tell_endings, watch_for_hangs
+from vescale_trace.environment import count
 
 from .._plan.fields import PlanFields
 from .._plan.parts import PlanError
@@ -52,6 +53,10 @@ def join() -> None:
     device = accelerator()
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{_backend_of(device)}"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, size = count("RANK", 0), count("WORLD_SIZE", 1)
+        if rank >= size:
+            rule = f"RANK is {rank} and WORLD_SIZE {size}, in the environment: ranks count from 0"
+            raise MeshError("parallelize", rule, (), [("torchrun --nproc-per-node 8 ...", "sets both")])
         if device != "cpu":
             torch.accelerator.set_device_index(_own_index(torch.accelerator.device_count()))
         dist.init_process_group(backend, timeout=TIMEOUT)
@@ -78,7 +83,7 @@ def _own_index(devices: int) -> int:
     """Which device is this rank's, of those that it sees."""
     if devices == 1:  # the only one, or each rank is shown its own
         return 0
-    ranks, own = (int(os.environ.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    ranks, own = (count(name, 0) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if max(ranks, own + 1) > devices:
         raise MeshError(
             "parallelize",

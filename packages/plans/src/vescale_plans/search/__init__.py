@@ -39,3 +39,4 @@ from .refusals import InfeasibleError as InfeasibleError
 from .pricing.sizes import parts_of as parts_of
 from .stages import Cutter as Cutter
 from .stages import Part as Part
+from .generate import MOST as MOST

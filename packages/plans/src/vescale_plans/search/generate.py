@@ -41,10 +41,12 @@ ASKED = (
 )
 
 NEEDED = ("world_size", "batch")
+MOST = 2**24
+"""Ranks, rows or positions: the search takes time for each divisor."""
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
+    return type(value) is int and 0 < value <= MOST
 
 
 def _is_bytes(value: Any) -> bool:
@@ -63,9 +65,9 @@ def _is_forbidding(value: Any) -> bool:
 Kind = tuple[Callable[[Any], bool], str, str]
 
 KINDS: dict[str, Kind] = {
-    "world_size": (_is_count, "a positive number", "world_size=8"),
-    "batch": (_is_count, "a positive number", "batch=8"),
-    "seq": (_is_count, "a positive number", "seq=2048"),
+    "world_size": (_is_count, f"a number from 1 to {MOST:,}", "world_size=8"),
+    "batch": (_is_count, f"a number from 1 to {MOST:,}", "batch=8"),
+    "seq": (_is_count, f"a number from 1 to {MOST:,}", "seq=2048"),
     "hardware": (lambda value: isinstance(value, (str, os.PathLike, Hardware)), "a profile", 'hardware="h100"'),
     "memory": (_is_bytes, "a number of bytes", "memory=80 * 2**30"),
     "precision": (lambda value: isinstance(value, Precision), "a Precision", "precision=Precision(torch.bfloat16)"),
@@ -123,6 +125,9 @@ def generate_plan(
 
     Raises InfeasibleError if nothing fits; PlanError for an invalid request, or overrides that do not fit.
     """
+    if constraints is not None and not isinstance(constraints, Mapping):
+        rule = f"constraints are of type {type(constraints).__name__}, not a mapping from names to values"
+        raise PlanError("generate_plan", rule, (), [("sample=..., batch=...", "by keyword")])
     request = {**(constraints or {}), **asked}
     _check_request(request)
     sample = sample_of(model, request.get("sample"), rows=request["batch"])

@@ -19,7 +19,8 @@ from torch import nn
 
 from vescale_dtensor import VescaleError
 from vescale_plans import Plan, PlanError, Precision, generate_plan
-from vescale_plans.search import Hardware, hardware_of
+from vescale_plans.search import MOST, Hardware, hardware_of
+from vescale_rng import deferred_init, materialize
 
 from .._planning.dry_run import dry_run
 from .options import as_options
@@ -79,7 +80,7 @@ def plan(
     most = getattr(getattr(built, "config", None), "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < seq:
         notes.append(f"rows of {seq} positions are longer than the configuration's max_position_embeddings, {most}")
-    if verify and seq > 0 and (global_batch := _batch(built, rows, seq)) is not None:
+    if verify and all(0 < n <= MOST for n in (rows, seq)) and (global_batch := _batch(built, rows, seq)) is not None:
         asked["verify"] = global_batch
     made = _generated(
         built,
@@ -146,7 +147,7 @@ def _batch(model: nn.Module, rows: int, seq: int) -> Mapping[str, Any] | None:
     taken = inspect.signature(model.forward).parameters
     if not {"input_ids", "labels"} <= set(taken):
         return None
-    tokens = torch.zeros(rows, seq, dtype=torch.int64)
+    tokens = torch.zeros((), dtype=torch.int64).expand(rows, seq)  # only its shape counts
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -166,7 +167,7 @@ def _pins(given: list[str]) -> Mapping[str, Any]:
 
 
 def _build(model: str) -> tuple[nn.Module, Any]:
-    """The model on the meta device, and a sample where the factory gives one."""
+    """The model without memory, and a sample where the factory gives one."""
     folder = Path(model)
     if folder.is_dir() or folder.name == "config.json":
         return _from_huggingface(folder.parent if folder.is_file() else folder), None
@@ -181,14 +182,26 @@ def _build(model: str) -> tuple[nn.Module, Any]:
         raise PlanError("vescale plan", f"{model!r} cannot be imported: {error}", (), remedies) from error
     finally:
         sys.path.remove(os.getcwd())
-    with torch.device("meta"):
+    with deferred_init():
         made = make()
     made, sample = made if isinstance(made, tuple) else (made, None)
     if not isinstance(made, nn.Module):
         remedies = [("return model", "an nn.Module"), ("return model, sample", "with what it is called with")]
         rule = f"{model!r} gives no model but an object of type {type(made).__name__}"
         raise PlanError("vescale plan", rule, (), remedies)
-    return made, sample
+    return made, _with_values(sample)
+
+
+def _with_values(sample: Any) -> Any:
+    """The sample, whose tensors were made without memory, as the model's were."""
+    match sample:
+        case torch.Tensor():
+            return materialize(sample)
+        case Mapping():
+            return {name: _with_values(one) for name, one in sample.items()}
+        case tuple() | list():
+            return type(sample)(map(_with_values, sample))
+    return sample
 
 
 def _from_huggingface(folder: Path) -> nn.Module:

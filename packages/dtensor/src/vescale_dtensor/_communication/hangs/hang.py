@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vescale_trace.environment import seconds
+
 from ..._debugger.session import answer_where, is_open
 from ..._torch_private import _dump_nccl_trace_json, backend_timeouts
 from .. import flight_recorder as recorder
@@ -64,10 +66,10 @@ def verdict() -> str | None:
 
 def bound_seconds() -> float:
     """How long a wait may take."""
-    given = os.environ.get("VESCALE_HANG_SECONDS")
+    given = seconds("VESCALE_HANG_SECONDS", None)
     if given is not None:
-        return float(given)
-    return min([480.0, *[0.8 * seconds for seconds in backend_timeouts()]])
+        return given
+    return min([480.0, *[0.8 * bound for bound in backend_timeouts()]])
 
 
 class Watch:
