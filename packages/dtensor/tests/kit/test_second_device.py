@@ -1,6 +1,7 @@
 """The second device and its process group: what a GPU and NCCL refuse, delay or count, they do."""
 
 import contextlib
+import json
 import os
 import pathlib
 import pickle
@@ -609,7 +610,7 @@ def test_what_a_stranger_sends_is_not_read():
     def send():
         with socket.socket(socket.AF_UNIX) as to:
             to.connect("\0" + ours.address)
-            head = repr(("key", "a stranger's")).encode()
+            head = json.dumps(("key", "a stranger's")).encode()
             to.sendall(_wire._LENGTHS.pack(len(head), 0) + head)
             to.shutdown(socket.SHUT_WR)
             assert to.recv(1) == b""  # it was read to its end, and dropped

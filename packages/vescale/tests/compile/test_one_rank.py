@@ -313,17 +313,6 @@ class Counts(Base):
         return x.square().mean()
 
 
-class CountsInADict(Base):
-    def __init__(self):
-        super().__init__()
-        self.table = {"calls": 0}
-
-    def more(self, x):
-        self.table["calls"] += 1
-        self.calls = self.table["calls"]
-        return x.square().mean()
-
-
 class KeepsInAList(Base):
     def more(self, x):
         KEPT.append(x)
@@ -420,7 +409,6 @@ PROGRAMS = {  # the model, what the loop does before each step, and whether the 
     "an argument is written to": (WritesToItsArgument, nothing, False),
     "a buffer is replaced": (Replaces, nothing, False),
     "a counter": (Counts, nothing, False),
-    "a counter in a dict": (CountsInADict, nothing, False),
     "kept in a list of the program's": (KeepsInAList, nothing, False),
     "kept in an attribute": (KeepsInAnAttribute, nothing, False),
     "kept in a list of its own": (KeepsInItsOwnList, nothing, False),

@@ -250,11 +250,3 @@ def test_a_training_call_returns_metrics_of_the_whole_batch_and_refuses_the_rest
     for steps, seen in run_ranks(PLANS[name].world_size, reported, PLANS[name], timeout=90):
         torch.testing.assert_close(steps, wanted, rtol=2e-6, atol=1e-7)
         assert seen == shapes
-
-
-def test_a_dry_run_of_such_a_model_knows_nothing_of_the_numbers():
-    batch = torch.randn(ROWS, WIDTH), torch.randint(WIDTH, (ROWS,))
-    with vescale.deferred_init():
-        model = Reports()
-    found = vescale.dry_run(PLANS["two stages"], model, batch, step=lambda model, batch: model(*batch)["loss"])
-    assert len(found.stages) == 2

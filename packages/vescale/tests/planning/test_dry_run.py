@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import vescale
 from vescale_dtensor.testing import in_turns, run_ranks, warm_up
@@ -341,3 +342,30 @@ def test_integers_that_nobody_sends_are_places_of_every_table(backend):
     held = [torch.full((size,), 2**40) for size in (BATCH * POSITIONS // 2, BATCH * POSITIONS, BATCH) for _ in range(9)]
     del held
     assert vescale.dry_run(plan, llama(), batch, backend=backend).peak > 0
+
+
+class Reports(nn.Module):
+    """A training forward that returns metrics of its last stage beside its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+
+    def forward(self, x, labels):
+        for block in self.blocks:
+            x = block(x).tanh()
+        hit = x.argmax(-1) == labels
+        return {"loss": nn.functional.cross_entropy(x, labels), "accuracy": hit.float().mean(), "hits": hit.sum()}
+
+
+def test_metrics_beside_a_pipelines_loss_are_numbers_that_a_dry_run_does_not_know():
+    plan = vescale.Plan(
+        mesh={"pp": 2},
+        parameters={"*": {}},
+        pipeline=vescale.Pipeline(cuts=("blocks.3",), schedule="1f1b", microbatches=4),
+    )
+    with vescale.deferred_init():
+        model = Reports()
+    batch = torch.randn(8, 6), torch.randint(6, (8,))
+    found = vescale.dry_run(plan, model, batch, step=lambda model, batch: model(*batch)["loss"])
+    assert len(found.stages) == 2

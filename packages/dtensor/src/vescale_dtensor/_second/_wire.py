@@ -9,7 +9,7 @@ and values are tuples of texts and numbers, which are read as nothing else.
 
 from __future__ import annotations
 
-import ast
+import json
 import os
 import secrets
 import socket
@@ -102,7 +102,7 @@ class Wire:
             peer = self._peers.get(address)
             if peer is None:
                 peer = self._peers[address] = _Peer(address)
-        head = repr((key, value)).encode()
+        head = json.dumps((key, value)).encode()
         peer.send(_LENGTHS.pack(len(head), len(payload)) + head, payload)
 
     def has(self, key: Any) -> bool:
@@ -130,8 +130,13 @@ class Wire:
                 return
             while len(lengths := stream.read(_LENGTHS.size)) == _LENGTHS.size:
                 head, payload = _LENGTHS.unpack(lengths)
-                key, value = ast.literal_eval(stream.read(head).decode())
+                key, value = _tuples(json.loads(stream.read(head)))
                 message = Message(value, stream.read(payload))
                 with self._lock:
                     self._messages[key] = message
                 self._arrived()
+
+
+def _tuples(read: Any) -> Any:
+    """Returns what JSON gives as lists as the tuples that were sent."""
+    return tuple(map(_tuples, read)) if isinstance(read, list) else read
