@@ -25,11 +25,12 @@ PLANS = {
 
 def made(name, by_torchrun=True):
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, GradientState
 
     from vescale.integrations.accelerate import parallelize
 
     AcceleratorState._reset_state(True)
+    GradientState._reset_state()
     rank = dist.get_rank()
     known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size()}
     for key, value in {**known, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
@@ -146,7 +147,7 @@ EXCEPTIONS = {
 def own_scripts():
     """Runs accelerate's own functions, as they are, with `Accelerator.__init__` followed by `parallelize`."""
     from accelerate import Accelerator, PartialState
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, GradientState
     from accelerate.test_utils.scripts import test_ops, test_script
 
     from vescale.integrations.accelerate import parallelize
@@ -160,6 +161,7 @@ def own_scripts():
         parallelize(plan, self)
 
     AcceleratorState._reset_state(True)
+    GradientState._reset_state()
     failed = []
     Accelerator.__init__ = planned
     try:
