@@ -110,6 +110,9 @@ class _NotTraced:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
+    def __deepcopy__(self, memo: dict) -> _NotTraced:
+        return self  # a copy's own is put in its place; the model is not to be copied for the sake of a part
+
     def __bool__(self) -> bool:
         captured = self._model._vescale.captured
         if TracingContext.try_get() is not None and (captured is None or not captured.is_asking):
