@@ -66,5 +66,6 @@ SHARED = {
     "_communication.hangs.hang": ("_watch",),
     "_test_kit.allocations": ("Work.wait",),
     "_test_kit.worker": ("_by_value", "_sent_classes", "device_type", "in_worker"),
+    "extend": ("_shown",),  # by package
     "testing": ("_meshes", "_meshes_world"),
 }

@@ -84,7 +84,7 @@ def outcomes(plan):
 @pytest.mark.parametrize("plan", slice_of(PLANS, fraction=2))
 def test_a_backward_after_a_step_is_refused_as_on_one_device(plan):
     """It computed gradients by the weights of after the step, silently."""
-    wanted = outcomes(None, "")
+    wanted = outcomes(None)
     assert {name for name, (ran, _) in wanted.items() if ran} <= {"AdamW, fused"}
     ranks = torch.tensor(list(PLANS[plan]["mesh"].values())).prod().item()
     found = run_ranks(ranks, outcomes, plan, timeout=300)
