@@ -287,7 +287,7 @@ class Late:
         del self.tensor._owner
         self.tensor.to_local().data.copy_(self.values)
 
-    def settle(self):
+    def end_pass(self):
         """No backward has raised."""
 
     def replace(self, tensor, value):

@@ -55,6 +55,8 @@ def run(options: dict | None):
         return loop(model, made(model.parameters()))
     model, optimizer = parallelize(Plan(parameters={"*": {}}, **options), model, made)
     found = loop(model, optimizer)
+    model.cache.clear()  # keyed by what is gone now, whose identity another tensor may get, on one rank alone
+    model.seen.clear()
     x = torch.randn(7, 6)
     memory = weakref.ref(x)
     model(x)

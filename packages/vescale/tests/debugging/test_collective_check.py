@@ -124,13 +124,15 @@ def test_what_killed_processes_left_in_shared_memory_goes_when_the_next_world_st
 
     monkeypatch.setattr(check, "_SHARED_MEMORY", tmp_path)
     left, used, other = (tmp_path / f"{check._PREFIX}{name}" for name in ("left", "used", "link"))
-    here = check.Board(used, 0, range(2))
+    here = check.Board("group", 0, range(2))
+    here._map(used)
     left.write_bytes(b"\0" * 4096)
     (tmp_path / "target").touch()
     other.symlink_to(tmp_path / "target")
     check._remove_left()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["target", other.name, used.name])
-    there = check.Board(used, 1, range(2))  # who comes second opens the file that the first has
+    there = check.Board("group", 1, range(2))  # who comes second opens the file that the first has
+    there._map(used)
     assert [here._memory[:8].tobytes(), there._memory[:8].tobytes()] == [b"\0" * 8] * 2
     here._memory[0] = 7
     assert there._memory[0] == 7
@@ -146,10 +148,10 @@ def test_a_world_that_starts_removes_what_the_dead_left():
 
         dead = check._SHARED_MEMORY / f"{check._PREFIX}of-the-dead-{dist.get_rank()}"
         dead.touch()
-        check._world = (None, "")  # as a new process has it
         check._boards.clear()
         board = check.board_of(dist.group.WORLD)
+        board._open()
         dist.barrier()
-        return dead.exists(), board is not None and board._path.exists()
+        return dead.exists(), board._path.exists()
 
     assert run_ranks(2, remain) == [(False, True)] * 2

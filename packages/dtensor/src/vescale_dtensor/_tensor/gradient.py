@@ -23,7 +23,7 @@ from .tensor import DTensor, attach, drop_gradients, local_only, plain_grad, set
 
 def grad_of(tensor: DTensor) -> DTensor | None:
     """`tensor.grad`: a DTensor, partial on the axes where this is a replicated parameter, until it was reduced."""
-    _settle(tensor)
+    _end_pass(tensor)
     with local_only():
         partial = plain_grad(tensor)
     reduced = tensor.__dict__.get("_reduced_grad")
@@ -39,11 +39,11 @@ def grad_of(tensor: DTensor) -> DTensor | None:
     return found
 
 
-def _settle(tensor: DTensor) -> None:
+def _end_pass(tensor: DTensor) -> None:
     """What a backward that raised has left of its gradients is one, before anybody looks or writes."""
     owner = tensor.__dict__.get("_owner")
     if owner is not None:
-        owner.settle()
+        owner.end_pass()
 
 
 def held_gradients(tensors: Sequence[DTensor]) -> list[tuple[Tensor | None, Layout | None]]:
@@ -74,7 +74,7 @@ def _grad_with_layout(tensor: DTensor, partial: Tensor) -> DTensor:
 
 def set_grad(tensor: DTensor, value: Tensor | None) -> None:
     """`tensor.grad = value`: converted to the gradient's layout, as partial or as reduced as it comes."""
-    _settle(tensor)
+    _end_pass(tensor)
     reduced, given = None, value
     if value is not None:
         if type(value) is Tensor and not value.requires_grad:

@@ -40,7 +40,7 @@ class Bucket(FlatParameters):
     ) -> None:
         super().__init__(parameters, axes, sharing, rows)
         for param in self.params:
-            param.open_gradients, param.settle = self._open_at_rest, self._settle
+            param.open_gradients, param.end_pass = self._open_at_rest, self._end_pass
         self.runs_hooks = False  # while users' hooks run
         self.handed_out: list[ShardedParameter] = []  # whose reduced gradients came, and hooks have not run yet
         self.flat: Tensor | None = None
@@ -78,9 +78,9 @@ class Bucket(FlatParameters):
                 else:
                     self.filled.discard(i)  # zero_grad since then
 
-    def _settle(self) -> None:
+    def _end_pass(self) -> None:
         if self.parallel is not None:
-            self.parallel.settle()
+            self.parallel.end_pass()
 
     def _open_at_rest(self) -> None:
         """`open_gradients`, in a backward that comes to parameters at rest."""

@@ -246,7 +246,7 @@ def _zero_grad(self: Sharded, set_to_none: bool = True) -> None:
     """As torch's own, which would look at each gradient: a DTensor."""
     if not set_to_none:
         return torch.optim.Optimizer.zero_grad(self, set_to_none)
-    self._parallel.settle()
+    self._parallel.end_pass()
     for group in self.param_groups:
         drop_gradients(group["params"])
 

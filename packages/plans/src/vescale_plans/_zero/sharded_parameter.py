@@ -73,7 +73,7 @@ class ShardedParameter:
     __slots__ = (
         "parameter", "name", "start", "numel", "shape", "full_layout", "shard_layout", "reduced_layout",
         "gradient_layout", "full", "shard", "optimized", "gradient", "arriving", "is_copied", "is_away", "is_lent",
-        "is_separate", "met", "hooks", "held", "open_gradients", "wait", "settle", "shown", "lender",
+        "is_separate", "met", "hooks", "held", "open_gradients", "wait", "end_pass", "shown", "lender",
     )  # fmt: skip
 
     parameter: DTensor
@@ -97,7 +97,7 @@ class ShardedParameter:
     held: tuple[int, int]  # the range of the local shard, flattened, that the full-precision shard is
     open_gradients: Callable[[], None]  # the bucket's: autograd adds into its memory from there on
     wait: Callable[[], None]  # the bucket's: what is on its way to its parameters is there
-    settle: Callable[[], None]  # the model's: a backward that raised is ended, before anybody looks at gradients
+    end_pass: Callable[[], None]  # the model's: a backward that raised is ended, before anybody looks at gradients
     lender: Lender  # the bucket's, of its memory of now
 
     def read(self, tensor: DTensor) -> Tensor:

@@ -166,7 +166,7 @@ class DataParallel:
                 else:  # an exchange of tensors takes their hooks from autograd, not from the objects
                     parameter._post_accumulate_grad_hooks = hooks
 
-    def settle(self) -> None:
+    def end_pass(self) -> None:
         """Ends a backward that raised: gradients that came before are gradients, as on one device, and whoever drops
         them drops all. Before anything looks at gradients, or computes. Where it raised nothing is sent, for it may
         have been on one rank alone."""
@@ -178,7 +178,7 @@ class DataParallel:
 
         Afterwards no parameter is on its way, and all are at rest: a step may write.
         """
-        self.settle()
+        self.end_pass()
         self.take_in()
         for unit in self.units:
             for bucket in unit.reduced:
@@ -250,7 +250,7 @@ class DataParallel:
 
     def _begin(self, root: nn.Module, args: tuple, kwargs: dict) -> None:
         if _current_graph_task_id() == -1:
-            self.settle()
+            self.end_pass()
             self.take_in()
             if not self.holds:
                 self.rest()
