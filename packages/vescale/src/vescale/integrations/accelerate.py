@@ -41,7 +41,7 @@ def parallelize(plan: Plan, accelerator: Accelerator) -> Accelerator:
     `prepare` shards a model (see `vescale.parallelize`) together with the optimizer that was made from it, which may be
     in the same call, in any order, or come later. Loaders become `vescale.loader`s, whose batch size is that of all
     ranks together, and whose batches are DTensors. Schedulers step once. `gather`, `gather_for_metrics` and
-    `get_state_dict` return whole plain tensors. To `gather`, `reduce` and the functions of `accelerate.utils`, what is
+    `get_state_dict` return whole plain tensors. To `gather`, `reduce` and the functions of accelerate's utils, what is
     no DTensor is each rank's own. `save_state` and `load_state` use `vescale.save` and `vescale.load`, and work under
     any other plan.
 
@@ -71,7 +71,7 @@ class Planned:
 
     @property
     def num_processes(self) -> int:
-        """One computes. `state.num_processes` ranks take part in it."""
+        """One computes. As many ranks as the state has processes take part in it."""
         return 1
 
     @property
