@@ -319,3 +319,17 @@ def test_after_a_save_of_one_rank_alone(tmp_path, start_world):
     answers = start_world(2, caught_and_again, tmp_path).answers()
     assert [answer[0] for answer in answers] == ["returned"] * 2, answers
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
+
+
+def first_save_without_rank_0(rank, path):
+    os.environ["VESCALE_CHECKPOINT_PATIENCE_S"] = "2"
+    if rank:
+        return timed(lambda: save(path, state_of(1)))
+    time.sleep(8)
+    return None
+
+
+def test_the_first_save_waits_for_rank_0_as_long_as_the_environment_says(tmp_path, start_world):
+    """25 s, whatever it said: the wait for the world's name knew the default alone."""
+    answers = start_world(2, first_save_without_rank_0, tmp_path).answers()
+    assert "rank 0 did not come within 2 s" in answers[1][1][0]

@@ -214,3 +214,28 @@ def test_what_changes_between_steps_is_seen(part):
     (found,) = run_ranks(1, compared, [*CHANGES, *INPUTS, *WAYS][part::4], timeout=500)
     assert {change: off for change, (off, _) in found.items() if off} == {}
     assert all(graphs for _, graphs in found.values())
+
+
+def with_steps_inside(fields):
+    named()
+    found = []
+    for mode in ("eager", "compile"):
+        torch.manual_seed(0)
+        plan = vescale.Plan(mesh={"dp": 1}, parameters={"*": {}}, **fields)
+        model, _ = vescale.parallelize(plan, Model(), lambda p: torch.optim.SGD(p, lr=0.1))
+        if mode == "compile":
+            compiled(model, "aot_eager")
+        loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
+        loss.backward()
+        found.append((loss.item(), *(p.grad.to_local().clone() for p in model.parameters() if p.grad is not None)))
+    same = all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(*found, strict=True))
+    return same, vescale.explain_compile(model).eager
+
+
+FIELDS = [{"precision": vescale.Precision(torch.bfloat16)}, {"checkpointing": {"blocks.*": True}}]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=["precision", "checkpointing"])
+def test_a_model_with_steps_of_a_plan_inside_is_eager_and_says_which(fields):
+    ((same, (why,)),) = run_ranks(1, with_steps_inside, fields)
+    assert same and why.startswith("in each call of blocks.0, ")

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_dtensor.engine import namespace
+from vescale_trace.environment import seconds
 
 from .. import _errors
 from .._errors import CheckpointError, PeerError
@@ -323,11 +324,11 @@ def open_session(operation: str) -> Session:
 
 def _store_of_world(operation: str) -> Any:
     """Under names of this world alone, which rank 0 tells the others when it has come. Raises PeerError."""
-    began = time.monotonic()
+    began, patience = time.monotonic(), seconds(beats.PATIENCE, beats.PATIENCE_S)
     while (found := namespace(together=True)) is None:
-        if time.monotonic() - began > beats.PATIENCE_S:
+        if time.monotonic() - began > patience:
             said = [f"rank {dist.get_rank()}  in {operation}, waits for the first", "rank 0  never called save or load"]
-            rule = f"rank 0 did not come within {beats.PATIENCE_S:g} s"
+            rule = f"rank 0 did not come within {patience:g} s"
             raise PeerError(operation, rule, said, _remedies(operation))
         time.sleep(_SLOWEST_S)
     return found.store

@@ -58,6 +58,7 @@ class Captured(Alone):
         self.own = model.__dict__.get("forward")
         self._lock = threading.RLock()
         self.graphs = 0
+        self._inside = _steps_inside(model)
         self.refusals: dict[tuple, str] = {}  # by what of a call never changes its code alone -> why it is eager
         self.last = "not called"
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by parameter or buffer: that, and what stands for it
@@ -98,6 +99,8 @@ class Captured(Alone):
         why = watcher()
         kind = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         why = why or self.refusals.get(kind, "")
+        if not why and self._inside:
+            self._refuse(kind, why := self._inside)
         if not why:
             try:
                 out = self._through_graph(args, kwargs)
@@ -193,9 +196,6 @@ class Captured(Alone):
     def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         if self.graphs == _MOST:
             raise Refused(f"its sizes, or the Python values that it reads, have changed {_MOST} times")
-        for name, module in self.module.named_modules():
-            if module is not self.module and (step := _step_of(module)):
-                raise Refused(f"in each call of {name}, {step}")
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
         (result,) = (node for node in graph.graph.nodes if node.op == "output")
         check_traced(nodes)
@@ -271,12 +271,14 @@ def _fill_objects(value: Any, shown: Callable[[Tensor], Tensor]) -> None:
                 held[key] = new
 
 
-def _step_of(module: nn.Module) -> str:
-    """Returns what a step of this library does in the module's calls, "" if it has none."""
-    if not isinstance(module.__dict__.get("_call_impl"), Call):
-        return ""
-    steps = [hook.step.phase for hook in (*hooks_before(module), *hooks_after(module)) if hook.step is not None]
-    return next((phase.before or phase.after for phase in steps), "")
+def _steps_inside(model: nn.Module) -> str:
+    """Returns what a step of this library does in calls of a module inside, "" if there is none."""
+    for name, module in model.named_modules():
+        if module is model or not isinstance(module.__dict__.get("_call_impl"), Call):
+            continue
+        phases = [hook.step.phase for hook in (*hooks_before(module), *hooks_after(module)) if hook.step is not None]
+        return f"in each call of {name}, {phases[0].before or phases[0].after}"
+    return ""
 
 
 def _own_code(forward: Callable) -> FunctionType:
