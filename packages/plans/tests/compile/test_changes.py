@@ -557,3 +557,26 @@ def recomputed():
 
 def test_a_checkpoint_inside_draws_its_numbers_again():
     assert run_ranks(1, recomputed) == [(True, 1)]
+
+
+class Scale(nn.Parameter):
+    pass
+
+
+class AsksForTheClass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = Scale(torch.full((4 * WIDTH,), 2.0))
+
+    def forward(self, x):
+        return x * self.scale if isinstance(self.scale, Scale) else x.tanh()
+
+
+def of_a_class():
+    named()
+    (wanted, _), (found, model) = (train(AsksForTheClass(), mode) for mode in ("eager", "compile"))
+    return same(wanted, found), model._vescale.captured.last
+
+
+def test_parameters_of_a_class_of_the_users_keep_it():
+    assert run_ranks(1, of_a_class) == [(True, "a parameter is of the class Scale")]

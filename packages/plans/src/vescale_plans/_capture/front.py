@@ -6,6 +6,7 @@ traces and asks its guards: what it made puts the real tensors back before it co
 the compiler cannot take, is eager; nothing has run by then.
 
     Captured     stands before the root's forward, runs a call compiled, or eagerly
+    stand_ins    what the compiler sees of parameters, buffers and inputs
     passage      gradients that are None stay None
     refusals     what a graph would do otherwise than its code
     unguarded    what guards do not ask again
@@ -19,7 +20,6 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -36,9 +36,9 @@ from .._torch_private import backend_named, capture_settings, compiler_errors, f
 from .mode import watcher
 from .passage import Passage, reach_of
 from .refusals import Refused, check_compiled, check_traced
+from .stand_ins import StandIns, placeholder
 from .unguarded import Unguarded
 
-_FACTS = attrgetter("shape", "dtype", "device", "requires_grad")
 _Remembers = type(functools.lru_cache(id))
 """Of methods that libraries put on loggers to say a thing once (HuggingFace's `warning_once`)."""
 _MOST = 8
@@ -61,9 +61,9 @@ class Captured(Alone):
         self._inside = _steps_inside(model)
         self.refusals: dict[tuple, str] = {}  # by what of a call never changes its code alone -> why it is eager
         self.last = "not called"
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # by parameter or buffer: that, and what stands for it
+        self._stand_ins = StandIns(model)
+        self.is_asking = False  # whether the compiler traces, or asks its guards
         self._real: dict[int, Tensor] = {}  # by the stand-in, of the call that runs
-        self._restore: Callable[[], None] | None = None
         self._made: list[Tensor] | None = None  # results of the graph of the call that runs, once it has run
         self._failure = ""
         functorch_config().donated_buffer = False  # backwards may run twice, as eager ones do; torch has one switch
@@ -83,11 +83,6 @@ class Captured(Alone):
     def forward(self) -> Callable:
         """The model's own."""
         return self.own if self.own is not None else type(self.module).forward.__get__(self.module)
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether the compiler traces, or asks its guards."""
-        return self._restore is not None
 
     # --- a call ------------------------------------------------------------------------
 
@@ -126,27 +121,15 @@ class Captured(Alone):
         self._failure = ""
         if self._captured != self.forward or (self._unguarded is not None and not self._unguarded.holds()):
             self._begin()
-        places = [
-            (table, name, held)
-            for module in self.module.modules()
-            for table in (module._parameters, module._buffers)
-            for name, held in table.items()
-            if type(held) is DTensor
-        ]
+        self._stand_ins.refresh()
+        kept = self._stand_ins.standing
         with local_only():
-            kept = {id(held): (held, self._stand_in(held)) for _, _, held in places}
-            given = {id(tensor): (tensor, _placeholder(tensor)) for tensor in tensors_in((args, kwargs))
+            given = {id(tensor): (tensor, placeholder(tensor)) for tensor in tensors_in((args, kwargs))
                      if type(tensor) is DTensor and id(tensor) not in kept}  # fmt: skip
-        self._kept, standing = kept, kept | given
+        standing = kept | given
         self._real = {id(stands): real for real, stands in standing.values()}
-
-        def restore() -> None:
-            for table, name, held in places:
-                table[name] = held
-
-        self._restore = restore
-        for table, name, held in places:
-            table[name] = kept[id(held)][1]
+        self.is_asking = True
+        self._stand_ins.put()
         args, kwargs = map_tensors((args, kwargs), lambda one: standing[id(one)][1] if id(one) in standing else one)
         with capture_settings(self._said_once):
             out = self._guarded(*args, **kwargs)
@@ -156,16 +139,9 @@ class Captured(Alone):
 
     def _put_back(self) -> None:
         """The real tensors are in their places, if they are not yet."""
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
-
-    def _stand_in(self, real: Tensor) -> Tensor:
-        """Returns what stands for a parameter or buffer: the same object as long as nothing of it has changed."""
-        _, known = self._kept.get(id(real), (None, None))
-        if known is not None and _FACTS(known) == _FACTS(real) and known.stride() == real.stride():
-            return known
-        return _placeholder(real)
+        if self.is_asking:
+            self._stand_ins.take_off()
+            self.is_asking = False
 
     def _distributed(self, out: Any) -> Any:
         """Returns what the model returned with the graph's results as DTensors, those inside of other objects (a cache
@@ -241,15 +217,6 @@ class Captured(Alone):
     def __deepcopy__(self, memo: dict) -> Any:
         module = memo.get(id(self.module))
         return type(self.module).forward.__get__(module) if module is not None else self
-
-
-def _placeholder(real: Tensor) -> Tensor:
-    """Returns a plain tensor like `real`, a Parameter for one, without memory. Call with dispatch disabled."""
-    made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
-    made.untyped_storage().resize_(0)
-    if getattr(real, "_is_param", False):
-        return nn.Parameter(made, requires_grad=real.requires_grad)
-    return made.requires_grad_(real.requires_grad)
 
 
 def _fill_objects(value: Any, shown: Callable[[Tensor], Tensor]) -> None:
